@@ -1,0 +1,157 @@
+"""The network as algorithms see it: four operations on equal shapes.
+
+Algorithms take a collective as an argument, so that n ranks can be n processes (:class:`TorchCollective`), n threads
+of one process (:func:`~lightning_sparse.simulate`) or one rank alone.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Collective(Protocol):
+    """n ranks that call the same operations in the same order with equal shapes. Results are equal on all, bit for bit."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, in 0 .. n - 1."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks n."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """``(*shape)`` of each rank to ``(n, *shape)`` on all."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks. May use x for the result: do not read x afterwards."""
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """What rank ``src`` gave, on all ranks. May use x for the result."""
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """``(n, *shape)``: row j of rank i becomes row i of rank j."""
+
+
+class TorchCollective:
+    """A ``torch.distributed`` process group; with one rank, no group is needed and nothing is sent.
+
+    Args:
+        group: process group, or None for the default one (a single rank where none is initialised).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        alone = not (dist.is_available() and dist.is_initialized())
+        self._rank = 0 if alone else dist.get_rank(group)
+        self._world_size = 1 if alone else dist.get_world_size(group)
+
+    @classmethod
+    def of_its_own(cls, timeout: timedelta | None = None) -> TorchCollective:
+        """A new group over all ranks, so that other traffic cannot come in between. All ranks must call this."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return cls()
+        return cls(dist.new_group(timeout=timeout))
+
+    def close(self) -> None:
+        """Give the group back if it was made by :meth:`of_its_own`."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._world_size
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """``(*shape)`` of each rank to ``(n, *shape)`` on all."""
+        if self.world_size == 1:
+            return x.unsqueeze(0)
+        x = x.contiguous()
+        out = x.new_empty(self.world_size * x.numel())
+        dist.all_gather_into_tensor(out, x.view(-1), group=self.group)
+        return out.view(self.world_size, *x.shape)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(x, group=self.group)
+        return x
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """What rank ``src`` gave, in place."""
+        if self.world_size > 1:
+            dist.broadcast(x, group=self.group, group_src=src)
+        return x
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Row j of rank i becomes row i of rank j."""
+        if self.world_size == 1:
+            return x
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x.contiguous(), group=self.group)
+        return out
+
+
+class Metered:
+    """Counts the bytes that this rank puts on the wire, and passes everything on.
+
+    Ring algorithms are assumed, as in the papers. With b bytes given by each rank, an all-gather makes each rank send
+    ``(n - 1) b`` bytes, an all-reduce ``2 (n - 1) / n b``, a broadcast ``(n - 1) / n b`` on average over ranks and an
+    all-to-all ``(n - 1) / n b``. What a library really sends can differ (trees, shared memory).
+    """
+
+    def __init__(self, comm: Collective) -> None:
+        self.comm = comm
+        self.bytes_sent = 0.0
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.comm.world_size
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Counted all-gather."""
+        self.bytes_sent += (self.world_size - 1) * x.nbytes
+        return self.comm.all_gather(x)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Counted all-reduce."""
+        self.bytes_sent += ring_all_reduce_bytes(x.nbytes, self.world_size)
+        return self.comm.all_reduce(x)
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """Counted broadcast."""
+        self.bytes_sent += (self.world_size - 1) / self.world_size * x.nbytes
+        return self.comm.broadcast(x, src)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Counted all-to-all."""
+        self.bytes_sent += (self.world_size - 1) / self.world_size * x.nbytes
+        return self.comm.all_to_all(x)
+
+
+def ring_all_reduce_bytes(payload_bytes: float, world_size: int) -> float:
+    """Bytes that each rank sends in a ring all-reduce: ``2 (n - 1) / n`` times the payload.
+
+    Example:
+        >>> ring_all_reduce_bytes(1000, 4)
+        1500.0
+    """
+    return 2 * (world_size - 1) / world_size * payload_bytes

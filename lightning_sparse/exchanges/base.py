@@ -1,0 +1,113 @@
+"""What an exchange is, and the one message format that exchanges share.
+
+An exchange owns the network of a group step: it makes one update out of the ranks' selections and says what each rank
+has sent. *Own release*: a rank forgets what it picked. *Union release*: every rank contributes, and forgets, its values
+at all coordinates that any rank picked. Which of the two it is, the exchange decides.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.collective import Collective
+from lightning_sparse.kernels import static_shapes
+from lightning_sparse.registry import Registry
+from lightning_sparse.types import Agreement, Context, Selection, Update
+
+
+class Exchange(ABC):
+    """Turns one rank's selection into the update that all ranks share. A frozen dataclass of settings, nothing else."""
+
+    accepts: ClassVar[frozenset[Agreement]]
+    """Kinds of selections this pattern is right for."""
+
+    @abstractmethod
+    def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
+        """Exchange one group.
+
+        Args:
+            acc: (numel + 1,) accumulator of this rank; the spare slot is zero. Read only.
+            selection: what this rank picked.
+            ctx: the step.
+            comm: the only way to the other ranks.
+
+        Returns:
+            The update, equal on all ranks but for what this rank has sent.
+        """
+
+
+EXCHANGES: Registry[Exchange] = Registry("exchange", Exchange)
+"""Exchanges by name, for configs and error messages."""
+
+
+def as_exchange(exchange: Exchange | str | None, sparsifier: object) -> Exchange:
+    """Resolve a name, or None to the sparsifier's natural exchange, and check that the two go together.
+
+    Args:
+        exchange: an instance, a name such as ``"gather_pairs"``, or None.
+        sparsifier: the :class:`~lightning_sparse.sparsifiers.Sparsifier` it will serve.
+
+    Raises:
+        ValueError: if the name is unknown or the exchange does not accept the sparsifier's kind of agreement.
+    """
+    chosen = EXCHANGES.resolve(getattr(sparsifier, "exchange", None) if exchange is None else exchange)
+    agreement: Agreement = sparsifier.agreement  # type: ignore[attr-defined]
+    if agreement not in chosen.accepts:
+        fitting = [name for name, cls in EXCHANGES.items() if agreement in cls.accepts]
+        raise ValueError(
+            f"The exchange {EXCHANGES.name_of(chosen)!r} accepts selections that are "
+            f"{' or '.join(sorted(a.value for a in chosen.accepts))}, but {type(sparsifier).__name__}'s are "
+            f"{agreement.value}. Exchanges that fit: {', '.join(fitting)}."
+        )
+    return chosen
+
+
+class Picks(NamedTuple):
+    """The selections of all ranks, as every rank knows them after :func:`gather_picks`."""
+
+    indices: list[Tensor]
+    """n tensors of int64 coordinates by rank; without padding on the CPU."""
+    values: list[Tensor] | None
+    """n tensors like ``indices``, if values were sent along."""
+    counts: Tensor
+    """(n,) int64."""
+
+    def joined(self) -> Tensor:
+        """All coordinates, in rank order."""
+        return torch.cat(self.indices)
+
+
+def gather_picks(selection: Selection, values: Tensor | None, padding: int, comm: Collective) -> Picks:
+    """All-gather selections, and optionally one value per pick, in one message per rank.
+
+    The message is int32 words: the count, the coordinates, the bits of the values. Selections of different lengths
+    (only on the CPU) are padded to the longest, whose length costs one more all-gather of 8 bytes a rank.
+
+    Args:
+        selection: this rank's picks.
+        values: (c,) values at ``selection.indices``, or None.
+        padding: the padding index; must fit into 31 bits.
+        comm: the ranks.
+    """
+    indices, slots = selection.indices, selection.indices.numel()
+    if not selection.aligned:
+        slots = int(comm.all_gather(selection.count).max())
+        missing = slots - indices.numel()
+        indices = torch.cat([indices, indices.new_full((missing,), padding)])
+        values = None if values is None else torch.cat([values, values.new_zeros(missing)])
+    parts = [selection.count.view(1).int(), indices.int()]
+    if values is not None:
+        parts.append(values.view(torch.int32))
+    rows = comm.all_gather(torch.cat(parts))
+    counts = rows[:, 0].long()
+    ends = [slots] * comm.world_size if static_shapes(counts.device) else counts.tolist()
+    picked = [row[1 : 1 + end].long() for row, end in zip(rows, ends, strict=True)]
+    sent = None
+    if values is not None:
+        bits = [row[1 + slots :].clone().view(values.dtype) for row in rows]
+        sent = [row[:end] for row, end in zip(bits, ends, strict=True)]
+    return Picks(picked, sent, counts)

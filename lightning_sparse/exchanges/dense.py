@@ -1,0 +1,31 @@
+"""All-reduce of everything: what DDP does, with the residual flushed into it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.collective import Collective
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange
+from lightning_sparse.types import Agreement, Context, Selection, Update
+
+
+@EXCHANGES.register
+@dataclass(frozen=True)
+class Dense(Exchange):
+    """``update = (1/n) sum_i acc_i`` at every coordinate; nothing is left in the residual.
+
+    Accepts every selection and ignores which coordinates it holds. Each rank moves ``2 (n - 1) / n * numel * w`` bytes.
+    """
+
+    accepts: ClassVar[frozenset[Agreement]] = frozenset(Agreement)
+
+    def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
+        """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
+        numel = acc.numel() - 1
+        values = comm.all_reduce(acc[:-1].clone()) / comm.world_size
+        counts = torch.full((comm.world_size,), numel, device=acc.device)
+        return Update(None, values, None, None, counts, torch.full((), numel, device=acc.device))

@@ -1,0 +1,125 @@
+"""The passes over whole groups, one dispatching name each.
+
+Two formulations of every kernel, chosen by device and equal in what they return up to padding:
+
+- :mod:`~lightning_sparse.kernels.host` (CPU): numpy on zero-copy views in cache-sized chunks, results of exactly the
+  size that was found.
+- :mod:`~lightning_sparse.kernels.static` (CUDA and everything else): torch operations of fixed output size, so that
+  the host never waits for the device. Slots without a pick hold the padding index.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels import host, static
+
+Span = tuple[int | Tensor, int | Tensor]
+"""First and past-the-end coordinate of a contiguous range; tensors where only the device knows them."""
+
+
+def static_shapes(device: torch.device) -> bool:
+    """True if results on this device have a size that the host knows beforehand (everywhere but on the CPU)."""
+    return device.type != "cpu"
+
+
+def largest(x: Tensor, k: int, span: Span | None = None) -> tuple[Tensor, Tensor]:
+    """Coordinates of largest magnitude in a range, and their magnitudes, in descending order of magnitude.
+
+    Args:
+        x: (numel,) finite values.
+        k: how many, at least 1.
+        span: range to look at; None: everything.
+
+    Returns:
+        indices: int64, and magnitudes, both (min(k, length of the range),) on the CPU and (min(k, numel),) elsewhere,
+        where missing ones are the padding index ``numel`` with magnitude -1. Ties: on the CPU the lower index.
+    """
+    k = min(k, x.numel())
+    if static_shapes(x.device):
+        return static.largest(x, k, span)
+    first, last = _on_host(span, x)
+    return host.largest(x, k, first, last)
+
+
+def top_k(x: Tensor, k: int) -> Tensor:
+    """Coordinates of the k largest magnitudes, ascending: (min(k, numel),) int64, no padding on any device."""
+    k = min(k, x.numel())
+    if k == x.numel():
+        return torch.arange(k, device=x.device)
+    if static_shapes(x.device):
+        return static.top_k(x, k)
+    return host.top_k(x, k)
+
+
+def above(
+    x: Tensor, threshold: Tensor, span: Span | None = None, *, capacity: int | None = None, phase: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Coordinates whose magnitude reaches a threshold, ascending.
+
+    Args:
+        x: (numel,) values. NaN never reaches a threshold.
+        threshold: () magnitude, compared in x's precision.
+        span: range to look at; None: everything.
+        capacity: slots of a static result. When more coordinates qualify they are thinned evenly over the range.
+            On the CPU there is no limit and this is ignored.
+        phase: rotates which ones an overfull range gives up.
+
+    Returns:
+        indices: (c,) int64, and count: () int64. On the CPU ``c == count``, elsewhere ``c == capacity``.
+    """
+    if static_shapes(x.device):
+        return static.above(x, threshold, span, min(capacity or x.numel(), x.numel()), phase)
+    first, last = _on_host(span, x)
+    indices = host.above(x, float(threshold), first, last)
+    return indices, torch.tensor(indices.numel())
+
+
+def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """Sort coordinates and drop repetitions.
+
+    Returns:
+        indices: int64 ascending, and count: (). On the CPU exactly the different ones without the padding index;
+        elsewhere as long as the input, repetitions replaced by the padding index and moved to the end.
+    """
+    if static_shapes(indices.device):
+        return static.distinct(indices, padding)
+    found = host.distinct(indices, padding)
+    return found, torch.tensor(found.numel())
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """() bool: no NaN and no infinity in x. One pass, nothing allocated; True for an empty x."""
+    if x.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    low, high = torch.aminmax(x)
+    return torch.isfinite(low) & torch.isfinite(high)
+
+
+def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
+    """Fill all of x if the flag is set; the host does not wait for a flag on a device."""
+    if static_shapes(flag.device):
+        return x.masked_fill_(flag, value)
+    return x.fill_(value) if flag else x
+
+
+def choose(flag: Tensor, yes: Any, no: Any) -> Any:
+    """``yes if flag else no`` for (named) tuples of tensors of equal shapes; what is no tensor is taken from ``no``.
+
+    On the CPU whole objects are chosen and shapes need not be equal.
+    """
+    if not static_shapes(flag.device):
+        return yes if flag else no
+    if isinstance(no, Tensor) and isinstance(yes, Tensor):
+        return torch.where(flag, yes, no)
+    if isinstance(no, tuple) and isinstance(yes, tuple):
+        parts = [choose(flag, a, b) for a, b in zip(yes, no, strict=True)]
+        return type(no)(*parts) if hasattr(no, "_fields") else tuple(parts)
+    return no
+
+
+def _on_host(span: Span | None, x: Tensor) -> tuple[int, int]:
+    return (0, x.numel()) if span is None else (int(span[0]), int(span[1]))

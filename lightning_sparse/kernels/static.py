@@ -1,0 +1,63 @@
+"""Formulations of fixed output size: no operation here makes the host wait for a device.
+
+That rules out ``nonzero``, ``unique``, boolean indexing and ``.item()``; a test runs this file on fake CUDA tensors,
+where each of them raises.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_sparse.kernels import Span
+
+
+def top_k(x: Tensor, k: int) -> Tensor:
+    """Ascending coordinates of the k largest magnitudes."""
+    return torch.topk(x.abs(), k, sorted=False).indices.sort().values
+
+
+def largest(x: Tensor, k: int, span: Span | None) -> tuple[Tensor, Tensor]:
+    """Coordinates and magnitudes in descending order; missing ones are ``numel`` and -1."""
+    magnitudes = x.abs()
+    if span is not None:
+        magnitudes = torch.where(_inside(x, span), magnitudes, -1)
+    top = torch.topk(magnitudes, k, sorted=True)
+    return torch.where(top.values >= 0, top.indices, x.numel()), top.values
+
+
+def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
+    """Ascending coordinates, at most ``capacity`` of them.
+
+    With ``total`` candidates for ``c < total`` slots, slot s holds the candidate of ordinal
+    ``ceil(((s + 1) * total - phase) / c) - 1``: exactly c are kept, still ascending, and every part of the range
+    loses the same share. Cutting off at c would starve the high coordinates for ever.
+    """
+    mask = x.abs() >= threshold
+    if span is not None:
+        mask &= _inside(x, span)
+    ordinals = mask.cumsum(0)  # int64; the n-th candidate is the first place where this reaches n
+    total = ordinals[-1]
+    slots = torch.arange(capacity, device=x.device)
+    shift = torch.remainder(torch.full_like(total, phase), total.clamp(min=1))
+    thinned = ((slots + 1) * total - shift + capacity - 1) // capacity
+    wanted = torch.where(total > capacity, thinned, slots + 1)
+    indices = torch.searchsorted(ordinals, wanted)  # numel, the padding index, where there is no such candidate
+    return indices, total.clamp(max=capacity)
+
+
+def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """Ascending different coordinates first, the padding index in the slots that are left."""
+    ordered = indices.sort().values
+    repeated = torch.zeros_like(ordered, dtype=torch.bool)
+    repeated[1:] = ordered[1:] == ordered[:-1]
+    ordered = ordered.masked_fill(repeated, padding).sort().values
+    return ordered, (ordered < padding).sum()
+
+
+def _inside(x: Tensor, span: Span) -> Tensor:
+    places = torch.arange(x.numel(), device=x.device)
+    return (places >= span[0]) & (places < span[1])

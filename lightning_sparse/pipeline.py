@@ -1,0 +1,101 @@
+"""The journey of a gradient, in order: accumulate, select, exchange, forget, scatter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.collective import Collective, Metered
+from lightning_sparse.exchanges import Exchange
+from lightning_sparse.kernels import all_finite, choose, fill_if_
+from lightning_sparse.memory import Memory
+from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.statistics import Stamp, Statistics, measure
+from lightning_sparse.types import Context, GroupState, Selection, Update
+
+
+def init_group(
+    numel: int, dtype: torch.dtype, device: torch.device, ctx: Context, *, memory: Memory, sparsifier: Sparsifier
+) -> GroupState:
+    """State of a group before its first step. The accumulator has the gradient's dtype, but at least float32.
+
+    Raises:
+        ValueError: if the group is empty or has 2**31 - 1 coordinates or more (indices travel as 32-bit words), or if
+            the sparsifier cannot serve it.
+    """
+    if not 0 < numel < 2**31 - 1:
+        raise ValueError(
+            f"Expected a group of 1 to {2**31 - 2} coordinates, but got {numel}. Use a finer grouping such as 'bucket'."
+        )
+    wide = torch.promote_types(dtype, torch.float32)
+    selector = sparsifier.init(numel, ctx.world_size, ctx.density, device)
+    return GroupState(memory.init(numel, device, wide), selector, None)
+
+
+def reduce_group(
+    grad: Tensor,
+    state: GroupState,
+    ctx: Context,
+    *,
+    memory: Memory,
+    sparsifier: Sparsifier,
+    exchange: Exchange,
+    comm: Collective,
+) -> tuple[GroupState, Statistics]:
+    """Replace a group's gradient on this rank by the sparsified average over all ranks.
+
+    Nothing is lost: ``n * update + sum_i residual_i(after) = sum_i (residual_i(before) + gradient_i)`` for every
+    coordinate. If a gradient is not finite on any rank, the step is void on all: the gradient becomes NaN everywhere, and
+    memory, selector and counts stay as they were.
+
+    Args:
+        grad: (numel,) or (numel + 1,) flat gradient of this rank, overwritten with the average. The spare slot is needed
+            where shapes are static (not on the CPU); its content is not defined afterwards.
+        state: of this group on this rank.
+        ctx: the step; ``counts`` and ``gather`` are filled in here.
+        memory: error feedback.
+        sparsifier: who picks.
+        exchange: how picks travel.
+        comm: the ranks.
+
+    Returns:
+        The next state and what happened.
+    """
+    comm = Metered(comm)
+    ctx = ctx._replace(counts=state.counts, gather=comm.all_gather)
+    begin = Stamp.now(grad.device)
+    acc = memory.accumulate_(state.memory, grad)
+    finite = all_finite(acc)
+    fill_if_(acc, ~finite, 0.0)  # a rank in trouble takes part in the survey like the others
+    selection, selector = sparsifier.select(acc[:-1], state.selector, ctx)
+    selected = Stamp.now(grad.device)
+    update = exchange(*_raise_alarm(acc, selection, finite), ctx, comm)
+    void = ~all_finite(update.values)
+    memory.forget_(state.memory, update, void)
+    values = update.values.to(grad.dtype)
+    if grad.dtype != acc.dtype:
+        memory.keep_(state.memory, update, update.values - values, void)
+    _scatter_(grad, update, values)
+    fill_if_(grad, void, float("nan"))
+    stamps = begin, selected, Stamp.now(grad.device)
+    numel = acc.numel() - 1
+    statistics = measure(grad, numel, sparsifier.agreement, selection, update, ctx, comm.bytes_sent, stamps)
+    counts = update.counts if state.counts is None else choose(void, state.counts, update.counts)
+    return GroupState(state.memory, choose(void, state.selector, selector), counts), statistics
+
+
+def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> tuple[Tensor, Selection]:
+    """Where the gradient is not finite, offer NaN at coordinate 0: then the average is NaN on every rank."""
+    fill_if_(acc, ~finite, float("nan"))
+    indices = selection.indices if selection.indices.numel() else selection.indices.new_zeros(1)
+    indices = torch.full_like(indices, acc.numel() - 1)
+    indices[0] = 0
+    alarm = selection._replace(indices=indices, count=torch.ones_like(selection.count))
+    return acc, choose(finite, selection, alarm)
+
+
+def _scatter_(grad: Tensor, update: Update, values: Tensor) -> None:
+    if update.indices is None:
+        grad[: values.numel()].copy_(values)
+    else:
+        grad.zero_().index_copy_(0, update.indices, values)

@@ -1,0 +1,66 @@
+"""Names for classes: how a string in a config or a strategy name finds its class, and how a typo finds its cure."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import Generic, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Classes of one family by snake-case name; looked up without regard to case and underscores.
+
+    Args:
+        kind: what the family is called in error messages.
+        base: their common base class.
+    """
+
+    def __init__(self, kind: str, base: type[T]) -> None:
+        self.kind = kind
+        self.base = base
+        self._classes: dict[str, type[T]] = {}
+
+    def register(self, cls: type[T]) -> type[T]:
+        """Class decorator: known from now on as its ``name`` attribute, or its class name in snake case."""
+        name = cls.__dict__.get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+        self._classes[name] = cls
+        return cls
+
+    def items(self) -> Iterator[tuple[str, type[T]]]:
+        """(name, class) pairs in order of registration."""
+        return iter(self._classes.items())
+
+    def name_of(self, instance: T) -> str:
+        """Registered name of an instance's class; its class name if it was never registered."""
+        return next((name for name, cls in self.items() if cls is type(instance)), type(instance).__name__)
+
+    def resolve(self, given: T | str | None) -> T:
+        """An instance from an instance or from a name (then with the class's defaults).
+
+        Raises:
+            ValueError: for an unknown name (the closest known ones are listed), a class instead of an instance, or
+                anything else.
+        """
+        if isinstance(given, self.base):
+            return given
+        if isinstance(given, type) and issubclass(given, self.base):
+            raise ValueError(f"Expected a {self.kind}, but got the class {given.__name__}: write {given.__name__}().")
+        if not isinstance(given, str):
+            raise ValueError(f"Expected a {self.kind} or its name, but got {given!r}. Known names: {self._known()}.")
+        by_key = {_key(name): cls for name, cls in self.items()}
+        if cls := by_key.get(_key(given)):
+            return cls()
+        keys = {_key(name): name for name in self._classes}
+        close = [keys[key] for key in difflib.get_close_matches(_key(given), list(keys), n=3, cutoff=0.5)]
+        hint = f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""
+        raise ValueError(f"Unknown {self.kind} {given!r}.{hint} Known names: {self._known()}.")
+
+    def _known(self) -> str:
+        return ", ".join(sorted(self._classes))
+
+
+def _key(name: str) -> str:
+    return cast(str, name).replace("_", "").replace("-", "").lower()

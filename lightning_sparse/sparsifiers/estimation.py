@@ -1,0 +1,161 @@
+"""Pieces that several methods share, as functions: deciding on one threshold for all ranks, and following one."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels import largest, static_shapes
+from lightning_sparse.types import Context, Selection
+
+SHARE_LIMIT = 2
+"""No rank sends more than this multiple of k/n, whatever its range holds: bounds the padding ratio and the messages."""
+
+
+def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context) -> Selection:
+    """Pick k coordinates in all from disjoint ranges, by one magnitude threshold that all ranks derive together.
+
+    Every rank finds the ``m = min(k, ceil(2 k / n))`` largest magnitudes of its own range and tells the others a few of
+    them: the order statistics at ranks 1 .. m in equal steps (8 to 32 numbers, fewer the more ranks there are). From
+    these, all ranks know how many coordinates each range has above any threshold, solve for the threshold that k
+    coordinates reach in all, and take their own part of the k, largest first. The counts of all ranks are known at once,
+    so that no sizes are exchanged afterwards: the survey stands in for that message.
+
+    What the approximation between order statistics decides is only how the k picks are split between ranks; their sum
+    is k exactly (or all candidates, if the ranges hold fewer).
+
+    Args:
+        acc: (numel,) finite accumulator.
+        spans: (n, 2) int64, the range of every rank, disjoint.
+        k: coordinates wanted from all ranks together, at least 1.
+        ctx: the step.
+
+    Returns:
+        The picks of this rank with the common threshold, () float64.
+    """
+    numel, n, on_device = acc.numel(), ctx.world_size, static_shapes(acc.device)
+    most = min(k, numel, math.ceil(SHARE_LIMIT * k / n))
+    points = min(most, max(8, min(32, 256 // n)))
+    grid = torch.linspace(1, most, points, dtype=torch.float64).round().long().to(acc.device)
+    candidates, magnitudes = largest(acc, most, (spans[ctx.rank, 0], spans[ctx.rank, 1]))
+    survey = magnitudes.new_zeros(most)
+    survey[: magnitudes.numel()] = magnitudes.clamp(min=0)
+    heard = ctx.gather(survey[grid - 1])
+    sizes = (spans[:, 1] - spans[:, 0]).clamp(max=most)
+    shares, threshold = split(heard.double(), grid.double(), sizes.double(), k)
+    own = shares[ctx.rank]
+    slots = most if on_device else int(shares.max())
+    indices = torch.full((slots,), numel, device=acc.device)
+    indices[: candidates.numel()] = candidates[:slots]
+    indices = indices.masked_fill(torch.arange(slots, device=acc.device) >= own, numel).sort().values
+    return Selection(indices, own, threshold, disjoint=True, aligned=True, total=min(k, numel))
+
+
+def split(heard: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Share k picks out between ranks by order statistics of their magnitudes.
+
+    ``N_i(x)``, the number of candidates of rank i that reach x, is known at the order statistics and taken as linear in
+    between. The threshold is where ``sum_i N_i(x) = k``; shares are rounded to integers by the largest remainder, the
+    lower rank first.
+
+    Args:
+        heard: (n, p) magnitudes by rank, descending, zero where a rank has no such candidate.
+        grid: (p,) which order statistics these are, ascending from 1.
+        sizes: (n,) number of candidates of each rank.
+        k: number of picks.
+
+    Returns:
+        shares: (n,) int64, summing to k, or to all candidates if there are fewer; and the threshold, ().
+    """
+    knots = torch.cat([heard.new_zeros(1), heard.flatten()]).sort().values
+    reached = torch.minimum(_reaching(heard, grid, knots), sizes.unsqueeze(1))
+    # Above the highest knot there is nothing; this extra column saves a special case for k below the count there.
+    reached = torch.cat([reached, torch.zeros_like(reached[:, :1])], dim=1)
+    knots = torch.cat([knots, knots[-1:]])
+    totals = reached.sum(0).cummin(0).values  # it descends but for rounding
+    wanted = totals[:1].clamp(max=k)
+    low = (totals >= wanted).sum().view(1) - 1  # the highest knot that is reached often enough
+    high = low + 1
+    step = (wanted - totals[high]) / (totals[low] - totals[high])
+    exact = (reached[:, high] + step * (reached[:, low] - reached[:, high])).squeeze(1)
+    threshold = (knots[high] + step * (knots[low] - knots[high])).squeeze(0)
+    shares = torch.floor(exact + 1e-9)
+    missing = wanted - shares.sum()
+    order = torch.argsort(exact - shares, descending=True, stable=True)
+    extra = torch.zeros_like(shares)
+    extra[order] = (torch.arange(len(shares), device=shares.device) < missing).double()
+    return torch.minimum(shares + extra, sizes).long(), threshold
+
+
+def _reaching(heard: Tensor, grid: Tensor, knots: Tensor) -> Tensor:
+    """(n, q) number of candidates of each rank with a magnitude of at least each knot."""
+    n, points = heard.shape
+    ascending = heard.flip(1).contiguous()
+    beyond = points - torch.searchsorted(ascending, knots.expand(n, -1).contiguous())  # statistics that reach it
+    upper = (beyond - 1).clamp(min=0)
+    lower = beyond.clamp(max=points - 1)
+    high, low = heard.gather(1, upper), heard.gather(1, lower)
+    gap = high - low
+    between = (grid[lower] - grid[upper]) * torch.where(gap > 0, (high - knots) / gap.where(gap > 0, 1), 0)
+    return torch.where(beyond > 0, grid[upper] + between, 0)
+
+
+def follow(threshold: Tensor, counts: Tensor | None, k: int, beta: float, gamma: float) -> Tensor:
+    """The published threshold controller of MiCRO and ExDyna, driven by the counts of the previous step.
+
+    ``threshold *= 1 + gamma`` if ``k'/k > beta``, ``1 + gamma/4`` if ``1/beta < k'/k <= beta``, else ``1 - gamma``, where
+    k' is the number of coordinates selected by all ranks. There is no dead zone: inside the band the threshold still
+    rises, so that the loop rides the lower edge of the band (about 0.94 k); it moves at most by gamma a step.
+
+    Args:
+        threshold: () float64 of the previous step.
+        counts: (n,) picks of the previous step; None before the first one, which leaves the threshold as it is.
+        k: target for all ranks together.
+        beta: width of the band, above 1.
+        gamma: gain per step, in (0, 1).
+    """
+    if counts is None:
+        return threshold
+    ratio = counts.sum().double() / k
+    # The released code writes 0.909 for the lower edge. torch.where makes float32 of two Python numbers, hence the products.
+    inside = torch.where(ratio > round(1 / beta, 3), threshold * (1 + gamma / 4), threshold * (1 - gamma))
+    return torch.where(ratio > beta, threshold * (1 + gamma), inside)
+
+
+def initial_threshold(density: float, numel: int, device: torch.device, method: str) -> Tensor:
+    """The published start, ``1 / (2 sqrt(k))`` with ``k = int(density * numel)``, () float64.
+
+    Raises:
+        ValueError: if k is 0, where the published rule divides by zero.
+    """
+    k = int(density * numel)
+    if k == 0:
+        raise ValueError(
+            f"{method}(variant='published') needs density * numel >= 1, but got {density:g} * {numel}: the published start "
+            "1 / (2 sqrt(k)) divides by k = 0. Use larger groups or variant='corrected'."
+        )
+    return torch.full((), 1 / (2 * math.sqrt(k)), dtype=torch.float64, device=device)
+
+
+def force_one(
+    indices: Tensor, count: Tensor, first: int | Tensor, last: int | Tensor, step: int
+) -> tuple[Tensor, Tensor]:
+    """Where nothing was picked, pick coordinate ``first + step mod (last - first)``, as the released code does."""
+    forced = torch.as_tensor(first + step % (last - first), device=indices.device)
+    if static_shapes(indices.device):
+        indices = indices.clone()
+        indices[0] = torch.where(count == 0, forced, indices[0])
+        return indices, count.clamp(min=1)
+    return (indices, count) if count else (forced.view(1), torch.ones_like(count))
+
+
+def check_variant(variant: str) -> None:
+    """Raise unless the variant is one of the two that exist.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if variant not in ("corrected", "published"):
+        raise ValueError(f"Expected variant to be 'corrected' or 'published', but got {variant!r}.")

@@ -1,0 +1,216 @@
+"""ExDyna: MiCRO's exclusive ranges, cut into blocks that move between neighbours until all ranks send equally much."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.density import count
+from lightning_sparse.kernels import above, static_shapes
+from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
+from lightning_sparse.sparsifiers.estimation import (
+    check_variant,
+    follow,
+    force_one,
+    initial_threshold,
+    pick_jointly,
+)
+from lightning_sparse.sparsifiers.micro import CAPACITY, check_controller
+from lightning_sparse.types import Agreement, Context, Selection
+
+
+class Partition(NamedTuple):
+    """Who owns what, equal on all ranks."""
+
+    blocks: Tensor
+    """(n,) int64: number of blocks in each range."""
+    first: Tensor
+    """(n,) int64: first block of each range."""
+    threshold: Tensor | None
+    """() float64, published variant only."""
+    step: int
+    """The step that used these ranges: which rank's count belongs to which range. -1: none yet."""
+
+
+@SPARSIFIERS.register
+@dataclass(frozen=True)
+class ExDyna(Sparsifier):
+    """Exclusive ranges of movable size: like :class:`~lightning_sparse.MiCRO`, and balanced.
+
+    The group is cut into about ``num_blocks`` blocks, each of the n ranges is a run of blocks, and rank i looks at range
+    ``(t + i) mod n``. Before each step but the first, the counts of the step before decide whether blocks move between
+    neighbouring ranges: where one of two neighbours sent more than ``alpha`` times the mean and the other less than
+    ``1/alpha`` of it, ``move`` blocks go from the first to the second, unless that would leave a range with fewer than a
+    quarter of its fair share of blocks. The pairs are visited in order, each seeing what the previous one expects to have
+    moved (algorithm 3).
+
+    Two rules, as in MiCRO:
+
+    - ``variant="corrected"`` (default): the common threshold comes from shared order statistics, so that exactly k
+      coordinates are sent in each step, at most 2 k/n by one rank. Blocks are multiples of 32 coordinates where the group
+      is large enough for at least 4 n of them and smaller otherwise; the last block is short, so that no range carries a
+      remainder; the mean is not rounded down.
+    - ``variant="published"``: the released code: controller of 0.5 % a step from ``1 / (2 sqrt(k))``, exactly
+      ``num_blocks`` blocks with the whole remainder appended to the last range, the mean rounded down, forced picks.
+
+    Args:
+        alpha: imbalance that makes blocks move, above 1.
+        num_blocks: number of blocks in a group, at least 1.
+        move: blocks that move at once, at least 1.
+        variant: "corrected" or "published".
+        beta: published only: width of the density band, above 1.
+        gamma: published only: gain of the controller per step, in (0, 1).
+
+    Raises:
+        ValueError: for a setting outside its range; at the first step, published only, for a group of fewer than
+            ``32 * num_blocks`` coordinates (its blocks would be empty), fewer blocks than ranks, or
+            ``density * numel < 1``.
+
+    Example:
+        >>> import torch, lightning_sparse as ls
+        >>> scale = torch.linspace(0.2, 2, 40_000)                       # later layers have larger gradients
+        >>> stream = scale * torch.randn(60, 4, 40_000, generator=torch.Generator().manual_seed(0))
+        >>> steps = list(ls.simulate(stream, sparsifier="exdyna", density=0.01))
+        >>> steps[0].padding_ratio > 1.5, steps[-1].padding_ratio < 1.4, steps[-1].density
+        (True, True, 0.01)
+
+    References:
+        Yoon, Oh, Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning,
+        CCGrid 2024, arXiv 2402.13781, algorithms 2-4. Minus signs that Algorithm 3 lacks are those of the released code.
+    """
+
+    alpha: float = 1.05
+    num_blocks: int = 1024
+    move: int = 1
+    variant: Literal["corrected", "published"] = "corrected"
+    beta: float = 1.1
+    gamma: float = 0.005
+
+    agreement: ClassVar[Agreement] = Agreement.DISJOINT
+    exchange: ClassVar[str] = "reduce_union"
+
+    def __post_init__(self) -> None:
+        check_variant(self.variant)
+        check_controller(self.beta, self.gamma)
+        if not self.alpha > 1:
+            raise ValueError(f"Expected alpha, the tolerated imbalance, to be above 1, but got {self.alpha!r}.")
+        for name in ("num_blocks", "move"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"Expected {name} to be a positive integer, but got {value!r}.")
+
+    def init(self, numel: int, world_size: int, density: float, device: torch.device) -> Partition:
+        """Ranges of equal numbers of blocks."""
+        size, blocks = self.layout(numel, world_size)
+        threshold = None
+        if self.variant == "published":
+            if size == 0 or blocks < world_size:
+                raise ValueError(
+                    f"ExDyna(variant='published') needs groups of at least {32 * self.num_blocks} coordinates (32 for each "
+                    f"of its {self.num_blocks} blocks) and at least one block per rank, but got {numel} coordinates for "
+                    f"{world_size} ranks. Use larger groups, fewer num_blocks or variant='corrected'."
+                )
+            threshold = initial_threshold(density, numel, device, "ExDyna")
+        part = torch.arange(world_size, device=device)
+        share = blocks // world_size + (part < blocks % world_size).long()
+        return Partition(share, share.cumsum(0) - share, threshold, step=-1)
+
+    def select(self, acc: Tensor, state: Partition, ctx: Context) -> tuple[Selection, Partition]:
+        """Move blocks, then pick within the own range."""
+        state = self._rebalanced(acc.numel(), state, ctx)
+        spans = self.ranges(acc.numel(), state, ctx)
+        if state.threshold is None:
+            return pick_jointly(acc, spans, count(ctx.density, acc.numel()), ctx), state
+        k = max(1, int(ctx.density * acc.numel()))
+        threshold = follow(state.threshold, ctx.counts, k, self.beta, self.gamma)
+        first, last = spans[ctx.rank]
+        capacity = min(acc.numel(), CAPACITY * -(-k // ctx.world_size))
+        indices, picks = above(acc, threshold, (first, last), capacity=capacity, phase=ctx.step)
+        indices, picks = force_one(indices, picks, first, last, ctx.step)
+        aligned = static_shapes(acc.device)
+        return Selection(indices, picks, threshold, disjoint=True, aligned=aligned), state._replace(threshold=threshold)
+
+    def ranges(self, numel: int, state: Partition, ctx: Context) -> Tensor:
+        """Rank i holds range ``(t + i) mod n``."""
+        n = ctx.world_size
+        size, blocks = self.layout(numel, n)
+        own = (ctx.step + torch.arange(n, device=state.first.device)) % n
+        first, last = state.first[own], state.first[own] + state.blocks[own]
+        bounds = torch.stack([first * size, torch.where(last == blocks, numel, last * size)], dim=1)
+        return bounds.clamp(max=numel)  # the last block is short, and ranges may be empty where ranks outnumber blocks
+
+    def layout(self, numel: int, world_size: int) -> tuple[int, int]:
+        """Coordinates per block, and number of blocks (the last one ends with the group)."""
+        if self.variant == "published":
+            return 32 * (numel // self.num_blocks // 32), self.num_blocks
+        size = 32 * max(1, numel // (32 * self.num_blocks))
+        if math.ceil(numel / size) < 4 * world_size:
+            size = max(1, numel // (4 * world_size))
+        return size, math.ceil(numel / size)
+
+    def _rebalanced(self, numel: int, state: Partition, ctx: Context) -> Partition:
+        """Algorithm 3 on the counts of the step that used these ranges."""
+        now = state._replace(step=ctx.step)
+        if ctx.counts is None or state.step < 0:
+            return now
+        n = ctx.world_size
+        size, blocks = self.layout(numel, n)
+        least = blocks / (4 * n)
+        owner = (state.step + torch.arange(n, device=ctx.counts.device)) % n
+        load = torch.empty_like(ctx.counts)
+        load[owner] = ctx.counts
+        low = round(1 / self.alpha, 5) if self.variant == "published" else 1 / self.alpha  # released: 0.95238
+        if static_shapes(load.device):
+            moved = self._move_static(state, load, numel, size, low, least)
+        else:
+            moved = self._move_host(state, load.tolist(), numel, size, low, least)
+        return now._replace(blocks=moved[0], first=moved[1])
+
+    def _move_host(
+        self, state: Partition, load: list[int], numel: int, size: int, low: float, least: float
+    ) -> tuple[Tensor, Tensor]:
+        blocks, first = state.blocks.tolist(), state.first.tolist()
+        total = sum(load)
+        mean = total // len(load) if self.variant == "published" else total / len(load)
+        if mean == 0:
+            return state.blocks, state.first
+        expected = int(self.move * size * (total / numel))
+        for p in range(len(load) - 1):
+            left, right = load[p] / mean, load[p + 1] / mean
+            if left > self.alpha and right < low and blocks[p] - self.move >= least:
+                shift = -self.move
+            elif left < low and right > self.alpha and blocks[p + 1] - self.move >= least:
+                shift = self.move
+            else:
+                continue
+            blocks[p] += shift
+            blocks[p + 1] -= shift
+            first[p + 1] += shift
+            load[p] += expected if shift > 0 else -expected
+            load[p + 1] -= expected if shift > 0 else -expected
+        return torch.tensor(blocks), torch.tensor(first)
+
+    def _move_static(
+        self, state: Partition, load: Tensor, numel: int, size: int, low: float, least: float
+    ) -> tuple[Tensor, Tensor]:
+        """The same without a read-back: about ten small operations for each pair of neighbours."""
+        blocks, first, load = state.blocks.clone(), state.first.clone(), load.double()
+        total = load.sum()
+        mean = total / len(load)
+        mean = mean.floor() if self.variant == "published" else mean
+        expected = torch.floor(self.move * size * (total / numel))
+        for p in range(len(load) - 1):
+            pair = load[p : p + 2] / mean  # 0/0 is NaN, which moves nothing
+            over, under = pair > self.alpha, pair < low
+            room = blocks[p : p + 2] - self.move >= least
+            shift = (under[0] & over[1] & room[1]).long() - (over[0] & under[1] & room[0]).long()
+            blocks[p] += shift * self.move
+            blocks[p + 1] -= shift * self.move
+            first[p + 1] += shift * self.move
+            load[p] += shift * expected
+            load[p + 1] -= shift * expected
+        return blocks, first

@@ -1,0 +1,102 @@
+"""The nouns that flow from one room to the next.
+
+A gradient enters :func:`~lightning_sparse.pipeline.reduce_group` as a flat vector of ``numel`` coordinates. A
+sparsifier turns it into a :class:`Selection`, an exchange turns the ranks' selections into one :class:`Update`, and
+what must survive until the next step is a :class:`GroupState`. Everything else that a part may know about the step
+is in its :class:`Context`.
+
+The *padding index* is ``numel``, one past the last coordinate. Flat buffers that are read or written through padded
+indices have a spare slot there, so that no mask is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Agreement(Enum):
+    """How the selections of the ranks relate to each other; decides which exchanges make sense."""
+
+    INDEPENDENT = "independent"
+    """Every rank picks by its own data; picks may overlap (Top-k, hard-threshold)."""
+    DISJOINT = "disjoint"
+    """No coordinate is picked by two ranks (MiCRO, ExDyna)."""
+    LEADER = "leader"
+    """The pick of one rank, known by all from the step, counts for all (CLT-k)."""
+    IDENTICAL = "identical"
+    """All ranks arrive at the same pick without talking (Random-k with a shared seed)."""
+    EVERYTHING = "everything"
+    """All coordinates are picked; the selection's indices are left empty (dense)."""
+
+
+def alone(message: Tensor) -> Tensor:
+    """Gather over one rank: adds the leading rank dimension and nothing else."""
+    return message.unsqueeze(0)
+
+
+class Context(NamedTuple):
+    """What a part may know about this step. Equal on all ranks, except ``rank``."""
+
+    step: int
+    """Synchronised backward passes before this one."""
+    density: float
+    """Target density of this group in this step, in (0, 1]."""
+    rank: int
+    world_size: int
+    counts: Tensor | None = None
+    """(n,) int64: picks of each rank in the previous step, or None before the first one."""
+    model_numel: int | None = None
+    """Coordinates of all sparsified groups together; None where only this group is known."""
+    gather: Callable[[Tensor], Tensor] = alone
+    """Share a small tensor while selecting: ``(*shape)`` on each rank becomes ``(n, *shape)`` on all. Every rank must
+    call it equally often with equal shapes."""
+
+
+class Selection(NamedTuple):
+    """What one rank picked."""
+
+    indices: Tensor
+    """(c,) int64, unique and ascending; slots from ``count`` on hold the padding index."""
+    count: Tensor
+    """() int64: number of picks."""
+    threshold: Tensor | None = None
+    """() float64: the magnitude that decided, where there is one."""
+    disjoint: bool = False
+    """True if no other rank picked any of these coordinates."""
+    aligned: bool = False
+    """True if ``c`` is the same on all ranks, so that sizes need not be exchanged."""
+    total: int | None = None
+    """Upper bound of the picks of all ranks together, where it is known without asking."""
+
+
+class Update(NamedTuple):
+    """What the ranks agreed on: equal on all of them, bit for bit, but for what each one sent."""
+
+    indices: Tensor | None
+    """(u,) int64 coordinates of the average; a repeated one carries the same value each time; the padding index is
+    allowed. None: every coordinate in order."""
+    values: Tensor
+    """(u,) mean over ranks."""
+    sent: Tensor | None
+    """int64 coordinates that this rank takes out of its residual. None: all of them."""
+    sent_values: Tensor | None
+    """What really travelled for ``sent``, when it was rounded on the wire. None: the exact values."""
+    counts: Tensor
+    """(n,) int64 picks per rank."""
+    union: Tensor
+    """() int64 number of different coordinates in ``indices``."""
+
+
+class GroupState(NamedTuple):
+    """Everything of a group that survives a step, on one rank."""
+
+    memory: Any
+    """Owned by the :class:`~lightning_sparse.memory.Memory`."""
+    selector: Any
+    """Owned by the :class:`~lightning_sparse.sparsifiers.Sparsifier`."""
+    counts: Tensor | None
+    """(n,) picks per rank in the latest step."""

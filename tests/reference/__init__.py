@@ -1,0 +1,1 @@
+"""Slow, plain NumPy oracles that share no code with the library they check."""
