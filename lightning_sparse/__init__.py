@@ -1,7 +1,51 @@
-"""lightning-sparse: PyTorch Lightning strategies that replace DDP's dense all-reduce by a sparsified exchange."""
+"""lightning-sparse: PyTorch Lightning strategies that replace DDP's dense all-reduce by a sparsified exchange.
 
+Importing this package registers the strategy names ``sparse_ddp``, ``sparse_ddp_<sparsifier>`` and their variants.
+``SparseDDPStrategy`` and ``SparsityMonitor`` are those of the Lightning package in use, see
+:mod:`lightning_sparse.packages`; both are always available under ``lightning_sparse.strategy.<package>``.
+"""
+
+from lightning_sparse import packages as _packages
+from lightning_sparse import strategy as _strategy  # noqa: F401  # registers the strategy names
 from lightning_sparse.density import Constant, DensitySchedule, Warmup
-from lightning_sparse.exchanges import Dense, Exchange, GatherPairs, ReduceUnion
+from lightning_sparse.exchanges import EXCHANGES, Dense, Exchange, GatherPairs, ReduceUnion
+from lightning_sparse.hook import Engine, attach
 from lightning_sparse.memory import Memory, NoMemory, Residual
 from lightning_sparse.simulation import StepTrace, simulate
-from lightning_sparse.sparsifiers import Everything, ExDyna, HardThreshold, MiCRO, Sparsifier, TopK
+from lightning_sparse.sparsifiers import SPARSIFIERS, Everything, ExDyna, HardThreshold, MiCRO, Sparsifier, TopK
+
+if _packages.preferred() == _packages.PYTORCH_LIGHTNING:
+    from lightning_sparse.monitor.pytorch_lightning import SparsityMonitor
+    from lightning_sparse.strategy.pytorch_lightning import SparseDDPStrategy
+else:
+    from lightning_sparse.monitor.lightning import SparsityMonitor  # type: ignore[assignment]
+    from lightning_sparse.strategy.lightning import SparseDDPStrategy  # type: ignore[assignment]
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EXCHANGES",
+    "SPARSIFIERS",
+    "Constant",
+    "Dense",
+    "DensitySchedule",
+    "Engine",
+    "Everything",
+    "ExDyna",
+    "Exchange",
+    "GatherPairs",
+    "HardThreshold",
+    "Memory",
+    "MiCRO",
+    "NoMemory",
+    "ReduceUnion",
+    "Residual",
+    "SparseDDPStrategy",
+    "Sparsifier",
+    "SparsityMonitor",
+    "StepTrace",
+    "TopK",
+    "Warmup",
+    "attach",
+    "simulate",
+]

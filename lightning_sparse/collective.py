@@ -13,9 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Renamed in torch 2.13, where the old name warns.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Collective(Protocol):
-    """n ranks that call the same operations in the same order with equal shapes. Results are equal on all, bit for bit."""
+    """n ranks that call the same operations in the same order with equal shapes.
+
+    Results are equal on all ranks, bit for bit.
+    """
 
     @property
     def rank(self) -> int:
@@ -52,11 +58,14 @@ class TorchCollective:
         self._world_size = 1 if alone else dist.get_world_size(group)
 
     @classmethod
-    def of_its_own(cls, timeout: timedelta | None = None) -> TorchCollective:
-        """A new group over all ranks, so that other traffic cannot come in between. All ranks must call this."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return cls()
-        return cls(dist.new_group(timeout=timeout))
+    def of_its_own(cls, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> TorchCollective:
+        """A new group over the same ranks, free of other traffic. All its ranks must call this."""
+        if not dist.is_initialized() or dist.get_world_size(group) == 1:
+            return cls(group)
+        if dist.get_world_size(group) == dist.get_world_size():
+            return cls(dist.new_group(timeout=timeout))
+        ranks = dist.get_process_group_ranks(group)
+        return cls(dist.new_group(ranks, timeout=timeout, use_local_synchronization=True))
 
     def close(self) -> None:
         """Give the group back if it was made by :meth:`of_its_own`."""
@@ -80,7 +89,7 @@ class TorchCollective:
             return x.unsqueeze(0)
         x = x.contiguous()
         out = x.new_empty(self.world_size * x.numel())
-        dist.all_gather_into_tensor(out, x.view(-1), group=self.group)
+        _all_gather(out, x.view(-1), group=self.group)
         return out.view(self.world_size, *x.shape)
 
     def all_reduce(self, x: Tensor) -> Tensor:

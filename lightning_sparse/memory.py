@@ -75,8 +75,12 @@ class Residual(Memory):
 
     Example:
         >>> import lightning_sparse as ls
-        >>> ls.SparseDDPStrategy(sparsifier="topk", memory=ls.Residual()).memory
-        Residual()
+        >>> import torch
+        >>> stream = torch.tensor([[[3.0, 2.0]], [[0.0, 0.0]]])                  # two steps of one rank, k = 1
+        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="topk", density=0.5, memory=ls.Residual())]
+        [[3.0, 0.0], [0.0, 2.0]]
+        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="topk", density=0.5, memory=ls.NoMemory())]
+        [[3.0, 0.0], [0.0, 0.0]]
 
     References:
         Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, arXiv 1809.07599, algorithm 1.

@@ -45,12 +45,12 @@ def reduce_group(
     """Replace a group's gradient on this rank by the sparsified average over all ranks.
 
     Nothing is lost: ``n * update + sum_i residual_i(after) = sum_i (residual_i(before) + gradient_i)`` for every
-    coordinate. If a gradient is not finite on any rank, the step is void on all: the gradient becomes NaN everywhere, and
-    memory, selector and counts stay as they were.
+    coordinate. If a gradient is not finite on any rank, the step is void on all: the gradient becomes NaN everywhere,
+    and memory, selector and counts stay as they were.
 
     Args:
-        grad: (numel,) or (numel + 1,) flat gradient of this rank, overwritten with the average. The spare slot is needed
-            where shapes are static (not on the CPU); its content is not defined afterwards.
+        grad: (numel,) or (numel + 1,) flat gradient of this rank, overwritten with the average. The spare slot is
+            needed where shapes are static (not on the CPU); its content is not defined afterwards.
         state: of this group on this rank.
         ctx: the step; ``counts`` and ``gather`` are filled in here.
         memory: error feedback.

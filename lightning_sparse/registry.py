@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -63,4 +63,4 @@ class Registry(Generic[T]):
 
 
 def _key(name: str) -> str:
-    return cast(str, name).replace("_", "").replace("-", "").lower()
+    return name.replace("_", "").replace("-", "").lower()

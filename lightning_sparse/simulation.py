@@ -59,8 +59,8 @@ def simulate(
     """Run a sparsifier over a stream of gradients, every rank a thread of this process.
 
     The ranks run the same code as in training; only the network is replaced. Gradients are asked for one step at a time
-    and traces come one by one, so that a stream may be larger than memory, or be computed at parameters that the previous
-    trace has moved. All n and all group sizes work, n = 1 included.
+    and traces come one by one, so that a stream may be larger than memory, or be computed at parameters that the
+    previous trace has moved. All n and all group sizes work, n = 1 included.
 
     Args:
         gradients: one (n, numel) tensor per step, all of one shape, float dtype and device; a (steps, n, numel) tensor
@@ -83,7 +83,7 @@ def simulate(
         >>> for trace in ls.simulate(stream, sparsifier="topk", density=0.01):
         ...     pass
         >>> trace.step, trace.counts.tolist(), round(trace.build_up, 1)
-        (19, [10, 10, 10, 10], 3.8)
+        (19, [10, 10, 10, 10], 4.0)
     """
     sparsifier = SPARSIFIERS.resolve(sparsifier)
     exchange = as_exchange(exchange, sparsifier)
@@ -129,7 +129,9 @@ def _check_rows(rows: Tensor, shape: torch.Size | None) -> torch.Size:
         came = f"{tuple(rows.shape)} {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
         raise ValueError(f"Expected gradients of each step as one (n, numel) floating-point tensor, but got {came}.")
     if shape is not None and rows.shape != shape:
-        raise ValueError(f"Expected gradients of shape {tuple(shape)} as in the first step, but got {tuple(rows.shape)}.")
+        raise ValueError(
+            f"Expected gradients of shape {tuple(shape)} as in the first step, but got {tuple(rows.shape)}."
+        )
     return rows.shape
 
 

@@ -29,11 +29,11 @@ QUANTITIES: Mapping[str, str] = {
     "residual_norm": "mean over ranks of the Euclidean norm of the residual; the papers' global error",
     "bytes_sent": "bytes that a rank sends in a step under ring collectives, mean over ranks, dense groups included",
     "traffic_ratio": "bytes of a dense ring all-reduce in the gradients' dtype / bytes_sent",
-    "select_ms": "milliseconds spent accumulating and selecting, waiting for the other ranks' survey included; mean over ranks",
+    "select_ms": "milliseconds from the gradient to the selection, a survey among ranks included; mean over ranks",
     "exchange_ms": "milliseconds from the selection to the new gradient; mean over ranks",
     "exposed_ms": "milliseconds that backward waited for all of it; mean over ranks",
 }
-"""Logged names (under ``sparse/``) and what they mean. Densities, ratios and thresholds are over the sparsified groups."""
+"""Logged names (under ``sparse/``) and what they mean; all but bytes and times over the sparsified groups only."""
 
 
 class Stamp(NamedTuple):
@@ -47,7 +47,7 @@ class Stamp(NamedTuple):
         """This moment; on CUDA, the moment the current stream gets here."""
         if device.type != "cuda" or not torch.cuda.is_available():
             return cls(time.perf_counter(), None)
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return cls(time.perf_counter(), event)
 

@@ -61,7 +61,7 @@ class Selection(NamedTuple):
 
     indices: Tensor
     """(c,) int64, unique and ascending; slots from ``count`` on hold the padding index."""
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]  # also the name of a tuple's method, which nobody needs here
     """() int64: number of picks."""
     threshold: Tensor | None = None
     """() float64: the magnitude that decided, where there is one."""

@@ -30,7 +30,8 @@ class Exchange(ABC):
         """Exchange one group.
 
         Args:
-            acc: (numel + 1,) accumulator of this rank; the spare slot is zero. Read only.
+            acc: (numel + 1,) accumulator of this rank; the spare slot is zero. Read only, except for an exchange that
+                sends everything: what it leaves there is not looked at.
             selection: what this rank picked.
             ctx: the step.
             comm: the only way to the other ranks.
@@ -40,7 +41,7 @@ class Exchange(ABC):
         """
 
 
-EXCHANGES: Registry[Exchange] = Registry("exchange", Exchange)
+EXCHANGES: Registry[Exchange] = Registry("exchange", Exchange)  # type: ignore[type-abstract]
 """Exchanges by name, for configs and error messages."""
 
 

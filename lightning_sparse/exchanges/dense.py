@@ -26,6 +26,6 @@ class Dense(Exchange):
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         numel = acc.numel() - 1
-        values = comm.all_reduce(acc[:-1].clone()) / comm.world_size
+        values = comm.all_reduce(acc[:-1]) / comm.world_size
         counts = torch.full((comm.world_size,), numel, device=acc.device)
         return Update(None, values, None, None, counts, torch.full((), numel, device=acc.device))

@@ -19,9 +19,9 @@ class ReduceUnion(Exchange):
     """Every rank learns what any rank picked, and all contribute their values there.
 
     ``U = union of S_i``, ``update[U] = (1/n) sum_i acc_i[U]``, and every rank forgets U. Residuals stay smaller than
-    with own release, at the price of more values: each rank moves ``4 (n - 1) (m + 1)`` bytes of indices for the longest
-    selection m and ``2 (n - 1) / n |U| w`` bytes of values. With exclusive picks ``|U| = k`` whatever n is, and this is
-    cheaper than dense up to a density of 2/3 (4-byte values, equal counts).
+    with own release, at the price of more values: each rank moves ``4 (n - 1) (m + 1)`` bytes of indices for the
+    longest selection m and ``2 (n - 1) / n |U| w`` bytes of values. With exclusive picks ``|U| = k`` whatever n is, and
+    this is cheaper than dense up to a density of 2/3 (4-byte values, equal counts).
 
     References:
         Yoon, Oh, MiCRO, arXiv 2310.00967; Preserving Near-Optimal Gradient Sparsification Cost (ExDyna),

@@ -78,7 +78,8 @@ def _top_k(values: NDArray[np.floating], k: int, first: int, last: int) -> NDArr
     ties = np.flatnonzero(magnitudes == kth)[: k - int(np.count_nonzero(keep))]
     keep[ties] = True
     assert numel >= k
-    return candidates[keep]
+    picked: NDArray[np.int64] = candidates[keep]
+    return picked
 
 
 def _sampled_bound(values: NDArray[np.floating], k: int, first: int, last: int) -> float:
@@ -96,8 +97,8 @@ def _sampled_bound(values: NDArray[np.floating], k: int, first: int, last: int) 
 
 
 def _chunk_buffers(dtype: np.dtype[np.floating]) -> tuple[NDArray[np.floating], NDArray[np.bool_]]:
-    buffers = _buffers.__dict__
+    buffers: dict[str, tuple[NDArray[np.floating], NDArray[np.bool_]]] = _buffers.__dict__
     key = dtype.char
     if key not in buffers:
         buffers[key] = (np.empty(CHUNK, dtype=dtype), np.empty(CHUNK, dtype=bool))
-    return buffers[key]  # type: ignore[no-any-return]
+    return buffers[key]

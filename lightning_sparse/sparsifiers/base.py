@@ -63,5 +63,5 @@ class Sparsifier(ABC):
         return None
 
 
-SPARSIFIERS: Registry[Sparsifier] = Registry("sparsifier", Sparsifier)
+SPARSIFIERS: Registry[Sparsifier] = Registry("sparsifier", Sparsifier)  # type: ignore[type-abstract]
 """Sparsifiers by name, for configs, strategy names and error messages."""

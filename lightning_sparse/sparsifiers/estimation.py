@@ -20,8 +20,8 @@ def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context) -> Selection:
     Every rank finds the ``m = min(k, ceil(2 k / n))`` largest magnitudes of its own range and tells the others a few of
     them: the order statistics at ranks 1 .. m in equal steps (8 to 32 numbers, fewer the more ranks there are). From
     these, all ranks know how many coordinates each range has above any threshold, solve for the threshold that k
-    coordinates reach in all, and take their own part of the k, largest first. The counts of all ranks are known at once,
-    so that no sizes are exchanged afterwards: the survey stands in for that message.
+    coordinates reach in all, and take their own part of the k, largest first. The counts of all ranks are known at
+    once, so that no sizes are exchanged afterwards: the survey stands in for that message.
 
     What the approximation between order statistics decides is only how the k picks are split between ranks; their sum
     is k exactly (or all candidates, if the ranges hold fewer).
@@ -105,9 +105,9 @@ def _reaching(heard: Tensor, grid: Tensor, knots: Tensor) -> Tensor:
 def follow(threshold: Tensor, counts: Tensor | None, k: int, beta: float, gamma: float) -> Tensor:
     """The published threshold controller of MiCRO and ExDyna, driven by the counts of the previous step.
 
-    ``threshold *= 1 + gamma`` if ``k'/k > beta``, ``1 + gamma/4`` if ``1/beta < k'/k <= beta``, else ``1 - gamma``, where
-    k' is the number of coordinates selected by all ranks. There is no dead zone: inside the band the threshold still
-    rises, so that the loop rides the lower edge of the band (about 0.94 k); it moves at most by gamma a step.
+    ``threshold *= 1 + gamma`` if ``k'/k > beta``, ``1 + gamma/4`` if ``1/beta < k'/k <= beta``, else ``1 - gamma``,
+    where k' is the number of coordinates selected by all ranks. There is no dead zone: inside the band the threshold
+    still rises, so that the loop rides the lower edge of the band (about 0.94 k); it moves at most by gamma a step.
 
     Args:
         threshold: () float64 of the previous step.
@@ -119,7 +119,8 @@ def follow(threshold: Tensor, counts: Tensor | None, k: int, beta: float, gamma:
     if counts is None:
         return threshold
     ratio = counts.sum().double() / k
-    # The released code writes 0.909 for the lower edge. torch.where makes float32 of two Python numbers, hence the products.
+    # The released code writes 0.909 for the lower edge. torch.where makes float32 of two Python numbers, hence the
+    # products.
     inside = torch.where(ratio > round(1 / beta, 3), threshold * (1 + gamma / 4), threshold * (1 - gamma))
     return torch.where(ratio > beta, threshold * (1 + gamma), inside)
 
@@ -133,8 +134,8 @@ def initial_threshold(density: float, numel: int, device: torch.device, method: 
     k = int(density * numel)
     if k == 0:
         raise ValueError(
-            f"{method}(variant='published') needs density * numel >= 1, but got {density:g} * {numel}: the published start "
-            "1 / (2 sqrt(k)) divides by k = 0. Use larger groups or variant='corrected'."
+            f"{method}(variant='published') needs density * numel >= 1, but got {density:g} * {numel}: the published "
+            "start 1 / (2 sqrt(k)) divides by k = 0. Use larger groups or variant='corrected'."
         )
     return torch.full((), 1 / (2 * math.sqrt(k)), dtype=torch.float64, device=device)
 

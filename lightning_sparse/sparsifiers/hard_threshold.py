@@ -23,15 +23,15 @@ CAPACITY = 8
 class HardThreshold(Sparsifier):
     """Each rank picks every coordinate whose accumulator reaches a fixed magnitude.
 
-    ``S_i = {j : |acc_i[j]| >= threshold}``. Selection costs one pass, but nothing holds the density: it follows the scale
-    of the gradients (up to 106.6 times the target was measured on Inception-v4 in the ExDyna paper). The density setting
-    only decides the default threshold, and on CUDA the capacity of the messages: at most 8 times the target is sent, more
-    is thinned evenly and stays in the residual.
+    ``S_i = {j : |acc_i[j]| >= threshold}``. Selection costs one pass, but nothing holds the density: it follows the
+    scale of the gradients (up to 106.6 times the target was measured on Inception-v4 in the ExDyna paper). The density
+    setting only decides the default threshold, and on CUDA the capacity of the messages: at most 8 times the target is
+    sent, more is thinned evenly and stays in the residual.
 
     Args:
         threshold: magnitude above 0, in units of the accumulated raw gradient (not multiplied by the learning rate).
-            None: ``1 / (2 sqrt(k))`` with k at the target density over all sparsified groups together, the formula of the
-            MiCRO and ExDyna experiments; it knows nothing of your gradients' scale. A threshold per group from the
+            None: ``1 / (2 sqrt(k))`` with k at the target density over all sparsified groups together, the formula of
+            the MiCRO and ExDyna experiments; it knows nothing of your gradients' scale. A threshold per group from the
             group's own k would be larger the smaller the group.
 
     Raises:

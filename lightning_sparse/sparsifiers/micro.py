@@ -29,19 +29,19 @@ CAPACITY = 4
 class MiCRO(Sparsifier):
     """Exclusive ranges: rank i looks at range ``(t + i) mod n`` of n nearly equal ones and picks by a common threshold.
 
-    ``S_i = {j in range of i : |acc_i[j]| >= threshold}``. No coordinate is picked twice, so the union is as large as the
-    picks together (no build-up), and each rank searches only numel/n coordinates; every coordinate is looked at by every
-    rank once in n steps.
+    ``S_i = {j in range of i : |acc_i[j]| >= threshold}``. No coordinate is picked twice, so the union is as large as
+    the picks together (no build-up), and each rank searches only numel/n coordinates; every coordinate is looked at by
+    every rank once in n steps.
 
     Two rules for the threshold:
 
-    - ``variant="corrected"`` (default): the threshold that exactly k coordinates of all ranges reach, found in each step
-      from order statistics that the ranks share before they pick (in place of the counts, which are then known), with at
-      most 2 k/n picks a rank. It follows the gradients' scale at once and has no start-up phase.
+    - ``variant="corrected"`` (default): the threshold that exactly k coordinates of all ranges reach, found in each
+      step from order statistics that the ranks share before they pick (in place of the counts, which are then known),
+      with at most 2 k/n picks a rank. It follows the gradients' scale at once and has no start-up phase.
     - ``variant="published"``: the released code's controller. It starts at ``1 / (2 sqrt(k))`` whatever the gradients'
       scale, moves 0.5 % a step, settles at about 0.94 of the target and overshoots by 15-34 times at first; a rank that
-      finds nothing sends one forced coordinate. ``k = int(density * numel)``. On CUDA at most 4 k/n picks a rank travel,
-      more is thinned evenly.
+      finds nothing sends one forced coordinate. ``k = int(density * numel)``. On CUDA at most 4 k/n picks a rank
+      travel, more is thinned evenly.
 
     Args:
         variant: "corrected" or "published".
@@ -72,6 +72,7 @@ class MiCRO(Sparsifier):
     beta: float = 1.1
     gamma: float = 0.005
 
+    name: ClassVar[str] = "micro"
     agreement: ClassVar[Agreement] = Agreement.DISJOINT
     exchange: ClassVar[str] = "reduce_union"
 

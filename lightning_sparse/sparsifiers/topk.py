@@ -24,8 +24,8 @@ class TopK(Sparsifier):
     lower coordinate on the CPU.
 
     Both published ways of sending are available: pairs with own release (``exchange="gather_pairs"``, the default, Aji
-    and Heafield) and the union with the values of all ranks (``exchange="reduce_union"``, the Top-k baseline of MiCRO and
-    ExDyna). Unlike the latter's code, k is at least 1 in small groups.
+    and Heafield) and the union with the values of all ranks (``exchange="reduce_union"``, the Top-k baseline of MiCRO
+    and ExDyna). Unlike the latter's code, k is at least 1 in small groups.
 
     Example:
         >>> import torch, lightning_sparse as ls
@@ -38,6 +38,7 @@ class TopK(Sparsifier):
         Aji, Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv 1704.05021, section 3.
     """
 
+    name: ClassVar[str] = "topk"
     agreement: ClassVar[Agreement] = Agreement.INDEPENDENT
     exchange: ClassVar[str] = "gather_pairs"
 

@@ -57,6 +57,7 @@ def reference_published_micro(gradients: Iterable[Array], density: float) -> lis
         ZeroDivisionError: if the target count is 0, or if a partition is empty.
     """
     records: list[ReferenceStep] = []
+    delta = math.nan  # set at the first step
     for t, gradient in enumerate(gradients):
         if t == 0:
             n, numel = _checked_shape(gradient)
@@ -70,10 +71,7 @@ def reference_published_micro(gradients: Iterable[Array], density: float) -> lis
         for rank in range(n):
             owned.append(ranges[(t + rank) % n])
 
-        if t == 0:
-            delta = 1.0 / (2.0 * math.sqrt(k))
-        else:
-            delta = delta * _threshold_factor(k_prime / k)
+        delta = 1.0 / (2.0 * math.sqrt(k)) if t == 0 else delta * _threshold_factor(k_prime / k)
 
         selected = _select_in_ranges(acc, owned, delta, t)
         union = _concatenate(selected)
@@ -110,6 +108,7 @@ def reference_published_exdyna(
             `32 * blocks` elements the blocks have no elements, so all partitions but the last are empty.
     """
     records: list[ReferenceStep] = []
+    delta = math.nan  # set at the first step
     for t, gradient in enumerate(gradients):
         if t == 0:
             n, numel = _checked_shape(gradient)
@@ -146,13 +145,12 @@ def reference_published_exdyna(
                         position[p + 1] -= blk_move
                         kp[p] -= kappa
                         kp[p + 1] += kappa
-                elif left < alpha_low and right > alpha:
-                    if num_blocks[p + 1] - blk_move >= min_blk:
-                        num_blocks[p] += blk_move
-                        num_blocks[p + 1] -= blk_move
-                        position[p + 1] += blk_move
-                        kp[p] += kappa
-                        kp[p + 1] -= kappa
+                elif left < alpha_low and right > alpha and num_blocks[p + 1] - blk_move >= min_blk:
+                    num_blocks[p] += blk_move
+                    num_blocks[p + 1] -= blk_move
+                    position[p + 1] += blk_move
+                    kp[p] += kappa
+                    kp[p + 1] -= kappa
 
         owned = []
         for rank in range(n):
@@ -163,10 +161,7 @@ def reference_published_exdyna(
                 past_end += remainder
             owned.append((first, past_end))
 
-        if t == 0:
-            delta = 1.0 / (2.0 * math.sqrt(k))
-        else:
-            delta = delta * _threshold_factor(k_prime / k)
+        delta = 1.0 / (2.0 * math.sqrt(k)) if t == 0 else delta * _threshold_factor(k_prime / k)
 
         selected = _select_in_ranges(acc, owned, delta, t)
         union = _concatenate(selected)
@@ -214,9 +209,7 @@ def reference_top_k(gradients: Iterable[Array], density: float, *, release: Rele
     return records
 
 
-def reference_hard_threshold(
-    gradients: Iterable[Array], threshold: float, *, release: Release
-) -> list[ReferenceStep]:
+def reference_hard_threshold(gradients: Iterable[Array], threshold: float, *, release: Release) -> list[ReferenceStep]:
     """Run a constant threshold with error feedback on `gradients`, one (n, numel) array per step.
 
     A step in which no rank reaches the threshold sends nothing and keeps everything.

@@ -1,5 +1,6 @@
 """The oracles against steps worked out by hand, and against what must hold for any gradient."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_partitions_tile_the_vector_and_selections_stay_inside(name: str, n: int
         ranges = sorted(record.partition)
         assert ranges[0][0] == 0
         assert ranges[-1][1] == numel
-        for (_, past_end), (first, _) in zip(ranges, ranges[1:], strict=False):
+        for (_, past_end), (first, _) in itertools.pairwise(ranges):
             assert past_end == first
         for (first, past_end), count in zip(record.partition, record.counts, strict=True):
             assert count == sum(first <= j < past_end for j in record.indices)

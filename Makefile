@@ -1,0 +1,43 @@
+# make demo   three short trainings on two processes and their comparison, in demo_results/
+# make test   lint and test suite
+# make lint   the static checks alone
+# make clean  remove outputs and caches; the environment stays (rm -rf .venv)
+#
+# All of them work in .venv, made by $(PYTHON) on first use and kept up to date with pyproject.toml and constraints.txt.
+
+PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+# -qq: errors only. The install is editable, so a change of the sources needs no reinstall.
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+.DELETE_ON_ERROR:
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed-examples
+	@$(BIN)/python examples/demo.py
+
+test: lint
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+clean:
+	rm -rf demo_results lightning_logs wandb dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and alone: the constraint then decides its version, and the second step finds it in place.
+$(VENV)/.installed-torch: constraints.txt
+	@echo "Installing torch into $(VENV), which takes minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) torch
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt $(VENV)/.installed-torch
+	@echo "Installing lightning-sparse[$*] into $(VENV)"
+	@$(PIP_INSTALL) -e ".[$*]"
+	@touch $@

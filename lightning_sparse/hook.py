@@ -1,0 +1,505 @@
+"""From DDP's buckets to groups, through the pipeline, and back. Streams, threads and futures live only here.
+
+DDP hands over gradients in buckets whose composition changes after the first iteration. The engine keeps groups of its
+own over parameter names: a group runs as soon as its last piece has arrived, and a bucket is answered as soon as all
+groups with a piece in it have run. *When and where* a group runs is up to an executor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.collective import Collective, TorchCollective
+from lightning_sparse.density import DensitySchedule, as_schedule
+from lightning_sparse.exchanges import Dense, Exchange, as_exchange
+from lightning_sparse.grouping import Group, ParameterSize, make_plan
+from lightning_sparse.kernels import static_shapes
+from lightning_sparse.memory import Memory, NoMemory, Residual
+from lightning_sparse.pipeline import init_group, reduce_group
+from lightning_sparse.sparsifiers import SPARSIFIERS, Everything, Sparsifier
+from lightning_sparse.statistics import Stamp, Statistics, summarize
+from lightning_sparse.types import Context, GroupState
+
+EXECUTORS = ("auto", "inline", "thread")
+
+
+class Settings(NamedTuple):
+    """What the user chose, checked and resolved."""
+
+    sparsifier: Sparsifier
+    density: DensitySchedule
+    memory: Memory
+    exchange: Exchange
+    executor: str
+
+    @classmethod
+    def check(
+        cls,
+        sparsifier: Sparsifier | str,
+        density: float | DensitySchedule,
+        memory: Memory | None,
+        exchange: Exchange | str | None,
+        executor: str,
+    ) -> Settings:
+        """Resolve names and check that the parts go together.
+
+        Raises:
+            ValueError: for an unknown name, a density outside (0, 1], something that is no memory, or an exchange that
+                does not accept the sparsifier.
+        """
+        resolved = SPARSIFIERS.resolve(sparsifier)
+        memory = Residual() if memory is None else memory
+        if not isinstance(memory, Memory):
+            raise ValueError(f"Expected memory to be a Memory such as Residual(), or None, but got {memory!r}.")
+        if executor not in EXECUTORS:
+            raise ValueError(f"Expected executor to be one of {', '.join(map(repr, EXECUTORS))}, but got {executor!r}.")
+        return cls(resolved, as_schedule(density), memory, as_exchange(exchange, resolved), executor)
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    *,
+    sparsifier: Sparsifier | str = "exdyna",
+    density: float | DensitySchedule = 0.01,
+    memory: Memory | None = None,
+    exchange: Exchange | str | None = None,
+    grouping: str = "bucket",
+    dense: Sequence[str] = (),
+    executor: str = "auto",
+    timeout: timedelta | None = None,
+) -> Engine:
+    """Replace the gradient all-reduce of a ``DistributedDataParallel`` model. All ranks must call this.
+
+    Args:
+        ddp: the wrapped model, before its first backward, without a communication hook of its own.
+        sparsifier: an instance or a name.
+        density: target in (0, 1], or a schedule over synchronised backward passes.
+        memory: error feedback; None: :class:`~lightning_sparse.Residual`.
+        exchange: an instance, a name, or None for the sparsifier's natural one.
+        grouping: "layer", "bucket" or "model"; see :func:`~lightning_sparse.grouping.make_plan`.
+        dense: patterns of parameter names that stay dense.
+        executor: "inline" runs groups inside the hook; "thread" on a communication thread while backward goes on;
+            "auto" decides by device.
+        timeout: of the engine's own process group.
+
+    Returns:
+        The engine, for statistics and for :meth:`Engine.close`.
+
+    Raises:
+        ValueError: for settings that cannot work, see :class:`Settings` and
+            :func:`~lightning_sparse.grouping.make_plan`.
+        RuntimeError: on all ranks, if the ranks' settings or models differ.
+    """
+    settings = Settings.check(sparsifier, density, memory, exchange, executor)
+    if getattr(torch._dynamo.config, "optimize_ddp", None) == "python_reducer":
+        raise ValueError(
+            "torch._dynamo.config.optimize_ddp = 'python_reducer' bypasses DDP's buckets, so nothing would be "
+            "sparsified. Leave optimize_ddp at its default."
+        )
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        raise ValueError(
+            "delay_all_reduce_named_params bypasses communication hooks: those gradients would stay dense."
+        )
+    ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+    parameters = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
+    sizes = [
+        ParameterSize(name, p.numel(), p.element_size(), f"{p.dtype}.{p.device}".removeprefix("torch."))
+        for name, p in parameters.items()
+    ]
+    plan = make_plan(sizes, grouping, dense, ddp.bucket_bytes_cap / (1 << 20))
+    comm = TorchCollective.of_its_own(ddp.process_group, timeout)
+    device = next(iter(parameters.values())).device
+    _check_equal_on_ranks((settings, [(g.name, g.parameters, g.dense) for g in plan]), comm, device)
+    usage = bool(ddp.find_unused_parameters or ddp.static_graph)
+    engine = Engine(plan, parameters, settings, comm, watch_usage=usage)
+    ddp.register_comm_hook(engine, _hook)
+    return engine
+
+
+# Without annotations: DDP compares them by identity, and here they would be strings.
+def _hook(engine, bucket):  # type: ignore[no-untyped-def]
+    return engine.receive(bucket)
+
+
+class Engine:
+    """Runs a plan over the gradients that DDP hands over; made by :func:`attach`.
+
+    Args:
+        plan: groups that cover all parameters.
+        parameters: by the names used in the plan.
+        settings: checked choices.
+        comm: the ranks; the engine's own, closed with it.
+        watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
+    """
+
+    def __init__(
+        self,
+        plan: Sequence[Group],
+        parameters: dict[str, Parameter],
+        settings: Settings,
+        comm: TorchCollective,
+        watch_usage: bool = False,
+    ) -> None:
+        self.settings = settings
+        self.comm = comm
+        self.step = 0
+        """Synchronised backward passes so far."""
+        self.hook_calls = 0
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._device = next(iter(parameters.values())).device
+        self._used: set[str] | None = set() if watch_usage else None
+        self._watchers = [
+            p.register_post_accumulate_grad_hook(_Watcher(name, self._used))  # type: ignore[no-untyped-call]
+            for name, p in parameters.items()
+            if self._used is not None
+        ]
+        first = Context(0, settings.density(0), comm.rank, comm.world_size)
+        self.groups = [_Running(group, parameters, settings, comm, first) for group in plan]
+        self._group_of = {p.name: group for group in self.groups for p in group.plan.parameters}
+        self._model_numel = sum(g.plan.numel for g in self.groups if not g.plan.dense) or None
+        on_cuda = self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if on_cuda else None  # type: ignore[no-untyped-call]
+        threaded = settings.executor == "thread"
+        self._executor: Executor = _Threaded(self._device) if threaded else _Inline()
+        self._exposed: Callable[[], float] = lambda: 0.0
+
+    @property
+    def plan(self) -> list[Group]:
+        """The groups, in the order in which backward is expected to finish them."""
+        return [group.plan for group in self.groups]
+
+    def receive(self, bucket: Any) -> Future[Tensor]:
+        """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""
+        self.hook_calls += 1
+        buffer = bucket.buffer()
+        delivery = _Delivery(buffer)
+        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            name = self._names[id(parameter)]
+            start = view.storage_offset() - buffer.storage_offset()
+            self._group_of[name].receive(name, delivery, start)
+        begin = Stamp.now(self._device)
+        for group in dict.fromkeys(self._group_of[self._names[id(p)]] for p in bucket.parameters()):
+            if group.complete:
+                self._submit(group)
+        if bucket.is_last():
+            self._finish(begin)
+        return delivery.future
+
+    def _submit(self, group: _Running) -> None:
+        ctx = Context(
+            step=self.step,
+            density=self.settings.density(self.step),
+            rank=self.comm.rank,
+            world_size=self.comm.world_size,
+            model_numel=self._model_numel,
+        )
+        used = None if self._used is None else [p.name in self._used for p in group.plan.parameters]
+        ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+        def job() -> None:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                if self._stream is not None and ready is not None:
+                    self._stream.wait_event(ready)
+                group.run(ctx, self.comm, used)
+
+        self._executor.submit(job)
+
+    def _finish(self, begin: Stamp) -> None:
+        """The last bucket is here: backward has nothing left to compute, so nothing is lost by waiting."""
+        waiting = [group.plan.name for group in self.groups if group.arrived]
+        self._executor.drain()
+        late = [group.plan.name for group in self.groups if group.arrived]
+        assert not late, f"DDP delivered only some gradients of the groups {late} (waiting were {waiting})"
+        self.step += 1
+        if self._used is not None:
+            self._used.clear()
+        self._exposed = self._measure_exposed(begin)
+
+    def _measure_exposed(self, begin: Stamp) -> Callable[[], float]:
+        """Time since the last bucket came; groups that ran inside earlier hooks held backward up, too."""
+        if self._stream is None:
+            inline = self._executor.blocked_seconds
+            self._executor.blocked_seconds = 0.0
+            return lambda: 1e3 * inline
+        with torch.cuda.stream(self._stream):
+            end = Stamp.now(self._device)
+        return lambda: max(0.0, begin.until(end))
+
+    def summary(self) -> dict[str, float]:
+        """The logged quantities of the latest step, see :data:`~lightning_sparse.statistics.QUANTITIES`.
+
+        Collective: all ranks must call this together, outside backward. Empty before the first step.
+        """
+        seen = [group for group in self.groups if group.statistics is not None]
+        if not seen:
+            return {}
+        norms = [group.residual_norm() for group in seen]
+        statistics = [group.statistics for group in seen if group.statistics is not None]
+        return summarize(statistics, norms, self._exposed(), self._mean_over_ranks)
+
+    def group_summaries(self) -> dict[str, dict[str, float]]:
+        """Like :meth:`summary`, for each group by name; without ``exposed_ms``, which no single group causes."""
+        summaries = {}
+        for group in self.groups:
+            if group.statistics is not None:
+                summary = summarize([group.statistics], [group.residual_norm()], 0.0, self._mean_over_ranks)
+                del summary["exposed_ms"]
+                summaries[group.plan.name] = summary
+        return summaries
+
+    def residual(self, name: str) -> Tensor | None:
+        """(numel,) view of what this rank has not sent yet of a parameter, or None where nothing is remembered."""
+        group = self._group_of[name]
+        residual = group.memory.residual(group.state.memory)
+        return None if residual is None else residual[group.spans[name]]
+
+    def close(self) -> None:
+        """Stop the communication thread, give the process group back, stop watching parameters."""
+        self._executor.close()
+        for watcher in self._watchers:
+            watcher.remove()
+        self._watchers = []
+        self.comm.close()
+
+    def _mean_over_ranks(self, x: Tensor) -> Tensor:
+        return self.comm.all_reduce(x.to(self._device)).cpu() / self.comm.world_size
+
+
+class _Watcher:
+    """Notes that a parameter's gradient was computed since the last synchronised backward."""
+
+    def __init__(self, name: str, used: set[str]) -> None:
+        self.name = name
+        self.used = used
+
+    def __call__(self, parameter: Tensor) -> None:
+        self.used.add(self.name)
+
+
+class _Delivery:
+    """A bucket that waits for the groups that have a piece in it."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
+        self.waiting: set[str] = set()
+
+    def done(self, group: str) -> None:
+        """A group has written its pieces."""
+        self.waiting.discard(group)
+        if not self.waiting:
+            self.future.set_result(self.buffer)
+
+
+class _Running:
+    """A group at work: its state, and the pieces of its gradient that have arrived."""
+
+    def __init__(
+        self,
+        plan: Group,
+        parameters: dict[str, Parameter],
+        settings: Settings,
+        comm: Collective,
+        first: Context,
+    ) -> None:
+        self.plan = plan
+        self.spans = plan.offsets()
+        self.memory: Memory = NoMemory() if plan.dense else settings.memory
+        self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
+        self.exchange: Exchange = Dense() if plan.dense else settings.exchange
+        example = parameters[plan.parameters[0].name]
+        self.device, self.dtype = example.device, example.dtype
+        self.state: GroupState = init_group(
+            plan.numel, self.dtype, self.device, first, memory=self.memory, sparsifier=self.sparsifier
+        )
+        self.statistics: Statistics | None = None
+        self.arrived: dict[str, tuple[_Delivery, int]] = {}
+        self._scratch: Tensor | None = None
+
+    def receive(self, name: str, delivery: _Delivery, start: int) -> None:
+        """The gradient of a parameter lies in a bucket from ``start`` on."""
+        self.arrived[name] = (delivery, start)
+        delivery.waiting.add(self.plan.name)
+
+    @property
+    def complete(self) -> bool:
+        """All pieces are here."""
+        return len(self.arrived) == len(self.plan.parameters)
+
+    def run(self, ctx: Context, comm: Collective, used: list[bool] | None) -> None:
+        """Exchange the group and answer the buckets.
+
+        Args:
+            ctx: the step.
+            comm: the ranks.
+            used: which parameters took part in this backward on this rank; None: all did, on all ranks.
+        """
+        untouched: list[slice] = []
+        if used is not None:
+            flags = torch.tensor(used, dtype=torch.uint8, device=self.device)
+            # DDP itself waits for the device in this mode, to learn which parameters no rank used.
+            anywhere = comm.all_gather(flags).amax(0).tolist()
+            untouched = [span for span, touched in zip(self.spans.values(), anywhere, strict=True) if not touched]
+        if len(untouched) < len(self.spans):
+            flat, in_place = self._gather()
+            aside = self._set_aside(flat, untouched)
+            self.state, self.statistics = reduce_group(
+                flat,
+                self.state,
+                ctx,
+                memory=self.memory,
+                sparsifier=self.sparsifier,
+                exchange=self.exchange,
+                comm=comm,
+            )
+            self._bring_back(flat, untouched, aside)
+            if not in_place:
+                for span, piece in self._pieces():
+                    piece.copy_(flat[span])
+        arrived, self.arrived = self.arrived, {}
+        for delivery in dict.fromkeys(delivery for delivery, _ in arrived.values()):
+            delivery.done(self.plan.name)
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of this rank's residual; waits for the device."""
+        residual = self.memory.residual(self.state.memory)
+        return 0.0 if residual is None else float(torch.linalg.vector_norm(residual, dtype=torch.float64))
+
+    def _pieces(self) -> list[tuple[slice, Tensor]]:
+        pieces = []
+        for name, span in self.spans.items():
+            delivery, start = self.arrived[name]
+            pieces.append((span, delivery.buffer[start : start + span.stop - span.start]))
+        return pieces
+
+    def _gather(self) -> tuple[Tensor, bool]:
+        """The flat gradient: a view of the bucket if it lies there in one run (CPU), else a copy with a spare slot."""
+        first, begin = self.arrived[self.plan.parameters[0].name]
+        in_one_run = all(
+            delivery is first and start == begin + self.spans[name].start
+            for name, (delivery, start) in self.arrived.items()
+        )
+        if in_one_run and not static_shapes(self.device):
+            return first.buffer[begin : begin + self.plan.numel], True
+        if self._scratch is None:
+            self._scratch = torch.zeros(self.plan.numel + 1, dtype=self.dtype, device=self.device)
+        for span, piece in self._pieces():
+            self._scratch[span].copy_(piece)
+        return self._scratch, False
+
+    def _set_aside(self, flat: Tensor, untouched: list[slice]) -> tuple[list[Tensor], list[Tensor]]:
+        """Keep parameters that no rank used out of this step.
+
+        Their slot in the bucket holds zeros or an old average, which must neither be accumulated nor changed; and DDP
+        throws the result for them away, so that nothing of their residual may be sent.
+        """
+        grads = [flat[span].clone() for span in untouched]
+        for span in untouched:
+            flat[span].zero_()
+        return grads, self.memory.set_aside_(self.state.memory, untouched)
+
+    def _bring_back(self, flat: Tensor, untouched: list[slice], aside: tuple[list[Tensor], list[Tensor]]) -> None:
+        grads, memory = aside
+        for span, grad in zip(untouched, grads, strict=True):
+            flat[span].copy_(grad)
+        self.memory.bring_back_(self.state.memory, untouched, memory)
+
+
+class Executor(Protocol):
+    """Decides when and where groups run; always one after another, in the order in which they were submitted."""
+
+    blocked_seconds: float
+    """Time that backward was held up since this was last set to zero."""
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job now or later."""
+
+    def drain(self) -> None:
+        """Return when all jobs have run; raise what a job raised."""
+
+    def close(self) -> None:
+        """End."""
+
+
+class _Inline:
+    """Inside the hook."""
+
+    def __init__(self) -> None:
+        self.blocked_seconds = 0.0
+
+    def submit(self, job: Callable[[], None]) -> None:
+        begin = time.perf_counter()
+        job()
+        self.blocked_seconds += time.perf_counter() - begin
+
+    def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Threaded:
+    """On one communication thread, while autograd goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.blocked_seconds = 0.0
+        self._device = device
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="sparse-exchange", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def drain(self) -> None:
+        begin = time.perf_counter()
+        self._jobs.join()
+        self.blocked_seconds += time.perf_counter() - begin
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(timeout=10)
+
+    def _work(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self._error is None:
+                    job()
+            except BaseException as error:  # raised again in drain(), on the thread that trains
+                self._error = error
+            finally:
+                self._jobs.task_done()
+        self._jobs.task_done()
+
+
+def _check_equal_on_ranks(what: Any, comm: Collective, device: torch.device) -> None:
+    """Raise on all ranks if they were not given the same."""
+    digest = hashlib.sha256(repr(what).encode()).digest()[:8]
+    own = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
+    digests = comm.all_gather(own).flatten().tolist()
+    if len(set(digests)) > 1:
+        differ = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        raise RuntimeError(
+            f"The ranks disagree: rank(s) {differ} have other settings or other parameters than rank 0. Every rank "
+            f"must build the same model and the same sparsifier settings. Here, on rank {comm.rank}: {what[0]}."
+        )

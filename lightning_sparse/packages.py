@@ -1,0 +1,31 @@
+"""Which of the two Lightning packages to serve: ``pytorch_lightning`` or ``lightning.pytorch``."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+PYTORCH_LIGHTNING = "pytorch_lightning"
+LIGHTNING = "lightning.pytorch"
+
+
+def installed() -> list[str]:
+    """The packages that can be imported."""
+    tops = {PYTORCH_LIGHTNING: "pytorch_lightning", LIGHTNING: "lightning"}
+    return [name for name, top in tops.items() if importlib.util.find_spec(top) is not None]
+
+
+def preferred() -> str:
+    """The package whose classes ``lightning_sparse.SparseDDPStrategy`` and ``SparsityMonitor`` are made for.
+
+    The one that the program imported before lightning_sparse, if it was only one; else ``pytorch_lightning`` where it
+    is installed.
+
+    Raises:
+        ImportError: if neither is installed.
+    """
+    available = installed()
+    if not available:
+        raise ImportError("lightning_sparse needs pytorch-lightning or lightning: pip install pytorch-lightning")
+    loaded = [name for name in available if name in sys.modules]
+    return loaded[0] if len(loaded) == 1 else available[0]

@@ -1,0 +1,11 @@
+"""Lightning strategies: one mixin, and one thin class for each Lightning package.
+
+Importing this registers the strategy names in every Lightning package that is installed.
+"""
+
+from lightning_sparse import packages
+
+if packages.LIGHTNING in packages.installed():
+    import lightning_sparse.strategy.lightning
+if packages.PYTORCH_LIGHTNING in packages.installed():
+    import lightning_sparse.strategy.pytorch_lightning  # noqa: F401
