@@ -53,6 +53,7 @@ class TorchCollective:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
+        self._owned = False
         alone = not (dist.is_available() and dist.is_initialized())
         self._rank = 0 if alone else dist.get_rank(group)
         self._world_size = 1 if alone else dist.get_world_size(group)
@@ -63,15 +64,18 @@ class TorchCollective:
         if not dist.is_initialized() or dist.get_world_size(group) == 1:
             return cls(group)
         if dist.get_world_size(group) == dist.get_world_size():
-            return cls(dist.new_group(timeout=timeout))
-        ranks = dist.get_process_group_ranks(group)
-        return cls(dist.new_group(ranks, timeout=timeout, use_local_synchronization=True))
+            made = cls(dist.new_group(timeout=timeout))
+        else:
+            ranks = dist.get_process_group_ranks(group)
+            made = cls(dist.new_group(ranks, timeout=timeout, use_local_synchronization=True))
+        made._owned = True
+        return made
 
     def close(self) -> None:
         """Give the group back if it was made by :meth:`of_its_own`."""
-        if self.group is not None and dist.is_initialized():
+        if self._owned and dist.is_initialized():
             dist.destroy_process_group(self.group)
-        self.group = None
+        self._owned = False
 
     @property
     def rank(self) -> int:

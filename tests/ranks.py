@@ -1,0 +1,113 @@
+"""Real ranks for tests: a few processes with gloo between them, started once and given many jobs.
+
+Starting a rank takes seconds (it imports torch and Lightning), a job on a running one takes milliseconds. Jobs are
+functions of a module with picklable arguments; `rank` and `world_size` are what `torch.distributed` says inside.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tomllib
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+JOB_SECONDS = 90
+"""A job that takes longer has hung: its ranks are killed and the test fails."""
+
+
+class RankError(AssertionError):
+    """A job raised on at least one rank; the message holds every rank's traceback."""
+
+
+class Ranks:
+    """n processes that have joined one gloo group."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.workers: list[Any] = []
+
+    def __call__(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run `job(*args)` on all ranks; return the results by rank."""
+        if not self.workers:
+            self._start()
+        for _, pipe in self.workers:
+            pipe.send((job, args))
+        results, errors = [], []
+        for rank, (process, pipe) in enumerate(self.workers):
+            try:
+                ok, value = pipe.recv() if pipe.poll(JOB_SECONDS) else (False, f"no answer in {JOB_SECONDS} s")
+            except EOFError:
+                ok, value = False, f"the process ended with exit code {process.exitcode}"
+            results.append(value)
+            if not ok:
+                errors.append(f"rank {rank}: {value}")
+        if errors:
+            self.stop()  # a rank that failed may have left the others inside a collective
+            raise RankError("\n".join(errors))
+        return results
+
+    def _start(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        # Not fork: this process may have run OpenMP code, which does not survive it.
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, rank, self.world_size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self.workers.append((process, ours))
+
+    def stop(self) -> None:
+        """End the processes; the next job starts new ones."""
+        for process, pipe in self.workers:
+            pipe.close()
+            process.kill()  # they hold nothing that would have to be put in order
+        for process, _ in self.workers:
+            process.join()
+        self.workers = []
+
+
+def strict_warnings() -> None:
+    """The filters of pyproject.toml, which pytest applies in its own process only."""
+    options = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["tool"]["pytest"]
+    warnings.resetwarnings()
+    for entry in options["ini_options"]["filterwarnings"]:
+        action, _, rest = entry.partition(":")
+        message, _, category = rest.rpartition(":")
+        kind = getattr(__import__("builtins"), category) if category else Warning
+        warnings.filterwarnings(action, message=message, category=kind)
+
+
+def _work(pipe: Any, rank: int, world_size: int, port: int) -> None:
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "RANK": str(rank),
+        # Lightning takes a process that has these for one that somebody else started.
+        "NODE_RANK": "0",
+        "LOCAL_RANK": str(rank),
+    }
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    import pytorch_lightning  # noqa: F401  # once, outside the time of any job
+
+    strict_warnings()
+    while True:
+        try:
+            job, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, job(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

@@ -1,0 +1,366 @@
+"""The engine behind plain DistributedDataParallel, on real gloo processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.hook import Engine
+from tests.ranks import RankError, Ranks
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "view": {"gradient_as_bucket_view": True},
+    "find_unused": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+    # About 30 kB a bucket: three buckets from the second iteration on, one in the first.
+    "small_buckets": {"bucket_cap_mb": 0.03},
+}
+
+
+class Branches(nn.Module):
+    """A trunk and two branches, of which a forward may use any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(20, 60)
+        self.left = nn.Linear(60, 60)
+        self.right = nn.Linear(60, 60)
+        self.head = nn.Linear(60, 5)
+
+    def forward(self, x: Tensor, use: str = "both") -> Tensor:
+        x = self.trunk(x).relu()
+        left = self.left(x) if use in ("left", "both") else 0
+        right = self.right(x) if use in ("right", "both") else 0
+        return self.head((left + right).relu())
+
+
+def wrapped(layout: str = "default", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Engine | None]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Branches().to(dtype), **LAYOUTS[layout])
+    return ddp, ls.attach(ddp, **options) if options else None
+
+
+def batches(steps: int, dtype: torch.dtype = torch.float32, rank: int | None = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + (dist.get_rank() if rank is None else rank))
+    return [torch.randn(8, 20, generator=generator).to(dtype) for _ in range(steps)]
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def train(layout: str, options: dict[str, Any], accumulate: int = 1, steps: int = 6) -> tuple[Tensor, int]:
+    """SGD with momentum; returns the parameters and the number of hook calls."""
+    ddp, engine = wrapped(layout, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for index, batch in enumerate(batches(steps * accumulate)):
+        ddp.require_backward_grad_sync = (index + 1) % accumulate == 0
+        (ddp(batch).square().mean() / accumulate).backward()
+        if ddp.require_backward_grad_sync:
+            optimizer.step()
+            optimizer.zero_grad()
+    calls = 0 if engine is None else engine.hook_calls
+    if engine is not None:
+        assert engine.step == steps
+        engine.close()
+    return flat(ddp), calls
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_density_1_trains_like_plain_ddp(two_ranks: Ranks, layout: str, executor: str) -> None:
+    # Bit for bit: with two ranks a sum has one order, and halving is exact before it (DDP) and after it (here).
+    for grouping in ("bucket", "layer", "model"):
+        for sparsifier in ("topk", "micro", "exdyna", "everything"):
+            options = {"sparsifier": sparsifier, "density": 1.0, "grouping": grouping, "executor": executor}
+            for (plain, _), (sparse, calls) in zip(
+                two_ranks(train, layout, {}), two_ranks(train, layout, options), strict=True
+            ):
+                assert torch.equal(sparse, plain), (sparsifier, grouping)
+                assert calls >= 6
+
+
+def test_density_1_trains_like_plain_ddp_on_three_ranks(three_ranks: Ranks) -> None:
+    options = {"sparsifier": "exdyna", "density": 1.0, "executor": "thread"}
+    plain, sparse = three_ranks(train, "default", {}), three_ranks(train, "default", options)
+    # A sum of three terms depends on their order, and thirds are rounded: a few units in the last place per step, on
+    # parameters of size up to 0.3.
+    torch.testing.assert_close(sparse[0][0], plain[0][0], rtol=0, atol=1e-6)
+    assert torch.equal(sparse[0][0], sparse[1][0])
+    assert torch.equal(sparse[0][0], sparse[2][0])
+
+
+def test_accumulated_gradients_are_exchanged_once(two_ranks: Ranks) -> None:
+    options = {"sparsifier": "exdyna", "density": 1.0}
+    for layout in ("default", "view", "find_unused"):
+        for (plain, _), (sparse, _) in zip(
+            two_ranks(train, layout, {}, 3), two_ranks(train, layout, options, 3), strict=True
+        ):
+            assert torch.equal(sparse, plain), layout
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_stay_equal_at_low_density(three_ranks: Ranks, layout: str, executor: str) -> None:
+    for sparsifier, exchange in (("topk", "gather_pairs"), ("topk", "reduce_union"), ("exdyna", None), ("micro", None)):
+        options = {"sparsifier": sparsifier, "exchange": exchange, "density": 0.02, "executor": executor}
+        results = [parameters for parameters, _ in three_ranks(train, layout, options)]
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+    plain = three_ranks(train, layout, {})[0][0]
+    assert not torch.equal(results[0], plain)
+
+
+def balance(layout: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(n * what was applied + all residuals, all gradients) after five steps at fixed parameters, float64."""
+    ddp, engine = wrapped(layout, torch.float64, **options)
+    assert engine is not None
+    torch.manual_seed(0)
+    alone = Branches().double()
+    n = dist.get_world_size()
+    applied = torch.zeros_like(flat(alone))
+    for batch in batches(5, torch.float64):
+        ddp.zero_grad()
+        ddp(batch).square().mean().backward()
+        applied += torch.cat([p.grad.flatten() for p in ddp.parameters()])
+        alone(batch).square().mean().backward()  # gradients add up in .grad
+    given = torch.cat([p.grad.flatten() for p in alone.parameters()])
+    pieces = [engine.residual(name) for name, _ in ddp.module.named_parameters()]
+    residual = torch.cat([torch.zeros(p.numel()) if r is None else r for r, p in zip(pieces, alone.parameters())])
+    dist.all_reduce(given)
+    dist.all_reduce(residual)
+    engine.close()
+    return n * applied + residual, given
+
+
+@pytest.mark.parametrize("grouping", ["bucket", "layer", "model"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_gradient_is_lost_across_changing_buckets(two_ranks: Ranks, layout: str, grouping: str) -> None:
+    for sparsifier in ("topk", "exdyna", ls.HardThreshold(1e-3), ls.MiCRO()):
+        options = {"sparsifier": sparsifier, "density": 0.05, "grouping": grouping, "dense": ["head.*"]}
+        for found, given in two_ranks(balance, layout, options):
+            # Sums of at most ten float64 numbers of size one.
+            torch.testing.assert_close(found, given, rtol=0, atol=1e-13)
+
+
+def unused(executor: str) -> dict[str, Any]:
+    """Two steps with both branches, one with the right branch only, one where rank 0 goes left and rank 1 right."""
+    rank = dist.get_rank()
+    ddp, engine = wrapped("find_unused", sparsifier="topk", density=0.05, grouping="layer", executor=executor)
+    assert engine is not None
+    seen = {}
+    for step, use in enumerate(["both", "both", "right", ("left", "right")[rank]]):
+        ddp.zero_grad()
+        ddp(batches(4)[step], use).square().mean().backward()
+        seen[step] = (
+            ddp.module.left.weight.grad is None or bool((ddp.module.left.weight.grad == 0).all()),
+            engine.residual("left.weight").clone(),
+            engine.residual("trunk.weight").clone(),
+        )
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_residual_of_a_parameter_that_no_rank_used_is_kept(two_ranks: Ranks, executor: str) -> None:
+    for seen in two_ranks(unused, executor):
+        assert not seen[1][0]
+        assert seen[1][1].count_nonzero() > 0
+        assert seen[2][0], "nothing was applied"
+        assert torch.equal(seen[1][1], seen[2][1]), "DDP would have thrown away what the residual had sent"
+        assert not torch.equal(seen[1][2], seen[2][2]), "the rest of the model was exchanged as ever"
+        assert not seen[3][0]
+        assert not torch.equal(seen[2][1], seen[3][1]), "used on one rank is used"
+
+
+def two_backwards() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A backward through one branch while the old average of the other is still in .grad."""
+    ddp, engine = wrapped("find_unused", sparsifier="topk", density=0.05, grouping="bucket")
+    assert engine is not None
+    first, second = batches(2)
+    ddp(first, "left").square().mean().backward()
+    average, residual = ddp.module.left.weight.grad.clone(), engine.residual("left.weight").clone()
+    for p in (*ddp.module.trunk.parameters(), *ddp.module.head.parameters()):
+        p.grad = None
+    ddp(second, "right").square().mean().backward()
+    return average, ddp.module.left.weight.grad, residual, engine.residual("left.weight")
+
+
+def test_an_old_average_is_neither_sent_again_nor_changed(two_ranks: Ranks) -> None:
+    for average, later_average, residual, later_residual in two_ranks(two_backwards):
+        assert average.count_nonzero() > 0
+        assert torch.equal(average, later_average)
+        assert torch.equal(residual, later_residual)
+
+
+def poisoned(executor: str, bad: float, options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Three steps at fixed parameters; in the second one rank 1 has a bad number in its input."""
+    ddp, engine = wrapped("default", executor=executor, density=0.05, **options)
+    assert engine is not None
+    grads, residuals = [], []
+    for step, batch in enumerate(batches(3)):
+        if step == 1 and dist.get_rank() == 1:
+            batch[0, 0] = bad
+        ddp.zero_grad()
+        ddp(batch).square().mean().backward()
+        grads.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
+        residuals.append(torch.cat([engine.residual(name) for name, _ in ddp.module.named_parameters()]).clone())
+    engine.close()
+    return grads, residuals
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_a_bad_number_on_one_rank_voids_the_step_on_all(two_ranks: Ranks, executor: str, bad: float) -> None:
+    for options in ({"sparsifier": "topk"}, {"sparsifier": "exdyna"}, {"sparsifier": ls.HardThreshold(1e-3)}):
+        for grads, residuals in two_ranks(poisoned, executor, bad, options):
+            assert grads[0].isfinite().all()
+            assert grads[1].isnan().all()
+            assert grads[2].isfinite().all()
+            assert torch.equal(residuals[0], residuals[1])
+            assert residuals[2].isfinite().all()
+
+
+def kept_dense() -> tuple[Tensor, Tensor, list[tuple[str, bool]], float]:
+    ddp, engine = wrapped("default", sparsifier="topk", density=0.01, dense=["*.bias"])
+    plain, _ = wrapped("default")
+    assert engine is not None
+    [batch] = batches(1)
+    ddp(batch).square().mean().backward()
+    plain(batch).square().mean().backward()
+    biases = [torch.cat([m.module.left.bias.grad, m.module.head.bias.grad]) for m in (ddp, plain)]
+    summary = engine.summary()
+    plan = [(group.name, group.dense) for group in engine.plan]
+    engine.close()
+    return biases[0], biases[1], plan, summary["density"]
+
+
+def test_dense_parameters_get_the_exact_mean_and_do_not_count_as_density(two_ranks: Ranks) -> None:
+    for sparse, plain, plan, density in two_ranks(kept_dense):
+        assert torch.equal(sparse, plain)
+        assert ("dense.bucket0", True) in plan
+        assert density <= 0.02  # two ranks, 1 % each
+
+
+def disagreeing() -> str:
+    try:
+        wrapped("default", sparsifier="topk", density=0.01 * (1 + dist.get_rank()))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_settings_are_refused_everywhere(two_ranks: Ranks) -> None:
+    for message in two_ranks(disagreeing):
+        assert "ranks disagree: rank(s) [1]" in message
+
+
+class Refusing(ls.Sparsifier):
+    """Fails at its second selection, on every rank."""
+
+    agreement = ls.TopK.agreement
+    exchange = "gather_pairs"
+
+    def select(self, acc: Tensor, state: Any, ctx: Any) -> Any:
+        if ctx.step == 1:
+            raise ArithmeticError("second selection")
+        return ls.TopK().select(acc, state, ctx)
+
+    def __repr__(self) -> str:
+        return "Refusing()"
+
+
+def failing(executor: str) -> str:
+    ddp, engine = wrapped("small_buckets", sparsifier=Refusing(), executor=executor)
+    for batch in batches(2):
+        try:
+            ddp(batch).square().mean().backward()
+        except ArithmeticError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_an_error_in_a_sparsifier_comes_out_of_backward(executor: str) -> None:
+    ranks = Ranks(2)  # of its own: DDP is not usable after an error inside backward
+    try:
+        assert ranks(failing, executor) == ["second selection"] * 2
+    finally:
+        ranks.stop()
+
+
+def test_a_job_that_fails_on_a_rank_fails_the_test() -> None:
+    ranks = Ranks(2)
+    with pytest.raises(RankError, match="rank 1: .*ZeroDivisionError|ZeroDivisionError"):
+        ranks(divide)
+
+
+def divide() -> float:
+    return 1 / (1 - dist.get_rank())
+
+
+def summaries() -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str, float], float]:
+    ddp, engine = wrapped("default", sparsifier="topk", density=0.05, grouping="layer", executor="thread")
+    assert engine is not None
+    empty = engine.summary()
+    for batch in batches(3):
+        ddp(batch).square().mean().backward()
+    own = float(torch.cat([engine.residual(name) for name, _ in ddp.module.named_parameters()]).norm())
+    result = engine.summary(), engine.group_summaries(), empty, own
+    engine.close()
+    return result
+
+
+def test_summary_combines_groups_and_ranks(two_ranks: Ranks) -> None:
+    results = two_ranks(summaries)
+    for summary, groups, empty, _ in results:
+        assert empty == {}
+        assert summary == results[0][0], "equal on all ranks"
+        assert set(groups) == {"trunk", "left", "right", "head"}
+        # k = floor(0.05 * numel) of 1260, 3660, 3660 and 305 coordinates, an int32 index and a float32 value each, one
+        # int32 count per group; in a ring of two every rank sends its own message once.
+        assert summary["bytes_sent"] == sum(4 + 8 * k for k in (63, 183, 183, 15))
+        assert summary["traffic_ratio"] == pytest.approx(4 * 8885 / summary["bytes_sent"])
+        assert summary["padding_ratio"] == 1
+        assert summary["residual_norm"] == pytest.approx((results[0][3] + results[1][3]) / 2)
+        assert summary["select_ms"] > 0
+        assert summary["exchange_ms"] > 0
+        assert summary["exposed_ms"] >= 0
+        assert "threshold" not in summary
+        union = sum(groups[name]["density"] * numel for name, numel in (("left", 3660), ("right", 3660)))
+        assert 366 <= union <= 732
+
+
+def test_one_rank_needs_no_network(tmp_path: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ddp, engine = wrapped("default", sparsifier="exdyna", density=0.1)
+        assert engine is not None
+        for batch in batches(3):
+            ddp.zero_grad()
+            ddp(batch).square().mean().backward()
+        summary = engine.summary()
+        engine.close()
+        assert summary["bytes_sent"] == 0
+        assert summary["density"] == pytest.approx(0.1, rel=0.01)
+        applied = torch.cat([p.grad.flatten() for p in ddp.parameters()]).count_nonzero()
+        assert applied <= 0.1 * 8885
+    finally:
+        dist.destroy_process_group()
+
+
+def test_reducers_that_bypass_buckets_are_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", "python_reducer")
+        with pytest.raises(ValueError, match="bypasses DDP's buckets"):
+            wrapped("default", sparsifier="topk")
+    finally:
+        dist.destroy_process_group()
