@@ -173,8 +173,10 @@ class NoMemory(Memory):
 def _take_out(acc: Tensor, update: Update) -> None:
     """Leave in acc what did not travel."""
     if update.sent is None:
-        kept = torch.zeros((), dtype=acc.dtype) if update.sent_values is None else acc[:-1] - update.sent_values
-        acc[:-1] = kept
+        if update.sent_values is None:
+            acc.zero_()
+        else:
+            acc[:-1].sub_(update.sent_values)
     elif update.sent_values is None:
         acc.index_fill_(0, update.sent, 0)
     else:

@@ -8,6 +8,9 @@ import sys
 PYTORCH_LIGHTNING = "pytorch_lightning"
 LIGHTNING = "lightning.pytorch"
 
+# Looked at once, now: registering the strategies imports both.
+_loaded_before = [name for name in (PYTORCH_LIGHTNING, LIGHTNING) if name in sys.modules]
+
 
 def installed() -> list[str]:
     """The packages that can be imported."""
@@ -27,5 +30,4 @@ def preferred() -> str:
     available = installed()
     if not available:
         raise ImportError("lightning_sparse needs pytorch-lightning or lightning: pip install pytorch-lightning")
-    loaded = [name for name in available if name in sys.modules]
-    return loaded[0] if len(loaded) == 1 else available[0]
+    return _loaded_before[0] if len(_loaded_before) == 1 else available[0]

@@ -9,14 +9,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 import tomllib
 import traceback
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-JOB_SECONDS = 90
+JOB_SECONDS = 40
 """A job that takes longer has hung: its ranks are killed and the test fails."""
 
 
@@ -37,18 +39,25 @@ class Ranks:
             self._start()
         for _, pipe in self.workers:
             pipe.send((job, args))
-        results, errors = [], []
-        for rank, (process, pipe) in enumerate(self.workers):
-            try:
-                ok, value = pipe.recv() if pipe.poll(JOB_SECONDS) else (False, f"no answer in {JOB_SECONDS} s")
-            except EOFError:
-                ok, value = False, f"the process ended with exit code {process.exitcode}"
-            results.append(value)
-            if not ok:
-                errors.append(f"rank {rank}: {value}")
+        results: list[Any] = [None] * self.world_size
+        errors: dict[int, str] = {}
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.workers)}
+        deadline = time.monotonic() + JOB_SECONDS
+        while waiting and (ready := wait(list(waiting), max(0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    ok, results[rank] = pipe.recv()
+                except EOFError:
+                    ok, results[rank] = False, f"the process ended with exit code {self.workers[rank][0].exitcode}"
+                if not ok:
+                    errors[rank] = results[rank]
+                    deadline = min(deadline, time.monotonic() + 3)  # the others may wait for this one for ever
+        for rank in waiting.values():
+            errors[rank] = "no answer"
         if errors:
             self.stop()  # a rank that failed may have left the others inside a collective
-            raise RankError("\n".join(errors))
+            raise RankError("\n".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items())))
         return results
 
     def _start(self) -> None:

@@ -9,6 +9,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_sparse.collective import ring_all_reduce_bytes
 from lightning_sparse.hook import Engine
 
+LONGEST_TABLE = 40
+"""Groups that are listed one by one."""
+
 
 class SparsityMonitorMixin:
     """Log what the sparsified exchange does, on the Trainer's logging steps.
@@ -81,15 +84,18 @@ def _is_logging_step(trainer: Any) -> bool:
 
 
 def print_plan(engine: Engine) -> None:
-    """Print the groups: sizes, who picks, how picks travel, what stays dense. Plain text where rich is missing."""
+    """Print the groups: sizes, picks, how they travel, what stays dense; MB that a dense ring would send per rank.
+
+    Plain text where rich is missing.
+    """
     settings, n = engine.settings, engine.comm.world_size
     density = settings.density(engine.step)
     title = f"sparse_ddp: {settings.sparsifier}, {settings.density}, {settings.memory}, " + (
         f"{n} ranks" if n > 1 else "1 rank: nothing is sent"
     )
-    header = ["group", "parameters", "coordinates", "k now", "exchange", "dense all-reduce (MB/rank)"]
+    header = ["group", "parameters", "coordinates", "k now", "exchange", "dense MB"]
     rows = []
-    for group in engine.plan:
+    for group in engine.plan[:LONGEST_TABLE]:
         size = group.parameters[0].element_size
         rows.append(
             [
@@ -98,9 +104,11 @@ def print_plan(engine: Engine) -> None:
                 f"{group.numel:,}",
                 f"{group.picks(density):,}",
                 "dense" if group.dense else type(settings.exchange).__name__,
-                f"{ring_all_reduce_bytes(group.numel * size, n) / 1e6:.3f}",
+                f"{ring_all_reduce_bytes(group.numel * size, n) / 1e6:.3g}",
             ]
         )
+    if rest := engine.plan[LONGEST_TABLE:]:
+        rows.append([f"{len(rest)} more", "", f"{sum(g.numel for g in rest):,}", "", "", ""])
     try:
         from rich.console import Console
         from rich.table import Table
@@ -111,7 +119,7 @@ def print_plan(engine: Engine) -> None:
         return
     table = Table(title=title, title_justify="left")
     for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index in (0, 4) else "right")
+        table.add_column(name, justify="left" if index in (0, 4) else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console().print(table)

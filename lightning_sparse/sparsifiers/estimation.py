@@ -38,7 +38,8 @@ def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context) -> Selection:
     numel, n, on_device = acc.numel(), ctx.world_size, static_shapes(acc.device)
     most = min(k, numel, math.ceil(SHARE_LIMIT * k / n))
     points = min(most, max(8, min(32, 256 // n)))
-    grid = torch.linspace(1, most, points, dtype=torch.float64).round().long().to(acc.device)
+    # Made on the device: copying it there would make the host wait.
+    grid = torch.linspace(1, most, points, dtype=torch.float64, device=acc.device).round().long()
     candidates, magnitudes = largest(acc, most, (spans[ctx.rank, 0], spans[ctx.rank, 1]))
     survey = magnitudes.new_zeros(most)
     survey[: magnitudes.numel()] = magnitudes.clamp(min=0)
@@ -144,7 +145,8 @@ def force_one(
     indices: Tensor, count: Tensor, first: int | Tensor, last: int | Tensor, step: int
 ) -> tuple[Tensor, Tensor]:
     """Where nothing was picked, pick coordinate ``first + step mod (last - first)``, as the released code does."""
-    forced = torch.as_tensor(first + step % (last - first), device=indices.device)
+    place = first + step % (last - first)
+    forced = place if isinstance(place, Tensor) else torch.full((), place, device=indices.device)
     if static_shapes(indices.device):
         indices = indices.clone()
         indices[0] = torch.where(count == 0, forced, indices[0])

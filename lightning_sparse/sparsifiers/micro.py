@@ -93,13 +93,12 @@ class MiCRO(Sparsifier):
 
     def select(self, acc: Tensor, state: Tensor | None, ctx: Context) -> tuple[Selection, Tensor | None]:
         """Picks within the own range."""
-        spans = self.ranges(acc.numel(), state, ctx)
         if self.variant == "corrected":
-            return pick_jointly(acc, spans.to(acc.device), count(ctx.density, acc.numel()), ctx), None
+            return pick_jointly(acc, _spans(acc.numel(), ctx, acc.device), count(ctx.density, acc.numel()), ctx), None
         assert state is not None
         k = max(1, int(ctx.density * acc.numel()))
         threshold = follow(state, ctx.counts, k, self.beta, self.gamma)
-        first, last = spans[ctx.rank].tolist()
+        first, last = self.ranges(acc.numel(), state, ctx)[ctx.rank].tolist()
         capacity = min(last - first, CAPACITY * -(-k // ctx.world_size))
         indices, picks = above(acc, threshold, (first, last), capacity=capacity, phase=ctx.step)
         indices, picks = force_one(indices, picks, first, last, ctx.step)
@@ -107,12 +106,16 @@ class MiCRO(Sparsifier):
         return Selection(indices, picks, threshold, disjoint=True, aligned=aligned), threshold
 
     def ranges(self, numel: int, state: Tensor | None, ctx: Context) -> Tensor:
-        """Sizes ``numel // n``, one more for the first ``numel mod n``; known to the host on every device."""
-        n = ctx.world_size
-        part = torch.arange(n + 1)
-        bounds = part * (numel // n) + part.clamp(max=numel % n)
-        own = (ctx.step + torch.arange(n)) % n
-        return torch.stack([bounds[own], bounds[own + 1]], dim=1)
+        """Sizes ``numel // n``, one more for the first ``numel mod n``; on the CPU, whatever the group's device."""
+        return _spans(numel, ctx, torch.device("cpu"))
+
+
+def _spans(numel: int, ctx: Context, device: torch.device) -> Tensor:
+    n = ctx.world_size
+    part = torch.arange(n + 1, device=device)
+    bounds = part * (numel // n) + part.clamp(max=numel % n)
+    own = (ctx.step + part[:n]) % n
+    return torch.stack([bounds[own], bounds[own + 1]], dim=1)
 
 
 def check_controller(beta: float, gamma: float) -> None:

@@ -1,0 +1,97 @@
+"""The example's configurations through LightningCLI."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_sparse as ls
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "train_digits.py"
+SPARSE = {"topk": ls.TopK, "hard_threshold": ls.HardThreshold, "micro": ls.MiCRO, "exdyna": ls.ExDyna}
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Build Trainer, model and data from a command line without running anything."""
+    pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed")
+    from pytorch_lightning.cli import LightningCLI
+
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls what it deprecates
+    spec = importlib.util.spec_from_file_location("train_digits", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_digits"] = module
+    spec.loader.exec_module(module)
+
+    def run(config: str, *overrides: str) -> Any:
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])  # else it warns that pytest was given arguments, too
+        path = ROOT / "configs" / f"{config}.yaml"
+        # As the script gets them, without the subcommand; no logger, so that nothing is written.
+        args = [f"--config={path}", "--trainer.accelerator=cpu", "--trainer.logger=false", *overrides]
+        return LightningCLI(module.DigitsClassifier, module.Digits, run=False, args=args).trainer
+
+    return run
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_every_configuration_builds_its_sparsifier(parse: Any, name: str) -> None:
+    settings = parse(name).strategy.settings
+    assert type(settings.sparsifier) is SPARSE[name]
+    assert settings.density(0) == 0.01
+
+
+def test_the_dense_configuration_is_plain_ddp(parse: Any) -> None:
+    assert type(parse("dense").strategy).__module__ == "pytorch_lightning.strategies.ddp"
+
+
+def test_sparsifier_and_density_are_toggled_on_the_command_line(parse: Any) -> None:
+    assert parse("exdyna", "--trainer.strategy.sparsifier=TopK").strategy.settings.sparsifier == ls.TopK()
+    assert parse("exdyna", "--trainer.strategy.sparsifier=topk").strategy.settings.sparsifier == ls.TopK()
+    assert parse("exdyna", "--trainer.strategy.density=0.05").strategy.settings.density(0) == 0.05
+    warm = parse(
+        "topk",
+        "--trainer.strategy.density=Warmup",
+        "--trainer.strategy.density.start=0.25",
+        "--trainer.strategy.density.end=0.01",
+        "--trainer.strategy.density.steps=100",
+    )
+    assert warm.strategy.settings.density == ls.Warmup(0.25, 0.01, 100)
+    published = parse("exdyna", "--trainer.strategy.sparsifier.variant=published", "--trainer.strategy.grouping=model")
+    assert published.strategy.settings.sparsifier == ls.ExDyna(variant="published")
+    assert published.strategy.grouping == "model"
+    assert parse("topk", "--trainer.strategy.exchange=ReduceUnion").strategy.settings.exchange == ls.ReduceUnion()
+    assert parse("topk", "--trainer.strategy.find_unused_parameters=true").strategy._ddp_kwargs == {
+        "find_unused_parameters": True
+    }
+
+
+def test_a_typo_is_answered_with_what_is_close(parse: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="Did you mean 'exdyna'"):
+        parse("exdyna", "--trainer.strategy.sparsifier=ExDina")
+
+
+@pytest.mark.slow
+def test_the_example_trains_from_the_command_line(tmp_path: Path) -> None:
+    # One process starts the other, as for a user; everything else in this suite starts ranks by itself.
+    command = [sys.executable, str(EXAMPLE), "fit", f"--config={ROOT / 'configs' / 'exdyna.yaml'}"]
+    command += ["--trainer.accelerator=cpu", "--trainer.max_steps=20", "--trainer.strategy.sparsifier=TopK"]
+    command += ["--trainer.strategy.density=0.05", "--trainer.val_check_interval=10"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("RANK", "LOCAL_", "NODE_"))}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "TopK()" in result.stdout
+    [metrics] = tmp_path.glob("lightning_logs/**/metrics.csv")
+    header = metrics.read_text().splitlines()[0].split(",")
+    assert {"sparse/density", "sparse/bytes_sent", "val/accuracy", "step_ms"} <= set(header)
+    assert len(list(tmp_path.glob("lightning_logs/wandb/offline-run-*/run-*.wandb"))) == 1

@@ -1,0 +1,71 @@
+"""A small model and a Trainer for either Lightning package."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+PACKAGES = ["pytorch_lightning", "lightning.pytorch"]
+
+
+def make_module(package: str, layers: str = "plain", lr: float = 0.1) -> Any:
+    """A classifier of 10 features; `layers` is "plain", "unused" (one linear layer never used) or "norm"."""
+    torch.manual_seed(0)
+    base = importlib.import_module(package).LightningModule
+
+    class Classifier(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            norm = [nn.BatchNorm1d(30)] if layers == "norm" else []
+            self.net = nn.Sequential(nn.Linear(10, 30), *norm, nn.ReLU(), nn.Linear(30, 3))
+            if layers == "unused":
+                self.spare = nn.Linear(7, 7)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            x, y = batch
+            loss = nn.functional.cross_entropy(self.net(x), y)
+            self.log("loss", loss)
+            return loss
+
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            x, y = batch
+            self.log("val_loss", nn.functional.cross_entropy(self.net(x), y), sync_dist=True)
+
+        test_step = validation_step
+
+        def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self.net(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=lr, momentum=0.9)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    return Classifier()
+
+
+def make_data(samples: int = 96) -> DataLoader[Any]:
+    """Batches of 8; Lightning gives each rank its share of the samples."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 10, generator=generator)
+    return DataLoader(TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()), batch_size=8)
+
+
+def make_trainer(package: str, **options: Any) -> Any:
+    """A silent Trainer on the CPU; two devices unless told otherwise."""
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    defaults: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, **quiet}
+    return importlib.import_module(package).Trainer(**defaults | options)
+
+
+def flat(module: nn.Module) -> Tensor:
+    """All parameters in one vector."""
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
