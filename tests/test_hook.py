@@ -300,7 +300,7 @@ def test_an_error_in_a_sparsifier_comes_out_of_backward(executor: str) -> None:
 
 def test_a_job_that_fails_on_a_rank_fails_the_test() -> None:
     ranks = Ranks(2)
-    with pytest.raises(RankError, match="(?s)rank 1: .*ZeroDivisionError"):
+    with pytest.raises(RankError, match=r"(?s)rank 1: .*ZeroDivisionError"):
         ranks(divide)
 
 
