@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.collective import Collective
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange, gather_picks
-from lightning_sparse.kernels import distinct
+from lightning_sparse.kernels import distinct, locate
 from lightning_sparse.types import Agreement, Context, Selection, Update
 
 
@@ -41,8 +41,7 @@ class GatherPairs(Exchange):
             total = torch.cat(picks.values)
         else:
             union, size = distinct(picks.joined(), padding)
-            dense = torch.zeros_like(acc)
+            total = acc.new_zeros(union.shape)
             for indices, values in zip(picks.indices, picks.values, strict=True):
-                dense.index_add_(0, indices, values)
-            total = dense[union]
+                total.index_add_(0, locate(union, indices), values)
         return Update(union, total / comm.world_size, selection.indices, None, picks.counts, size)

@@ -91,6 +91,11 @@ def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     return found, torch.tensor(found.numel())
 
 
+def locate(ordered: Tensor, values: Tensor) -> Tensor:
+    """int64 positions of ascending values in an ascending tensor that holds each of them; the first of equal ones."""
+    return torch.searchsorted(ordered, values) if static_shapes(ordered.device) else host.locate(ordered, values)
+
+
 def all_finite(x: Tensor) -> Tensor:
     """() bool: no NaN and no infinity in x. One pass, nothing allocated; True for an empty x."""
     if x.numel() == 0:

@@ -36,7 +36,7 @@ def largest(x: Tensor, k: int, first: int, last: int) -> tuple[Tensor, Tensor]:
     k = min(k, last - first)
     picked = np.arange(first, last) if k == last - first else _top_k(values, k, first, last)
     magnitudes = np.abs(values[picked])
-    order = np.argsort(-magnitudes, kind="stable")
+    order = _descending(magnitudes)
     return torch.from_numpy(picked[order]), torch.from_numpy(magnitudes[order])
 
 
@@ -48,6 +48,11 @@ def distinct(indices: Tensor, padding: int) -> Tensor:
     np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
     first &= ordered < padding
     return torch.from_numpy(ordered[first])
+
+
+def locate(ordered: Tensor, values: Tensor) -> Tensor:
+    """Positions of ascending values in an ascending tensor that holds them."""
+    return torch.from_numpy(np.searchsorted(ordered.numpy(), values.numpy()))
 
 
 def _above(values: NDArray[np.floating], threshold: float, first: int, last: int) -> NDArray[np.int64]:
@@ -80,6 +85,20 @@ def _top_k(values: NDArray[np.floating], k: int, first: int, last: int) -> NDArr
     assert numel >= k
     picked: NDArray[np.int64] = candidates[keep]
     return picked
+
+
+def _descending(magnitudes: NDArray[np.floating]) -> NDArray[np.int64]:
+    """Stable order from the largest on.
+
+    The bits of a non-negative float32 order like the number; with the position below them one sort of integers does,
+    which takes a tenth of a stable argsort.
+    """
+    if magnitudes.dtype != np.float32:
+        return np.argsort(-magnitudes, kind="stable")
+    keys = (~magnitudes.view(np.uint32)).astype(np.uint64) << np.uint64(32)
+    keys |= np.arange(magnitudes.size, dtype=np.uint64)
+    keys.sort()
+    return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
 def _sampled_bound(values: NDArray[np.floating], k: int, first: int, last: int) -> float:

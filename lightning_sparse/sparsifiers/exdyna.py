@@ -22,6 +22,8 @@ from lightning_sparse.sparsifiers.estimation import (
 from lightning_sparse.sparsifiers.micro import CAPACITY, check_controller
 from lightning_sparse.types import Agreement, Context, Selection
 
+PUBLISHED_BLOCKS = 1024
+
 
 class Partition(NamedTuple):
     """Who owns what, equal on all ranks."""
@@ -41,7 +43,7 @@ class Partition(NamedTuple):
 class ExDyna(Sparsifier):
     """Exclusive ranges of movable size: like :class:`~lightning_sparse.MiCRO`, and balanced.
 
-    The group is cut into about ``num_blocks`` blocks, each of the n ranges is a run of blocks, and rank i looks at
+    The group is cut into ``num_blocks`` blocks, each of the n ranges is a run of blocks, and rank i looks at
     range ``(t + i) mod n``. Before each step but the first, the counts of the step before decide whether blocks move
     between neighbouring ranges: where one of two neighbours sent more than ``alpha`` times the mean and the other less
     than ``1/alpha`` of it, ``move`` blocks go from the first to the second, unless that would leave a range with fewer
@@ -59,7 +61,8 @@ class ExDyna(Sparsifier):
 
     Args:
         alpha: imbalance that makes blocks move, above 1.
-        num_blocks: number of blocks in a group, at least 1.
+        num_blocks: number of blocks in a group, at least 1. None: 1024 in the published variant, as in its code, and
+            ``max(128, 16 n)`` in the corrected one: one block a step moves a range of 256 blocks too slowly to be seen.
         move: blocks that move at once, at least 1.
         variant: "corrected" or "published".
         beta: published only: width of the density band, above 1.
@@ -74,7 +77,7 @@ class ExDyna(Sparsifier):
         >>> import torch, lightning_sparse as ls
         >>> scale = torch.linspace(0.5, 1.5, 20_000)                     # later layers have larger gradients
         >>> stream = scale * torch.randn(60, 2, 20_000, generator=torch.Generator().manual_seed(0))
-        >>> steps = list(ls.simulate(stream, sparsifier=ls.ExDyna(num_blocks=128), density=0.01))
+        >>> steps = list(ls.simulate(stream, sparsifier="exdyna", density=0.01))
         >>> steps[0].padding_ratio > 1.5, steps[-1].padding_ratio < 1.3, steps[-1].density
         (True, True, 0.01)
 
@@ -85,7 +88,7 @@ class ExDyna(Sparsifier):
     """
 
     alpha: float = 1.05
-    num_blocks: int = 1024
+    num_blocks: int | None = None
     move: int = 1
     variant: Literal["corrected", "published"] = "corrected"
     beta: float = 1.1
@@ -100,8 +103,7 @@ class ExDyna(Sparsifier):
         check_controller(self.beta, self.gamma)
         if not self.alpha > 1:
             raise ValueError(f"Expected alpha, the tolerated imbalance, to be above 1, but got {self.alpha!r}.")
-        for name in ("num_blocks", "move"):
-            value = getattr(self, name)
+        for name, value in (("num_blocks", 1 if self.num_blocks is None else self.num_blocks), ("move", self.move)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"Expected {name} to be a positive integer, but got {value!r}.")
 
@@ -112,8 +114,8 @@ class ExDyna(Sparsifier):
         if self.variant == "published":
             if size == 0 or blocks < world_size:
                 raise ValueError(
-                    f"ExDyna(variant='published') needs groups of at least {32 * self.num_blocks} coordinates (32 for "
-                    f"each of its {self.num_blocks} blocks) and at least one block per rank, but got {numel} "
+                    f"ExDyna(variant='published') needs groups of at least {32 * blocks} coordinates (32 for "
+                    f"each of its {blocks} blocks) and at least one block per rank, but got {numel} "
                     f"coordinates for {world_size} ranks. Use larger groups, fewer num_blocks or variant='corrected'."
                 )
             threshold = initial_threshold(density, numel, device, "ExDyna")
@@ -148,8 +150,10 @@ class ExDyna(Sparsifier):
     def layout(self, numel: int, world_size: int) -> tuple[int, int]:
         """Coordinates per block, and number of blocks (the last one ends with the group)."""
         if self.variant == "published":
-            return 32 * (numel // self.num_blocks // 32), self.num_blocks
-        size = 32 * max(1, numel // (32 * self.num_blocks))
+            wanted = self.num_blocks or PUBLISHED_BLOCKS
+            return 32 * (numel // wanted // 32), wanted
+        wanted = self.num_blocks or max(128, 16 * world_size)
+        size = 32 * max(1, numel // (32 * wanted))
         if math.ceil(numel / size) < 4 * world_size:
             size = max(1, numel // (4 * world_size))
         return size, math.ceil(numel / size)
