@@ -31,7 +31,7 @@ QUANTITIES: Mapping[str, str] = {
     "traffic_ratio": "bytes of a dense ring all-reduce in the gradients' dtype / bytes_sent",
     "select_ms": "milliseconds from the gradient to the selection, a survey among ranks included; mean over ranks",
     "exchange_ms": "milliseconds from the selection to the new gradient; mean over ranks",
-    "exposed_ms": "milliseconds that backward stood still for it (not those by which it ran slower beside it); mean over ranks",
+    "exposed_ms": "milliseconds that backward stood still for it, slowing down beside it not counted; mean over ranks",
 }
 """Logged names (under ``sparse/``) and what they mean; all but bytes and times over the sparsified groups only."""
 

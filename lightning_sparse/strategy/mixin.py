@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_sparse.density import DensitySchedule
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.grouping.plan import check_grouping
@@ -67,7 +69,8 @@ class SparseDDPMixin:
 
     Raises:
         ValueError: for settings that cannot work: unknown names, a density outside (0, 1], an exchange that does not
-            accept the sparsifier, a second communication hook.
+            accept the sparsifier, a second communication hook; at the start of fit, for a precision that scales the
+            loss.
         TypeError: for keywords that this strategy does not know.
 
     Example:
@@ -123,6 +126,7 @@ class SparseDDPMixin:
         self.settings = Settings.check(sparsifier, density, memory, exchange, executor)
         self.grouping = check_grouping(grouping)
         self.dense = [dense] if isinstance(dense, str) else list(dense)
+        self._resuming = False
         self.engine: Engine | None = None
         """At work from the start of fit on; its statistics can still be read after fit."""
         ddp = {
@@ -147,6 +151,12 @@ class SparseDDPMixin:
 
     def _register_ddp_hooks(self) -> None:
         """Lightning calls this right after it wrapped the model; its own version does nothing on a CPU."""
+        refuse_loss_scaling(self.precision_plugin)  # type: ignore[attr-defined]
+        if self._resuming:
+            rank_zero_warn(
+                "Residuals of the sparsified exchange are not part of checkpoints: error feedback starts empty, and "
+                "what was not sent before the checkpoint was written is lost. Expect a small dent in the training curve."
+            )
         self._close_engine()
         self.engine = attach(
             self.model,  # type: ignore[attr-defined]
@@ -156,9 +166,15 @@ class SparseDDPMixin:
             timeout=self._timeout,  # type: ignore[attr-defined]
         )
 
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As in Lightning; remembers that a fit which follows is a continued one."""
+        self._resuming = True
+        return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc, no-any-return]
+
     def teardown(self) -> None:
         """Close the engine, then everything else."""
         self._close_engine()
+        self._resuming = False
         super().teardown()  # type: ignore[misc]
 
     def _close_engine(self) -> None:
@@ -186,6 +202,19 @@ def refuse_second_hook(**given: Any) -> None:
         raise ValueError(
             f"SparseDDPStrategy does not take {', '.join(names)}: DDP has room for one communication hook, and the "
             "sparsified exchange is it. Use Lightning's DDPStrategy for other hooks."
+        )
+
+
+def refuse_loss_scaling(precision: Any) -> None:
+    """Raise if a precision plugin scales the loss.
+
+    Raises:
+        ValueError: saying what to use instead.
+    """
+    if getattr(precision, "scaler", None) is not None:
+        raise ValueError(
+            "precision='16-mixed' scales the loss by a factor that changes, and a residual kept from one step to the "
+            "next would be in the units of an old factor. Use precision='bf16-mixed' or '32-true' with sparse_ddp."
         )
 
 
