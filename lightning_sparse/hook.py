@@ -113,8 +113,19 @@ def attach(
         raise ValueError(
             "delay_all_reduce_named_params bypasses communication hooks: those gradients would stay dense."
         )
+    for name, module in ddp.module.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(
+                f"The gradients of {name or type(module).__name__!r} are sparse tensors (sparse=True), which cannot be "
+                "looked at as flat vectors. Set sparse=False: what is sent is sparsified anyway."
+            )
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
     parameters = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
+    for name, p in parameters.items():
+        if not p.is_floating_point():
+            raise ValueError(
+                f"Expected floating-point parameters, but {name} is {p.dtype}: magnitudes would not compare."
+            )
     sizes = [
         ParameterSize(name, p.numel(), p.element_size(), f"{p.dtype}.{p.device}".removeprefix("torch."))
         for name, p in parameters.items()

@@ -155,7 +155,7 @@ class SparseDDPMixin:
         if self._resuming:
             rank_zero_warn(
                 "Residuals of the sparsified exchange are not part of checkpoints: error feedback starts empty, and "
-                "what was not sent before the checkpoint was written is lost. Expect a small dent in the training curve."
+                "what was not sent before the checkpoint was written is lost. Expect a small dent in the curve."
             )
         self._close_engine()
         self.engine = attach(
