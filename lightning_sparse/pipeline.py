@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lightning_sparse.collective import Collective, Metered
 from lightning_sparse.exchanges import Exchange
-from lightning_sparse.kernels import all_finite, choose, fill_if_
+from lightning_sparse.kernels import all_finite, choose, fill_if_, static_shapes
 from lightning_sparse.memory import Memory
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.statistics import Stamp, Statistics, measure
@@ -70,9 +72,9 @@ def reduce_group(
     selection, selector = sparsifier.select(acc[:-1], state.selector, ctx)
     selected = Stamp.now(grad.device)
     update = exchange(*_raise_alarm(acc, selection, finite), ctx, comm)
-    void = ~all_finite(update.values)
-    memory.forget_(state.memory, update, void)
     values = update.values.to(grad.dtype)
+    void = ~all_finite(values)  # also where an average is too large for the gradient's dtype
+    memory.forget_(state.memory, update, void)
     if grad.dtype != acc.dtype:
         memory.keep_(state.memory, update, update.values - values, void)
     _scatter_(grad, update, values)
@@ -80,8 +82,16 @@ def reduce_group(
     stamps = begin, selected, Stamp.now(grad.device)
     numel = acc.numel() - 1
     statistics = measure(grad, numel, sparsifier.agreement, selection, update, ctx, comm.bytes_sent, stamps)
-    counts = update.counts if state.counts is None else choose(void, state.counts, update.counts)
-    return GroupState(state.memory, choose(void, state.selector, selector), counts), statistics
+    return _next_state(state, selector, update, void), statistics
+
+
+def _next_state(state: GroupState, selector: Any, update: Update, void: Tensor) -> GroupState:
+    counts = state.counts
+    if counts is None and static_shapes(void.device):
+        counts = torch.full_like(update.counts, -1)
+    before, after = GroupState(None, state.selector, counts), GroupState(None, selector, update.counts)
+    kept: GroupState = choose(void, before, after)
+    return kept._replace(memory=state.memory)
 
 
 def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> tuple[Tensor, Selection]:

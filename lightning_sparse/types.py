@@ -48,7 +48,8 @@ class Context(NamedTuple):
     rank: int
     world_size: int
     counts: Tensor | None = None
-    """(n,) int64: picks of each rank in the previous step, or None before the first one."""
+    """(n,) int64: picks of each rank in the previous step, or None before the first one; -1 each, where only the device
+    knows that all steps so far were void."""
     model_numel: int | None = None
     """Coordinates of all sparsified groups together; None where only this group is known."""
     gather: Callable[[Tensor], Tensor] = alone

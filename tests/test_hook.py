@@ -362,10 +362,10 @@ def test_gradients_that_are_no_flat_vectors_are_refused(tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         embedding = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))
-        with pytest.raises(ValueError, match="gradients of '0' are sparse tensors.*Set sparse=False"):
+        with pytest.raises(ValueError, match=r"gradients of '0' are sparse tensors.*Set sparse=False"):
             ls.attach(DistributedDataParallel(embedding))
         rotation = nn.ParameterDict({"phase": nn.Parameter(torch.ones(3, dtype=torch.complex64))})
-        with pytest.raises(ValueError, match="phase is torch.complex64"):
+        with pytest.raises(ValueError, match=r"phase is torch.complex64"):
             ls.attach(DistributedDataParallel(rotation))
     finally:
         dist.destroy_process_group()

@@ -34,8 +34,8 @@ class Partition(NamedTuple):
     """(n,) int64: first block of each range."""
     threshold: Tensor | None
     """() float64, published variant only."""
-    step: int
-    """The step that used these ranges: which rank's count belongs to which range. -1: none yet."""
+    step: Tensor
+    """() int64: the step that used these ranges, which tells which rank's count belongs to which range."""
 
 
 @SPARSIFIERS.register
@@ -121,7 +121,7 @@ class ExDyna(Sparsifier):
             threshold = initial_threshold(density, numel, device, "ExDyna")
         part = torch.arange(world_size, device=device)
         share = blocks // world_size + (part < blocks % world_size).long()
-        return Partition(share, share.cumsum(0) - share, threshold, step=-1)
+        return Partition(share, share.cumsum(0) - share, threshold, step=torch.zeros_like(part[0]))
 
     def select(self, acc: Tensor, state: Partition, ctx: Context) -> tuple[Selection, Partition]:
         """Move blocks, then pick within the own range."""
@@ -160,8 +160,8 @@ class ExDyna(Sparsifier):
 
     def _rebalanced(self, numel: int, state: Partition, ctx: Context) -> Partition:
         """Algorithm 3 on the counts of the step that used these ranges."""
-        now = state._replace(step=ctx.step)
-        if ctx.counts is None or state.step < 0:
+        now = state._replace(step=torch.full_like(state.step, ctx.step))
+        if ctx.counts is None:
             return now
         n = ctx.world_size
         size, blocks = self.layout(numel, n)
@@ -210,7 +210,7 @@ class ExDyna(Sparsifier):
         mean = mean.floor() if self.variant == "published" else mean
         expected = torch.floor(self.move * size * (total / numel))
         for p in range(len(load) - 1):
-            pair = load[p : p + 2] / mean  # 0/0 is NaN, which moves nothing
+            pair = load[p : p + 2] / mean  # moves nothing for 0/0, which is NaN, and for -1/-1
             over, under = pair > self.alpha, pair < low
             room = blocks[p : p + 2] - self.move >= least
             shift = (under[0] & over[1] & room[1]).long() - (over[0] & under[1] & room[0]).long()

@@ -99,7 +99,8 @@ class MiCRO(Sparsifier):
         k = max(1, int(ctx.density * acc.numel()))
         threshold = follow(state, ctx.counts, k, self.beta, self.gamma)
         first, last = self.ranges(acc.numel(), state, ctx)[ctx.rank].tolist()
-        capacity = min(last - first, CAPACITY * -(-k // ctx.world_size))
+        # By the longest range, not by the own one: messages must be equally long on all ranks.
+        capacity = min(-(-acc.numel() // ctx.world_size), CAPACITY * -(-k // ctx.world_size))
         indices, picks = above(acc, threshold, (first, last), capacity=capacity, phase=ctx.step)
         indices, picks = force_one(indices, picks, first, last, ctx.step)
         aligned = static_shapes(acc.device)

@@ -1,0 +1,50 @@
+"""One entry per sparsifier configuration: a new method is tested by adding a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import lightning_sparse as ls
+
+
+class Case(NamedTuple):
+    name: str
+    sparsifier: ls.Sparsifier
+    serves: Callable[[int, int, float], bool] = lambda n, numel, density: True
+    """Whether the method can serve a group: n ranks, numel coordinates, density."""
+    numbered: bool = False
+    """True if what is picked depends on the number of the step, and not only on state and gradients."""
+
+
+def _published_micro_serves(n: int, numel: int, density: float) -> bool:
+    """Its k = int(density * numel) must not be 0, and no rank's range may be empty."""
+    return numel >= n and int(density * numel) >= 1
+
+
+def _published_exdyna_serves(n: int, numel: int, density: float) -> bool:
+    """Eight blocks of at least 32 coordinates, and at least one block for each rank."""
+    return numel >= 8 * 32 and n <= 8 and int(density * numel) >= 1
+
+
+CASES = [
+    Case("topk", ls.TopK()),
+    # 2 standard deviations of the test streams: few coordinates at first, none in some steps.
+    Case("hard_threshold", ls.HardThreshold(2.0)),
+    Case("micro", ls.MiCRO(), numbered=True),
+    Case("micro-published", ls.MiCRO(variant="published"), _published_micro_serves, numbered=True),
+    Case("exdyna", ls.ExDyna(), numbered=True),
+    Case("exdyna-few-blocks", ls.ExDyna(num_blocks=8), numbered=True),
+    Case("exdyna-published", ls.ExDyna(num_blocks=8, variant="published"), _published_exdyna_serves, numbered=True),
+    Case("everything", ls.Everything()),
+]
+
+PAIRS = [
+    (case, exchange)
+    for case in CASES
+    for exchange, cls in ls.EXCHANGES.items()
+    if case.sparsifier.agreement in cls.accepts
+]
+"""Every configuration with every exchange that accepts it."""
+
+PAIR_NAMES = [f"{case.name}-{exchange}" for case, exchange in PAIRS]

@@ -1,0 +1,182 @@
+"""The CPU formulations against numpy on whole vectors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_sparse import kernels
+from lightning_sparse.kernels import host
+
+# Around a chunk (65536), and where sampling begins (a stride of 2 from 8192 elements on) and is sparsest (97).
+SIZES = [1, 2, 7, 8191, 8192, 12_289, 65_535, 65_536, 65_537, 131_073, 400_000]
+DTYPES = [np.float32, np.float64]
+
+
+def values(numel: int, dtype: type, kind: str = "normal", seed: int = 0) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    x = generator.normal(size=numel)
+    if kind == "ties":
+        x = np.round(x * 2) / 2
+    elif kind == "equal":
+        x[:] = -3.0
+    elif kind == "zeros":
+        x[:] = 0.0
+    elif kind == "sparse":
+        x *= generator.random(numel) < 0.001
+    return x.astype(dtype)
+
+
+def slow_largest(x: np.ndarray, k: int, first: int, last: int) -> list[int]:
+    """The k largest magnitudes, of equal ones the lower coordinate first: a stable sort of all of them."""
+    return (np.argsort(-np.abs(x[first:last]), kind="stable")[:k] + first).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "zeros", "sparse"])
+@pytest.mark.parametrize("numel", SIZES)
+def test_top_k_is_a_stable_sort(numel: int, kind: str, dtype: type) -> None:
+    x = values(numel, dtype, kind)
+    for k in {1, 2, numel // 1000 + 1, numel // 3 + 1, numel - 1, numel, numel + 5} - {0}:
+        found = kernels.top_k(torch.from_numpy(x), k)
+        assert found.dtype == torch.int64
+        assert found.tolist() == sorted(slow_largest(x, k, 0, numel))
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "sparse"])
+@pytest.mark.parametrize("numel", SIZES)
+def test_largest_is_a_stable_sort_of_a_span(numel: int, kind: str) -> None:
+    x = values(numel, np.float32, kind)
+    for first, last in {(0, numel), (numel // 3, numel), (0, numel // 2 + 1), (numel // 4, numel // 4 + 1)}:
+        for k in (1, 3, numel // 50 + 1):
+            for span in ((first, last), (torch.tensor(first), torch.tensor(last))):
+                indices, magnitudes = kernels.largest(torch.from_numpy(x), k, span)
+                assert indices.tolist() == slow_largest(x, k, first, last)
+                assert magnitudes.tolist() == np.abs(x[indices.numpy()]).tolist()
+    indices, _ = kernels.largest(torch.from_numpy(x), 3)
+    assert indices.tolist() == slow_largest(x, 3, 0, numel)
+
+
+def test_largest_of_an_empty_span_is_empty() -> None:
+    indices, magnitudes = kernels.largest(torch.ones(10), 3, (4, 4))
+    assert (indices.tolist(), magnitudes.tolist()) == ([], [])
+    assert indices.dtype == torch.int64
+    assert magnitudes.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "sparse"])
+@pytest.mark.parametrize("numel", SIZES)
+def test_above_is_a_comparison_of_the_whole_vector(numel: int, kind: str, dtype: type) -> None:
+    x = values(numel, dtype, kind)
+    for threshold in (0.0, 0.5, 2.5, 3.0, 100.0):
+        for first, last in ((0, numel), (numel // 3, numel // 3), (numel // 3, numel)):
+            bound = torch.tensor(threshold, dtype=torch.float64)
+            indices, count = kernels.above(torch.from_numpy(x), bound, (first, last))
+            expected = np.flatnonzero(np.abs(x[first:last]) >= threshold) + first
+            assert indices.tolist() == expected.tolist()
+            assert int(count) == expected.size
+            assert indices.dtype == count.dtype == torch.int64
+
+
+def test_above_has_no_capacity_on_the_cpu() -> None:
+    indices, count = kernels.above(torch.ones(100), torch.tensor(0.5), capacity=3, phase=2)
+    assert (indices.tolist(), int(count)) == (list(range(100)), 100)
+
+
+def test_a_threshold_is_rounded_to_the_precision_of_the_values() -> None:
+    # The float32 nearest to 0.7 lies below the float64 0.7, the one nearest to 0.1 above.
+    for number in (0.7, 0.1):
+        x = torch.full((3,), number, dtype=torch.float32)
+        assert kernels.above(x, torch.tensor(number, dtype=torch.float64))[0].tolist() == [0, 1, 2]
+
+
+def test_nan_never_reaches_a_threshold() -> None:
+    x = torch.tensor([float("nan"), 1.0, float("inf"), -float("inf"), float("nan")])
+    assert kernels.above(x, torch.tensor(0.0))[0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("stride", [2, 5, 97])
+def test_top_k_is_exact_where_the_sample_misleads(stride: int) -> None:
+    # All large magnitudes lie where the sample looks, or none of them do: the bound from it is far too high, or 0.
+    numel = 4096 * stride
+    seen, unseen = np.zeros(numel, dtype=np.float32), np.full(numel, 2.0, dtype=np.float32)
+    seen[::stride] = np.arange(1, 4097)
+    unseen[::stride] = 0.0
+    for x in (seen, unseen, -seen, seen + 1):
+        for k in (1, 100, 4000, 4096, 4097, numel // 2):
+            found = host.top_k(torch.from_numpy(x), k)
+            assert found.tolist() == sorted(slow_largest(x, k, 0, numel))
+
+
+def test_buffers_do_not_leak_from_one_call_or_dtype_into_another() -> None:
+    x = torch.from_numpy(values(70_000, np.float32))
+    first = kernels.above(x, torch.tensor(1.0))[0]
+    kept = first.clone()
+    kernels.above(x.double() * 100, torch.tensor(1.0))
+    kernels.above(-x * 100, torch.tensor(1.0))
+    assert torch.equal(first, kept)
+    assert torch.equal(kernels.above(x, torch.tensor(1.0))[0], kept)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 30), max_size=60), st.integers(0, 31))
+def test_distinct_is_numpys_unique_without_padding(numbers: list[int], padding: int) -> None:
+    indices, count = kernels.distinct(torch.tensor(numbers, dtype=torch.int64), padding)
+    expected = [int(i) for i in np.unique(np.array(numbers, dtype=np.int64)) if i < padding]
+    assert indices.tolist() == expected
+    assert int(count) == len(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 2, 65_537])
+def test_all_finite_finds_a_single_bad_value_anywhere(numel: int, dtype: torch.dtype) -> None:
+    x = torch.ones(numel, dtype=dtype)
+    x[0] = torch.finfo(dtype).max
+    assert bool(kernels.all_finite(x))
+    for place in {0, numel // 2, numel - 1}:
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            spoilt = x.clone()
+            spoilt[place] = bad
+            assert not bool(kernels.all_finite(spoilt))
+
+
+def test_all_finite_is_true_of_nothing() -> None:
+    assert bool(kernels.all_finite(torch.empty(0)))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_fill_if_fills_in_place_if_the_flag_is_set(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
+    x = torch.tensor([1.0, 2.0])
+    assert kernels.fill_if_(x, torch.tensor(False), float("nan")).tolist() == [1.0, 2.0]
+    assert kernels.fill_if_(x, torch.tensor(True), 5.0) is x
+    assert x.tolist() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_choose_goes_through_tuples(static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
+    yes = (torch.tensor([1, 2]), (torch.tensor(3.0), None))
+    no = (torch.tensor([7, 8]), (torch.tensor(9.0), None))
+    for flag, expected in ((True, yes), (False, no)):
+        chosen = kernels.choose(torch.tensor(flag), yes, no)
+        assert chosen[0].tolist() == expected[0].tolist()
+        assert chosen[1][0].tolist() == expected[1][0].tolist()
+        assert chosen[1][1] is None
+
+
+def test_choose_keeps_named_tuples() -> None:
+    from lightning_sparse.types import Selection  # any of the nouns
+
+    yes, no = (Selection(torch.tensor([i]), torch.tensor(1)) for i in (4, 5))
+    for static in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "static_shapes", lambda device, static=static: static)
+            chosen = kernels.choose(torch.tensor(True), yes, no)
+        assert type(chosen) is Selection
+        assert chosen.indices.tolist() == [4]
+        assert chosen.threshold is None

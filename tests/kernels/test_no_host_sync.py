@@ -1,0 +1,167 @@
+"""On a device, a step of a group never makes the host wait.
+
+The step runs on meta tensors: they have shapes but no content, so that whatever needs content (``.item()``, ``bool()``,
+``nonzero``, a boolean index, a copy to the host) raises, on a machine without any device. They take the same path as
+CUDA tensors, since only the CPU is special. Copies from pageable host memory, which block the host as well, would go
+through silently; :func:`no_waiting` refuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import lightning_sparse as ls
+from lightning_sparse.pipeline import init_group, reduce_group
+from lightning_sparse.types import Context
+from tests.contract.cases import PAIR_NAMES, PAIRS, Case
+
+DEVICE = torch.device("meta")
+NUMEL = 10_007  # shared by 4 ranks with a remainder of 3
+
+
+class WaitingError(Exception):
+    """The host would have to wait for the device."""
+
+
+class NoCopies(TorchDispatchMode):
+    """Refuses to bring tensors from the host to the device: without pinned memory, torch waits for such a copy.
+
+    A scalar on the host may still be an operand on the device: it travels with the kernel's arguments.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        leaves = tree_leaves((args, kwargs or {}))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        to_device = any(tensor.device == DEVICE for tensor in tensors) or DEVICE in leaves
+        copies = func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_)
+        if to_device and any(t.device != DEVICE and (t.dim() > 0 or copies) for t in tensors):
+            raise WaitingError(f"{func} copies from the host")
+        return func(*args, **(kwargs or {}))
+
+
+class NoNumbers(TorchFunctionMode):
+    """Refuses to make device tensors of Python numbers: on CUDA they are made on the host and copied."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        made = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
+        if made and (kwargs or {}).get("device") == DEVICE:
+            raise WaitingError(f"{func} copies from the host")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    with NoCopies(), NoNumbers():
+        yield
+
+
+class FakeRanks:
+    """Four ranks of which only this one exists: results have the right shapes, and no content either."""
+
+    world_size = 4
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0).expand(self.world_size, *x.shape).clone()
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        return x
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return x
+
+
+def steps(
+    case: Case, exchange: str, memory: ls.Memory, *, rank: int = 1, dtype: torch.dtype = torch.float32, count: int = 3
+) -> None:
+    """The first steps of a group; creating its state may wait."""
+    ctx = Context(step=0, density=0.05, rank=rank, world_size=4)
+    state = init_group(NUMEL, dtype, DEVICE, ctx, memory=memory, sparsifier=case.sparsifier)
+    parts = {"memory": memory, "sparsifier": case.sparsifier, "exchange": ls.EXCHANGES.resolve(exchange)}
+    for step in range(count):
+        grad = torch.zeros(NUMEL + 1, dtype=dtype, device=DEVICE)
+        with no_waiting():
+            state, statistics = reduce_group(grad, state, ctx._replace(step=step), **parts, comm=FakeRanks(rank))
+        assert grad.device == statistics.union.device == state.counts.device == DEVICE
+
+
+@pytest.mark.parametrize("memory", [ls.Residual(), ls.NoMemory()], ids=["residual", "no-memory"])
+@pytest.mark.parametrize(("case", "exchange"), PAIRS, ids=PAIR_NAMES)
+def test_a_step_on_a_device_never_waits(case: Case, exchange: str, memory: ls.Memory) -> None:
+    steps(case, exchange, memory)
+
+
+@pytest.mark.parametrize(("case", "exchange"), PAIRS, ids=PAIR_NAMES)
+def test_a_step_in_bfloat16_never_waits_on_any_rank(case: Case, exchange: str) -> None:
+    for rank in range(4):
+        steps(case, exchange, ls.Residual(), rank=rank, dtype=torch.bfloat16, count=1)
+
+
+def on_device(*shape: int) -> Tensor:
+    return torch.ones(shape, device=DEVICE)
+
+
+WAITS: dict[str, Callable[[], Any]] = {
+    "item": lambda: on_device(3).sum().item(),
+    "float": lambda: float(on_device()),
+    "bool": lambda: bool(on_device() > 0),
+    "tolist": lambda: on_device(3).tolist(),
+    "nonzero": lambda: on_device(3).nonzero(),
+    "boolean index": lambda: on_device(3)[on_device(3) > 0],
+    "masked_select": lambda: on_device(3).masked_select(on_device(3) > 0),
+    "unique": lambda: on_device(3).unique(),
+    "slice up to a tensor": lambda: on_device(3)[: on_device().long()],
+    "copy to the host": lambda: on_device(3).cpu(),
+    "copy to the device": lambda: torch.arange(3).to(DEVICE),
+    "copy of a scalar": lambda: torch.tensor(3).to(DEVICE),
+    "tensor of a number": lambda: torch.tensor(3, device=DEVICE),
+    "tensor of a list": lambda: torch.as_tensor([1, 2], device=DEVICE),
+    "index on the host": lambda: on_device(3)[torch.arange(2)],
+    "copy_": lambda: on_device(3).copy_(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_whatever_makes_the_host_wait_is_noticed(name: str) -> None:
+    with no_waiting(), pytest.raises((WaitingError, RuntimeError)):
+        WAITS[name]()
+
+
+def test_what_needs_no_waiting_passes() -> None:
+    with no_waiting():
+        x = on_device(3) * torch.tensor(2.0) + torch.full((), 3, device=DEVICE)
+        x = x.masked_fill_(x > 0, float("nan"))[torch.arange(2, device=DEVICE)]
+        x[1:] = 0
+        assert (x.shape, torch.arange(3).tolist()) == ((2,), [0, 1, 2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("case", "exchange"), PAIRS, ids=PAIR_NAMES)
+def test_cuda_itself_sees_no_synchronisation(case: Case, exchange: str) -> None:
+    device = torch.device("cuda")
+    ctx = Context(step=0, density=0.05, rank=1, world_size=4)
+    memory = ls.Residual()
+    state = init_group(NUMEL, torch.float32, device, ctx, memory=memory, sparsifier=case.sparsifier)
+    parts = {"memory": memory, "sparsifier": case.sparsifier, "exchange": ls.EXCHANGES.resolve(exchange)}
+    for step in range(3):
+        grad = torch.randn(NUMEL + 1, device=device)
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may load kernels
+        try:
+            state, _ = reduce_group(grad, state, ctx._replace(step=step), **parts, comm=FakeRanks(1))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

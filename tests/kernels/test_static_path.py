@@ -1,0 +1,171 @@
+"""The path that groups take on a device, walked on the CPU: same updates, nothing lost, void steps void."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import lightning_sparse as ls
+from tests.contract.cases import CASES, PAIR_NAMES, PAIRS, Case
+from tests.lockstep import Outcome, Ranks, equal_states, noise
+
+BY_NAME = {case.name: case for case in CASES}
+EXCHANGES = ["gather_pairs", "reduce_union", "dense"]
+VOID_STEP = 2
+SPARSE = [case.name for case in CASES if case.name != "everything"]
+
+
+@pytest.fixture
+def static_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Static shapes on every device, in every module that asks."""
+    asking = [
+        m for name, m in sys.modules.items() if name.startswith("lightning_sparse") and "static_shapes" in vars(m)
+    ]
+    assert len(asking) > 4
+    for module in asking:
+        monkeypatch.setattr(module, "static_shapes", lambda device: True)
+
+
+def without_ties(n: int, numel: int, seed: int) -> torch.Tensor:
+    """Which of equal magnitudes go first is the one thing that a device may decide otherwise."""
+    return torch.randn(n, numel, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def run(case: Case, exchange: str, n: int) -> list[Outcome]:
+    """Six steps in which no message is longer than its capacity."""
+    published = case.name.endswith("published")
+    # At full density the 4 k / n slots of the published rule are enough for any range. It starts at 1 / (2 sqrt(288)),
+    # 0.03, and smaller gradients keep it from sending everything.
+    density, scale, numel = (1.0, 0.03, 288) if published else (0.25, 1.0, 401)
+    ranks = Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=density)
+    outcomes = []
+    for seed in range(6):
+        gradients = scale * without_ties(n, numel, seed)
+        gradients[:, : numel // 4] *= 3  # for ranges that move
+        if seed == VOID_STEP:
+            gradients[n - 1, numel // 2] = float("inf")
+        outcomes.append(ranks.step(gradients))
+    return outcomes
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("name", SPARSE)
+def test_updates_equal_those_of_exact_shapes(name: str, exchange: str, n: int, request: pytest.FixtureRequest) -> None:
+    host = run(BY_NAME[name], exchange, n)
+    request.getfixturevalue("static_path")
+    for step, (static, exact) in enumerate(zip(run(BY_NAME[name], exchange, n), host, strict=True)):
+        assert equal_states(tuple(static.after), tuple(exact.after))
+        if step == VOID_STEP:
+            assert bool(torch.isnan(static.averages).all())
+            continue
+        assert torch.equal(static.averages, exact.averages)
+        for a, b in zip(static.statistics, exact.statistics, strict=True):
+            assert torch.equal(a.counts, b.counts)
+            assert torch.equal(a.union, b.union)
+            assert equal_states(a.threshold, b.threshold)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize(("case", "exchange"), PAIRS, ids=PAIR_NAMES)
+def test_nothing_is_lost_when_messages_overflow(
+    case: Case, exchange: str, n: int, dtype: torch.dtype, static_path: None
+) -> None:
+    # At a density of 2 % thresholds let far more through than there are slots. Multiples of 1/16 are exact in both.
+    for numel in (257, 1000):
+        if not case.serves(n, numel, 0.02):
+            continue
+        ranks = Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=0.02, dtype=dtype)
+        for seed in range(5):
+            outcome = ranks.step(noise(n, numel, seed=seed, grain=16, dtype=dtype))
+            offered = sum(outcome.before) + outcome.gradients.sum(0, dtype=outcome.before[0].dtype)
+            assert torch.equal(n * outcome.averages[0].to(offered.dtype) + sum(outcome.after), offered)
+            assert all(torch.equal(average, outcome.averages[0]) for average in outcome.averages)
+            assert all(equal_states(state.selector, outcome.states[0].selector) for state in outcome.states)
+
+
+@pytest.mark.parametrize("name", ["hard_threshold", "micro-published", "exdyna-published"])
+def test_messages_do_not_exceed_their_capacity(name: str, static_path: None) -> None:
+    # k = 20 of 1000. Hard-threshold: 8 k a rank; published: 4 k / n a rank.
+    n, capacity = 4, {"hard_threshold": 160}.get(name, 20)
+    ranks = Ranks(n, 1000, sparsifier=BY_NAME[name].sparsifier, exchange="reduce_union", density=0.02)
+    for seed in range(4):
+        outcome = ranks.step(100 + without_ties(n, 1000, seed))
+        assert outcome.statistics[0].counts.tolist() == [capacity] * n
+        assert all(selection.indices.numel() == capacity for selection in outcome.selections)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union"])
+@pytest.mark.parametrize(("numel", "density"), [(257, 0.5), (257, 0.9), (1001, 0.3), (256, 1.0), (1003, 1.0)])
+def test_all_ranks_bring_messages_of_one_length(
+    name: str, exchange: str, numel: int, density: float, static_path: None
+) -> None:
+    # The network of these tests refuses collectives of unequal shapes. Ranges here differ by one coordinate.
+    for n in (2, 4):
+        ranks = Ranks(n, numel, sparsifier=BY_NAME[name].sparsifier, exchange=exchange, density=density)
+        for seed in range(n + 1):
+            outcome = ranks.step(without_ties(n, numel, seed))
+            assert len({selection.indices.numel() for selection in outcome.selections}) == 1
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union"])
+def test_small_groups_work(name: str, exchange: str, static_path: None) -> None:
+    case = BY_NAME[name]
+    for n in (1, 2, 4):
+        for numel in (1, 2, 3, 7):
+            if not case.serves(n, numel, 0.34):
+                continue
+            ranks = Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=0.34)
+            for seed in range(3):
+                outcome = ranks.step(noise(n, numel, seed=seed))
+                offered = sum(outcome.before) + outcome.gradients.sum(0)
+                assert torch.equal(n * outcome.averages[0] + sum(outcome.after), offered)
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["first-step", "later-step"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_void_step_leaves_no_trace_in_the_steps_after_it(name: str, first: int, static_path: None) -> None:
+    case, n, numel = BY_NAME[name], 4, 401
+    disturbed, calm = (Ranks(n, numel, sparsifier=case.sparsifier, density=0.1) for _ in range(2))
+    spoilt = noise(n, numel, seed=9)
+    spoilt[0, 3] = float("nan")
+    for ranks in (disturbed, calm):
+        for number in range(first):
+            ranks.step(without_ties(n, numel, number))
+    disturbed.step(spoilt)
+    calm.steps += case.numbered  # ranges rotate with the number of the step
+    for seed in range(3, 9):
+        # Loads that make blocks move: the first quarter of the group is louder.
+        gradients = without_ties(n, numel, seed)
+        gradients[:, : numel // 4] *= 8
+        with_void, without = disturbed.step(gradients), calm.step(gradients)
+        assert torch.equal(with_void.averages, without.averages)
+        assert equal_states(with_void.states[0].selector, without.states[0].selector)
+
+
+@pytest.mark.parametrize("variant", ["corrected", "published"])
+def test_blocks_move_as_with_exact_shapes(variant: str, request: pytest.FixtureRequest) -> None:
+    # Layered gradients, so that ranges change. They are so small that the published threshold, 1 / (2 sqrt(200)), lets
+    # only some through.
+    sparsifier = ls.ExDyna(num_blocks=32, variant=variant)
+    scale = torch.linspace(0.001, 0.01, 2000, dtype=torch.float64)
+
+    def walk() -> tuple[list[list[list[int]]], int]:
+        ranks = Ranks(4, 2000, sparsifier=sparsifier, density=0.1)
+        spans, longest = [], 0
+        for seed in range(40):
+            outcome = ranks.step(without_ties(4, 2000, seed) * scale)
+            spans.append([outcome.states[0].selector.first.tolist(), outcome.states[0].selector.blocks.tolist()])
+            longest = max(longest, int(outcome.statistics[0].counts.max()))
+        return spans, longest
+
+    exact, longest = walk()
+    assert len({str(spans) for spans in exact}) > 3
+    assert longest < 4 * 200 / 4  # nothing was thinned
+    request.getfixturevalue("static_path")
+    assert walk() == (exact, longest)

@@ -1,0 +1,94 @@
+"""Bytes on the wire by hand, and one rank without a process group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse.collective import Metered, TorchCollective, ring_all_reduce_bytes
+
+
+class Mirror:
+    """n ranks that all bring what this one brings."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.stack([x] * self.world_size)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x.mul_(self.world_size)
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        return x + src
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return torch.stack([x[self.rank]] * self.world_size)
+
+
+# Ring algorithms over 4 ranks: an all-gather passes each contribution through 3 other ranks; an all-reduce moves 3/4 of
+# the payload twice; broadcast and all-to-all move 3/4 of it once. 10 float32 are 40 bytes.
+@pytest.mark.parametrize(
+    ("operation", "arguments", "expected"),
+    [("all_gather", (), 120), ("all_reduce", (), 60), ("broadcast", (2,), 30)],
+)
+def test_metered_counts_the_bytes_of_ring_algorithms(operation: str, arguments: tuple, expected: float) -> None:
+    metered = Metered(Mirror(1, 4))
+    getattr(metered, operation)(torch.ones(10), *arguments)
+    assert metered.bytes_sent == expected
+    getattr(metered, operation)(torch.ones(10), *arguments)
+    assert metered.bytes_sent == 2 * expected
+
+
+def test_metered_counts_an_all_to_all_by_what_leaves_the_rank() -> None:
+    metered = Metered(Mirror(1, 4))
+    metered.all_to_all(torch.ones(4, 10))  # 160 bytes, one row of four stays
+    assert metered.bytes_sent == 120
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.float64, 8), (torch.int32, 4), (torch.bfloat16, 2), (torch.bool, 1)]
+)
+def test_metered_counts_in_bytes_of_the_dtype(dtype: torch.dtype, size: int) -> None:
+    metered = Metered(Mirror(0, 2))
+    metered.all_gather(torch.ones(3, 5, dtype=dtype))
+    assert metered.bytes_sent == 15 * size
+
+
+def test_metered_sums_over_operations_and_passes_results_on() -> None:
+    metered = Metered(Mirror(1, 4))
+    assert (metered.rank, metered.world_size, metered.bytes_sent) == (1, 4, 0)
+    assert metered.all_gather(torch.tensor(7)).tolist() == [7, 7, 7, 7]  # 3 * 8 bytes
+    assert metered.all_reduce(torch.ones(2)).tolist() == [4, 4]  # 1.5 * 8
+    assert metered.broadcast(torch.ones(2), 3).tolist() == [4, 4]  # 0.75 * 8
+    assert metered.all_to_all(torch.arange(4.0)).tolist() == [1, 1, 1, 1]  # 0.75 * 16
+    assert metered.bytes_sent == 24 + 12 + 6 + 12
+
+
+def test_one_rank_sends_nothing() -> None:
+    metered = Metered(TorchCollective())
+    metered.all_gather(torch.ones(10))
+    metered.all_reduce(torch.ones(10))
+    metered.broadcast(torch.ones(10), 0)
+    metered.all_to_all(torch.ones(1, 10))
+    assert metered.bytes_sent == 0
+
+
+@pytest.mark.parametrize(("n", "factor"), [(1, 0), (2, 1), (4, 1.5), (8, 1.75)])
+def test_ring_all_reduce_sends_almost_twice_the_payload(n: int, factor: float) -> None:
+    assert ring_all_reduce_bytes(1000, n) == factor * 1000
+
+
+def test_without_a_process_group_there_is_one_rank_and_results_are_what_it_brought() -> None:
+    for comm in (TorchCollective(), TorchCollective.of_its_own()):
+        x = torch.tensor([1.0, 2.0])
+        assert (comm.rank, comm.world_size) == (0, 1)
+        assert comm.all_gather(x).tolist() == [[1.0, 2.0]]
+        assert comm.all_gather(torch.tensor(3)).tolist() == [3]
+        assert comm.all_reduce(x).tolist() == [1.0, 2.0]
+        assert comm.broadcast(x, 0).tolist() == [1.0, 2.0]
+        assert comm.all_to_all(x.unsqueeze(0)).tolist() == [[1.0, 2.0]]
+        comm.close()
+        comm.close()  # twice does no harm

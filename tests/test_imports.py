@@ -1,0 +1,85 @@
+"""Who may import whom: the rooms of the package, from the ground up."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_sparse
+
+PACKAGE = Path(lightning_sparse.__file__).parent
+FLOORS = [
+    {"types", "registry", "packages"},
+    {"kernels"},
+    {"density", "collective"},
+    {"memory", "sparsifiers", "exchanges", "grouping", "statistics"},
+    {"pipeline"},
+    {"simulation", "hook"},
+    {"checkpoint"},
+    {"strategy"},
+    {"monitor"},
+    {"cli", "advise", "report", "bench"},
+    {"__init__"},
+]
+"""A room imports from itself and from lower floors only."""
+FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+FILES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Full names of everything a file imports, also inside functions, and of what it takes from torch by attribute."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            yield f"torch.{node.attr}"
+
+
+def rooms_imported(path: Path) -> set[str]:
+    parts = [name.split(".") for name in imported(path) if name.split(".")[0] == "lightning_sparse"]
+    return {part[1] for part in parts if len(part) > 1}
+
+
+def test_the_parser_sees_what_files_import() -> None:
+    assert {"density", "kernels", "types"} <= rooms_imported(PACKAGE / "sparsifiers" / "topk.py")
+    assert "torch.distributed" in set(imported(PACKAGE / "collective.py"))
+    assert "pytorch_lightning.Callback" in set(imported(PACKAGE / "monitor" / "pytorch_lightning.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_rooms_import_only_downwards(path: Path) -> None:
+    room = room_of(path)
+    assert room in FLOOR, f"{room} has no floor yet: decide in FLOORS what it may import"
+    for other in rooms_imported(path) - {room}:
+        assert other in FLOOR, f"{path.name} imports {other}, which has no floor"
+        assert FLOOR[other] < FLOOR[room], f"{path.name} imports {other} from a floor that is not below"
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_the_network_and_the_framework_are_touched_in_their_rooms_only(path: Path) -> None:
+    names = set(imported(path))
+    if room_of(path) not in {"collective", "hook"}:
+        assert not any(name.startswith(("torch.distributed", "torch.nn.parallel")) for name in names)
+    if room_of(path) not in {"strategy", "monitor", "cli"}:
+        packages = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"}
+        assert not any(name.split(".")[0] in packages for name in names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_no_room_is_bound_to_one_lightning_package_but_the_files_named_after_it(path: Path) -> None:
+    tops = {name.split(".")[0] for name in imported(path)}
+    if "pytorch_lightning" in tops:
+        assert path.stem == "pytorch_lightning"
+    if "lightning" in tops:
+        assert path.stem == "lightning"
