@@ -115,7 +115,7 @@ class FailsOnOneRank(ls.Sparsifier):
         return Selection(torch.tensor([0]), torch.tensor(1), aligned=True), None
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(20, method="thread")  # threads that wait for ever cannot be interrupted, only the process ended
 @pytest.mark.parametrize("talks", [False, True])
 def test_the_error_of_one_rank_surfaces_as_itself_and_frees_the_others(talks: bool) -> None:
     traces = ls.simulate(iter([noise(4, 10)] * 3), sparsifier=FailsOnOneRank(talks), density=0.1)

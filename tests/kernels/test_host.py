@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse import kernels
@@ -129,6 +129,23 @@ def test_distinct_is_numpys_unique_without_padding(numbers: list[int], padding: 
     expected = [int(i) for i in np.unique(np.array(numbers, dtype=np.int64)) if i < padding]
     assert indices.tolist() == expected
     assert int(count) == len(expected)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sets(st.integers(0, 1000), min_size=1, max_size=60), st.data())
+def test_locate_finds_each_value_in_an_ascending_tensor(
+    static: bool, monkeypatch: pytest.MonkeyPatch, numbers: set[int], data: st.DataObject
+) -> None:
+    monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
+    ordered = sorted(numbers)
+    wanted = sorted(data.draw(st.sets(st.sampled_from(ordered))))
+    found = kernels.locate(torch.tensor(ordered), torch.tensor(wanted, dtype=torch.int64))
+    assert found.dtype == torch.int64
+    assert found.tolist() == [ordered.index(value) for value in wanted]
+    # Padding at the end, as `distinct` leaves it: all of it is sent to its first slot.
+    padded = kernels.locate(torch.tensor([*ordered, 2000, 2000]), torch.tensor([*wanted, 2000, 2000, 2000]))
+    assert padded.tolist() == [*found.tolist(), *[len(ordered)] * 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
