@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.ranks import Ranks
+
+
+@pytest.fixture
+def not_launched() -> Iterator[None]:
+    """An environment in which nobody has started ranks; Lightning leaves addresses and ports in it."""
+    before = dict(os.environ)
+    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -36,13 +36,8 @@ print("RESULT", trainer.global_rank, trainer.world_size, engine.hook_calls, tota
 """
 
 
-def clean_environment() -> dict[str, str]:
-    names = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {key: value for key, value in os.environ.items() if key not in names}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
 @pytest.mark.slow
+@pytest.mark.usefixtures("not_launched")
 def test_two_nodes_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -55,7 +50,7 @@ def test_two_nodes_under_torchrun(tmp_path: Path) -> None:
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}"),
                 *("--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}", str(script)),
             ],
-            env=clean_environment(),
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -96,10 +91,8 @@ class Linear(pl.LightningModule):
 
 
 @pytest.mark.slow
-def test_spawned_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+@pytest.mark.usefixtures("not_launched")
+def test_spawned_processes() -> None:
     module = Linear()
     before = flat(module)
     trainer = make_trainer("pytorch_lightning", strategy="sparse_ddp_exdyna_spawn", max_epochs=1)

@@ -178,10 +178,9 @@ def test_fit_again_and_evaluate(two_ranks: Ranks) -> None:
             assert sum(predicted) == 48
 
 
+@pytest.mark.usefixtures("not_launched")
 @pytest.mark.parametrize("package", PACKAGES)
-def test_one_device_works_without_communication(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOCAL_RANK", "WORLD_SIZE", "RANK", "NODE_RANK"):
-        monkeypatch.delenv(name, raising=False)
+def test_one_device_works_without_communication(package: str) -> None:
     try:
         trainer = make_trainer(package, strategy="sparse_ddp", devices=1)
         trainer.fit(make_module(package), make_data(), make_data(16))
