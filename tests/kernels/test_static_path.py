@@ -98,6 +98,14 @@ def test_messages_do_not_exceed_their_capacity(name: str, static_path: None) -> 
         assert all(selection.indices.numel() == capacity for selection in outcome.selections)
 
 
+@pytest.mark.parametrize("name", ["micro", "exdyna"])
+def test_values_of_exclusive_picks_travel_in_k_slots_not_in_those_of_all_ranks(name: str, static_path: None) -> None:
+    # k = 40, at most 20 a rank, all 20 of whose magnitudes (8 bytes) are shared. Then a count and 20 indices of 4 bytes
+    # go to 3 other ranks, and the values at 40 places, not at 4 * 20, through a ring.
+    outcome = Ranks(4, 400, sparsifier=BY_NAME[name].sparsifier, density=0.1).step(without_ties(4, 400, 0))
+    assert outcome.statistics[0].bytes_sent == 3 * 20 * 8 + 3 * 4 * (1 + 20) + 1.5 * 40 * 8
+
+
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union"])
 @pytest.mark.parametrize(("numel", "density"), [(257, 0.5), (257, 0.9), (1001, 0.3), (256, 1.0), (1003, 1.0)])
