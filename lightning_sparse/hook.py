@@ -91,8 +91,8 @@ def attach(
         exchange: an instance, a name, or None for the sparsifier's natural one.
         grouping: "layer", "bucket" or "model"; see :func:`~lightning_sparse.grouping.make_plan`.
         dense: patterns of parameter names that stay dense.
-        executor: "inline" runs groups inside the hook; "thread" on a communication thread while backward goes on;
-            "auto" decides by device.
+        executor: "inline" runs groups inside the hook (on CUDA on a stream of its own); "thread" on a communication
+            thread while backward goes on; "auto" is "inline", which is simpler and as fast where cores are busy.
         timeout: of the engine's own process group.
 
     Returns:

@@ -1,7 +1,7 @@
 """Formulations of fixed output size: no operation here makes the host wait for a device.
 
-That rules out ``nonzero``, ``unique``, boolean indexing and ``.item()``; a test runs this file on meta tensors, where each
-of them raises.
+That rules out ``nonzero``, ``unique``, boolean indexing and ``.item()``; a test runs this file on meta tensors,
+where each of them raises.
 """
 
 from __future__ import annotations

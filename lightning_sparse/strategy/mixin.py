@@ -46,8 +46,8 @@ class SparseDDPMixin:
             one.
         grouping: which gradients are looked at together: "layer", "bucket" (about ``bucket_cap_mb`` each) or "model".
         dense: shell-style patterns of parameter names that stay dense, such as ``["*.bias"]``.
-        executor: "inline" exchanges inside DDP's hook, "thread" on a communication thread while backward goes on,
-            "auto" decides by device.
+        executor: "inline" exchanges inside DDP's hook (on CUDA on a stream of its own), "thread" on a communication
+            thread while backward goes on; "auto" is "inline".
         find_unused_parameters: as in ``DistributedDataParallel``.
         static_graph: as in ``DistributedDataParallel``.
         gradient_as_bucket_view: as in ``DistributedDataParallel``.
