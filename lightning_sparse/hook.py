@@ -22,7 +22,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.collective import Collective, TorchCollective
+from lightning_sparse.collective import Collective, Metered, TorchCollective
 from lightning_sparse.density import DensitySchedule, as_schedule
 from lightning_sparse.exchanges import Dense, Exchange, as_exchange
 from lightning_sparse.grouping import Group, ParameterSize, make_plan
@@ -169,6 +169,7 @@ class Engine:
         self.step = 0
         """Synchronised backward passes so far."""
         self.hook_calls = 0
+        self._closed = False
         self._names = {id(p): name for name, p in parameters.items()}
         self._device = next(iter(parameters.values())).device
         self._used: set[str] | None = set() if watch_usage else None
@@ -279,6 +280,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the communication thread, give the process group back, stop watching parameters."""
+        self._closed = True
         self._executor.close()
         for watcher in self._watchers:
             watcher.remove()
@@ -286,6 +288,10 @@ class Engine:
         self.comm.close()
 
     def _mean_over_ranks(self, x: Tensor) -> Tensor:
+        if self._closed and self.comm.world_size > 1:
+            raise RuntimeError(
+                "The engine is closed: ask for summaries before the end of fit, in on_train_end at the latest."
+            )
         return self.comm.all_reduce(x.to(self._device)).cpu() / self.comm.world_size
 
 
@@ -359,15 +365,16 @@ class _Running:
             used: which parameters took part in this backward on this rank; None: all did, on all ranks.
         """
         untouched: list[slice] = []
+        asking = Metered(comm)
         if used is not None:
             flags = torch.tensor(used, dtype=torch.uint8, device=self.device)
             # DDP itself waits for the device in this mode, to learn which parameters no rank used.
-            anywhere = comm.all_gather(flags).amax(0).tolist()
+            anywhere = asking.all_gather(flags).amax(0).tolist()
             untouched = [span for span, touched in zip(self.spans.values(), anywhere, strict=True) if not touched]
         if len(untouched) < len(self.spans):
             flat, in_place = self._gather()
             aside = self._set_aside(flat, untouched)
-            self.state, self.statistics = reduce_group(
+            self.state, statistics = reduce_group(
                 flat,
                 self.state,
                 ctx,
@@ -376,6 +383,7 @@ class _Running:
                 exchange=self.exchange,
                 comm=comm,
             )
+            self.statistics = statistics._replace(bytes_sent=statistics.bytes_sent + asking.bytes_sent)
             self._bring_back(flat, untouched, aside)
             if not in_place:
                 for span, piece in self._pieces():

@@ -15,7 +15,13 @@ import lightning_sparse as ls
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "train_digits.py"
-SPARSE = {"topk": ls.TopK, "hard_threshold": ls.HardThreshold, "micro": ls.MiCRO, "exdyna": ls.ExDyna}
+SPARSE = {
+    "topk": ls.TopK,
+    "hard_threshold": ls.HardThreshold,
+    "micro": ls.MiCRO,
+    "exdyna": ls.ExDyna,
+    "everything": ls.Everything,
+}
 
 
 @pytest.fixture

@@ -317,7 +317,24 @@ def summaries() -> tuple[dict[str, float], dict[str, dict[str, float]], dict[str
     own = float(torch.cat([engine.residual(name) for name, _ in ddp.module.named_parameters()]).norm())
     result = engine.summary(), engine.group_summaries(), empty, own
     engine.close()
+    with pytest.raises(RuntimeError, match="The engine is closed"):
+        engine.summary()
     return result
+
+
+def bytes_with_flags() -> float:
+    ddp, engine = wrapped("find_unused", sparsifier="topk", density=0.05, grouping="model")
+    assert engine is not None
+    [batch] = batches(1)
+    ddp(batch, "left").square().mean().backward()
+    sent = engine.summary()["bytes_sent"]
+    engine.close()
+    return sent
+
+
+def test_asking_which_parameters_were_used_counts_as_traffic(two_ranks: Ranks) -> None:
+    # One byte for each of the 8 parameters, besides the count and floor(0.05 * 8885) pairs.
+    assert two_ranks(bytes_with_flags) == [8 + 4 + 8 * 444] * 2
 
 
 def test_summary_combines_groups_and_ranks(two_ranks: Ranks) -> None:

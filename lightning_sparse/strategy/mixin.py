@@ -128,7 +128,7 @@ class SparseDDPMixin:
         self.dense = [dense] if isinstance(dense, str) else list(dense)
         self._resuming = False
         self.engine: Engine | None = None
-        """At work from the start of fit on; its statistics can still be read after fit."""
+        """At work during fit; ``step`` and ``hook_calls`` can still be read afterwards."""
         ddp = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
