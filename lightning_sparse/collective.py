@@ -75,6 +75,8 @@ class TorchCollective:
         """Give the group back if it was made by :meth:`of_its_own`."""
         if self._owned and dist.is_initialized():
             dist.destroy_process_group(self.group)
+            # The last reference: threads of a group that outlives the interpreter abort the process at its end.
+            self.group = None
         self._owned = False
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -355,6 +356,21 @@ def test_summary_combines_groups_and_ranks(two_ranks: Ranks) -> None:
         assert "threshold" not in summary
         union = sum(groups[name]["density"] * numel for name, numel in (("left", 3660), ("right", 3660)))
         assert 366 <= union <= 732
+
+
+def closed() -> tuple[bool, bool]:
+    ddp, engine = wrapped("default", sparsifier="topk")
+    assert engine is not None
+    ddp(batches(1)[0]).square().mean().backward()
+    group = weakref.ref(engine.comm.group)
+    before = group() is not None
+    engine.close()
+    return before, group() is None
+
+
+def test_a_closed_engine_holds_no_process_group(two_ranks: Ranks) -> None:
+    # One that is left to the end of the interpreter may abort the process.
+    assert two_ranks(closed) == [(True, True)] * 2
 
 
 def test_one_rank_needs_no_network(tmp_path: Any) -> None:
