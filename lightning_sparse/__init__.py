@@ -8,11 +8,27 @@ Importing this package registers the strategy names ``sparse_ddp``, ``sparse_ddp
 from lightning_sparse import packages as _packages
 from lightning_sparse import strategy as _strategy  # noqa: F401  # registers the strategy names
 from lightning_sparse.density import Constant, DensitySchedule, Warmup
-from lightning_sparse.exchanges import EXCHANGES, Dense, Exchange, GatherPairs, ReduceUnion
+from lightning_sparse.exchanges import (
+    EXCHANGES,
+    Dense,
+    Exchange,
+    GatherPairs,
+    ReduceUnion,
+)
 from lightning_sparse.hook import Engine, attach
 from lightning_sparse.memory import Memory, NoMemory, Residual
 from lightning_sparse.simulation import StepTrace, simulate
-from lightning_sparse.sparsifiers import SPARSIFIERS, Everything, ExDyna, HardThreshold, MiCRO, Sparsifier, TopK
+from lightning_sparse.sparsifiers import (
+    SPARSIFIERS,
+    Everything,
+    ExDyna,
+    HardThreshold,
+    MiCRO,
+    SharedTopK,
+    Sparsifier,
+    StripedTopK,
+    TopK,
+)
 
 if _packages.preferred() == _packages.PYTORCH_LIGHTNING:
     from lightning_sparse.monitor.pytorch_lightning import SparsityMonitor
@@ -40,10 +56,12 @@ __all__ = [
     "NoMemory",
     "ReduceUnion",
     "Residual",
+    "SharedTopK",
     "SparseDDPStrategy",
     "Sparsifier",
     "SparsityMonitor",
     "StepTrace",
+    "StripedTopK",
     "TopK",
     "Warmup",
     "attach",

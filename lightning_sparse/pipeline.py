@@ -95,13 +95,13 @@ def _next_state(state: GroupState, selector: Any, update: Update, void: Tensor) 
 
 
 def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> tuple[Tensor, Selection]:
-    """Where the gradient is not finite, offer NaN at coordinate 0: then the average is NaN on every rank."""
+    """Where the gradient is not finite, offer NaN, at coordinate 0 if nothing was picked: all ranks then see it."""
     fill_if_(acc, ~finite, float("nan"))
     indices = selection.indices if selection.indices.numel() else selection.indices.new_zeros(1)
     indices = torch.full_like(indices, acc.numel() - 1)
     indices[0] = 0
     alarm = selection._replace(indices=indices, count=torch.ones_like(selection.count))
-    return acc, choose(finite, selection, alarm)
+    return acc, choose(finite | (selection.count > 0), selection, alarm)
 
 
 def _scatter_(grad: Tensor, update: Update, values: Tensor) -> None:

@@ -23,6 +23,8 @@ class Agreement(Enum):
 
     INDEPENDENT = "independent"
     """Every rank picks by its own data; picks may overlap (Top-k, hard-threshold)."""
+    SHARED = "shared"
+    """Every rank picks by its own data and wants the values of all ranks there; picks may overlap (SharedTopK)."""
     DISJOINT = "disjoint"
     """No coordinate is picked by two ranks (MiCRO, ExDyna)."""
     LEADER = "leader"

@@ -21,6 +21,8 @@ SPARSE = {
     "micro": ls.MiCRO,
     "exdyna": ls.ExDyna,
     "everything": ls.Everything,
+    "shared_topk": ls.SharedTopK,
+    "striped_topk": ls.StripedTopK,
 }
 
 

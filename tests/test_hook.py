@@ -25,6 +25,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+PAIRS = [
+    ("topk", "gather_pairs"),
+    ("topk", "reduce_union"),
+    ("shared_topk", None),
+    ("striped_topk", None),
+    ("micro", None),
+    ("exdyna", None),
+]
+
+
 class Branches(nn.Module):
     """A trunk and two branches, of which a forward may use any."""
 
@@ -79,7 +89,7 @@ def train(layout: str, options: dict[str, Any], accumulate: int = 1, steps: int 
 def test_density_1_trains_like_plain_ddp(two_ranks: Ranks, layout: str, executor: str) -> None:
     # Bit for bit: with two ranks a sum has one order, and halving is exact before it (DDP) and after it (here).
     for grouping in ("bucket", "layer", "model"):
-        for sparsifier in ("topk", "micro", "exdyna", "everything"):
+        for sparsifier in ("topk", "shared_topk", "striped_topk", "micro", "exdyna", "everything"):
             options = {"sparsifier": sparsifier, "density": 1.0, "grouping": grouping, "executor": executor}
             for (plain, _), (sparse, calls) in zip(
                 two_ranks(train, layout, {}), two_ranks(train, layout, options), strict=True
@@ -110,7 +120,7 @@ def test_accumulated_gradients_are_exchanged_once(two_ranks: Ranks) -> None:
 @pytest.mark.parametrize("executor", ["inline", "thread"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_stay_equal_at_low_density(three_ranks: Ranks, layout: str, executor: str) -> None:
-    for sparsifier, exchange in (("topk", "gather_pairs"), ("topk", "reduce_union"), ("exdyna", None), ("micro", None)):
+    for sparsifier, exchange in PAIRS:
         options = {"sparsifier": sparsifier, "exchange": exchange, "density": 0.02, "executor": executor}
         results = [parameters for parameters, _ in three_ranks(train, layout, options)]
         assert torch.equal(results[0], results[1])
@@ -404,11 +414,13 @@ def test_gradients_that_are_no_flat_vectors_are_refused(tmp_path: Any) -> None:
         dist.destroy_process_group()
 
 
-def test_reducers_that_bypass_buckets_are_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reducers_that_bypass_buckets_are_refused(tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        monkeypatch.setattr(torch._dynamo.config, "optimize_ddp", "python_reducer")
-        with pytest.raises(ValueError, match="bypasses DDP's buckets"):
+        with (
+            torch._dynamo.config.patch(optimize_ddp="python_reducer"),
+            pytest.raises(ValueError, match="bypasses DDP's buckets"),
+        ):
             wrapped("default", sparsifier="topk")
     finally:
         dist.destroy_process_group()

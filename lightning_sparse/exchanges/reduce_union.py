@@ -28,7 +28,7 @@ class ReduceUnion(Exchange):
         arXiv 2402.13781: there all methods, Top-k included, are exchanged this way.
     """
 
-    accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT, Agreement.DISJOINT})
+    accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT, Agreement.SHARED, Agreement.DISJOINT})
 
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
@@ -37,7 +37,10 @@ class ReduceUnion(Exchange):
         union, size = picks.joined(), picks.counts.sum()
         if not selection.disjoint or static_shapes(acc.device):
             # On a device also for exclusive picks: sorted, the padding is at the end and can be cut off.
-            union, size = distinct(union, padding)
-            union = union[: selection.total]
+            different, size = distinct(union, padding)
+            # Where the picks together are no more than was allowed for, repeated ones may as well stay: their sums are
+            # equal, and the message is as long in every step.
+            if static_shapes(acc.device) or union.numel() != selection.total:
+                union = different[: selection.total]
         values = comm.all_reduce(acc[union]) / comm.world_size
         return Update(union, values, union, None, picks.counts, size)

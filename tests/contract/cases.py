@@ -36,6 +36,9 @@ CASES = [
     Case("exdyna", ls.ExDyna(), numbered=True),
     Case("exdyna-few-blocks", ls.ExDyna(num_blocks=8), numbered=True),
     Case("exdyna-published", ls.ExDyna(num_blocks=8, variant="published"), _published_exdyna_serves, numbered=True),
+    Case("shared_topk", ls.SharedTopK(), numbered=True),
+    Case("striped_topk", ls.StripedTopK(), numbered=True),
+    Case("striped_topk-single", ls.StripedTopK(block=1), numbered=True),
     Case("everything", ls.Everything()),
 ]
 

@@ -119,7 +119,10 @@ def test_each_release_rule_takes_what_it_says(
             taken = [torch.arange(accs.shape[1])] * n
         expected = torch.zeros_like(accs[0])
         for rank, places in enumerate(taken):
-            assert torch.equal(sent(outcome.updates[rank], accs.shape[1]).sort().values, places)
+            found = sent(outcome.updates[rank], accs.shape[1]).sort().values
+            if pair[0].sparsifier.agreement is Agreement.SHARED:  # what two ranks named may travel twice
+                found = found.unique()
+            assert torch.equal(found, places)
             expected[places] += accs[rank, places]
         torch.testing.assert_close(outcome.averages[0], expected / n, **close(n))
 

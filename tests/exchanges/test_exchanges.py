@@ -144,11 +144,14 @@ class OddlyAgreed(ls.TopK):
     agreement = Agreement.LEADER
 
 
-@pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union"])
-def test_an_exchange_that_does_not_fit_says_what_it_accepts_and_what_would_fit(exchange: str) -> None:
+@pytest.mark.parametrize(
+    ("exchange", "accepted"),
+    [("gather_pairs", "disjoint or independent"), ("reduce_union", "disjoint or independent or shared")],
+)
+def test_an_exchange_that_does_not_fit_says_what_it_accepts_and_what_would_fit(exchange: str, accepted: str) -> None:
     with pytest.raises(
         ValueError,
-        match=rf"The exchange '{exchange}' accepts selections that are disjoint or independent, but OddlyAgreed's are "
+        match=rf"The exchange '{exchange}' accepts selections that are {accepted}, but OddlyAgreed's are "
         r"leader\. Exchanges that fit: .*dense",
     ):
         as_exchange(exchange, OddlyAgreed())
