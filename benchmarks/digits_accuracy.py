@@ -55,6 +55,8 @@ METHODS = {
     "topk": "sparse_ddp_topk",
     "micro": "sparse_ddp_micro",
     "hard_threshold": "sparse_ddp_hard_threshold",
+    "shared_topk": "sparse_ddp_shared_topk",
+    "striped_topk": "sparse_ddp_striped_topk",
 }
 CLAIMED = ("exdyna", "topk")
 TOLERANCE = 1.0  # points of accuracy
