@@ -27,10 +27,10 @@ from lightning_sparse.density import DensitySchedule, as_schedule
 from lightning_sparse.exchanges import Dense, Exchange, as_exchange
 from lightning_sparse.grouping import Group, ParameterSize, make_plan
 from lightning_sparse.kernels import static_shapes
-from lightning_sparse.memory import Memory, NoMemory, Residual
+from lightning_sparse.memory import Memory, NoMemory, as_memory
 from lightning_sparse.pipeline import init_group, reduce_group
 from lightning_sparse.sparsifiers import SPARSIFIERS, Everything, Sparsifier
-from lightning_sparse.statistics import Stamp, Statistics, summarize
+from lightning_sparse.statistics import Stamp, Statistics, residual_norm, summarize
 from lightning_sparse.types import Context, GroupState
 
 EXECUTORS = ("auto", "inline", "thread")
@@ -61,9 +61,7 @@ class Settings(NamedTuple):
                 does not accept the sparsifier.
         """
         resolved = SPARSIFIERS.resolve(sparsifier)
-        memory = Residual() if memory is None else memory
-        if not isinstance(memory, Memory):
-            raise ValueError(f"Expected memory to be a Memory such as Residual(), or None, but got {memory!r}.")
+        memory = as_memory(memory)
         if executor not in EXECUTORS:
             raise ValueError(f"Expected executor to be one of {', '.join(map(repr, EXECUTORS))}, but got {executor!r}.")
         return cls(resolved, as_schedule(density), memory, as_exchange(exchange, resolved), executor)
@@ -231,10 +229,9 @@ class Engine:
 
     def _finish(self, begin: Stamp) -> None:
         """The last bucket is here: backward has nothing left to compute, so nothing is lost by waiting."""
-        waiting = [group.plan.name for group in self.groups if group.arrived]
         self._executor.drain()
-        late = [group.plan.name for group in self.groups if group.arrived]
-        assert not late, f"DDP delivered only some gradients of the groups {late} (waiting were {waiting})"
+        incomplete = [group.plan.name for group in self.groups if group.arrived]
+        assert not incomplete, f"DDP delivered only some gradients of the groups {incomplete}"
         self.step += 1
         if self._used is not None:
             self._used.clear()
@@ -394,8 +391,7 @@ class _Running:
 
     def residual_norm(self) -> float:
         """Euclidean norm of this rank's residual; waits for the device."""
-        residual = self.memory.residual(self.state.memory)
-        return 0.0 if residual is None else float(torch.linalg.vector_norm(residual, dtype=torch.float64))
+        return residual_norm(self.memory.residual(self.state.memory))
 
     def _pieces(self) -> list[tuple[slice, Tensor]]:
         pieces = []

@@ -58,6 +58,19 @@ class Memory(ABC):
         """(numel,) view of what has not been sent yet, or None if nothing is remembered."""
 
 
+def as_memory(memory: Memory | None) -> Memory:
+    """Turn None into :class:`Residual`; leave memories as they are.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if memory is None:
+        return Residual()
+    if not isinstance(memory, Memory):
+        raise ValueError(f"Expected memory to be a Memory such as Residual(), or None, but got {memory!r}.")
+    return memory
+
+
 @dataclass
 class FeedbackState:
     """Two buffers of numel + 1 slots, swapped at each commit."""

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_sparse.density import DensitySchedule, as_schedule, count
 from lightning_sparse.exchanges import Exchange, as_exchange
-from lightning_sparse.memory import Memory, Residual
+from lightning_sparse.memory import Memory, as_memory
 from lightning_sparse.pipeline import init_group, reduce_group
 from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
-from lightning_sparse.statistics import Statistics, padding_ratio
+from lightning_sparse.statistics import Statistics, padding_ratio, residual_norm
 from lightning_sparse.types import Context, GroupState
 
 
@@ -87,10 +87,7 @@ def simulate(
     """
     sparsifier = SPARSIFIERS.resolve(sparsifier)
     exchange = as_exchange(exchange, sparsifier)
-    memory = Residual() if memory is None else memory
-    if not isinstance(memory, Memory):
-        raise ValueError(f"Expected memory to be a Memory such as Residual(), or None, but got {memory!r}.")
-    return _run(iter(gradients), sparsifier, as_schedule(density), memory, exchange)
+    return _run(iter(gradients), sparsifier, as_schedule(density), as_memory(memory), exchange)
 
 
 def _run(
@@ -143,8 +140,7 @@ def _trace(
     indices = torch.arange(numel) if first.indices is None else torch.unique(first.indices.cpu())
     indices = indices[indices < numel]
     thresholds = [s.threshold for s in statistics if s.threshold is not None]
-    residuals = [memory.residual(rank.state.memory) for rank in ranks]
-    norms = [0.0 if r is None else float(torch.linalg.vector_norm(r, dtype=torch.float64)) for r in residuals]
+    norms = [residual_norm(memory.residual(rank.state.memory)) for rank in ranks]
     size, k = indices.numel(), count(ctx.density, numel)
     return StepTrace(
         step=ctx.step,

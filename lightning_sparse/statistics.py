@@ -119,6 +119,11 @@ def padding_ratio(counts: Tensor) -> float:
     return len(counts) * float(counts.max()) / total if total else 1.0
 
 
+def residual_norm(residual: Tensor | None) -> float:
+    """Euclidean norm of a residual, summed in float64; 0 where nothing is remembered. Waits for the device."""
+    return 0.0 if residual is None else float(torch.linalg.vector_norm(residual, dtype=torch.float64))
+
+
 def summarize(
     statistics: Sequence[Statistics],
     residual_norms: Sequence[float],
@@ -151,7 +156,7 @@ def summarize(
         sum(s.stamps[1].until(s.stamps[2]) for s in statistics),
         exposed_ms,
     ]
-    residual_norm, bytes_sent, select_ms, exchange_ms, exposed_ms = mean_over_ranks(
+    mean_norm, bytes_sent, select_ms, exchange_ms, exposed_ms = mean_over_ranks(
         torch.tensor(local, dtype=torch.float64)
     ).tolist()
     summary = {
@@ -160,7 +165,7 @@ def summarize(
         "density_error": abs(union - target) / numel,
         "padding_ratio": len(counts[0]) * longest / picks if picks else 1.0,
         "build_up": union / target,
-        "residual_norm": residual_norm,
+        "residual_norm": mean_norm,
         "bytes_sent": bytes_sent,
         "traffic_ratio": dense_bytes / bytes_sent if bytes_sent else 1.0,
         "select_ms": select_ms,

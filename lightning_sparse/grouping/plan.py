@@ -48,7 +48,7 @@ class Group(NamedTuple):
         return spans
 
     def picks(self, density: float) -> int:
-        """K at this density; see :func:`~lightning_sparse.density.count`."""
+        """The count k at this density; see :func:`~lightning_sparse.density.count`."""
         return self.numel if self.dense else count(density, self.numel)
 
 

@@ -65,3 +65,13 @@ class Sparsifier(ABC):
 
 SPARSIFIERS: Registry[Sparsifier] = Registry("sparsifier", Sparsifier)  # type: ignore[type-abstract]
 """Sparsifiers by name, for configs, strategy names and error messages."""
+
+
+def check_positive_integer(value: object, name: str) -> None:
+    """Raise unless a setting is an integer of at least 1.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"Expected {name} to be a positive integer, but got {value!r}.")

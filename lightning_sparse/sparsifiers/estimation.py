@@ -14,6 +14,10 @@ SHARE_LIMIT = 2
 """No rank sends more than this multiple of k/n, whatever its range holds: bounds the padding ratio and the messages."""
 
 
+CAPACITY = 4
+"""Device slots per rank of the published variant, in multiples of k/n."""
+
+
 def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context) -> Selection:
     """Pick k coordinates in all from disjoint ranges, by one magnitude threshold that all ranks derive together.
 
@@ -163,3 +167,15 @@ def check_variant(variant: str) -> None:
     """
     if variant not in ("corrected", "published"):
         raise ValueError(f"Expected variant to be 'corrected' or 'published', but got {variant!r}.")
+
+
+def check_controller(beta: float, gamma: float) -> None:
+    """Raise unless the published controller's settings make sense.
+
+    Raises:
+        ValueError: if ``beta <= 1`` or gamma is not in (0, 1).
+    """
+    if not beta > 1:
+        raise ValueError(f"Expected beta, the width of the density band, to be above 1, but got {beta!r}.")
+    if not 0 < gamma < 1:
+        raise ValueError(f"Expected gamma, the gain per step, to be in (0, 1), but got {gamma!r}.")

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from lightning_sparse.density import count
 from lightning_sparse.kernels import above, static_shapes
-from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
+from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier, check_positive_integer
 from lightning_sparse.sparsifiers.estimation import (
+    CAPACITY,
+    check_controller,
     check_variant,
     follow,
     force_one,
     initial_threshold,
     pick_jointly,
 )
-from lightning_sparse.sparsifiers.micro import CAPACITY, check_controller
 from lightning_sparse.types import Agreement, Context, Selection
 
 PUBLISHED_BLOCKS = 1024
@@ -104,8 +105,7 @@ class ExDyna(Sparsifier):
         if not self.alpha > 1:
             raise ValueError(f"Expected alpha, the tolerated imbalance, to be above 1, but got {self.alpha!r}.")
         for name, value in (("num_blocks", 1 if self.num_blocks is None else self.num_blocks), ("move", self.move)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"Expected {name} to be a positive integer, but got {value!r}.")
+            check_positive_integer(value, name)
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> Partition:
         """Ranges of equal numbers of blocks."""

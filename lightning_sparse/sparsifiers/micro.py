@@ -12,6 +12,8 @@ from lightning_sparse.density import count
 from lightning_sparse.kernels import above, static_shapes
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.sparsifiers.estimation import (
+    CAPACITY,
+    check_controller,
     check_variant,
     follow,
     force_one,
@@ -19,9 +21,6 @@ from lightning_sparse.sparsifiers.estimation import (
     pick_jointly,
 )
 from lightning_sparse.types import Agreement, Context, Selection
-
-CAPACITY = 4
-"""Device slots per rank of the published variant, in multiples of k/n."""
 
 
 @SPARSIFIERS.register
@@ -117,15 +116,3 @@ def _spans(numel: int, ctx: Context, device: torch.device) -> Tensor:
     bounds = part * (numel // n) + part.clamp(max=numel % n)
     own = (ctx.step + part[:n]) % n
     return torch.stack([bounds[own], bounds[own + 1]], dim=1)
-
-
-def check_controller(beta: float, gamma: float) -> None:
-    """Raise unless the published controller's settings make sense.
-
-    Raises:
-        ValueError: if ``beta <= 1`` or gamma is not in (0, 1).
-    """
-    if not beta > 1:
-        raise ValueError(f"Expected beta, the width of the density band, to be above 1, but got {beta!r}.")
-    if not 0 < gamma < 1:
-        raise ValueError(f"Expected gamma, the gain per step, to be in (0, 1), but got {gamma!r}.")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.density import count
 from lightning_sparse.kernels import top_k
-from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
+from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier, check_positive_integer
 from lightning_sparse.types import Agreement, Context, Selection
 
 
@@ -51,8 +51,7 @@ class StripedTopK(Sparsifier):
     exchange: ClassVar[str] = "reduce_union"
 
     def __post_init__(self) -> None:
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
-            raise ValueError(f"Expected block to be a positive integer, but got {self.block!r}.")
+        check_positive_integer(self.block, "block")
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
         """The largest of the own blocks; no state."""
