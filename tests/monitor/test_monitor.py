@@ -6,6 +6,7 @@ import csv
 import importlib
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def test_wandb_offline_holds_the_same_rows(two_ranks: Ranks, tmp_path: Path) -> 
     [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     history: dict[int, dict[str, float]] = {}
     metrics = {}
-    for record in wandb_records(file):
+    for record in finished_wandb_records(file):
         if record.WhichOneof("record_type") == "history":
             items = {(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
             if "sparse/density" in items:
@@ -106,12 +107,23 @@ def test_wandb_offline_holds_the_same_rows(two_ranks: Ranks, tmp_path: Path) -> 
         assert history[step] == pytest.approx(row)
 
 
+def finished_wandb_records(path: Path) -> list[Any]:
+    """All records, up to the one that ends a run: W&B's own process may still be writing when `finish` returns."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        records = list(wandb_records(path))
+        if records and records[-1].WhichOneof("record_type") == "exit":
+            return records
+        time.sleep(0.1)
+    raise AssertionError(f"{path} has no end after 20 s")
+
+
 def wandb_records(path: Path) -> Iterator[Any]:
     """Records of a W&B file: LevelDB's log format, 32 KiB blocks of pieces with a 7-byte header."""
     from wandb.proto import wandb_internal_pb2
 
     data = path.read_bytes()
-    assert data[:4] == b":W&B"
+    assert data[:4] in (b":W&B", b"")
     position, message = 7, b""
     while position + 7 <= len(data):
         left = 32768 - position % 32768
@@ -120,6 +132,8 @@ def wandb_records(path: Path) -> Iterator[Any]:
             continue
         _, size, kind = struct.unpack("<IHB", data[position : position + 7])
         position += 7
+        if position + size > len(data):
+            return  # still being written
         message += data[position : position + size]
         position += size
         if kind in (1, 4):  # whole, or last piece
