@@ -1,4 +1,4 @@
-# make demo   three short trainings on two processes and their comparison, in demo_results/
+# make demo   four short trainings on two processes and their comparison, in demo_results/
 # make test   lint and test suite
 # make lint   the static checks alone
 # make clean  remove outputs and caches; the environment stays (rm -rf .venv)

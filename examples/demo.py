@@ -1,4 +1,4 @@
-"""Train the digits three times, with dense DDP, ExDyna and Top-k, and put side by side what the runs logged.
+"""Train the digits four times, with dense DDP, UnionTopK, ExDyna and Top-k, and put side by side what the runs logged.
 
     make demo                   # or: python examples/demo.py
 
@@ -30,7 +30,7 @@ import matplotlib.pyplot as plt
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path("demo_results").resolve()
-RUNS = {"dense": "dense DDP", "exdyna": "ExDyna", "topk": "Top-k"}  # configuration -> title
+RUNS = {"dense": "dense DDP", "union_topk": "UnionTopK", "exdyna": "ExDyna", "topk": "Top-k"}  # configuration -> title
 NUM_RANKS = 2  # `devices` in the configurations
 TIMEOUT_SECONDS = 600  # a rank that waits for ever for another one should not do so unseen
 

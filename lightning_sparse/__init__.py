@@ -7,27 +7,51 @@ Importing this package registers the strategy names ``sparse_ddp``, ``sparse_ddp
 
 from lightning_sparse import packages as _packages
 from lightning_sparse import strategy as _strategy  # noqa: F401  # registers the strategy names
-from lightning_sparse.density import Constant, DensitySchedule, Warmup
+from lightning_sparse.density import Accordion, Constant, DensitySchedule, Warmup
 from lightning_sparse.exchanges import (
     EXCHANGES,
+    Balanced,
     Dense,
     Exchange,
+    FollowLeader,
     GatherPairs,
+    PackedUnion,
+    ReduceShared,
     ReduceUnion,
+    Tree,
 )
 from lightning_sparse.hook import Engine, attach
-from lightning_sparse.memory import Memory, NoMemory, Residual
+from lightning_sparse.memory import (
+    AdamCorrection,
+    ClipByNorm,
+    LowPass,
+    Memory,
+    MomentumCorrection,
+    NoMemory,
+    Residual,
+)
 from lightning_sparse.simulation import StepTrace, simulate
 from lightning_sparse.sparsifiers import (
+    DGC,
     SPARSIFIERS,
+    CLTk,
     Everything,
     ExDyna,
+    GaussianK,
+    GTopK,
     HardThreshold,
     MiCRO,
+    OkTopK,
+    RandomK,
+    RedSync,
     SharedTopK,
+    SIDCoE,
+    SIDCoGP,
+    SIDCoP,
     Sparsifier,
     StripedTopK,
     TopK,
+    UnionTopK,
 )
 
 if _packages.preferred() == _packages.PYTORCH_LIGHTNING:
@@ -40,8 +64,14 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DGC",
     "EXCHANGES",
     "SPARSIFIERS",
+    "Accordion",
+    "AdamCorrection",
+    "Balanced",
+    "CLTk",
+    "ClipByNorm",
     "Constant",
     "Dense",
     "DensitySchedule",
@@ -49,13 +79,26 @@ __all__ = [
     "Everything",
     "ExDyna",
     "Exchange",
+    "FollowLeader",
     "GatherPairs",
+    "GaussianK",
+    "GTopK",
     "HardThreshold",
+    "LowPass",
     "Memory",
     "MiCRO",
+    "MomentumCorrection",
     "NoMemory",
+    "OkTopK",
+    "PackedUnion",
+    "RandomK",
+    "RedSync",
+    "ReduceShared",
     "ReduceUnion",
     "Residual",
+    "SIDCoE",
+    "SIDCoGP",
+    "SIDCoP",
     "SharedTopK",
     "SparseDDPStrategy",
     "Sparsifier",
@@ -63,6 +106,8 @@ __all__ = [
     "StepTrace",
     "StripedTopK",
     "TopK",
+    "Tree",
+    "UnionTopK",
     "Warmup",
     "attach",
     "simulate",

@@ -1,4 +1,4 @@
-"""The network as algorithms see it: four operations on equal shapes.
+"""The network as algorithms see it: five operations on equal shapes.
 
 Algorithms take a collective as an argument, so that n ranks can be n processes (:class:`TorchCollective`), n threads
 of one process (:func:`~lightning_sparse.simulate`) or one rank alone.
@@ -20,7 +20,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Collective(Protocol):
     """n ranks that call the same operations in the same order with equal shapes.
 
-    Results are equal on all ranks, bit for bit.
+    What an operation gives to several ranks is equal on all of them, bit for bit.
     """
 
     @property
@@ -42,6 +42,15 @@ class Collective(Protocol):
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """``(n, *shape)``: row j of rank i becomes row i of rank j."""
+
+    def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
+        """Give x to rank ``to`` and take what rank ``source`` gives to this one, both other ranks or None.
+
+        All ranks call it, also those that neither give nor take. Who gives and who takes must fit together.
+
+        Returns:
+            What ``source`` gave, of x's shape and dtype; None without a source.
+        """
 
 
 class TorchCollective:
@@ -118,13 +127,27 @@ class TorchCollective:
         dist.all_to_all_single(out, x.contiguous(), group=self.group)
         return out
 
+    def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
+        """Give x to one rank and take another's; started together, so that rings and swaps do not lock up."""
+        x = x.contiguous()
+        out = None if source is None else torch.empty_like(x)
+        moves = []
+        if to is not None:
+            moves.append(dist.P2POp(dist.isend, x, group=self.group, group_peer=to))
+        if out is not None:
+            moves.append(dist.P2POp(dist.irecv, out, group=self.group, group_peer=source))
+        for move in dist.batch_isend_irecv(moves) if moves else []:
+            move.wait()
+        return out
+
 
 class Metered:
     """Counts the bytes that this rank puts on the wire, and passes everything on.
 
     Ring algorithms are assumed, as in the papers. With b bytes given by each rank, an all-gather makes each rank send
     ``(n - 1) b`` bytes, an all-reduce ``2 (n - 1) / n b``, a broadcast ``(n - 1) / n b`` on average over ranks and an
-    all-to-all ``(n - 1) / n b``. What a library really sends can differ (trees, shared memory).
+    all-to-all ``(n - 1) / n b``. Sending on takes b from a rank that gives, nothing from one that only takes. What a
+    library really sends can differ (trees, shared memory).
     """
 
     def __init__(self, comm: Collective) -> None:
@@ -160,6 +183,11 @@ class Metered:
         """Counted all-to-all."""
         self.bytes_sent += (self.world_size - 1) / self.world_size * x.nbytes
         return self.comm.all_to_all(x)
+
+    def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
+        """Counted where this rank gives."""
+        self.bytes_sent += 0 if to is None else x.nbytes
+        return self.comm.send_on(x, to, source)
 
 
 def ring_all_reduce_bytes(payload_bytes: float, world_size: int) -> float:

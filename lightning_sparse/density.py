@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 
 def check_density(density: float, name: str = "density") -> float:
@@ -40,6 +45,28 @@ class DensitySchedule(ABC):
     @abstractmethod
     def __call__(self, step: int) -> float:
         """Density in (0, 1] for a step, counted in synchronised backward passes from 0."""
+
+    def for_group(self) -> GroupDensity:
+        """What decides for one group on one rank; the schedule itself, unless it watches the updates."""
+        return GroupDensity(self)
+
+
+class GroupDensity:
+    """The density of one group. Equal on all ranks, because it sees nothing but what is equal on all ranks.
+
+    Args:
+        schedule: decides by the step alone.
+    """
+
+    def __init__(self, schedule: DensitySchedule) -> None:
+        self.schedule = schedule
+
+    def __call__(self, step: int) -> float:
+        """Density in (0, 1] at a step."""
+        return self.schedule(step)
+
+    def observe(self, step: int, update: Tensor) -> None:
+        """Take note of a step's update, (numel,); NaN throughout if the step was void."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +134,108 @@ class Warmup(DensitySchedule):
         if step >= self.steps:
             return float(self.end)
         return float(self.start * (self.end / self.start) ** (step / self.steps))
+
+
+@dataclass(frozen=True)
+class Accordion(DensitySchedule):
+    """Send more while gradients change fast, and less while they do not; decided for each group by itself.
+
+    After every ``interval`` steps, the norm of the group's summed updates over the interval is compared with that of
+    the interval before. The next interval is *critical*, with density ``high``, if ``|now - before| >= threshold *
+    before``; otherwise its density is ``low``. Until there are two norms to compare, every interval is critical, and so
+    are the ``interval`` steps from each milestone on, for which the paper takes the steps where the learning rate is
+    lowered.
+
+    The sum of updates stands in for the summed gradients of the paper: error feedback makes the two equal up to what is
+    still in the residuals, and the updates are equal on all ranks, so that nothing is sent to agree on the decision.
+    Residuals take up more when the density falls, so that only intervals of equal density are compared; a group stays
+    in a new regime for two intervals at least. The released code looks at a single mini-batch of rank 0 instead. Costs one vector of the group's size, and on a
+    device one wait per interval.
+
+    Args:
+        low: density while gradients are calm, in (0, 1].
+        high: density while they are not, in (0, 1], at least ``low``.
+        interval: steps between decisions, at least 1. The paper decides every 10 epochs.
+        threshold: relative change of the norm that counts as fast, above 0.
+        milestones: steps at which the learning rate drops.
+
+    Raises:
+        ValueError: if a setting is outside its range.
+
+    Example:
+        >>> import torch, lightning_sparse as ls
+        >>> calm, loud = torch.ones(30, 2, 100), 4 * torch.ones(10, 2, 100)
+        >>> schedule = ls.Accordion(low=0.1, high=0.5, interval=10)
+        >>> steps = list(ls.simulate([*calm, *loud, *calm], sparsifier="everything", density=schedule))
+        >>> [step.target_density for step in steps[::10]]
+        [0.5, 0.5, 0.1, 0.1, 0.5, 0.5, 0.1]
+
+    References:
+        Agarwal et al., Accordion: Adaptive Gradient Communication via Critical Learning Regime Identification,
+        MLSys 2021, arXiv 2010.16248, algorithm 1.
+    """
+
+    low: float
+    high: float
+    interval: int
+    threshold: float = 0.5
+    milestones: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        check_density(self.low, "low")
+        check_density(self.high, "high")
+        if self.low > self.high:
+            raise ValueError(f"Expected low to be at most high, but got low={self.low} and high={self.high}.")
+        if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
+            raise ValueError(f"Expected interval to be a positive integer, but got {self.interval!r}.")
+        if not (self.threshold > 0 and math.isfinite(self.threshold)):
+            raise ValueError(f"Expected threshold to be a positive number, but got {self.threshold!r}.")
+
+    def __call__(self, step: int) -> float:
+        """Density at a step of which no updates have been seen: ``high``."""
+        return float(self.high)
+
+    def for_group(self) -> AccordionDensity:
+        """One group's regime."""
+        return AccordionDensity(self)
+
+
+class AccordionDensity(GroupDensity):
+    """The regime of one group.
+
+    Args:
+        schedule: the settings.
+    """
+
+    schedule: Accordion
+
+    def __init__(self, schedule: Accordion) -> None:
+        super().__init__(schedule)
+        self.total: Tensor | None = None
+        """(numel,) sum of the updates of this interval so far."""
+        self.before: dict[float, float] = {}
+        """Norm of the sum of the interval before, by its density."""
+        self.critical = True
+
+    def __call__(self, step: int) -> float:
+        """``high`` in a critical interval or after a milestone, else ``low``."""
+        milestones = sorted(self.schedule.milestones)
+        latest = bisect.bisect_right(milestones, step)
+        fresh = latest > 0 and step < milestones[latest - 1] + self.schedule.interval
+        return float(self.schedule.high if self.critical or fresh else self.schedule.low)
+
+    def observe(self, step: int, update: Tensor) -> None:
+        """Add the update up; decide at the end of an interval."""
+        if self.total is None:
+            self.total = torch.zeros_like(update, dtype=torch.promote_types(update.dtype, torch.float32))
+        self.total.add_(torch.nan_to_num(update, nan=0.0))
+        if (step + 1) % self.schedule.interval:
+            return
+        now, density = float(torch.linalg.vector_norm(self.total, dtype=torch.float64)), self(step)
+        self.total.zero_()
+        if (before := self.before.get(density)) is not None:
+            self.critical = abs(now - before) >= self.schedule.threshold * before
+        self.before = {density: now}
 
 
 def as_schedule(density: float | DensitySchedule) -> DensitySchedule:

@@ -27,7 +27,7 @@ from lightning_sparse.density import DensitySchedule, as_schedule
 from lightning_sparse.exchanges import Dense, Exchange, as_exchange
 from lightning_sparse.grouping import Group, ParameterSize, make_plan
 from lightning_sparse.kernels import static_shapes
-from lightning_sparse.memory import Memory, NoMemory, as_memory
+from lightning_sparse.memory import Memory, as_memory
 from lightning_sparse.pipeline import init_group, reduce_group
 from lightning_sparse.sparsifiers import SPARSIFIERS, Everything, Sparsifier
 from lightning_sparse.statistics import Stamp, Statistics, residual_norm, summarize
@@ -70,7 +70,7 @@ class Settings(NamedTuple):
 def attach(
     ddp: DistributedDataParallel,
     *,
-    sparsifier: Sparsifier | str = "exdyna",
+    sparsifier: Sparsifier | str = "union_topk",
     density: float | DensitySchedule = 0.01,
     memory: Memory | None = None,
     exchange: Exchange | str | None = None,
@@ -85,7 +85,8 @@ def attach(
         ddp: the wrapped model, before its first backward, without a communication hook of its own.
         sparsifier: an instance or a name.
         density: target in (0, 1], or a schedule over synchronised backward passes.
-        memory: error feedback; None: :class:`~lightning_sparse.Residual`.
+        memory: error feedback; None: :class:`~lightning_sparse.Residual`. The optimizer is not seen here: with
+            ``MomentumCorrection`` or ``AdamCorrection`` it is up to the caller to give it no momentum of its own.
         exchange: an instance, a name, or None for the sparsifier's natural one.
         grouping: "layer", "bucket" or "model"; see :func:`~lightning_sparse.grouping.make_plan`.
         dense: patterns of parameter names that stay dense.
@@ -211,7 +212,7 @@ class Engine:
     def _submit(self, group: _Running) -> None:
         ctx = Context(
             step=self.step,
-            density=self.settings.density(self.step),
+            density=group.density(self.step),
             rank=self.comm.rank,
             world_size=self.comm.world_size,
             model_numel=self._model_numel,
@@ -331,7 +332,8 @@ class _Running:
     ) -> None:
         self.plan = plan
         self.spans = plan.offsets()
-        self.memory: Memory = NoMemory() if plan.dense else settings.memory
+        self.density = settings.density.for_group()
+        self.memory: Memory = settings.memory.for_dense() if plan.dense else settings.memory
         self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
         self.exchange: Exchange = Dense() if plan.dense else settings.exchange
         example = parameters[plan.parameters[0].name]
@@ -381,6 +383,7 @@ class _Running:
                 comm=comm,
             )
             self.statistics = statistics._replace(bytes_sent=statistics.bytes_sent + asking.bytes_sent)
+            self.density.observe(ctx.step, flat[: self.plan.numel])
             self._bring_back(flat, untouched, aside)
             if not in_place:
                 for span, piece in self._pieces():

@@ -54,7 +54,7 @@ def reduce_group(
         grad: (numel,) or (numel + 1,) flat gradient of this rank, overwritten with the average. The spare slot is
             needed where shapes are static (not on the CPU); its content is not defined afterwards.
         state: of this group on this rank.
-        ctx: the step; ``counts`` and ``gather`` are filled in here.
+        ctx: the step; ``counts``, ``union`` and ``gather`` are filled in here.
         memory: error feedback.
         sparsifier: who picks.
         exchange: how picks travel.
@@ -64,9 +64,9 @@ def reduce_group(
         The next state and what happened.
     """
     comm = Metered(comm)
-    ctx = ctx._replace(counts=state.counts, gather=comm.all_gather)
+    ctx = ctx._replace(counts=state.counts, union=state.union, gather=comm.all_gather)
     begin = Stamp.now(grad.device)
-    acc = memory.accumulate_(state.memory, grad)
+    acc = memory.accumulate_(state.memory, grad, ctx)
     finite = all_finite(acc)
     fill_if_(acc, ~finite, 0.0)  # a rank in trouble takes part in the survey like the others
     selection, selector = sparsifier.select(acc[:-1], state.selector, ctx)
@@ -86,10 +86,11 @@ def reduce_group(
 
 
 def _next_state(state: GroupState, selector: Any, update: Update, void: Tensor) -> GroupState:
-    counts = state.counts
+    counts, union = state.counts, state.union
     if counts is None and static_shapes(void.device):
-        counts = torch.full_like(update.counts, -1)
-    before, after = GroupState(None, state.selector, counts), GroupState(None, selector, update.counts)
+        counts, union = torch.full_like(update.counts, -1), torch.full_like(update.union, -1)
+    before = GroupState(None, state.selector, counts, union)
+    after = GroupState(None, selector, update.counts, update.union)
     kept: GroupState = choose(void, before, after)
     return kept._replace(memory=state.memory)
 

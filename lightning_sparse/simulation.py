@@ -94,6 +94,7 @@ def _run(
     gradients: Iterator[Tensor], sparsifier: Sparsifier, schedule: DensitySchedule, memory: Memory, exchange: Exchange
 ) -> Iterator[StepTrace]:
     ranks: list[_Rank] = []
+    density = schedule.for_group()
     pool = None
     try:
         for step, rows in enumerate(gradients):
@@ -112,10 +113,12 @@ def _run(
                 pool = ThreadPoolExecutor(n, thread_name_prefix="simulated-rank")
             assert pool is not None
             _check_rows(rows, shape)
-            ctx = Context(step=step, density=schedule(step), rank=0, world_size=n)
+            ctx = Context(step=step, density=density(step), rank=0, world_size=n)
             parts = {"memory": memory, "sparsifier": sparsifier, "exchange": exchange}
             jobs = [pool.submit(rank.work, rows[rank.comm.rank], ctx, parts) for rank in ranks]
-            yield _trace(ctx, ranks, _outcome(jobs), memory, sparsifier)
+            statistics = _outcome(jobs)
+            density.observe(step, ranks[0].update)
+            yield _trace(ctx, ranks, statistics, memory, sparsifier)
     finally:
         if pool is not None:
             pool.shutdown()
@@ -185,9 +188,15 @@ class _Meeting:
     """Where the threads of one simulation meet."""
 
     def __init__(self, n: int) -> None:
-        self.barrier = threading.Barrier(n)
+        self.barrier = threading.Barrier(n, self._combine)
         self.brought: list[Tensor] = [torch.empty(0)] * n
+        self.combine: Callable[[list[Tensor]], Tensor] = torch.stack
         self.result = torch.empty(0)
+
+    def _combine(self) -> None:
+        """Run by the last to arrive, before anyone goes on and may change what was brought."""
+        result = self.combine(self.brought)
+        self.result = result.clone() if any(result is x for x in self.brought) else result
 
 
 class _ThreadCollective:
@@ -210,16 +219,16 @@ class _ThreadCollective:
     def all_to_all(self, x: Tensor) -> Tensor:
         return self._meet(x, lambda rows: torch.stack(rows))[:, self.rank].clone()
 
+    def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
+        given = self._meet(x, lambda rows: torch.stack(rows))
+        return None if source is None else given[source].clone()
+
     def _meet(self, x: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
         meeting = self.meeting
-        meeting.brought[self.rank] = x
+        meeting.brought[self.rank], meeting.combine = x, combine
         meeting.barrier.wait()
-        if self.rank == 0:
-            meeting.result = combine(meeting.brought)
-        meeting.barrier.wait()
-        result = meeting.result.clone()
-        meeting.barrier.wait()  # nobody may bring something new before everyone has taken the old
-        return result
+        # The next result is formed when everyone is back, and has therefore taken this one.
+        return meeting.result.clone()
 
 
 def _outcome(jobs: Sequence[Future[Statistics]]) -> list[Statistics]:

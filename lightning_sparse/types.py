@@ -52,6 +52,8 @@ class Context(NamedTuple):
     counts: Tensor | None = None
     """(n,) int64: picks of each rank in the previous step, or None before the first one; -1 each, where only the device
     knows that all steps so far were void."""
+    union: Tensor | None = None
+    """() int64: different coordinates in the previous step's update; None or -1 like ``counts``."""
     model_numel: int | None = None
     """Coordinates of all sparsified groups together; None where only this group is known."""
     gather: Callable[[Tensor], Tensor] = alone
@@ -74,6 +76,8 @@ class Selection(NamedTuple):
     """True if ``c`` is the same on all ranks, so that sizes need not be exchanged."""
     total: int | None = None
     """Upper bound of the picks of all ranks together, where it is known without asking."""
+    limit: int | None = None
+    """Thin the union evenly to this many coordinates, for exchanges that form one; what is left out is not sent."""
 
 
 class Update(NamedTuple):
@@ -103,3 +107,5 @@ class GroupState(NamedTuple):
     """Owned by the :class:`~lightning_sparse.sparsifiers.Sparsifier`."""
     counts: Tensor | None
     """(n,) picks per rank in the latest step."""
+    union: Tensor | None = None
+    """() different coordinates in the latest step's update."""

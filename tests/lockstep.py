@@ -78,7 +78,8 @@ class Port:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         rows = self._meet("all_reduce", x)
-        x.fill_(float("nan"))  # a collective may use x for its result: whoever reads x afterwards shall notice
+        # A collective may use x for its result: whoever reads x afterwards shall notice.
+        x.fill_(float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).min)
         total = rows[0].clone()
         for row in rows[1:]:
             total += row
@@ -90,6 +91,17 @@ class Port:
     def all_to_all(self, x: Tensor) -> Tensor:
         return torch.stack([row[self.rank] for row in self._meet("all_to_all", x)])
 
+    def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
+        # Who gives to nobody or takes from nobody says -1.
+        partners = torch.tensor([-1 if partner is None else partner for partner in (to, source)])
+        partners = torch.stack(self._meet("partners", partners))
+        for rank, (taker, giver) in enumerate(partners.tolist()):
+            assert rank not in (taker, giver), f"rank {rank} sends on to itself"
+            assert taker == -1 or partners[taker, 1] == rank, f"rank {rank} gives to {taker}, which does not take it"
+            assert giver == -1 or partners[giver, 0] == rank, f"rank {rank} waits for {giver}, which gives it nothing"
+        rows = self._meet("send_on", x)
+        return None if source is None else rows[source].clone()
+
     def _meet(self, operation: str, x: Tensor) -> list[Tensor]:
         self.calls += 1
         return self.network.meet(self.rank, self.calls - 1, operation, x)
@@ -98,6 +110,8 @@ class Port:
 class Outcome(NamedTuple):
     """What one step did; lists and rows are by rank."""
 
+    step: int
+    """The step's number."""
     gradients: Tensor
     """(n, numel) what went in."""
     before: list[Tensor | None]
@@ -157,11 +171,12 @@ class Ranks:
         errors = [error for job in jobs if (error := job.exception()) is not None]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, AbandonedError))
-        self.steps += 1
+        number, self.steps = self.steps, self.steps + 1
         grads, states, statistics, seen = zip(*(job.result() for job in jobs), strict=True)
         self.states = list(states)
         accs, selections, updates = zip(*seen, strict=True)
         return Outcome(
+            step=number,
             gradients=gradients,
             before=before,
             accs=list(accs),

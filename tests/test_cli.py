@@ -17,12 +17,23 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "train_digits.py"
 SPARSE = {
     "topk": ls.TopK,
+    "dgc": ls.DGC,
+    "redsync": ls.RedSync,
+    "gaussian_k": ls.GaussianK,
     "hard_threshold": ls.HardThreshold,
     "micro": ls.MiCRO,
     "exdyna": ls.ExDyna,
     "everything": ls.Everything,
     "shared_topk": ls.SharedTopK,
+    "union_topk": ls.UnionTopK,
     "striped_topk": ls.StripedTopK,
+    "clt_k": ls.CLTk,
+    "random_k": ls.RandomK,
+    "gtop_k": ls.GTopK,
+    "ok_topk": ls.OkTopK,
+    "sidco_e": ls.SIDCoE,
+    "sidco_gp": ls.SIDCoGP,
+    "sidco_p": ls.SIDCoP,
 }
 
 
@@ -55,7 +66,7 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_every_configuration_builds_its_sparsifier(parse: Any, name: str) -> None:
     settings = parse(name).strategy.settings
     assert type(settings.sparsifier) is SPARSE[name]
-    assert settings.density(0) == 0.01
+    assert settings.density(300) == 0.01  # in the last step: some warm up
 
 
 def test_the_dense_configuration_is_plain_ddp(parse: Any) -> None:
@@ -81,6 +92,37 @@ def test_sparsifier_and_density_are_toggled_on_the_command_line(parse: Any) -> N
     assert parse("topk", "--trainer.strategy.find_unused_parameters=true").strategy._ddp_kwargs == {
         "find_unused_parameters": True
     }
+
+
+def test_memories_are_built_from_configurations(parse: Any, tmp_path: Path) -> None:
+    def memory(*overrides: str) -> ls.Memory:
+        return parse("topk", *overrides).strategy.settings.memory
+
+    assert memory() == ls.Residual()
+    assert memory("--trainer.strategy.memory=LowPass") == ls.LowPass()
+    assert memory("--trainer.strategy.memory=MomentumCorrection", "--trainer.strategy.memory.momentum=0.8") == (
+        ls.MomentumCorrection(0.8)
+    )
+    written = tmp_path / "memory.yaml"
+    written.write_text(
+        """
+        trainer:
+          strategy:
+            class_path: lightning_sparse.SparseDDPStrategy
+            init_args:
+              memory:
+                class_path: lightning_sparse.ClipByNorm
+                init_args:
+                  max_norm: 2.5
+                  memory:
+                    class_path: lightning_sparse.MomentumCorrection
+                    init_args: {momentum: 0.9, nesterov: true}
+        """
+    )
+    assert memory(f"--config={written}") == ls.ClipByNorm(2.5, ls.MomentumCorrection(0.9, nesterov=True))
+    written.write_text(written.read_text().replace("ClipByNorm", "AdamCorrection").split("max_norm")[0] + "beta1: 0.8")
+    assert memory(f"--config={written}") == ls.AdamCorrection(0.8)
+    assert memory("--trainer.strategy.memory=ClipByNorm", "--trainer.strategy.memory.max_norm=1") == ls.ClipByNorm(1.0)
 
 
 def test_a_typo_is_answered_with_what_is_close(parse: Any, capsys: pytest.CaptureFixture[str]) -> None:

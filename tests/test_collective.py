@@ -27,12 +27,24 @@ class Mirror:
     def all_to_all(self, x: Tensor) -> Tensor:
         return torch.stack([x[self.rank]] * self.world_size)
 
+    def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
+        return None if source is None else x + source
+
 
 # Ring algorithms over 4 ranks: an all-gather passes each contribution through 3 other ranks; an all-reduce moves 3/4 of
-# the payload twice; broadcast and all-to-all move 3/4 of it once. 10 float32 are 40 bytes.
+# the payload twice; broadcast and all-to-all move 3/4 of it once. Sending on moves all of it, where there is a taker.
+# 10 float32 are 40 bytes.
 @pytest.mark.parametrize(
     ("operation", "arguments", "expected"),
-    [("all_gather", (), 120), ("all_reduce", (), 60), ("broadcast", (2,), 30)],
+    [
+        ("all_gather", (), 120),
+        ("all_reduce", (), 60),
+        ("broadcast", (2,), 30),
+        ("send_on", (2, 0), 40),
+        ("send_on", (2, None), 40),
+        ("send_on", (None, 0), 0),
+        ("send_on", (None, None), 0),
+    ],
 )
 def test_metered_counts_the_bytes_of_ring_algorithms(operation: str, arguments: tuple, expected: float) -> None:
     metered = Metered(Mirror(1, 4))
@@ -64,7 +76,9 @@ def test_metered_sums_over_operations_and_passes_results_on() -> None:
     assert metered.all_reduce(torch.ones(2)).tolist() == [4, 4]  # 1.5 * 8
     assert metered.broadcast(torch.ones(2), 3).tolist() == [4, 4]  # 0.75 * 8
     assert metered.all_to_all(torch.arange(4.0)).tolist() == [1, 1, 1, 1]  # 0.75 * 16
-    assert metered.bytes_sent == 24 + 12 + 6 + 12
+    assert metered.send_on(torch.ones(3), 0, 2).tolist() == [3, 3, 3]  # 3 * 4
+    assert metered.send_on(torch.ones(3), 0, None) is None  # 3 * 4
+    assert metered.bytes_sent == 24 + 12 + 6 + 12 + 24
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -73,6 +87,7 @@ def test_one_rank_sends_nothing() -> None:
     metered.all_reduce(torch.ones(10))
     metered.broadcast(torch.ones(10), 0)
     metered.all_to_all(torch.ones(1, 10))
+    assert metered.send_on(torch.ones(10), None, None) is None
     assert metered.bytes_sent == 0
 
 

@@ -29,6 +29,7 @@ PAIRS = [
     ("topk", "gather_pairs"),
     ("topk", "reduce_union"),
     ("shared_topk", None),
+    ("union_topk", None),
     ("striped_topk", None),
     ("micro", None),
     ("exdyna", None),
@@ -191,6 +192,35 @@ def test_residual_of_a_parameter_that_no_rank_used_is_kept(two_ranks: Ranks, exe
         assert not torch.equal(seen[1][2], seen[2][2]), "the rest of the model was exchanged as ever"
         assert not seen[3][0]
         assert not torch.equal(seen[2][1], seen[3][1]), "used on one rank is used"
+
+
+def unused_vectors(memory: ls.Memory) -> list[tuple[str, bool, bool]]:
+    """What a step without the left branch changed in the memory: of the left branch, of the others in its group."""
+    ddp, engine = wrapped("find_unused", sparsifier="topk", density=0.05, memory=memory, dense=["left.bias"])
+    assert engine is not None
+    seen = []
+    for step, use in enumerate(["both", "both", "right"]):
+        before = [{k: v.clone() for k, v in g.memory.vectors(g.state.memory).items()} for g in engine.groups]
+        ddp.zero_grad()
+        ddp(batches(3)[step], use).square().mean().backward()
+    for group, vectors in zip(engine.groups, before, strict=True):
+        for name, vector in group.memory.vectors(group.state.memory).items():
+            mine = torch.zeros_like(vector, dtype=torch.bool)
+            for parameter, span in group.spans.items():
+                mine[span] = parameter.startswith("left")
+            same = vector[:-1] == vectors[name][:-1]
+            seen.append((name, bool(same[mine[:-1]].all()), bool(same[~mine[:-1]].all())))
+    engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("memory", [ls.MomentumCorrection(), ls.AdamCorrection(), ls.ClipByNorm(0.1)], ids=repr)
+def test_a_parameter_that_no_rank_used_keeps_all_that_is_remembered_of_it(two_ranks: Ranks, memory: ls.Memory) -> None:
+    for seen in two_ranks(unused_vectors, memory):
+        vectors = list(memory.vectors(memory.init(1, torch.device("cpu"), torch.float32)))
+        assert {name for name, _, _ in seen} == set(vectors)
+        assert all(kept for _, kept, _ in seen)
+        assert not all(others_kept for _, _, others_kept in seen[: len(vectors)])
 
 
 def two_backwards() -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,35 +1,68 @@
-"""The residual by hand: what enters, what is taken out, what a void step leaves."""
+"""Memories by hand and against plain loops: what enters, what is taken out, what a void step leaves."""
 
 from __future__ import annotations
 
+import math
+import sys
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-import lightning_sparse.memory
-from lightning_sparse.memory import FeedbackState, NoMemory, Residual
-from lightning_sparse.types import Update
+import lightning_sparse as ls
+from lightning_sparse.memory import FeedbackState, NoMemory, Residual, as_memory
+from lightning_sparse.types import Context, Update
+from tests.lockstep import noise
 
 CPU = torch.device("cpu")
 GO, VOID = torch.tensor(False), torch.tensor(True)
+CTX = Context(step=0, density=0.5, rank=0, world_size=4)
+MEMORIES = [
+    Residual(),
+    Residual(decay=0.5),
+    ls.LowPass(0.25),
+    ls.MomentumCorrection(),
+    ls.MomentumCorrection(0.5, nesterov=True, masking=False),
+    ls.AdamCorrection(),
+    ls.ClipByNorm(1.0),
+    ls.ClipByNorm(1.0, ls.MomentumCorrection()),
+    NoMemory(),
+]
+every_memory = pytest.mark.parametrize("memory", MEMORIES, ids=repr)
 
 
 @pytest.fixture(params=["host", "static"], autouse=True)
 def formulation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of committing a step, the second without looking at the flag."""
     if request.param == "static":
-        monkeypatch.setattr(lightning_sparse.memory, "static_shapes", lambda device: True)
+        memories = [module for name, module in sys.modules.items() if name.startswith("lightning_sparse.memory")]
+        asking = [module for module in memories if "static_shapes" in vars(module)]
+        assert len(asking) == 4
+        for module in asking:
+            monkeypatch.setattr(module, "static_shapes", lambda device: True)
 
 
 def update(indices: list[int] | None, values: list[float], sent: list[int] | None, sent_values=None) -> Update:
     return Update(
-        indices=None if indices is None else torch.tensor(indices),
+        indices=None if indices is None else torch.tensor(indices, dtype=torch.int64),
         values=torch.tensor(values),
         sent=None if sent is None else torch.tensor(sent, dtype=torch.int64),
         sent_values=None if sent_values is None else torch.tensor(sent_values),
         counts=torch.tensor([len(values)]),
         union=torch.tensor(len(values)),
     )
+
+
+def release(sent: list[int] | None, sent_values: list[float] | None = None) -> Update:
+    """An update where it does not matter what the others sent."""
+    return update(sent, [9.0] * len(sent or [0]), sent, sent_values)
+
+
+def wide(what: Update) -> Update:
+    """For float64 accumulators; the values here are exact in float32."""
+    return what._replace(sent_values=None if what.sent_values is None else what.sent_values.double())
 
 
 def remembering(*values: float) -> FeedbackState:
@@ -42,30 +75,139 @@ def residual(state: FeedbackState) -> list[float]:
     return Residual().residual(state).tolist()
 
 
-def test_accumulate_adds_the_gradient_and_changes_neither_gradient_nor_residual() -> None:
+def snapshot(memory: ls.Memory, state: Any) -> dict[str, bytes]:
+    """The bits of all that is remembered of coordinates."""
+    return {name: vector[:-1].numpy().tobytes() for name, vector in memory.vectors(state).items()}
+
+
+# ---- what all memories do
+
+
+@every_memory
+def test_accumulating_changes_nothing_that_is_remembered(memory: ls.Memory) -> None:
+    state = memory.init(5, CPU, torch.float32)
+    for seed in range(3):
+        before = snapshot(memory, state)
+        memory.accumulate_(state, noise(1, 5, seed=seed, dtype=torch.float32)[0], CTX)
+        assert snapshot(memory, state) == before
+        memory.forget_(state, release([1, 3]), GO)
+    assert isinstance(memory, NoMemory) or all(any(bits) for bits in before.values())
+
+
+@every_memory
+def test_the_spare_slot_is_zero_whatever_was_there(memory: ls.Memory) -> None:
+    state, grad = memory.init(2, CPU, torch.float32), torch.tensor([1.0, 1.0, float("inf")])
+    for _ in range(3):
+        acc = memory.accumulate_(state, grad.clone(), CTX)
+        assert acc.shape == (3,)
+        assert bool(acc[:2].isfinite().all())
+        assert acc[2] == 0
+        acc[2] = float("nan")
+        memory.forget_(state, release([0, 2, 2]), GO)
+
+
+@every_memory
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_shows_in_the_accumulator(memory: ls.Memory, spoilt: float) -> None:
+    state = memory.init(3, CPU, torch.float32)
+    for _ in range(2):  # before and after the first void step
+        acc = memory.accumulate_(state, torch.tensor([0.0, spoilt, 0.0]), CTX)
+        assert not bool(acc.isfinite().all())
+        acc.fill_(float("nan"))
+        memory.forget_(state, release([1]), VOID)
+
+
+@every_memory
+@pytest.mark.parametrize("rest", [release([1]), release(None), release([0, 1, 2, 3], [1.0, float("nan"), 0.0, 0.0])])
+def test_a_void_step_leaves_no_trace(memory: ls.Memory, rest: Update) -> None:
+    disturbed, calm = (memory.init(4, CPU, torch.float32) for _ in range(2))
+    for seed in range(5):
+        gradient = noise(1, 4, seed=seed, dtype=torch.float32)[0]
+        if seed:
+            before = snapshot(memory, disturbed)
+            spoilt = gradient.clone()
+            spoilt[2] = float("nan")
+            memory.accumulate_(disturbed, spoilt, CTX).fill_(float("nan"))
+            memory.forget_(disturbed, rest, VOID)
+            memory.keep_(disturbed, rest, torch.full_like(rest.values, float("nan")), VOID)
+            assert snapshot(memory, disturbed) == before
+        accs = [memory.accumulate_(state, gradient.clone(), CTX).clone() for state in (disturbed, calm)]
+        assert torch.equal(*accs)
+        for state in (disturbed, calm):
+            memory.forget_(state, release([seed % 4]), GO)
+        assert snapshot(memory, disturbed) == snapshot(memory, calm)
+
+
+@every_memory
+def test_spans_set_aside_are_empty_until_they_are_brought_back(memory: ls.Memory) -> None:
+    state, spans = memory.init(5, CPU, torch.float32), [slice(0, 1), slice(2, 4)]
+    for seed in range(3):
+        memory.accumulate_(state, noise(1, 5, seed=seed, dtype=torch.float32)[0], CTX)
+        memory.forget_(state, release([seed]), GO)
+    before = {name: vector.clone() for name, vector in memory.vectors(state).items()}
+    aside = memory.set_aside_(state, spans)
+    # A step in between goes on without them, and swaps buffers.
+    acc = memory.accumulate_(state, torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0]), CTX)
+    assert acc[[0, 2, 3]].tolist() == [0.0, 0.0, 0.0]
+    memory.forget_(state, release([1]), GO)
+    memory.bring_back_(state, spans, aside)
+    for name, vector in memory.vectors(state).items():
+        for span in spans:
+            assert torch.equal(vector[span], before[name][span])
+        assert not torch.equal(vector[:-1], before[name][:-1])
+
+
+@every_memory
+def test_narrow_gradients_enter_wide_accumulators(memory: ls.Memory) -> None:
+    # The values have 7 bits and fit into bfloat16: nothing may be rounded on the way but by clipping.
+    gradients = [noise(1, 6, seed=seed, grain=16)[0] for seed in range(4)]
+    states = [memory.init(6, CPU, torch.float32) for _ in range(2)]
+    clips = isinstance(memory, ls.ClipByNorm)
+    for gradient in gradients:
+        narrow, wide = (
+            memory.accumulate_(state, gradient.to(dtype), CTX)
+            for state, dtype in zip(states, (torch.bfloat16, torch.float32), strict=True)
+        )
+        assert narrow.dtype == torch.float32
+        torch.testing.assert_close(narrow, wide, rtol=2.0**-6 if clips else 0, atol=2.0**-7 if clips else 0)
+        for state in states:
+            memory.forget_(state, release([1, 4]), GO)
+
+
+@every_memory
+def test_states_have_the_accumulators_dtype(memory: ls.Memory) -> None:
+    for dtype in (torch.float32, torch.float64):
+        state = memory.init(3, CPU, dtype)
+        assert memory.accumulate_(state, torch.ones(3, dtype=dtype), CTX).dtype == dtype
+        assert all(vector.dtype == dtype and vector.shape == (4,) for vector in memory.vectors(state).values())
+
+
+# ---- Residual
+
+
+def test_accumulate_adds_the_gradient() -> None:
     state, grad = remembering(1.0, 2.0, 3.0), torch.tensor([10.0, 20.0, 30.0])
-    acc = Residual().accumulate_(state, grad)
+    acc = Residual().accumulate_(state, grad, CTX)
     assert acc.tolist() == [11.0, 22.0, 33.0, 0.0]
-    assert residual(state) == [1.0, 2.0, 3.0]
     assert grad.tolist() == [10.0, 20.0, 30.0]
 
 
-def test_the_spare_slot_of_the_accumulator_is_zero_whatever_was_there() -> None:
-    state = remembering(1.0, 2.0)
-    state.acc.fill_(float("nan"))
-    assert Residual().accumulate_(state, torch.tensor([1.0, 1.0, float("inf")])).tolist() == [2.0, 3.0, 0.0]
-    scratch = torch.full((3,), float("nan"))
-    assert NoMemory().accumulate_(scratch, torch.tensor([1.0, 1.0, float("inf")])).tolist() == [1.0, 1.0, 0.0]
+def test_a_residual_that_decays_counts_less_from_step_to_step() -> None:
+    memory, state = Residual(decay=0.5), remembering(8.0, 4.0)
+    assert memory.accumulate_(state, torch.tensor([1.0, 1.0]), CTX).tolist() == [5.0, 3.0, 0.0]
+    memory.forget_(state, release([1]), GO)
+    assert residual(state) == [5.0, 0.0]
+    assert memory.accumulate_(state, torch.tensor([0.0, 0.0]), CTX).tolist() == [2.5, 0.0, 0.0]
 
 
 def test_a_narrow_gradient_enters_a_wide_accumulator_exactly() -> None:
     state = remembering(2.0**-20, 0.0)
     grad = torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
-    assert Residual().accumulate_(state, grad).tolist() == [1.0 + 2.0**-20, 3.0, 0.0]
+    assert Residual().accumulate_(state, grad, CTX).tolist() == [1.0 + 2.0**-20, 3.0, 0.0]
 
 
 def step(state: FeedbackState, grad: list[float], what: Update, void: Tensor = GO) -> list[float]:
-    Residual().accumulate_(state, torch.tensor(grad))
+    Residual().accumulate_(state, torch.tensor(grad), CTX)
     Residual().forget_(state, what, void)
     return residual(state)
 
@@ -89,50 +231,340 @@ def test_what_was_rounded_on_the_wire_stays_as_its_rounding_error() -> None:
     assert step(remembering(1.0, 2.0, 3.0), [1.0, 1.0, 1.0], every) == [0.5, 0.0, -0.5]
 
 
-def test_a_void_step_changes_nothing_even_if_the_accumulator_is_spoilt() -> None:
-    state = remembering(1.0, 2.0, 3.0)
-    assert step(state, [float("nan")] * 3, update([1], [float("nan")], sent=[1]), VOID) == [1.0, 2.0, 3.0]
-    assert step(state, [1.0, 1.0, 1.0], update([1], [9.0], sent=[1])) == [2.0, 0.0, 4.0]
-
-
 def test_what_a_cast_of_the_average_lost_is_added_once_for_each_coordinate() -> None:
     state = remembering(1.0, 2.0, 3.0)
     rounding = torch.tensor([0.25, 0.5, 0.5, 7.0])
     # Coordinate 2 appears twice with the same value, and coordinate 3 is the padding index.
     Residual().keep_(state, update([0, 2, 2, 3], [9.0] * 4, sent=[0]), rounding, GO)
     assert residual(state) == [1.25, 2.0, 3.5]
-    assert Residual().accumulate_(state, torch.zeros(3)).tolist() == [1.25, 2.0, 3.5, 0.0]
+    assert Residual().accumulate_(state, torch.zeros(3), CTX).tolist() == [1.25, 2.0, 3.5, 0.0]
     Residual().keep_(state, update(None, [9.0] * 3, sent=None), torch.tensor([1.0, 1.0, 1.0]), GO)
     assert residual(state) == [2.25, 3.0, 4.5]
-
-
-def test_a_void_step_loses_nothing_to_a_cast() -> None:
-    state = remembering(1.0, 2.0, 3.0)
-    for what in (update([0, 2], [9.0] * 2, sent=[0]), update(None, [9.0] * 3, sent=None)):
-        Residual().keep_(state, what, torch.full_like(what.values, float("nan")), VOID)
-    assert residual(state) == [1.0, 2.0, 3.0]
-
-
-def test_spans_set_aside_are_empty_until_they_are_brought_back() -> None:
-    state, spans = remembering(1.0, 2.0, 3.0, 4.0, 5.0), [slice(0, 1), slice(2, 4)]
-    aside = Residual().set_aside_(state, spans)
-    assert residual(state) == [0.0, 2.0, 0.0, 0.0, 5.0]
-    assert [piece.tolist() for piece in aside] == [[1.0], [3.0, 4.0]]
-    # A step in between goes on without them, and swaps the buffers.
-    assert step(state, [0.0, 1.0, 0.0, 0.0, 1.0], update([1], [9.0], sent=[1])) == [0.0, 0.0, 0.0, 0.0, 6.0]
-    Residual().bring_back_(state, spans, aside)
-    assert residual(state) == [1.0, 0.0, 3.0, 4.0, 6.0]
 
 
 def test_no_memory_remembers_nothing() -> None:
     memory = NoMemory()
     state = memory.init(3, CPU, torch.float64)
-    first = memory.accumulate_(state, torch.tensor([1.0, 2.0, 3.0])).tolist()
+    first = memory.accumulate_(state, torch.tensor([1.0, 2.0, 3.0]), CTX).tolist()
     memory.forget_(state, update([0], [1.0], sent=[0]), GO)
     memory.keep_(state, update([0], [1.0], sent=[0]), torch.tensor([5.0]), GO)
     aside = memory.set_aside_(state, [slice(0, 2)])
     memory.bring_back_(state, [slice(0, 2)], aside)
     assert first == [1.0, 2.0, 3.0, 0.0]
-    assert memory.accumulate_(state, torch.tensor([4.0, 5.0, 6.0])).tolist() == [4.0, 5.0, 6.0, 0.0]
+    assert memory.accumulate_(state, torch.tensor([4.0, 5.0, 6.0]), CTX).tolist() == [4.0, 5.0, 6.0, 0.0]
     assert memory.residual(state) is None
-    assert state.dtype == torch.float64
+
+
+# ---- LowPass
+
+
+@pytest.mark.parametrize("beta", [0.25, 0.5, 1.0])
+def test_the_low_pass_follows_its_formula(beta: float) -> None:
+    memory, e = ls.LowPass(beta), np.zeros(7)
+    state = memory.init(7, CPU, torch.float64)
+    rng = np.random.default_rng(0)
+    for _ in range(12):
+        gradient = rng.integers(-64, 64, 7) / 8
+        acc = memory.accumulate_(state, torch.tensor(gradient), CTX)
+        assert acc[:-1].tolist() == pytest.approx(list(e + gradient), abs=1e-12)
+        sent, released = np.zeros(7), rng.choice(7, 3, replace=False)
+        sent[released] = (e + gradient)[released].round()  # on the wire
+        memory.forget_(state, wide(release(released.tolist(), sent[released].tolist())), GO)
+        e = e + beta * (gradient - sent)
+        assert residual(state) == pytest.approx(list(e), abs=1e-12)
+        # What the cast of the mean loses counts like what was not sent.
+        memory.keep_(state, release([2]), torch.tensor([0.125], dtype=torch.float64), GO)
+        e[2] += beta * 0.125
+        assert residual(state) == pytest.approx(list(e), abs=1e-12)
+
+
+def test_the_low_pass_at_1_is_the_residual() -> None:
+    states = [memory.init(9, CPU, torch.float32) for memory in (ls.LowPass(1.0), Residual())]
+    for seed in range(6):
+        gradient = torch.randn(9, generator=torch.Generator().manual_seed(seed))
+        for memory, state in zip((ls.LowPass(1.0), Residual()), states, strict=True):
+            memory.accumulate_(state, gradient, CTX)
+            memory.forget_(state, release([seed, 8]), GO)
+        assert torch.equal(states[0].residual, states[1].residual)
+
+
+# ---- MomentumCorrection
+
+
+class PlainDGC:
+    """One rank of Deep Gradient Compression, coordinate by coordinate."""
+
+    def __init__(self, numel: int, momentum: float, nesterov: bool, masking: bool) -> None:
+        self.u, self.v = [0.0] * numel, [0.0] * numel
+        self.momentum, self.nesterov, self.masking = momentum, nesterov, masking
+
+    def accumulate(self, gradient: list[float]) -> list[float]:
+        for j, g in enumerate(gradient):
+            if self.nesterov:
+                self.u[j] = self.momentum * (self.u[j] + g)
+                self.v[j] += self.u[j] + g
+            else:
+                self.u[j] = self.momentum * self.u[j] + g
+                self.v[j] += self.u[j]
+        return list(self.v)
+
+    def send(self, places: list[int], values: list[float]) -> None:
+        for j, value in zip(places, values, strict=True):
+            self.v[j] -= value
+            if self.masking and len(places) < len(self.v):
+                self.u[j] = 0.0
+
+
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_correction_follows_the_paper(nesterov: bool, masking: bool) -> None:
+    memory = ls.MomentumCorrection(0.75, nesterov, masking)
+    state, plain = memory.init(6, CPU, torch.float64), PlainDGC(6, 0.75, nesterov, masking)
+    rng = np.random.default_rng(1)
+    for number in range(20):
+        gradient = rng.integers(1, 64, 6) / 8
+        expected = plain.accumulate(gradient.tolist())
+        acc = memory.accumulate_(state, torch.tensor(gradient), CTX)
+        assert acc[:-1].tolist() == pytest.approx(expected, abs=1e-12)
+        places = sorted(rng.choice(6, rng.integers(0, 7), replace=False).tolist())
+        values = [expected[j] if number % 3 else math.ceil(expected[j]) for j in places]
+        plain.send(places, values)
+        memory.forget_(state, wide(release(places, None if number % 3 else [float(v) for v in values])), GO)
+        assert residual(state) == pytest.approx(plain.v, abs=1e-12)
+        assert memory.vectors(state)["momentum"][:-1].tolist() == pytest.approx(plain.u, abs=1e-12)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_without_masking_every_velocity_is_sent_or_kept(nesterov: bool) -> None:
+    memory = ls.MomentumCorrection(0.5, nesterov, masking=False)
+    state = memory.init(8, CPU, torch.float64)
+    buffer, velocities, sent = torch.zeros(8), torch.zeros(8), torch.zeros(8)
+    for seed in range(10):
+        gradient = noise(1, 8, seed=seed)[0]
+        buffer = 0.5 * buffer + gradient
+        velocities = velocities + (gradient + 0.5 * buffer if nesterov else buffer)
+        acc = memory.accumulate_(state, gradient, CTX)
+        places = [seed % 8, (3 * seed + 1) % 8]
+        released = sorted(set(places))
+        sent = sent.double()
+        sent[released] += acc[released]
+        memory.forget_(state, release(released), GO)
+        assert torch.equal(velocities, sent + state.residual[:-1])  # halves of multiples of 1/256: exact
+
+
+ALL = {
+    "none": release(None),
+    "coordinates": release([0, 1, 2, 3]),
+    "repeated and padded": release([0, 1, 1, 2, 3, 3, 4, 4]),
+}
+
+
+@pytest.mark.parametrize("masking", [True, False])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("everything", ALL.values(), ids=ALL)
+def test_where_everything_is_sent_momentum_is_that_of_sgd(nesterov: bool, masking: bool, everything: Update) -> None:
+    memory = ls.MomentumCorrection(0.5, nesterov, masking)
+    state = memory.init(4, CPU, torch.float64)
+    ours, theirs = (torch.nn.Parameter(torch.zeros(4, dtype=torch.float64)) for _ in range(2))
+    sgd = torch.optim.SGD([theirs], lr=1.0, momentum=0.5, nesterov=nesterov)
+    for seed in range(20):
+        theirs.grad = noise(1, 4, seed=seed)[0]
+        acc = memory.accumulate_(state, theirs.grad.clone(), CTX)[:-1].clone()
+        memory.forget_(state, everything, GO)
+        sgd.step()
+        with torch.no_grad():
+            ours -= acc
+        assert torch.equal(ours, theirs)  # 20 halvings of multiples of 1/256 fit into float64
+    assert residual(state) == [0.0] * 4
+
+
+def momentum_after(what: Update) -> list[float]:
+    memory = ls.MomentumCorrection(0.5)
+    state = memory.init(4, CPU, torch.float32)
+    memory.accumulate_(state, torch.tensor([1.0, 2.0, 3.0, 4.0]), CTX)
+    memory.forget_(state, what, GO)
+    return memory.vectors(state)["momentum"][:-1].tolist()
+
+
+def test_masking_clears_what_was_sent_and_nothing_else() -> None:
+    assert momentum_after(release([])) == [1.0, 2.0, 3.0, 4.0]
+    assert momentum_after(release([1])) == [1.0, 0.0, 3.0, 4.0]
+    # Many slots are not many coordinates: only two are covered.
+    assert momentum_after(release([1, 1, 2, 2, 4, 4])) == [1.0, 0.0, 0.0, 4.0]
+    assert momentum_after(release([0, 1, 2, 4, 4])) == [0.0, 0.0, 0.0, 4.0]
+    assert momentum_after(release([0, 1, 2, 3])) == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_masking_spares_what_was_dropped_on_the_way() -> None:
+    # Coordinate 0 came through, 1 was dropped and given back, 2 is another rank's that was dropped here.
+    some = update([0], [9.0], sent=[0, 1, 2], sent_values=[1.0, 0.0, -5.0])
+    assert momentum_after(some) == [0.0, 2.0, 3.0, 4.0]
+    # Rounded on the wire, and everything: no masking, even where the rounded value is zero.
+    assert momentum_after(release([0, 1, 2, 3], [1.0, 0.0, 3.0, 4.0])) == [1.0, 2.0, 3.0, 4.0]
+    assert momentum_after(release(None, [1.0, 0.0, 3.0, 4.0])) == [1.0, 2.0, 3.0, 4.0]
+
+
+# ---- ClipByNorm
+
+
+@pytest.mark.parametrize("n", [1, 4, 9])
+def test_a_long_gradient_is_shortened_to_the_limit_over_the_root_of_n(n: int) -> None:
+    memory, ctx = ls.ClipByNorm(6.0), CTX._replace(world_size=n)
+    gradient = torch.tensor([30.0, -40.0, 0.0, 77.0])  # the last slot is spare
+    acc = memory.accumulate_(memory.init(3, CPU, torch.float32), gradient.clone(), ctx)
+    limit = 6 / math.sqrt(n)
+    assert acc.tolist() == pytest.approx([0.6 * limit, -0.8 * limit, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("values", [[3.0, 4.0, 0.0], [0.0, 0.0, 0.0], [1e-30, 0.1, -0.3]])
+def test_a_short_gradient_is_not_touched(values: list[float]) -> None:
+    memory, ctx = ls.ClipByNorm(5.0), CTX._replace(world_size=1)
+    acc = memory.accumulate_(memory.init(3, CPU, torch.float32), torch.tensor(values), ctx)
+    assert torch.equal(acc[:-1], torch.tensor(values))
+
+
+@pytest.mark.parametrize("numel", [1, (1 << 16) - 1, 1 << 16, 300_001])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_norms_of_long_vectors_are_exact_to_the_dtype(numel: int, dtype: torch.dtype) -> None:
+    gradient = (10 * torch.randn(numel, generator=torch.Generator().manual_seed(0))).to(dtype)
+    expected = math.sqrt(math.fsum(g * g for g in gradient.tolist()))
+    memory = ls.ClipByNorm(1.0)
+    acc = memory.accumulate_(memory.init(numel, CPU, torch.float32), gradient, CTX._replace(world_size=1))
+    tolerance = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}[dtype]
+    assert expected > 1
+    assert math.sqrt(math.fsum(a * a for a in acc.tolist())) == pytest.approx(1, rel=tolerance)
+
+
+def test_a_clipping_memory_is_the_memory_inside_for_all_else() -> None:
+    clipping, plain = ls.ClipByNorm(1e9, ls.MomentumCorrection(0.5)), ls.MomentumCorrection(0.5)
+    states = [memory.init(5, CPU, torch.float32) for memory in (clipping, plain)]
+    for seed in range(4):
+        for memory, state in zip((clipping, plain), states, strict=True):
+            memory.accumulate_(state, noise(1, 5, seed=seed, dtype=torch.float32)[0], CTX)
+            memory.forget_(state, release([seed]), GO)
+            memory.keep_(state, release([4]), torch.tensor([0.5]), GO)
+        assert snapshot(clipping, states[0]) == snapshot(plain, states[1])
+        assert torch.equal(clipping.residual(states[0]), plain.residual(states[1]))
+
+
+# ---- AdamCorrection
+
+
+def adam_steps(kind: str, memory: ls.AdamCorrection, steps: int, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Parameters after steps of torch's optimizer and of ours with SGD behind it, one rank, everything sent."""
+    theirs, ours = (torch.nn.Parameter(noise(1, 7, seed=99)[0]) for _ in range(2))
+    betas = (memory.beta1, memory.beta2)
+    adam = getattr(torch.optim, kind)([theirs], lr=0.01, betas=betas, eps=memory.eps, **settings)
+    sgd = torch.optim.SGD([ours], lr=0.01, **(settings if kind == "AdamW" else {}))
+    state = memory.init(7, CPU, torch.float64)
+    for seed in range(steps):
+        theirs.grad = noise(1, 7, seed=seed)[0] * 10.0 ** (seed % 5 - 3)
+        acc = memory.accumulate_(state, theirs.grad.clone(), CTX._replace(world_size=1))
+        ours.grad = acc[:-1].clone()
+        memory.forget_(state, release(None), GO)
+        adam.step()
+        sgd.step()
+    return ours.detach(), theirs.detach()
+
+
+@pytest.mark.parametrize("settings", [{}, {"beta1": 0.5, "beta2": 0.7}, {"beta1": 0.0}, {"eps": 0.1}], ids=str)
+def test_alone_at_full_density_it_is_adam_and_adamw(settings: dict[str, float]) -> None:
+    memory = ls.AdamCorrection(**settings)
+    for kind, decay in (("Adam", 0.0), ("AdamW", 0.0), ("AdamW", 0.1)):
+        ours, theirs = adam_steps(kind, memory, 20, weight_decay=decay)
+        torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-14)
+
+
+def test_a_group_is_worked_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = adam_steps("Adam", ls.AdamCorrection(), 5)[0]
+    for name in ("HOST_PIECE", "DEVICE_PIECE"):
+        monkeypatch.setattr(sys.modules["lightning_sparse.memory.adam"], name, 3)
+    assert torch.equal(adam_steps("Adam", ls.AdamCorrection(), 5)[0], whole)
+
+
+# ---- settings
+
+
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    (ls.Residual, {"decay": 0}, r"decay to be a number in \(0, 1\] but got 0"),
+    (ls.Residual, {"decay": 1.5}, "but got 1.5"),
+    (ls.Residual, {"decay": True}, "but got True"),
+    (ls.LowPass, {"beta": 0.0}, r"beta to be a number in \(0, 1\] but got 0.0"),
+    (ls.LowPass, {"beta": float("nan")}, "but got nan"),
+    (ls.MomentumCorrection, {"momentum": 1}, r"momentum to be a number in \[0, 1\) but got 1"),
+    (ls.MomentumCorrection, {"momentum": "high"}, "but got 'high'"),
+    (ls.AdamCorrection, {"beta1": 1.0}, r"beta1 to be a number in \[0, 1\) but got 1.0"),
+    (ls.AdamCorrection, {"beta2": -0.1}, "but got -0.1"),
+    (ls.AdamCorrection, {"eps": 0}, "eps to be a positive number but got 0"),
+    (ls.ClipByNorm, {"max_norm": 0}, "max_norm to be a positive number but got 0"),
+    (ls.ClipByNorm, {"max_norm": float("nan")}, "but got nan"),
+    (ls.ClipByNorm, {"max_norm": 1.0, "memory": "residual"}, r"memory to be a Memory such as Residual\(\)"),
+]
+
+
+@pytest.mark.parametrize(("memory", "settings", "message"), BAD, ids=[f"{m.__name__} {s}" for m, s, _ in BAD])
+def test_bad_settings_fail_at_construction(memory: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        memory(**settings)
+
+
+def test_edges_of_the_ranges_are_allowed() -> None:
+    assert (ls.Residual(1).decay, ls.LowPass(1).beta, ls.MomentumCorrection(0).momentum) == (1, 1, 0)
+    assert ls.AdamCorrection(0, 0).beta2 == 0
+
+
+def test_as_memory() -> None:
+    assert as_memory(None) == Residual()
+    assert as_memory(ls.LowPass(0.5)) == ls.LowPass(0.5)
+    with pytest.raises(ValueError, match="Expected memory to be a Memory such as Residual"):
+        as_memory("residual")  # type: ignore[arg-type]
+
+
+def test_what_serves_dense_groups() -> None:
+    assert Residual().for_dense() == ls.LowPass().for_dense() == NoMemory().for_dense() == NoMemory()
+    for memory in (ls.MomentumCorrection(0.5), ls.AdamCorrection()):
+        assert memory.for_dense() is memory
+        assert ls.ClipByNorm(1.0, memory).for_dense() == ls.ClipByNorm(1.0, memory)
+    assert ls.ClipByNorm(1.0).for_dense() == ls.ClipByNorm(1.0, NoMemory())
+
+
+def optimizer(name: str, **settings: Any) -> torch.optim.Optimizer:
+    return getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(1))], **settings)
+
+
+FITTING = [("SGD", {"lr": 0.1}), ("SGD", {"lr": 0.1, "weight_decay": 0.1})]
+WITH_MOMENTUM = [
+    ("SGD", {"lr": 0.1, "momentum": 0.9}),
+    ("Adam", {}),
+    ("AdamW", {}),
+    ("NAdam", {}),
+    ("RMSprop", {"momentum": 0.5}),
+]
+ADAPTING = [*WITH_MOMENTUM[1:], ("RMSprop", {}), ("Adagrad", {}), ("Adadelta", {}), ("Rprop", {}), ("Adafactor", {})]
+
+
+@pytest.mark.parametrize(("name", "settings"), FITTING, ids=str)
+@every_memory
+def test_every_memory_takes_plain_sgd(memory: ls.Memory, name: str, settings: dict[str, Any]) -> None:
+    memory.check_optimizer(optimizer(name, **settings))
+
+
+@pytest.mark.parametrize(("name", "settings"), WITH_MOMENTUM, ids=str)
+def test_momentum_twice_is_warned_of(name: str, settings: dict[str, Any]) -> None:
+    Residual().check_optimizer(optimizer(name, **settings))
+    for memory in (ls.MomentumCorrection(), ls.ClipByNorm(1.0, ls.MomentumCorrection())):
+        with pytest.warns(UserWarning, match=rf"{name} would apply momentum to them a second time.*momentum=0"):
+            memory.check_optimizer(optimizer(name, **settings))
+
+
+@pytest.mark.parametrize(("name", "settings"), [*ADAPTING, WITH_MOMENTUM[0], ("LBFGS", {})], ids=str)
+def test_adam_correction_takes_nothing_but_plain_sgd(name: str, settings: dict[str, Any]) -> None:
+    for memory in (ls.AdamCorrection(), ls.ClipByNorm(1.0, ls.AdamCorrection())):
+        with pytest.raises(ValueError, match=rf"but got {name}.*Set torch.optim.SGD\(lr=<the lr you"):
+            memory.check_optimizer(optimizer(name, **settings))
+
+
+def test_a_parameter_group_with_momentum_of_its_own_is_noticed() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "momentum": m} for m in (0.0, 0.9)]
+    with pytest.raises(ValueError, match="but got SGD with momentum"):
+        ls.AdamCorrection().check_optimizer(torch.optim.SGD(groups, lr=0.1))

@@ -1,8 +1,25 @@
 """How picks travel: one file per pattern."""
 
+from lightning_sparse.exchanges.balanced import Balanced
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange, as_exchange
 from lightning_sparse.exchanges.dense import Dense
+from lightning_sparse.exchanges.follow_leader import FollowLeader
 from lightning_sparse.exchanges.gather_pairs import GatherPairs
+from lightning_sparse.exchanges.packed_union import PackedUnion
+from lightning_sparse.exchanges.reduce_shared import ReduceShared
 from lightning_sparse.exchanges.reduce_union import ReduceUnion
+from lightning_sparse.exchanges.tree import Tree
 
-__all__ = ["EXCHANGES", "Dense", "Exchange", "GatherPairs", "ReduceUnion", "as_exchange"]
+__all__ = [
+    "EXCHANGES",
+    "Balanced",
+    "Dense",
+    "Exchange",
+    "FollowLeader",
+    "GatherPairs",
+    "PackedUnion",
+    "ReduceShared",
+    "ReduceUnion",
+    "Tree",
+    "as_exchange",
+]

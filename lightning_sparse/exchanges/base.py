@@ -82,6 +82,18 @@ class Picks(NamedTuple):
         return torch.cat(self.indices)
 
 
+def same_length(
+    selection: Selection, values: Tensor | None, padding: int, comm: Collective
+) -> tuple[Tensor, Tensor | None]:
+    """Coordinates, and values if there are any, padded to the longest selection where lengths may differ."""
+    indices = selection.indices
+    if selection.aligned:
+        return indices, values
+    missing = int(comm.all_gather(selection.count).max()) - indices.numel()
+    indices = torch.cat([indices, indices.new_full((missing,), padding)])
+    return indices, None if values is None else torch.cat([values, values.new_zeros(missing)])
+
+
 def gather_picks(selection: Selection, values: Tensor | None, padding: int, comm: Collective) -> Picks:
     """All-gather selections, and optionally one value per pick, in one message per rank.
 
@@ -94,12 +106,8 @@ def gather_picks(selection: Selection, values: Tensor | None, padding: int, comm
         padding: the padding index; must fit into 31 bits.
         comm: the ranks.
     """
-    indices, slots = selection.indices, selection.indices.numel()
-    if not selection.aligned:
-        slots = int(comm.all_gather(selection.count).max())
-        missing = slots - indices.numel()
-        indices = torch.cat([indices, indices.new_full((missing,), padding)])
-        values = None if values is None else torch.cat([values, values.new_zeros(missing)])
+    indices, values = same_length(selection, values, padding, comm)
+    slots = indices.numel()
     parts = [selection.count.view(1).int(), indices.int()]
     if values is not None:
         parts.append(values.view(torch.int32))

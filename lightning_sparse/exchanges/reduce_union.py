@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.collective import Collective
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange, gather_picks
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, gather_picks
 from lightning_sparse.kernels import distinct, static_shapes
 from lightning_sparse.types import Agreement, Context, Selection, Update
 
@@ -34,13 +35,25 @@ class ReduceUnion(Exchange):
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         padding = acc.numel() - 1
         picks = gather_picks(selection, None, padding, comm)
-        union, size = picks.joined(), picks.counts.sum()
-        if not selection.disjoint or static_shapes(acc.device):
-            # On a device also for exclusive picks: sorted, the padding is at the end and can be cut off.
-            different, size = distinct(union, padding)
-            # Where the picks together are no more than was allowed for, repeated ones may as well stay: their sums are
-            # equal, and the message is as long in every step.
-            if static_shapes(acc.device) or union.numel() != selection.total:
-                union = different[: selection.total]
+        union, size = union_of(picks, selection, padding)
         values = comm.all_reduce(acc[union]) / comm.world_size
         return Update(union, values, union, None, picks.counts, size)
+
+
+def union_of(picks: Picks, selection: Selection, padding: int) -> tuple[Tensor, Tensor]:
+    """Coordinates of the union, and how many different ones there are.
+
+    On the CPU, a union with repeated coordinates is left as it is where it has the length of the selection's total:
+    their sums are equal, and the message is as long in every step. On a device, slots are cut down to the total.
+    """
+    joined = picks.joined()
+    if not static_shapes(joined.device) and (selection.disjoint or joined.numel() == selection.total):
+        size = picks.counts.sum() if selection.disjoint else distinct(joined, padding)[1]
+        return joined, size
+    union, size = distinct(joined, padding)
+    limit = selection.limit
+    if limit is None or limit >= union.numel():
+        return union[: selection.total], size
+    slots = torch.arange(limit, device=union.device)
+    kept = torch.where(size > limit, ((slots + 1) * size + limit - 1) // limit - 1, slots)
+    return union[kept], size.clamp(max=limit)

@@ -78,6 +78,36 @@ def above(
     return indices, torch.tensor(indices.numel())
 
 
+def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Number, sum and sum of squares of what magnitudes have beyond a threshold; zeros are left out.
+
+    Args:
+        x: (numel,) finite values.
+        threshold: () float64 magnitude, at least 0, compared in x's precision.
+
+    Returns:
+        Of ``z = |x| - threshold`` over the x with ``x != 0`` and ``|x| >= threshold``: their number, ``sum z`` and
+        ``sum z ** 2``, each () float64, summed in float64.
+    """
+    if static_shapes(x.device):
+        return static.excess(x, threshold)
+    return host.excess(x, float(threshold))
+
+
+def log_sum(x: Tensor) -> Tensor:
+    """() float64: sum of ``ln |x|`` over the x that are not zero."""
+    return static.log_sum(x) if static_shapes(x.device) else host.log_sum(x)
+
+
+def tail(x: Tensor, threshold: Tensor) -> Tensor:
+    """Something shorter than x that has the same :func:`excess` over this threshold and higher ones.
+
+    On the CPU the magnitudes that reach the threshold, without zeros; elsewhere x itself, since nobody knows how many
+    these are.
+    """
+    return x if static_shapes(x.device) else host.tail(x, float(threshold))
+
+
 def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """Sort coordinates and drop repetitions.
 

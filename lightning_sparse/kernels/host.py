@@ -40,6 +40,56 @@ def largest(x: Tensor, k: int, first: int, last: int) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(picked[order]), torch.from_numpy(magnitudes[order])
 
 
+def excess(x: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Number, sum and sum of squares of ``|x| - threshold`` where that is not negative and x is not zero."""
+    values = x.numpy()
+    magnitudes, mask = _chunk_buffers(values.dtype)
+    beyond, _ = _chunk_buffers(np.dtype(np.float64), "beyond")
+    bound, level = _lowest(values.dtype, threshold), np.float64(threshold)
+    count, total, squares = 0, 0.0, 0.0
+    for start in range(0, values.size, CHUNK):
+        chunk = values[start : start + CHUNK]
+        size = chunk.size
+        np.abs(chunk, out=magnitudes[:size])
+        count += np.count_nonzero(np.greater_equal(magnitudes[:size], bound, out=mask[:size]))
+        np.subtract(magnitudes[:size], level, out=beyond[:size])
+        np.maximum(beyond[:size], 0.0, out=beyond[:size])
+        total += float(beyond[:size].sum())
+        squares += float(beyond[:size].dot(beyond[:size]))
+    made = torch.tensor([count, total, squares], dtype=torch.float64).unbind()
+    return made[0], made[1], made[2]
+
+
+def log_sum(x: Tensor) -> Tensor:
+    """Sum of ``ln |x|`` over the x that are not zero."""
+    values = x.numpy()
+    magnitudes, mask = _chunk_buffers(values.dtype)
+    bound, total = _lowest(values.dtype, 0.0), 0.0
+    for start in range(0, values.size, CHUNK):
+        chunk = values[start : start + CHUNK]
+        size = chunk.size
+        np.abs(chunk, out=magnitudes[:size])
+        np.less(magnitudes[:size], bound, out=mask[:size])
+        np.copyto(magnitudes[:size], 1, where=mask[:size])
+        total += float(np.log(magnitudes[:size], out=magnitudes[:size]).sum(dtype=np.float64))
+    return torch.tensor(total, dtype=torch.float64)
+
+
+def tail(x: Tensor, threshold: float) -> Tensor:
+    """The magnitudes that reach a threshold, without zeros."""
+    values = x.numpy()
+    magnitudes, mask = _chunk_buffers(values.dtype)
+    bound = _lowest(values.dtype, threshold)
+    found = []
+    for start in range(0, values.size, CHUNK):
+        chunk = values[start : start + CHUNK]
+        size = chunk.size
+        np.abs(chunk, out=magnitudes[:size])
+        np.greater_equal(magnitudes[:size], bound, out=mask[:size])
+        found.append(magnitudes[:size].take(np.flatnonzero(mask[:size])))  # a boolean index takes ten times as long
+    return torch.from_numpy(np.concatenate(found))
+
+
 def distinct(indices: Tensor, padding: int) -> Tensor:
     """Ascending different values below ``padding``."""
     ordered = np.sort(indices.numpy())
@@ -115,9 +165,17 @@ def _sampled_bound(values: NDArray[np.floating], k: int, first: int, last: int) 
     return float(np.partition(sample, sample.size - rank)[sample.size - rank])
 
 
-def _chunk_buffers(dtype: np.dtype[np.floating]) -> tuple[NDArray[np.floating], NDArray[np.bool_]]:
+def _lowest(dtype: np.dtype[np.floating], threshold: float) -> np.floating:
+    """The threshold in this precision, raised above zero."""
+    lowest: np.floating = max(dtype.type(threshold), np.finfo(dtype).smallest_normal)
+    return lowest
+
+
+def _chunk_buffers(
+    dtype: np.dtype[np.floating], use: str = "magnitudes"
+) -> tuple[NDArray[np.floating], NDArray[np.bool_]]:
     buffers: dict[str, tuple[NDArray[np.floating], NDArray[np.bool_]]] = _buffers.__dict__
-    key = dtype.char
+    key = dtype.char + use
     if key not in buffers:
         buffers[key] = (np.empty(CHUNK, dtype=dtype), np.empty(CHUNK, dtype=bool))
     return buffers[key]

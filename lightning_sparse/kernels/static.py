@@ -49,6 +49,20 @@ def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase:
     return indices, total.clamp(max=capacity)
 
 
+def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Number, sum and sum of squares of ``|x| - threshold`` where that is not negative and x is not zero."""
+    magnitudes = x.abs()
+    count = (magnitudes >= threshold.clamp(min=torch.finfo(x.dtype).tiny)).sum()
+    beyond = (magnitudes.double() - threshold).clamp_(min=0)
+    return count.double(), beyond.sum(), beyond.dot(beyond)
+
+
+def log_sum(x: Tensor) -> Tensor:
+    """Sum of ``ln |x|`` over the x that are not zero."""
+    magnitudes = x.abs()
+    return torch.where(magnitudes < torch.finfo(x.dtype).tiny, 1, magnitudes).log().sum(dtype=torch.float64)
+
+
 def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """Ascending different coordinates first, the padding index in the slots that are left."""
     ordered = indices.sort().values

@@ -70,7 +70,7 @@ class SparseDDPMixin:
     Raises:
         ValueError: for settings that cannot work: unknown names, a density outside (0, 1], an exchange that does not
             accept the sparsifier, a second communication hook; at the start of fit, for a precision that scales the
-            loss.
+            loss and for an optimizer that does not go with the memory.
         TypeError: for keywords that this strategy does not know.
 
     Example:
@@ -89,7 +89,7 @@ class SparseDDPMixin:
 
     def __init__(
         self,
-        sparsifier: Sparsifier | str = "exdyna",
+        sparsifier: Sparsifier | str = "union_topk",
         density: float | DensitySchedule = 0.01,
         memory: Memory | None = None,
         exchange: Exchange | str | None = None,
@@ -165,6 +165,16 @@ class SparseDDPMixin:
             dense=self.dense,
             timeout=self._timeout,  # type: ignore[attr-defined]
         )
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """As in Lightning; then the memory has a look at the optimizers.
+
+        Raises:
+            ValueError: if one does not go with the memory.
+        """
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        for optimizer in self.optimizers:  # type: ignore[attr-defined]
+            self.settings.memory.check_optimizer(optimizer)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in Lightning; remembers that a fit which follows is a continued one."""

@@ -15,6 +15,8 @@ class Case(NamedTuple):
     """Whether the method can serve a group: n ranks, numel coordinates, density."""
     numbered: bool = False
     """True if what is picked depends on the number of the step, and not only on state and gradients."""
+    private: bool = False
+    """True if each rank keeps its own state and threshold, found from its own data alone."""
 
 
 def _published_micro_serves(n: int, numel: int, density: float) -> bool:
@@ -37,8 +39,26 @@ CASES = [
     Case("exdyna-few-blocks", ls.ExDyna(num_blocks=8), numbered=True),
     Case("exdyna-published", ls.ExDyna(num_blocks=8, variant="published"), _published_exdyna_serves, numbered=True),
     Case("shared_topk", ls.SharedTopK(), numbered=True),
+    Case("union_topk", ls.UnionTopK(), numbered=True),
+    Case("union_topk-bounded", ls.UnionTopK(max_factor=1.1), numbered=True),
     Case("striped_topk", ls.StripedTopK(), numbered=True),
     Case("striped_topk-single", ls.StripedTopK(block=1), numbered=True),
+    Case("dgc", ls.DGC(), private=True),
+    Case("dgc-sampled", ls.DGC(exact_below=1), numbered=True, private=True),
+    Case("published-dgc", ls.DGC(variant="published"), numbered=True, private=True),
+    Case("redsync", ls.RedSync(), private=True),
+    Case("published-redsync", ls.RedSync(variant="published"), private=True),
+    Case("gaussian_k", ls.GaussianK(), private=True),
+    Case("published-gaussian_k", ls.GaussianK(variant="published"), private=True),
+    Case("sidco_e", ls.SIDCoE(), private=True),
+    Case("sidco_gp", ls.SIDCoGP(), private=True),
+    Case("sidco_p", ls.SIDCoP(), private=True),
+    Case("published-sidco_gp", ls.SIDCoGP(variant="published"), private=True),
+    Case("clt_k", ls.CLTk(), numbered=True),
+    Case("random_k", ls.RandomK(), numbered=True),
+    Case("gtop_k", ls.GTopK()),
+    # Estimates in steps 0 and 3, and steps that follow.
+    Case("ok_topk", ls.OkTopK(interval=3, gain=1.2), numbered=True, private=True),
     Case("everything", ls.Everything()),
 ]
 
@@ -51,3 +71,13 @@ PAIRS = [
 """Every configuration with every exchange that accepts it."""
 
 PAIR_NAMES = [f"{case.name}-{exchange}" for case, exchange in PAIRS]
+
+MEMORIES = [
+    ls.Residual(decay=0.5),
+    ls.LowPass(0.25),
+    ls.MomentumCorrection(0.5),
+    ls.MomentumCorrection(0.5, nesterov=True, masking=False),
+    ls.ClipByNorm(4.0),
+    ls.AdamCorrection(),
+]
+"""Memories beside the plain residual, with settings that are exact in sums of a few small binary fractions."""

@@ -101,7 +101,7 @@ def test_the_largest_coordinates_survive_the_32_bit_message() -> None:
             assert torch.equal(got.view(torch.int32), values.view(torch.int32))
 
 
-@pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union"])
+@pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union", "tree", "balanced"])
 def test_a_step_in_which_no_rank_picks_anything_sends_nothing_and_keeps_everything(exchange: str) -> None:
     ranks = Ranks(3, 20, sparsifier=ls.HardThreshold(100.0), exchange=exchange, density=0.1)
     gradients = noise(3, 20)
@@ -110,6 +110,28 @@ def test_a_step_in_which_no_rank_picks_anything_sends_nothing_and_keeps_everythi
     assert int(outcome.statistics[0].union) == 0
     assert torch.equal(outcome.averages, torch.zeros(3, 20, dtype=torch.float64))
     assert torch.equal(torch.stack(outcome.after), gradients)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 4), (torch.float64, 8)])
+def test_one_selection_for_all_costs_one_broadcast_or_nothing_beside_the_values(
+    n: int, dtype: torch.dtype, width: int
+) -> None:
+    rows = noise(n, 100, dtype=dtype)
+    values = 2 * (n - 1) / n * 10 * width
+    assert bytes_sent(ls.CLTk(), "follow_leader", rows, 0.1) == [(n - 1) / n * 10 * 4 + values] * n
+    assert bytes_sent(ls.RandomK(), "reduce_shared", rows, 0.1) == [values] * n
+
+
+def test_all_follow_the_leader_by_hand() -> None:
+    rows = torch.tensor([[4.0, 0.0, -1.0, 2.0], [1.0, 8.0, 1.0, 2.0]], dtype=torch.float64)
+    ranks = Ranks(2, 4, sparsifier=ls.CLTk(), density=0.25)
+    first = ranks.step(rows)
+    assert first.averages[0].tolist() == [2.5, 0.0, 0.0, 0.0]
+    assert [residual.tolist() for residual in first.after] == [[0, 0, -1, 2], [0, 8, 1, 2]]
+    assert [statistics.counts.tolist() for statistics in first.statistics] == [[1, 1], [1, 1]]
+    second = ranks.step(torch.zeros_like(rows))
+    assert second.averages[0].tolist() == [0.0, 4.0, 0.0, 0.0]
 
 
 def test_own_and_union_release_by_hand() -> None:
@@ -126,7 +148,7 @@ def test_sums_are_formed_in_rank_order_on_every_rank() -> None:
     # In float32 (1e8 + 1) - 1e8 is 0, and (1e8 - 1e8) + 1 is 1: the order shows.
     for order, expected in (([1e8, 1.0, -1e8], 0.0), ([1e8, -1e8, 1.0], 1.0)):
         rows = torch.tensor(order).view(3, 1)
-        for exchange in ("gather_pairs", "reduce_union", "dense"):
+        for exchange in ("gather_pairs", "reduce_union", "dense", "tree", "balanced"):
             ranks = Ranks(3, 1, sparsifier=ls.TopK(), exchange=exchange, density=1.0, dtype=torch.float32)
             assert ranks.step(rows).averages.tolist() == [[pytest.approx(expected / 3)]] * 3
 
@@ -146,13 +168,19 @@ class OddlyAgreed(ls.TopK):
 
 @pytest.mark.parametrize(
     ("exchange", "accepted"),
-    [("gather_pairs", "disjoint or independent"), ("reduce_union", "disjoint or independent or shared")],
+    [
+        ("gather_pairs", "disjoint or independent"),
+        ("reduce_union", "disjoint or independent or shared"),
+        ("reduce_shared", "identical"),
+        ("tree", "independent"),
+        ("balanced", "independent"),
+    ],
 )
 def test_an_exchange_that_does_not_fit_says_what_it_accepts_and_what_would_fit(exchange: str, accepted: str) -> None:
     with pytest.raises(
         ValueError,
         match=rf"The exchange '{exchange}' accepts selections that are {accepted}, but OddlyAgreed's are "
-        r"leader\. Exchanges that fit: .*dense",
+        r"leader\. Exchanges that fit: dense, follow_leader\.",
     ):
         as_exchange(exchange, OddlyAgreed())
 

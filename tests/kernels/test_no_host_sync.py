@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 import lightning_sparse as ls
 from lightning_sparse.pipeline import init_group, reduce_group
 from lightning_sparse.types import Context
-from tests.contract.cases import PAIR_NAMES, PAIRS, Case
+from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
 
 DEVICE = torch.device("meta")
 NUMEL = 10_007  # shared by 4 ranks with a remainder of 3
@@ -84,12 +84,22 @@ class FakeRanks:
     def all_to_all(self, x: Tensor) -> Tensor:
         return x
 
+    def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
+        return None if source is None else x.clone()
+
 
 def steps(
-    case: Case, exchange: str, memory: ls.Memory, *, rank: int = 1, dtype: torch.dtype = torch.float32, count: int = 3
+    case: Case,
+    exchange: str,
+    memory: ls.Memory,
+    *,
+    rank: int = 1,
+    dtype: torch.dtype = torch.float32,
+    count: int = 3,
+    density: float = 0.05,
 ) -> None:
     """The first steps of a group; creating its state may wait."""
-    ctx = Context(step=0, density=0.05, rank=rank, world_size=4)
+    ctx = Context(step=0, density=density, rank=rank, world_size=4)
     state = init_group(NUMEL, dtype, DEVICE, ctx, memory=memory, sparsifier=case.sparsifier)
     parts = {"memory": memory, "sparsifier": case.sparsifier, "exchange": ls.EXCHANGES.resolve(exchange)}
     for step in range(count):
@@ -109,6 +119,15 @@ def test_a_step_on_a_device_never_waits(case: Case, exchange: str, memory: ls.Me
 def test_a_step_in_bfloat16_never_waits_on_any_rank(case: Case, exchange: str) -> None:
     for rank in range(4):
         steps(case, exchange, ls.Residual(), rank=rank, dtype=torch.bfloat16, count=1)
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=repr)
+@pytest.mark.parametrize("name", ["topk", "shared_topk", "exdyna", "gtop_k", "everything"])
+def test_a_step_with_any_memory_never_waits(name: str, memory: ls.Memory) -> None:
+    [case] = [case for case in CASES if case.name == name]
+    for density in (0.05, 1.0):
+        for dtype in (torch.float32, torch.bfloat16):
+            steps(case, case.sparsifier.exchange, memory, dtype=dtype, density=density)
 
 
 def on_device(*shape: int) -> Tensor:

@@ -12,14 +12,13 @@ from tests.contract.cases import CASES, PAIR_NAMES, PAIRS, Case
 from tests.lockstep import Outcome, Ranks, equal_states, noise
 
 BY_NAME = {case.name: case for case in CASES}
-EXCHANGES = ["gather_pairs", "reduce_union", "dense"]
 VOID_STEP = 2
 SPARSE = [case.name for case in CASES if case.name != "everything"]
 TRAVELLING = [
     (name, exchange)
     for name in SPARSE
     for exchange, cls in ls.EXCHANGES.items()
-    if exchange in EXCHANGES and BY_NAME[name].sparsifier.agreement in cls.accepts
+    if BY_NAME[name].sparsifier.agreement in cls.accepts
 ]
 SPARSELY_TRAVELLING = [pair for pair in TRAVELLING if pair[1] != "dense"]
 
@@ -71,7 +70,10 @@ def test_updates_equal_those_of_exact_shapes(name: str, exchange: str, n: int, r
         for a, b in zip(static.statistics, exact.statistics, strict=True):
             assert torch.equal(a.counts, b.counts)
             assert torch.equal(a.union, b.union)
-            assert equal_states(a.threshold, b.threshold)
+            if BY_NAME[name].private and a.threshold is not None:  # may come from sums, formed in another order
+                torch.testing.assert_close(a.threshold, b.threshold, rtol=1e-9, atol=0)
+            else:
+                assert equal_states(a.threshold, b.threshold)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -90,7 +92,8 @@ def test_nothing_is_lost_when_messages_overflow(
             offered = sum(outcome.before) + outcome.gradients.sum(0, dtype=outcome.before[0].dtype)
             assert torch.equal(n * outcome.averages[0].to(offered.dtype) + sum(outcome.after), offered)
             assert all(torch.equal(average, outcome.averages[0]) for average in outcome.averages)
-            assert all(equal_states(state.selector, outcome.states[0].selector) for state in outcome.states)
+            if not case.private:
+                assert all(equal_states(state.selector, outcome.states[0].selector) for state in outcome.states)
 
 
 @pytest.mark.parametrize("name", ["hard_threshold", "micro-published", "exdyna-published"])

@@ -203,7 +203,7 @@ def test_all_names_are_registered(package: str) -> None:
                 assert type(strategy) is strategy_class(package)
                 assert strategy._start_method == start
                 assert strategy._ddp_kwargs.get("find_unused_parameters", False) == ending.endswith("true")
-                expected = {"": ls.ExDyna, "_topk": ls.TopK, "_hard_threshold": ls.HardThreshold, "_micro": ls.MiCRO}
+                expected = {"": ls.UnionTopK, "_topk": ls.TopK, "_hard_threshold": ls.HardThreshold, "_micro": ls.MiCRO}
                 assert type(strategy.settings.sparsifier) is expected.get(method, ls.ExDyna)
 
 

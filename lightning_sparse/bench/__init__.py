@@ -1,0 +1,1 @@
+"""Comparisons of sparsifiers that anyone can repeat: tasks, measures, and training as the judge."""

@@ -1,0 +1,218 @@
+"""The command ``lightning-sparse``. A subcommand is a function in :data:`COMMANDS`; its signature gives the options."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
+
+from lightning_sparse.bench import compare
+from lightning_sparse.bench.figures import judge_figures, simulate_figures
+from lightning_sparse.bench.runs import CurvePoint, Result, execute_all, plan
+from lightning_sparse.bench.sheets import Sheet
+from lightning_sparse.bench.tables import Table, judge_tables, simulate_tables
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+NEEDED = {"jsonargparse": "jsonargparse", "rich": "rich", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
+"""Modules of the extra ``cli``, and the packages that they come from."""
+
+
+def simulate(
+    streams: list[str] = ["digits", "text", "heavy_tail"],  # noqa: B006  # shown as defaults, never changed
+    ranks: list[int] = [4, 8, 16],  # noqa: B006
+    densities: list[float] = [0.01, 0.001],  # noqa: B006
+    methods: list[str] | None = None,
+    steps: int = 120,
+    seed: int = 0,
+    text: str | None = None,
+    out: Path = Path("simulate"),
+) -> None:
+    """Give all methods the same recorded gradients, and compare density, balance, quality of the picks and traffic.
+
+    What is finished is kept in the folder; the same command again does only what is missing.
+
+    Args:
+        streams: where gradients come from: digits or text, recorded in dense training, or heavy_tail.
+        ranks: numbers of simulated ranks.
+        densities: k / numel, with k as each method means it: for each rank or for all together.
+        methods: names; all if left out.
+        steps: length of the streams.
+        seed: of the streams.
+        text: text file for the stream text; if left out, the reference of the Python language.
+        out: folder for simulate.csv, simulate.md and figures.
+    """
+    with _complaints("simulate"):
+        wanted = compare.plan(
+            streams=streams, ranks=ranks, densities=densities, methods=methods, steps=steps, seed=seed, text=text
+        )
+        sheet = Sheet(out / "simulate.csv", compare.Row)
+    rows = {row.key: row for row in sheet.read()}
+    missing = [job for job in wanted if job.key not in rows]
+    with _progress() as progress:
+        bar = progress.add_task("simulating", total=len(wanted), completed=len(wanted) - len(missing))
+        for row in compare.execute_all(missing):
+            sheet.append([row])
+            rows[row.key] = row
+            progress.update(bar, advance=1, description=f"{row.stream}, {row.ranks} ranks, {row.method}")
+    found = [rows[job.key] for job in wanted]
+    meanings = "".join(f"- {name}: {meaning}.\n" for name, meaning in compare.QUANTITIES.items())
+    _report(out / "simulate.md", simulate_tables(found), meanings)
+    simulate_figures(found, out)
+
+
+def judge(
+    tasks: list[str] = ["digits", "text"],  # noqa: B006
+    ranks: int = 8,
+    densities: list[float] = [0.01, 0.001],  # noqa: B006
+    methods: list[str] | None = None,
+    seeds: list[int] = [0, 1, 2],  # noqa: B006
+    steps: int = 400,
+    every: int = 50,
+    text: str | None = None,
+    jobs: int = 1,
+    out: Path = Path("judge"),
+) -> None:
+    """Train with every method, all with the same traffic, and compare the losses.
+
+    What is finished is kept in the folder; the same command again does only what is missing.
+
+    Args:
+        tasks: what to train, digits or text.
+        ranks: number of simulated ranks.
+        densities: a method may send the bytes that MiCRO sends at this density.
+        methods: names; all if left out. Dense training is always there.
+        seeds: of initial parameters and order of examples.
+        steps: length of each training.
+        every: steps between points of the curves.
+        text: text file for the task text; if left out, the reference of the Python language.
+        jobs: processes to train in, with one torch thread each.
+        out: folder for judge.csv, judge_curves.csv, judge.md and figures.
+    """
+    with _complaints("judge"):
+        wanted = plan(
+            tasks=tasks,
+            ranks=ranks,
+            densities=densities,
+            methods=methods,
+            seeds=seeds,
+            steps=steps,
+            every=every,
+            text=text,
+        )
+        if jobs < 1:
+            raise ValueError(f"Expected jobs to be at least 1 but got {jobs}.")
+        sheet, curves = Sheet(out / "judge.csv", Result), Sheet(out / "judge_curves.csv", CurvePoint)
+    results = {result.key: result for result in sheet.read()}
+    missing = [job for job in wanted if job.key not in results]
+    with _progress() as progress:
+        bar = progress.add_task("training", total=len(wanted), completed=len(wanted) - len(missing))
+        for result, points in execute_all(missing, jobs):
+            curves.append(points)  # first, so that a result without its curve cannot stay behind
+            sheet.append([result])
+            results[result.key] = result
+            progress.update(bar, advance=1, description=f"{result.task} {result.method}: loss {result.loss:.4f}")
+    found = [results[job.key] for job in wanted]
+    _report(out / "judge.md", judge_tables(found))
+    judge_figures(found, curves.read(), out)
+
+
+COMMANDS: dict[str, Any] = {"simulate": simulate, "judge": judge}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a subcommand.
+
+    Args:
+        args: the command line without the command's name; None: what this process was called with.
+    """
+    missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
+    if missing:
+        raise SystemExit(
+            f"The command lightning-sparse needs {', '.join(missing)}. "
+            "Install what is missing with: pip install 'lightning-sparse[cli]'"
+        )
+    from jsonargparse import auto_cli
+
+    auto_cli(COMMANDS, args=_join_lists(sys.argv[1:] if args is None else list(args)), prog="lightning-sparse")
+
+
+@contextmanager
+def _complaints(command: str) -> Iterator[None]:
+    """Settings that make no sense are answered in one line; errors of the program keep their traceback."""
+    try:
+        yield
+    except ValueError as error:
+        raise SystemExit(f"lightning-sparse {command}: {error}") from error
+
+
+def _join_lists(args: list[str]) -> list[str]:
+    """Write ``--ranks 4 8`` as ``--ranks=[4, 8]``, which is how jsonargparse takes lists."""
+    command = COMMANDS.get(args[0]) if args else None
+    if command is None:
+        return args
+    kinds = get_type_hints(command)
+    elements = {f"--{name}": _element(kinds[name]) for name in inspect.signature(command).parameters}
+    joined, rest = [args[0]], args[1:]
+    while rest:
+        option = rest.pop(0)
+        values: list[str] = []
+        while elements.get(option) and rest and not rest[0].startswith("--"):
+            values.append(rest.pop(0))
+        if values and not values[0].startswith("["):
+            # Names are quoted: some of them mean something else in YAML.
+            names = elements[option] is str
+            joined.append(f"{option}={json.dumps(values) if names else '[' + ', '.join(values) + ']'}")
+        else:
+            joined += [option, *values]
+    return joined
+
+
+def _element(kind: Any) -> Any:
+    """``int`` of ``list[int]`` and of ``list[int] | None``; None of everything else."""
+    for one in (kind, *get_args(kind)):
+        if get_origin(one) is list:
+            return get_args(one)[0]
+    return None
+
+
+def _progress() -> Progress:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
+    return Progress(BarColumn(), MofNCompleteColumn(), *times, TextColumn("{task.description}"))
+
+
+def _report(path: Path, tables: Sequence[Table], notes: str = "") -> None:
+    """Write tables in markdown, and show them."""
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*(table.markdown() for table in tables), *([notes] if notes else [])]), encoding="utf-8")
+    console = Console()
+    for table in tables:
+        shown = RichTable(title=table.title, title_justify="left")
+        for i, name in enumerate(table.header):
+            shown.add_column(name, justify="right" if i else "left")
+        for cells in table.rows:
+            shown.add_row(*cells)
+        console.print(shown)
+    console.print(f"Tables, numbers and figures are in {path.parent}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Adding up sparse vectors and keeping the largest sums: what the exchanges with intermediate stations share.
+
+A sparse vector is a pair of tensors of one length: int64 coordinates, different ones, and their values. Where shapes
+are static (not on the CPU), slots without a coordinate hold the padding index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels import distinct, locate, static_shapes, top_k
+
+Pairs = tuple[Tensor, Tensor]
+"""Coordinates and values."""
+
+
+def add_up(parts: Sequence[Pairs], padding: int) -> Pairs:
+    """Sum of sparse vectors, ascending; each sum is formed in the order of the parts, so that ranks agree on it."""
+    union, _ = distinct(torch.cat([indices for indices, _ in parts]), padding)
+    # One more slot: padding finds a place even where the union has none.
+    union = torch.cat([union, union.new_full((1,), padding)])
+    total = parts[0][1].new_zeros(union.shape)
+    for indices, values in parts:
+        total.index_add_(0, locate(union, indices), values)
+    return union[:-1], total[:-1]
+
+
+def strongest(pairs: Pairs, keep: int | Tensor, padding: int) -> Tensor:
+    """Mask of the ``keep`` values that are largest in magnitude; of equal ones those that come first.
+
+    What is not a number comes before everything, infinities included: it has to reach all ranks, so that all know of
+    it. Padding comes last.
+    """
+    indices, values = pairs
+    weight = values.abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    if static_shapes(values.device):
+        order = weight.masked_fill(indices == padding, -1).sort(descending=True, stable=True).indices
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device)
+        return place < keep
+    kept = torch.zeros(len(indices), dtype=torch.bool)
+    kept[top_k(weight, int(keep))] = True
+    return kept
+
+
+def masked(pairs: Pairs, mask: Tensor, padding: int) -> Pairs:
+    """The pairs under a mask, in order; on the CPU as many as there are, elsewhere all slots, padding at the end."""
+    indices, values = pairs
+    if not static_shapes(values.device):
+        return indices[mask], values[mask]
+    indices, order = indices.masked_fill(~mask, padding).sort()
+    return indices, values.masked_fill(~mask, 0)[order]
+
+
+def pack(pairs: Pairs, slots: int, padding: int) -> Tensor:
+    """A message of int32 words: the coordinates in ``slots`` slots, then the bits of the values.
+
+    Args:
+        pairs: what to send; of more than ``slots`` pairs, the first ones.
+        slots: how many fit.
+        padding: fills up.
+    """
+    indices, values = (x[:slots] for x in pairs)
+    missing = slots - indices.numel()
+    indices = torch.cat([indices, indices.new_full((missing,), padding)])
+    values = torch.cat([values, values.new_zeros(missing)])
+    return torch.cat([indices.int(), values.contiguous().view(torch.int32)])
+
+
+def unpack(message: Tensor, slots: int, dtype: torch.dtype, padding: int) -> Pairs:
+    """What :func:`pack` was given, bit for bit; on the CPU without padding."""
+    pairs = message[:slots].long(), message[slots:].clone().view(dtype)
+    return pairs if static_shapes(message.device) else masked(pairs, pairs[0] < padding, padding)

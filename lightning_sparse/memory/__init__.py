@@ -1,0 +1,20 @@
+"""Error feedback: what a rank remembers of the gradients it has not sent yet. Sole writer of the residual."""
+
+from lightning_sparse.memory.adam import AdamCorrection
+from lightning_sparse.memory.base import FeedbackState, Memory, NoMemory
+from lightning_sparse.memory.clip import ClipByNorm
+from lightning_sparse.memory.low_pass import LowPass
+from lightning_sparse.memory.momentum import MomentumCorrection
+from lightning_sparse.memory.residual import Residual, as_memory
+
+__all__ = [
+    "AdamCorrection",
+    "ClipByNorm",
+    "FeedbackState",
+    "LowPass",
+    "Memory",
+    "MomentumCorrection",
+    "NoMemory",
+    "Residual",
+    "as_memory",
+]

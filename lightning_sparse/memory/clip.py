@@ -1,0 +1,113 @@
+"""Local gradient clipping, as in DGC."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels import static_shapes
+from lightning_sparse.memory.base import Memory
+from lightning_sparse.memory.residual import Residual
+from lightning_sparse.types import Context, Update
+
+CHUNK = 1 << 16
+"""Elements of which norms are taken at once: float32 sums of millions of squares are off in the fourth digit."""
+
+
+@dataclass
+class ClippedState:
+    """The state of the memory inside."""
+
+    numel: int
+    inner: Any
+
+
+@dataclass(frozen=True)
+class ClipByNorm(Memory):
+    """Clip each rank's gradient before it is accumulated; around any other memory.
+
+    Clipping the average, as the Trainer's ``gradient_clip_val`` does, would clip what has gathered in residuals for
+    many steps. DGC clips what comes in: a group's gradient whose Euclidean norm exceeds ``max_norm / sqrt(n)`` is
+    scaled down to it, because the sum of n independent gradients is about ``sqrt(n)`` times as long as each of them.
+    The limit is meant for that sum; for a limit c on the *average* over ranks set ``max_norm = n * c``.
+
+    The limit holds for each group by itself: a gradient whose norm over the whole model is below it is never touched,
+    but one of many groups may be longer as a whole and still pass. With ``grouping="model"`` it is exactly DGC's rule.
+    Groups that are kept dense are clipped in the same way. What is clipped is gone: it does not enter the residual.
+
+    Args:
+        max_norm: largest norm, above 0, in units of the gradient.
+        memory: what remembers the clipped gradient.
+
+    Raises:
+        ValueError: if ``max_norm`` is not positive or ``memory`` is no memory.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> import torch
+        >>> stream = torch.tensor([[[30.0, 40.0]], [[3.0, 4.0]]])                # one rank: norms 50 and 5
+        >>> memory = ls.ClipByNorm(10.0)
+        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="topk", density=1.0, memory=memory)]
+        [[6.0, 8.0], [3.0, 4.0]]
+
+    References:
+        Lin et al., Deep Gradient Compression, ICLR 2018, arXiv 1712.01887, section 3.2 (local gradient clipping).
+    """
+
+    max_norm: float
+    memory: Memory = field(default_factory=Residual)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_norm, bool) or not isinstance(self.max_norm, (int, float)) or not self.max_norm > 0:
+            raise ValueError(f"Expected max_norm to be a positive number but got {self.max_norm!r}.")
+        if not isinstance(self.memory, Memory):
+            raise ValueError(f"Expected memory to be a Memory such as Residual() but got {self.memory!r}.")
+
+    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> ClippedState:
+        """As the memory inside."""
+        return ClippedState(numel, self.memory.init(numel, device, dtype))
+
+    def accumulate_(self, state: ClippedState, grad: Tensor, ctx: Context) -> Tensor:
+        """Scale the gradient in place and pass it on."""
+        grad = grad[: state.numel]
+        scale = (self.max_norm / math.sqrt(ctx.world_size) / norm(grad)).clamp(max=1)
+        if static_shapes(grad.device) or scale < 1:
+            grad.mul_(scale)
+        return self.memory.accumulate_(state.inner, grad, ctx)
+
+    def forget_(self, state: ClippedState, update: Update, void: Tensor) -> None:
+        """As the memory inside."""
+        self.memory.forget_(state.inner, update, void)
+
+    def keep_(self, state: ClippedState, update: Update, rounding: Tensor, void: Tensor) -> None:
+        """As the memory inside."""
+        self.memory.keep_(state.inner, update, rounding, void)
+
+    def vectors(self, state: ClippedState) -> dict[str, Tensor]:
+        """As the memory inside."""
+        return self.memory.vectors(state.inner)
+
+    def residual(self, state: ClippedState) -> Tensor | None:
+        """As the memory inside."""
+        return self.memory.residual(state.inner)
+
+    def for_dense(self) -> Memory:
+        """Dense groups are clipped, too."""
+        return ClipByNorm(self.max_norm, self.memory.for_dense())
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """As the memory inside."""
+        self.memory.check_optimizer(optimizer)
+
+
+def norm(x: Tensor) -> Tensor:
+    """() float64 Euclidean norm; infinite or NaN if anything in x is."""
+    dtype, whole = torch.promote_types(x.dtype, torch.float32), x.numel() // CHUNK * CHUNK
+    rows = torch.linalg.vector_norm(x[:whole].view(-1, CHUNK), dim=1, dtype=dtype)
+    rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)
+    total: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest.view(1)]), dtype=torch.float64)
+    return total

@@ -1,0 +1,65 @@
+"""ScaleCom's low-pass filter on the residual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.memory.base import Feedback, FeedbackState, check_share
+from lightning_sparse.types import Context, Update
+
+
+@dataclass(frozen=True)
+class LowPass(Feedback):
+    """Error feedback whose residual follows slowly: ``residual' = residual + beta (gradient - sent)``.
+
+    ``acc = residual + gradient`` as always, and afterwards ``residual' = (1 - beta) residual + beta (acc - sent)``. The
+    residual is an average over about ``1 / beta`` steps instead of a sum. That makes the residuals of the ranks more
+    alike, so that one rank's pick suits the others better (:class:`~lightning_sparse.CLTk`), and damps the noise that a
+    large learning rate feeds back.
+
+    What is conserved is changed by the factor: over the ranks, ``sum residual' - sum residual = beta (sum gradient -
+    n update)``. A coordinate that is never sent keeps beta of its gradients; one that is sent keeps ``1 - beta`` of its
+    old residual and is not forgotten at once. Costs two vectors of ``numel`` accumulator elements a rank.
+
+    Args:
+        beta: in (0, 1]; 1 is :class:`~lightning_sparse.Residual`. Values of 0.1 to 0.3 are meant for the large
+            learning rates of large batches.
+
+    Raises:
+        ValueError: if ``beta`` is outside (0, 1].
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> import torch
+        >>> stream = torch.tensor([[[4.0, 2.0]], [[0.0, 0.0]]])                  # two steps of one rank, k = 1
+        >>> [s.update.tolist() for s in ls.simulate(stream, sparsifier="topk", density=0.5, memory=ls.LowPass(0.5))]
+        [[4.0, 0.0], [0.0, 1.0]]
+
+    References:
+        Chen et al., ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed
+        Training, NeurIPS 2020, arXiv 2104.11125, algorithm 1.
+    """
+
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_share(self.beta, "beta")
+
+    def accumulate_(self, state: FeedbackState, grad: Tensor, ctx: Context) -> Tensor:
+        """``acc = residual + grad``."""
+        numel = state.acc.numel() - 1
+        torch.add(grad[:numel], state.residual[:numel], out=state.acc[:numel])
+        state.acc[numel:].zero_()
+        return state.acc
+
+    def settle_(self, state: FeedbackState, update: Update) -> None:
+        """``(1 - beta) residual + beta (acc - sent)``."""
+        super().settle_(state, update)
+        torch.lerp(state.residual, state.acc, self.beta, out=state.acc)
+
+    def keep_(self, state: FeedbackState, update: Update, rounding: Tensor, void: Tensor) -> None:
+        """What the cast of the mean lost was not sent either, and counts like it."""
+        super().keep_(state, update, self.beta * rounding, void)

@@ -1,0 +1,154 @@
+"""Pieces of methods that try a threshold, count what reaches it, and try another one (DGC, RedSync, GaussianK)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels import above, static_shapes, top_k
+from lightning_sparse.types import Selection
+
+CANDIDATES = 4
+"""Device slots, in multiples of k, for what still passes when the search for a threshold ends."""
+
+
+class Bracket(NamedTuple):
+    """What is known of the threshold that is looked for. It is found where both bounds are equal."""
+
+    low: Tensor
+    """() float64: enough coordinates reach it; 0 before the first such trial."""
+    high: Tensor
+    """() float64: not too many coordinates reach it; infinite before the first such trial."""
+
+
+class Survivors:
+    """The coordinates that reach a threshold.
+
+    On the CPU, what reached the lowest threshold so far is kept, and higher ones are counted among that alone: only a
+    trial below all earlier ones passes over the whole group.
+
+    Args:
+        acc: (numel,) finite accumulator.
+    """
+
+    def __init__(self, acc: Tensor) -> None:
+        self.acc = acc
+        self.static = static_shapes(acc.device)
+        self._bound = math.inf
+        self._indices = torch.empty(0, dtype=torch.int64, device=acc.device)
+        self._magnitudes = acc.abs() if self.static else acc[:0]
+
+    def count(self, threshold: Tensor) -> Tensor:
+        """() int64 number of coordinates that reach () ``threshold``, compared in the accumulator's precision."""
+        if not self.static and threshold <= 0:
+            return torch.tensor(self.acc.numel())
+        self._descend(threshold)
+        return (self._magnitudes >= threshold).sum()
+
+    def beyond(self, threshold: Tensor, k: int, phase: int) -> Selection:
+        """Pick everything strictly above a threshold, on a device at most ``CANDIDATES * k``, thinned evenly."""
+        bound = next_above(threshold, self.acc.dtype)
+        if self.static:
+            indices, picks = above(self.acc, bound, capacity=CANDIDATES * k, phase=phase)
+            return Selection(indices, picks, threshold, aligned=True)
+        return self._reaching(bound)._replace(threshold=threshold)
+
+    def trim(self, bracket: Bracket, k: int, most: int, phase: int) -> Selection:
+        """Pick what reaches the lower bound; where these are more than ``most``, the k largest of them.
+
+        On a device at most ``CANDIDATES * k`` of them are looked at: those that reach the upper bound, and as many of
+        the others as there is room for, evenly spread over the group.
+
+        Args:
+            bracket: where the search ended.
+            k: picks where the bracket is still open, at most ``most``.
+            most: picks that are allowed.
+            phase: rotates which candidates an overfull device gives up.
+        """
+        if self.static:
+            return self._trim_static(bracket, k, min(most, self.acc.numel()), phase)
+        if bracket.low == 0 < bracket.high:
+            return picked(self.acc, top_k(self.acc, k))
+        selection = self._reaching(bracket.low)
+        if selection.count > most:
+            return picked(self.acc, selection.indices[top_k(self.acc[selection.indices], k)])
+        return selection
+
+    def _reaching(self, threshold: Tensor) -> Selection:
+        self._descend(threshold)
+        indices = self._indices[self._magnitudes >= threshold]
+        return Selection(indices, torch.tensor(indices.numel()), threshold)
+
+    def _descend(self, threshold: Tensor) -> None:
+        if not self.static and threshold < self._bound:
+            self._bound = float(threshold)
+            self._indices, _ = above(self.acc, threshold)
+            self._magnitudes = self.acc[self._indices].abs()
+
+    def _trim_static(self, bracket: Bracket, k: int, most: int, phase: int) -> Selection:
+        numel, magnitudes = self.acc.numel(), self._magnitudes
+        slots = max(most, min(CANDIDATES * k, numel))
+        # Where no trial was too high: the threshold may be at a value that many share, and what is larger comes first.
+        high = torch.where(bracket.high.isinf(), next_above(bracket.low, self.acc.dtype), bracket.high)
+        sure = magnitudes >= high
+        others = (magnitudes >= bracket.low) & ~sure
+        total = others.sum()
+        room = torch.minimum((slots - sure.sum()).clamp(min=0), total)
+        spread = torch.remainder(others.cumsum(0) * room + phase, total.clamp(min=1)) < room
+        chosen = (sure | (others & spread)).to(self.acc.dtype)
+        candidates, found = above(chosen, torch.full_like(bracket.low, 0.5), capacity=slots, phase=phase)
+        real = candidates < numel
+        best = torch.topk(torch.where(real, magnitudes[candidates.clamp(max=numel - 1)], -1), most)
+        excess = found > most
+        picks = torch.where(excess, k, found)
+        indices = candidates[best.indices].masked_fill(torch.arange(most, device=picks.device) >= picks, numel)
+        threshold = torch.where(excess, best.values[k - 1].double(), bracket.low)
+        return Selection(indices.sort().values, picks, threshold, aligned=True)
+
+
+def narrow(survivors: Survivors, propose: Callable[[Bracket], Tensor], fewest: int, most: int, rounds: int) -> Bracket:
+    """Look for a threshold that ``fewest`` to ``most`` coordinates reach.
+
+    Args:
+        survivors: who counts.
+        propose: the next trial, () float64 within the bracket. Proposing the same again ends the search.
+        fewest: coordinates that are enough.
+        most: coordinates that are not too many, at least ``fewest``.
+        rounds: trials at most; on a device, all of them are made.
+    """
+    low = torch.zeros((), dtype=torch.float64, device=survivors.acc.device)
+    bracket, tried = Bracket(low, torch.full_like(low, math.inf)), None
+    for _ in range(rounds):
+        threshold = torch.where(bracket.low == bracket.high, bracket.low, propose(bracket))
+        if not survivors.static and tried is not None and threshold == tried:
+            break
+        reached = survivors.count(threshold)
+        bracket = Bracket(
+            torch.where(reached >= fewest, threshold, bracket.low),
+            torch.where(reached <= most, threshold, bracket.high),
+        )
+        tried = threshold
+    return bracket
+
+
+def next_above(threshold: Tensor, dtype: torch.dtype) -> Tensor:
+    """Smallest number of ``dtype`` above a () threshold, as float64: ``x > threshold`` is ``x >= next_above``."""
+    rounded = threshold.to(dtype)
+    return torch.nextafter(rounded, torch.full_like(rounded, math.inf)).double()
+
+
+def picked(acc: Tensor, indices: Tensor) -> Selection:
+    """These coordinates; the threshold is the smallest magnitude among them."""
+    picks = torch.full((), indices.numel(), device=acc.device)
+    return Selection(indices, picks, acc[indices].abs().min().double())
+
+
+def everything(acc: Tensor) -> Selection:
+    """All coordinates, for a density of 1."""
+    indices = torch.arange(acc.numel(), device=acc.device)
+    nothing = torch.zeros((), dtype=torch.float64, device=acc.device)
+    return Selection(indices, torch.full((), acc.numel(), device=acc.device), nothing, aligned=True)

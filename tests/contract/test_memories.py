@@ -1,0 +1,223 @@
+"""Every sparsifier and exchange with memories other than the plain residual: each has a law, and all keep theirs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_sparse as ls
+from lightning_sparse.types import GroupState, Update
+from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
+from tests.lockstep import Outcome, Ranks, equal_states, noise
+
+N, DENSITY = 3, 0.2
+STEPS, VOID_STEP = 4, 2
+# Sums and halves of the gradients are exact; a third of the mean is not, and neither are Adam's roots and quotients.
+CLOSE = {"rtol": 0, "atol": 1e-12}
+ONE_EACH = list({type(case.sparsifier): case.name for case in reversed(CASES)}.values())
+"""The first case of each sparsifier: a memory cannot tell its variants apart."""
+SOME = [(name, pair) for name, pair in zip(PAIR_NAMES, PAIRS, strict=True) if pair[0].name in ONE_EACH]
+MOMENTUM = [memory for memory in MEMORIES if isinstance(memory, ls.MomentumCorrection)]
+
+
+def remembered(memory: ls.Memory, state: GroupState) -> dict[str, Tensor]:
+    """Copies of the (numel,) vectors of one rank."""
+    return {name: vector[:-1].clone() for name, vector in memory.vectors(state.memory).items()}
+
+
+def walk(case: Case, exchange: str, memory: ls.Memory, numel: int) -> Iterator[tuple[Outcome, list[Any], list[Any]]]:
+    """Steps with what each rank remembers before and after."""
+    ranks = Ranks(N, numel, sparsifier=case.sparsifier, exchange=exchange, memory=memory, density=DENSITY)
+    for seed in range(STEPS):
+        gradients = noise(N, numel, seed=seed)
+        if seed == VOID_STEP:
+            gradients[1, numel // 2] = float("inf")
+        before = [remembered(memory, state) for state in ranks.states]
+        outcome = ranks.step(gradients)
+        yield outcome, before, [remembered(memory, state) for state in outcome.states]
+
+
+def gave(update: Update, acc: Tensor) -> Tensor:
+    """(numel,) what left a rank's accumulator."""
+    if update.sent is None:
+        return acc.clone()
+    given = torch.zeros(acc.numel() + 1, dtype=acc.dtype)
+    padded = torch.cat([acc, acc.new_zeros(1)])
+    given[update.sent] = padded[update.sent] if update.sent_values is None else update.sent_values
+    return given[:-1]
+
+
+def offered(memory: ls.Memory, gradient: Tensor, before: dict[str, Tensor], step: int) -> Tensor:
+    """What a rank brings to the exchange, by the formulas of the papers."""
+    e = before["residual"]
+    match memory:
+        case ls.Residual(decay):
+            return decay * e + gradient
+        case ls.LowPass():
+            return e + gradient
+        case ls.MomentumCorrection(mu, nesterov=False):
+            return e + mu * before["momentum"] + gradient
+        case ls.MomentumCorrection(mu, nesterov=True):
+            return e + mu * (before["momentum"] + gradient) + gradient
+        case ls.ClipByNorm(limit, ls.Residual()):
+            return e + gradient * min(1, limit / N**0.5 / gradient.square().sum().sqrt())
+        case ls.AdamCorrection(beta1, beta2, eps):
+            m = beta1 * before["first"] + (1 - beta1) * gradient
+            v = beta2 * before["second"] + (1 - beta2) * gradient**2
+            return e + N**0.5 * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)) ** 0.5 + eps)
+    raise AssertionError(memory)
+
+
+@pytest.fixture(scope="module", params=[pair for _, pair in SOME], ids=[name for name, _ in SOME])
+def pair(request: pytest.FixtureRequest) -> tuple[Case, str]:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=MEMORIES, ids=repr)
+def memory(request: pytest.FixtureRequest) -> ls.Memory:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def steps(pair: tuple[Case, str], memory: ls.Memory) -> list[tuple[Outcome, list[Any], list[Any]]]:
+    case, exchange = pair
+    sizes = [numel for numel in (7, 257) if case.serves(N, numel, DENSITY)]
+    return [step for numel in sizes for step in walk(case, exchange, memory, numel)]
+
+
+def is_void(outcome: Outcome) -> bool:
+    return not bool(outcome.gradients.isfinite().all())
+
+
+def test_each_rank_offers_what_its_memory_says(steps: list[Any], memory: ls.Memory) -> None:
+    for outcome, before, _ in steps:
+        number = outcome.step + (outcome.step < VOID_STEP)  # committed steps, this one included
+        for rank in range(N):
+            if not is_void(outcome):
+                expected = offered(memory, outcome.gradients[rank], before[rank], number)
+                torch.testing.assert_close(outcome.accs[rank], expected, **CLOSE)
+
+
+def test_what_was_given_is_averaged_and_leaves_the_residual(steps: list[Any], memory: ls.Memory) -> None:
+    for outcome, before, after in steps:
+        if is_void(outcome):
+            continue
+        given = [gave(update, acc) for update, acc in zip(outcome.updates, outcome.accs, strict=True)]
+        torch.testing.assert_close(N * outcome.averages[0], sum(given), **CLOSE)
+        for rank in range(N):
+            kept = outcome.accs[rank] - given[rank]
+            if isinstance(memory, ls.LowPass):  # e + beta (gradient - sent)
+                e = before[rank]["residual"]
+                kept = e + memory.beta * (outcome.gradients[rank] - given[rank])
+            torch.testing.assert_close(after[rank]["residual"], kept, **CLOSE)
+
+
+def test_nothing_is_lost_but_by_the_memorys_own_rule(steps: list[Any], memory: ls.Memory) -> None:
+    for outcome, before, after in steps:
+        if is_void(outcome):
+            continue
+        now = sum(kept["residual"] for kept in after)
+        if isinstance(memory, ls.LowPass):
+            change = outcome.gradients.sum(0) - N * outcome.averages[0]
+            expected = sum(kept["residual"] for kept in before) + memory.beta * change
+        else:
+            expected = sum(outcome.accs) - N * outcome.averages[0]
+        torch.testing.assert_close(now, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("memory", MOMENTUM, ids=repr, indirect=True, scope="module")
+def test_momentum_is_cleared_where_something_arrived(steps: list[Any], memory: ls.MomentumCorrection) -> None:
+    cleared_somewhere = False
+    for outcome, before, after in steps:
+        if is_void(outcome):
+            continue
+        for rank, update in enumerate(outcome.updates):
+            old, new, gradient = before[rank]["momentum"], after[rank]["momentum"], outcome.gradients[rank]
+            advanced = memory.momentum * (old + gradient) if memory.nesterov else memory.momentum * old + gradient
+            numel = gradient.numel()
+            sent = torch.arange(numel) if update.sent is None else update.sent.unique()
+            sent = sent[sent < numel]
+            if memory.masking and sent.numel() < numel:
+                if update.sent_values is not None:
+                    arrived = torch.isin(sent, update.indices) & (gave(update, outcome.accs[rank])[sent] != 0)
+                    sent = sent[arrived]
+                advanced[sent] = 0
+                cleared_somewhere |= bool(sent.numel())
+            assert torch.equal(new, advanced)
+    dense = all(update.sent is None for outcome, _, _ in steps for update in outcome.updates)
+    assert cleared_somewhere == (memory.masking and not dense)
+
+
+def test_all_ranks_hold_the_same_bit_for_bit(steps: list[Any]) -> None:
+    for outcome, _, _ in steps:
+        if not is_void(outcome):
+            assert all(torch.equal(average, outcome.averages[0]) for average in outcome.averages)
+
+
+def test_a_void_step_changes_nothing_bit_for_bit(steps: list[Any]) -> None:
+    seen = 0
+    for outcome, before, after in steps:
+        if is_void(outcome):
+            seen += 1
+            assert bool(torch.isnan(outcome.averages).all())
+            for then, now in zip(before, after, strict=True):
+                assert {name: v.numpy().tobytes() for name, v in now.items()} == {
+                    name: v.numpy().tobytes() for name, v in then.items()
+                }
+    assert seen in (1, 2)
+
+
+@pytest.mark.parametrize("name", ["topk-gather_pairs", "shared_topk-reduce_union", "gtop_k-tree"])
+def test_what_the_cast_of_a_mean_loses_is_kept(memory: ls.Memory, name: str) -> None:
+    case, exchange = PAIRS[PAIR_NAMES.index(name)]
+    # Two ranks: means are exact in the float32 accumulator, and only the cast rounds. Clipping and Adam round, too.
+    exact, dtype = not isinstance(memory, (ls.ClipByNorm, ls.AdamCorrection)), torch.bfloat16
+    ranks = Ranks(2, 257, sparsifier=case.sparsifier, exchange=exchange, memory=memory, density=DENSITY, dtype=dtype)
+    rounded = False
+    for seed in range(4):
+        gradients = noise(2, 257, seed=seed, grain=16, dtype=dtype)
+        outcome = ranks.step(gradients.clone())
+        total, mean = sum(outcome.accs), outcome.averages[0].float()
+        rounded |= not torch.equal(outcome.updates[0].values, outcome.updates[0].values.to(dtype).float())
+        expected = total - 2 * mean
+        if isinstance(memory, ls.LowPass):
+            expected = sum(outcome.before) + memory.beta * (gradients.float().sum(0) - 2 * mean)
+        torch.testing.assert_close(sum(outcome.after), expected, rtol=0, atol=0 if exact else 1e-5)
+        assert outcome.averages.dtype == dtype
+    assert rounded
+
+
+STATIC = ["topk-gather_pairs", "shared_topk-reduce_union", "exdyna-reduce_union", "gtop_k-tree", "topk-dense"]
+
+
+@pytest.mark.parametrize("density", [0.25, 1.0])
+@pytest.mark.parametrize("name", STATIC)
+def test_the_path_on_a_device_leaves_the_same_behind(
+    memory: ls.Memory, name: str, density: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, exchange = PAIRS[PAIR_NAMES.index(name)]
+
+    def run() -> list[Any]:
+        ranks = Ranks(N, 257, sparsifier=case.sparsifier, exchange=exchange, memory=memory, density=density)
+        seen = []
+        for seed in range(5):
+            # Without ties: which of equal magnitudes go first is the one thing that a device may decide otherwise.
+            generator = torch.Generator().manual_seed(seed)
+            gradients = torch.randn(N, 257, dtype=torch.float64, generator=generator)
+            if seed == 2:
+                gradients[0, 0] = float("nan")
+            outcome = ranks.step(gradients)
+            kept = [tuple(remembered(memory, state).values()) for state in outcome.states]
+            seen.append((tuple(kept), outcome.averages.nan_to_num(7.0)))
+        return seen
+
+    exact = run()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("lightning_sparse") and "static_shapes" in vars(module):
+            monkeypatch.setattr(module, "static_shapes", lambda device: True)
+    assert all(equal_states(a, b) for a, b in zip(run(), exact, strict=True))

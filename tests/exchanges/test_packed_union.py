@@ -1,0 +1,131 @@
+"""Half the bytes, nothing lost: packing, rounding, and what happens at the edges of 16 bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lightning_sparse as ls
+from lightning_sparse.exchanges.packed_union import _lengthen, _shorten, pack, unpack
+from tests.lockstep import Ranks
+
+LANE = 32767
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 2**16))
+def test_sums_of_packed_words_are_packed_sums(n: int, size: int, seed: int) -> None:
+    levels = LANE // n
+    rows = np.random.default_rng(seed).integers(-levels, levels + 1, size=(n, size))
+    rows[:, 0] = levels * np.sign(rows[0, 0] + 0.5)  # all ranks at the last level
+    words = sum(pack(torch.tensor(row, dtype=torch.int32)) for row in rows)
+    assert words.dtype == torch.int32
+    assert words.numel() == (size + 1) // 2
+    assert unpack(words, size).tolist() == rows.sum(0).tolist()
+
+
+@settings(deadline=None)
+@given(st.integers(1, 400_000), st.integers(0, 300), st.integers(0, 5), st.integers(0, 2**16))
+def test_coordinates_survive_the_short_form_with_and_without_padding(
+    numel: int, picks: int, missing: int, seed: int
+) -> None:
+    picks = min(picks, numel)
+    chosen = np.sort(np.random.default_rng(seed).choice(numel, picks, replace=False))
+    indices = torch.cat([torch.tensor(chosen, dtype=torch.int64), torch.full((missing,), numel)])
+    blocks = -(-numel // 65_536)
+    words = _shorten(indices, blocks)
+    assert words.numel() == blocks + (picks + missing + 1) // 2
+    assert _lengthen(words, picks + missing, blocks, numel)[:picks].tolist() == chosen.tolist()
+
+
+def packed(rows: torch.Tensor, density: float, sparsifier: ls.Sparsifier | None = None, steps: int = 1) -> list:
+    ranks = Ranks(
+        len(rows), rows.shape[1], sparsifier=sparsifier or ls.TopK(), exchange="packed_union", density=density,
+        dtype=rows.dtype,
+    )  # fmt: skip
+    return [ranks.step(rows) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1.0, 1e6, 1e30])
+def test_updates_are_those_of_reduce_union_but_for_the_rounding(dtype: torch.dtype, scale: float) -> None:
+    rows = scale * torch.randn(4, 200_000, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    [outcome] = packed(rows, 0.001)
+    [exact] = [Ranks(4, 200_000, sparsifier=ls.TopK(), exchange="reduce_union", density=0.001, dtype=dtype).step(rows)]
+    assert torch.equal(outcome.updates[0].sent, exact.updates[0].sent)
+    # At least 2**12 / n levels up to the largest pick, rounded to the nearest.
+    step = float(rows.abs().max()) / (2**12 / 4)
+    assert float((outcome.averages - exact.averages).abs().max()) <= step / 2
+    assert float((outcome.averages - exact.averages).abs().max()) > 0
+    offered = rows.double().sum(0)
+    kept = 4 * outcome.averages[0].double() + sum(residual.double() for residual in outcome.after)
+    # q s is exact, and so is acc - q s but for values that share no exponent with s.
+    torch.testing.assert_close(kept, offered, rtol=0, atol=float(rows.abs().max()) * 2.0**-22)
+
+
+def test_values_too_small_for_a_step_are_kept_and_come_later() -> None:
+    # Rank 0 has 2**15 at coordinate 0, so that a step is at least 1; what rank 1 has there is less than half of it.
+    rows = torch.zeros(2, 10, dtype=torch.float64)
+    rows[0, 0], rows[1, 0] = 2.0**15, 0.25
+    first, second, *_ = packed(rows, 0.1, steps=2)
+    assert first.averages[0, 0] == 2.0**14
+    assert first.after[1][0] == 0.25
+    assert second.after[1][0] == 0.5
+
+
+def test_a_value_beyond_the_last_level_is_sent_in_parts() -> None:
+    # Rank 1's range (StripedTopK: odd blocks) holds small values only, rank 0's a large one that it does not own.
+    rows = torch.zeros(2, 8, dtype=torch.float64)
+    rows[1] = 1e-3
+    rows[0, :] = 1e-3
+    rows[1, 0] = 1.0  # coordinate 0 belongs to rank 0 in step 0, which has little there
+    sparsifier = ls.StripedTopK(block=1)
+    ranks = Ranks(2, 8, sparsifier=sparsifier, exchange="packed_union", density=0.5, dtype=torch.float64)
+    outcome = ranks.step(rows)
+    picked = torch.cat([s.indices for s in outcome.selections])
+    assert 0 in picked.tolist()
+    largest = max(float(outcome.accs[r][s.indices].abs().max()) for r, s in enumerate(outcome.selections))
+    assert largest < 1e-2  # nobody's own pick is large
+    assert 0 < 2 * outcome.averages[0, 0] < 0.1
+    torch.testing.assert_close(outcome.after[1][0] + outcome.after[0][0], 1.001 - 2 * outcome.averages[0, 0])
+
+
+def test_messages_are_half_as_long() -> None:
+    # 200 000 coordinates are 4 blocks. Half a word per index, 4 counts, the count of picks and an exponent; then half a
+    # word per value, float32 or not.
+    rows = torch.randn(4, 200_000, generator=torch.Generator().manual_seed(0))
+    [outcome] = packed(rows, 0.01, ls.SharedTopK())
+    indices, values = 4 * (2 + 4 + 250), 4 * 1000
+    assert outcome.statistics[0].bytes_sent == 3 * indices + 1.5 * values
+    plain = Ranks(4, 200_000, sparsifier=ls.SharedTopK(), exchange="reduce_union", density=0.01, dtype=torch.float32)
+    assert outcome.statistics[0].bytes_sent < 0.53 * plain.step(rows).statistics[0].bytes_sent
+
+
+def test_where_blocks_hold_fewer_picks_than_counts_cost_indices_stay_long() -> None:
+    rows = torch.randn(2, 300_000, generator=torch.Generator().manual_seed(0))
+    [outcome] = packed(rows, 8e-6)  # 2 picks in 5 blocks
+    assert outcome.statistics[0].counts.tolist() == [2, 2]
+    union = int(outcome.statistics[0].union)
+    assert outcome.statistics[0].bytes_sent == 4 * (2 + 2) + 4 * -(-union // 2)
+    assert torch.equal(
+        outcome.averages[0].nonzero().flatten(), torch.cat([s.indices for s in outcome.selections]).unique()
+    )
+
+
+def test_too_many_ranks_for_a_share_of_the_levels_send_unrounded_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    monkeypatch.setattr("lightning_sparse.exchanges.packed_union.FEWEST_LEVELS", 32767 // 3 + 1)
+    [outcome] = packed(rows, 0.1)
+    exact = Ranks(3, 1000, sparsifier=ls.TopK(), exchange="reduce_union", density=0.1).step(rows)
+    assert torch.equal(outcome.averages, exact.averages)
+
+
+def test_zeros_and_the_smallest_numbers_are_no_trouble() -> None:
+    for scale in (0.0, 1e-38, 1e-44):  # the last is below the smallest normal float32
+        rows = torch.full((2, 100), scale)
+        [outcome] = packed(rows, 0.1)
+        assert bool(torch.isfinite(outcome.averages).all())
+        assert torch.equal(2 * outcome.averages[0] + sum(outcome.after), rows.sum(0))
