@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 NEEDED = {"jsonargparse": "jsonargparse", "rich": "rich", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 """Modules of the extra ``cli``, and the packages that they come from."""
+WIDTH = 100
+"""Columns that a table needs; lines of narrower terminals break."""
 
 
 def simulate(
@@ -63,8 +65,8 @@ def simulate(
             progress.update(bar, advance=1, description=f"{row.stream}, {row.ranks} ranks, {row.method}")
     found = [rows[job.key] for job in wanted]
     meanings = "".join(f"- {name}: {meaning}.\n" for name, meaning in compare.QUANTITIES.items())
-    _report(out / "simulate.md", simulate_tables(found), meanings)
     simulate_figures(found, out)
+    _report(out / "simulate.md", simulate_tables(found), meanings)
 
 
 def judge(
@@ -119,8 +121,8 @@ def judge(
             results[result.key] = result
             progress.update(bar, advance=1, description=f"{result.task} {result.method}: loss {result.loss:.4f}")
     found = [results[job.key] for job in wanted]
-    _report(out / "judge.md", judge_tables(found))
     judge_figures(found, curves.read(), out)
+    _report(out / "judge.md", judge_tables(found))
 
 
 COMMANDS: dict[str, Any] = {"simulate": simulate, "judge": judge}
@@ -198,16 +200,18 @@ def _progress() -> Progress:
 
 def _report(path: Path, tables: Sequence[Table], notes: str = "") -> None:
     """Write tables in markdown, and show them."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as RichTable
 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*(table.markdown() for table in tables), *([notes] if notes else [])]), encoding="utf-8")
     console = Console()
+    console.width = max(console.width, WIDTH)
     for table in tables:
-        shown = RichTable(title=table.title, title_justify="left")
+        shown = RichTable(title=table.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for i, name in enumerate(table.header):
-            shown.add_column(name, justify="right" if i else "left")
+            shown.add_column(name, justify="right" if i else "left", no_wrap=not i)
         for cells in table.rows:
             shown.add_row(*cells)
         console.print(shown)

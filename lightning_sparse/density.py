@@ -149,8 +149,8 @@ class Accordion(DensitySchedule):
     The sum of updates stands in for the summed gradients of the paper: error feedback makes the two equal up to what is
     still in the residuals, and the updates are equal on all ranks, so that nothing is sent to agree on the decision.
     Residuals take up more when the density falls, so that only intervals of equal density are compared; a group stays
-    in a new regime for two intervals at least. The released code looks at a single mini-batch of rank 0 instead. Costs one vector of the group's size, and on a
-    device one wait per interval.
+    in a new regime for two intervals at least. The released code looks at a single mini-batch of rank 0 instead. Costs
+    one vector of the group's size, and on a device one wait per interval.
 
     Args:
         low: density while gradients are calm, in (0, 1].

@@ -78,7 +78,8 @@ def judge_figures(results: Sequence[Result], curves: Sequence[CurvePoint], folde
     }
     files = []
     for name, (axis, measure) in measures.items():
-        figure, panels = _panels(len(rooms), 2, 6.5, 5.0)
+        columns = len({result.density for room in rooms for result in room if result.method != DENSE.name})
+        figure, panels = _panels(len(rooms), max(1, columns), 6.5, 5.0)
         for panel, contest in zip(panels, rooms, strict=True):
             panel.set(title=title(contest), xlabel="megabytes sent by each rank", ylabel=axis)
             if name == "loss" or contest[0].quality_name == "perplexity":
@@ -86,6 +87,7 @@ def judge_figures(results: Sequence[Result], curves: Sequence[CurvePoint], folde
             if name == "quality":
                 panel.set_ylabel(f"validation {contest[0].quality_name}")
             _draw_contest(panel, contest, points, measure)
+            _plain_numbers(panel.yaxis)
         _common_legend(figure, panels)
         files.append(_save(figure, folder / f"judge_{name}.png"))
     return files
@@ -159,6 +161,7 @@ def simulate_figures(rows: Sequence[compare.Row], folder: Path) -> list[Path]:
             some = [row for row in rows if (row.stream, row.density) == (stream, density)]
             panel.set(title=f"{stream}, density {density:g}", xlabel=axis.label)
             _draw_dots(panel, some, name, axis)
+            _plain_numbers(panel.xaxis)
         _common_legend(figure, panels)
         files.append(_save(figure, folder / f"simulate_{name}.png"))
     return files
@@ -197,6 +200,18 @@ def _value(row: compare.Row, name: str) -> float:
         return float(row.steps)
     # Nothing at all has no place on a logarithmic axis.
     return float("nan") if AXES[name].scale == "log" and value <= 0 else float(value)
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Label an axis with a few plain numbers if it is logarithmic."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if axis.get_scale() != "log":
+        return
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0,) if high > 1e3 * low else (1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _panels(count: int, columns: int, width: float, height: float) -> tuple[Figure, list[Axes]]:

@@ -71,8 +71,8 @@ def _indices_and_sums(n: int) -> float:
 
 
 def _exclusive(n: int) -> float:
-    """As before, with the messages of indices padded by f(t), which is at its cap of 2 where layers differ."""
-    return 4.0
+    """As before, with messages of indices padded by f(t): at its cap of 2 where layers differ, lower for two ranks."""
+    return 4.0 if n > 2 else 3.5
 
 
 def _survey(n: int) -> float:

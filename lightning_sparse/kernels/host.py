@@ -51,7 +51,7 @@ def excess(x: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
         chunk = values[start : start + CHUNK]
         size = chunk.size
         np.abs(chunk, out=magnitudes[:size])
-        count += np.count_nonzero(np.greater_equal(magnitudes[:size], bound, out=mask[:size]))
+        count += int(np.count_nonzero(np.greater_equal(magnitudes[:size], bound, out=mask[:size])))
         np.subtract(magnitudes[:size], level, out=beyond[:size])
         np.maximum(beyond[:size], 0.0, out=beyond[:size])
         total += float(beyond[:size].sum())

@@ -18,8 +18,8 @@ from lightning_sparse.types import Agreement, Context, Selection
 Fit = Literal["exponential", "gamma", "pareto"]
 
 CAPACITY = 4
-"""Device slots per pick at the target density. When the rule adapts, more picks than that are not told apart either, and
-it never aims for less than this part of the target."""
+"""Device slots per pick at the target density. Where the rule adapts, more picks than that are not told apart either,
+and it never aims for less than this part of the target."""
 GAIN = 0.1
 """By how much the logarithm of the aim follows the relative error of one step."""
 LAST_RATIO = 0.75

@@ -20,6 +20,11 @@ from tests.lockstep import Outcome, Ranks, equal_states, noise
 from tests.reference.merged import merge_up_a_tree, split_and_reduce
 
 SIZES = [1, 2, 7, 255, 256, 257, 10_000]
+RANKS = [1, 2, 3, 4, 8]
+SOME_RANKS = [1, 3, 4]
+"""For what needs runs of its own."""
+FEW_RANKS = [3, 8]
+"""No power of two, and many: for exchanges that are not a method's own."""
 DENSITY = 0.2
 # Means over a power of two are exact for the streams used here. For 3 ranks a third of a value below 2**7 is rounded by
 # at most 2**-47, and n times that is compared: 1e-12 is far above it and far below a lost grain of 1/256.
@@ -50,20 +55,26 @@ def close(n: int) -> dict[str, float]:
     return {"rtol": 0, "atol": THIRDS if n == 3 else 0}
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=PAIR_NAMES)
-def pair(request: pytest.FixtureRequest) -> tuple[Case, str]:
-    return request.param
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Numbers of ranks: all for what a method does by nature, and for one method in each exchange; a few elsewhere."""
+    wanted = metafunc.fixturenames
+    runs = [
+        (f"{name}-n{n}", (pair, n))
+        for name, pair in zip(PAIR_NAMES, PAIRS, strict=True)
+        for n in (RANKS if "n" in wanted else SOME_RANKS)
+        if n in FEW_RANKS or is_typical(*pair)
+    ]
+    names, values = zip(*runs, strict=True)
+    if "pair" in wanted and ("n" in wanted or "some_n" in wanted):
+        metafunc.parametrize(("pair", "n" if "n" in wanted else "some_n"), values, ids=names, scope="module")
+    elif "pair" in wanted:
+        metafunc.parametrize("pair", PAIRS, ids=PAIR_NAMES, scope="module")
+    elif "n" in wanted:
+        metafunc.parametrize("n", RANKS, ids="n{}".format)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4, 8], ids="n{}".format)
-def n(request: pytest.FixtureRequest) -> int:
-    return request.param
-
-
-@pytest.fixture(scope="module", params=[1, 3, 4], ids="n{}".format)
-def some_n(request: pytest.FixtureRequest) -> int:
-    """For what needs runs of its own."""
-    return request.param
+def is_typical(case: Case, exchange: str) -> bool:
+    return exchange == case.sparsifier.exchange or case.name in ("topk", "shared_topk", "micro", "clt_k", "random_k")
 
 
 @pytest.fixture(scope="module")
