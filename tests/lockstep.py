@@ -231,3 +231,23 @@ def noise(n: int, numel: int, *, seed: int = 0, grain: int = 256, dtype: torch.d
     """
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(n, numel, generator=generator, dtype=torch.float64) * grain).round().div(grain).to(dtype)
+
+
+def sent(update: Update, numel: int) -> Tensor:
+    """Coordinates that a rank took out of its residual, without padding."""
+    if update.sent is None:
+        return torch.arange(numel)
+    return update.sent[update.sent < numel]
+
+
+def gave(update: Update, acc: Tensor) -> Tensor:
+    """(numel,) what left a rank's accumulator."""
+    places, given = sent(update, acc.numel()), torch.zeros_like(acc)
+    if update.sent_values is None:
+        given[places] = acc[places]
+    else:
+        assert update.sent is not None
+        values = update.sent_values[update.sent < acc.numel()]
+        given[places] = values
+        assert torch.equal(given[places], values)  # a coordinate that repeats gives the same each time
+    return given

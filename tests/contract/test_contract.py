@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import math
 import re
 from pathlib import Path
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.types import Agreement, Update
-from tests.contract.cases import CASES, PAIR_NAMES, PAIRS, Case
-from tests.lockstep import Outcome, Ranks, equal_states, noise
+from lightning_sparse.types import Agreement
+from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
+from tests.lockstep import Outcome, Ranks, equal_states, gave, noise, sent
 from tests.reference.merged import merge_up_a_tree, split_and_reduce
 
 SIZES = [1, 2, 7, 255, 256, 257, 10_000]
@@ -377,6 +378,25 @@ def test_dtype_is_kept_and_what_the_cast_loses_is_remembered(
         assert all(torch.equal(average, outcome.averages[0]) for average in outcome.averages)
 
 
+@pytest.mark.parametrize("memory", [ls.Residual(), *MEMORIES], ids=repr)
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_state_survives_save_and_load(case: Case, memory: ls.Memory) -> None:
+    n, numel = 3, 257
+    whole, resumed = (Ranks(n, numel, sparsifier=case.sparsifier, memory=memory, density=DENSITY) for _ in range(2))
+    for seed in range(4):
+        whole.step(noise(n, numel, seed=seed))
+    file = io.BytesIO()
+    torch.save(whole.states, file)
+    file.seek(0)
+    resumed.states, resumed.steps = torch.load(file, weights_only=False), whole.steps
+    for seed in range(4, 7):
+        expected, found = (ranks.step(noise(n, numel, seed=seed)) for ranks in (whole, resumed))
+        assert torch.equal(found.averages, expected.averages)
+        assert equal_states(tuple(found.after), tuple(expected.after))
+        for then, now in zip(expected.states, found.states, strict=True):
+            assert equal_states(now[1:], then[1:])
+
+
 def test_the_residual_of_a_float64_gradient_is_float64(pair: tuple[Case, str]) -> None:
     ranks = Ranks(2, 512, sparsifier=pair[0].sparsifier, exchange=pair[1], density=DENSITY)
     assert {residual.dtype for residual in ranks.residuals()} == {torch.float64}
@@ -421,26 +441,6 @@ def test_every_sparsifier_and_every_exchange_has_documented_defaults() -> None:
             assert registry.resolve(name) == cls()  # all settings have defaults, and equality is by settings
             parameters = [p for p in inspect.signature(cls).parameters if p not in ("self",)]
             assert all(re.search(rf"^ +{p}: ", cls.__doc__, re.MULTILINE) for p in parameters), cls.__name__
-
-
-def sent(update: Update, numel: int) -> Tensor:
-    """Coordinates that a rank took out of its residual, without padding."""
-    if update.sent is None:
-        return torch.arange(numel)
-    return update.sent[update.sent < numel]
-
-
-def gave(update: Update, acc: Tensor) -> Tensor:
-    """(numel,) what left a rank's accumulator."""
-    places, given = sent(update, acc.numel()), torch.zeros_like(acc)
-    if update.sent_values is None:
-        given[places] = acc[places]
-    else:
-        assert update.sent is not None
-        values = update.sent_values[update.sent < acc.numel()]
-        given[places] = values
-        assert torch.equal(given[places], values)  # a coordinate that repeats gives the same each time
-    return given
 
 
 def thinned(picks: list[Tensor], limit: int | None) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.types import GroupState, Update
+from lightning_sparse.types import GroupState
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
-from tests.lockstep import Outcome, Ranks, equal_states, noise
+from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
 
 N, DENSITY = 3, 0.2
 STEPS, VOID_STEP = 4, 2
@@ -40,16 +40,6 @@ def walk(case: Case, exchange: str, memory: ls.Memory, numel: int) -> Iterator[t
         before = [remembered(memory, state) for state in ranks.states]
         outcome = ranks.step(gradients)
         yield outcome, before, [remembered(memory, state) for state in outcome.states]
-
-
-def gave(update: Update, acc: Tensor) -> Tensor:
-    """(numel,) what left a rank's accumulator."""
-    if update.sent is None:
-        return acc.clone()
-    given = torch.zeros(acc.numel() + 1, dtype=acc.dtype)
-    padded = torch.cat([acc, acc.new_zeros(1)])
-    given[update.sent] = padded[update.sent] if update.sent_values is None else update.sent_values
-    return given[:-1]
 
 
 def offered(memory: ls.Memory, gradient: Tensor, before: dict[str, Tensor], step: int) -> Tensor:
