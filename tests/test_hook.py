@@ -130,6 +130,44 @@ def test_ranks_stay_equal_at_low_density(three_ranks: Ranks, layout: str, execut
     assert not torch.equal(results[0], plain)
 
 
+@pytest.mark.parametrize("sparsifier", [name for name, _ in ls.SPARSIFIERS.items()])
+def test_every_sparsifier_trains_like_plain_ddp_at_full_density_and_keeps_ranks_equal_below(
+    two_ranks: Ranks, sparsifier: str
+) -> None:
+    everything = ls.HardThreshold(1e-30) if sparsifier == "hard_threshold" else sparsifier
+    plain = two_ranks(train, "default", {})[0][0]
+    for parameters, _ in two_ranks(train, "default", {"sparsifier": everything, "density": 1.0}):
+        torch.testing.assert_close(parameters, plain, rtol=0, atol=1e-6)  # random numbers are summed in their own order
+    options = {"sparsifier": sparsifier, "density": 0.02, "memory": ls.ClipByNorm(1.0, ls.MomentumCorrection(0.5))}
+    first, second = (parameters for parameters, _ in two_ranks(train, "default", options))
+    assert torch.equal(first, second)
+    assert bool(torch.isfinite(first).all())
+
+
+def follow_accordion(options: dict[str, Any]) -> list[float]:
+    """Density at each step: gradients of one size for six steps, five times larger ones after them."""
+    ddp, engine = wrapped("default", torch.float64, **options)
+    assert engine is not None
+    densities = []
+    for step in range(12):
+        ddp.zero_grad()
+        output = ddp(torch.ones(4, 20, dtype=torch.float64) * (1 + dist.get_rank()))
+        (output.sum() * (5 if step >= 6 else 1)).backward()
+        densities.append(round(engine.summary()["density"], 2))
+    engine.close()
+    return densities
+
+
+def test_accordion_switches_densities_alike_on_all_ranks(two_ranks: Ranks) -> None:
+    schedule = ls.Accordion(low=0.1, high=0.5, interval=2, threshold=0.5)
+    options = {"sparsifier": "striped_topk", "density": schedule, "grouping": "model"}
+    first, second = two_ranks(follow_accordion, options)
+    assert first == second
+    assert first[:4] == [0.5] * 4  # nothing to compare with until two intervals are over
+    assert first[4:6] == [0.1] * 2
+    assert set(first[6:]) == {0.1, 0.5}  # back up when gradients grow
+
+
 def balance(layout: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """(n * what was applied + all residuals, all gradients) after five steps at fixed parameters, float64."""
     ddp, engine = wrapped(layout, torch.float64, **options)
