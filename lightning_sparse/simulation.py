@@ -174,9 +174,10 @@ class _Rank:
         """One step; a rank that fails frees those that wait for it."""
         grad = torch.cat([row.detach(), row.new_zeros(1)])
         try:
-            self.state, statistics = reduce_group(
-                grad, self.state, ctx._replace(rank=self.comm.rank), **parts, comm=self.comm
-            )
+            with self.comm.meeting.baton:
+                self.state, statistics = reduce_group(
+                    grad, self.state, ctx._replace(rank=self.comm.rank), **parts, comm=self.comm
+                )
         except BaseException:
             self.comm.meeting.barrier.abort()
             raise
@@ -189,6 +190,8 @@ class _Meeting:
 
     def __init__(self, n: int) -> None:
         self.barrier = threading.Barrier(n, self._combine)
+        self.baton = threading.Lock()
+        """Held by the one rank that computes: together they would fight for the interpreter, five times as slowly."""
         self.brought: list[Tensor] = [torch.empty(0)] * n
         self.combine: Callable[[list[Tensor]], Tensor] = torch.stack
         self.result = torch.empty(0)
@@ -226,7 +229,11 @@ class _ThreadCollective:
     def _meet(self, x: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
         meeting = self.meeting
         meeting.brought[self.rank], meeting.combine = x, combine
-        meeting.barrier.wait()
+        meeting.baton.release()
+        try:
+            meeting.barrier.wait()
+        finally:
+            meeting.baton.acquire()
         # The next result is formed when everyone is back, and has therefore taken this one.
         return meeting.result.clone()
 
