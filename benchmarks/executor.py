@@ -48,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 
 MODELS = {"2M": (512, 8), "10M": (1024, 10)}  # width and number of square layers
-SPARSIFIERS = ("exdyna", "topk")
+SPARSIFIERS = ("union_topk", "exdyna", "topk")
 EXECUTORS = ("inline", "thread")
 TIMEOUT = timedelta(minutes=2)
 
@@ -242,7 +242,9 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__.split("\n\n")[0], epilog="See the top of the file for what is held fixed."
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
-    parser.add_argument("--sparsifiers", nargs="+", default=list(SPARSIFIERS), help="names (default: exdyna topk)")
+    parser.add_argument(
+        "--sparsifiers", nargs="+", default=list(SPARSIFIERS), help=f"names (default: {' '.join(SPARSIFIERS)})"
+    )
     parser.add_argument("--density", type=float, default=0.01, help="(default: 0.01)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--batch-size", type=int, default=64, help="rows per rank (default: 64)")

@@ -34,7 +34,7 @@ from typing import Any
 RANKS = 2
 NAMESPACES = [f"sparse-link-{os.getpid()}-{rank}" for rank in range(RANKS)]
 CABLES = [f"cable{rank}" for rank in range(RANKS)]
-SPARSIFIERS = ("exdyna", "topk")
+SPARSIFIERS = ("union_topk", "exdyna", "topk")
 
 
 def run(*command: str, check: bool = True) -> None:

@@ -154,7 +154,7 @@ def main() -> None:
         print(f"{time.perf_counter() - started:.0f} s")
     plot(logged, RESULTS / "demo.png")
     console.print(table(logged))
-    console.print(f"Curves of the two sparse runs: {RESULTS.relative_to(Path.cwd()) / 'demo.png'}")
+    console.print(f"Curves of the sparse runs: {RESULTS.relative_to(Path.cwd()) / 'demo.png'}")
     console.print(
         "With two processes on one machine and a model of 58 thousand parameters the step times show overhead only, "
         "and dense DDP is expected to be the fastest; the traffic column is what a slow link would see, and whether "
