@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,21 +42,23 @@ def simulate(
     What is finished is kept in the folder; the same command again does only what is missing.
 
     Args:
-        streams: where gradients come from: digits or text, recorded in dense training, or heavy_tail.
+        streams: where gradients come from: digits or text, recorded in dense training, or heavy_tail; lists are
+            written as in --streams digits text.
         ranks: numbers of simulated ranks.
         densities: k / numel, with k as each method means it: for each rank or for all together.
-        methods: names; all if left out.
+        methods: names such as topk; all if left out. A wrong name is answered with all that there are.
         steps: length of the streams.
         seed: of the streams.
         text: text file for the stream text; if left out, the reference of the Python language.
-        out: folder for simulate.csv, simulate.md and figures.
+        out: folder for simulate.csv, simulate.md and figures; what is finished there is not done again.
     """
+    _need("matplotlib", "rich", "sklearn")
     with _complaints("simulate"):
         wanted = compare.plan(
             streams=streams, ranks=ranks, densities=densities, methods=methods, steps=steps, seed=seed, text=text
         )
-        sheet = Sheet(out / "simulate.csv", compare.Row)
-    rows = {row.key: row for row in sheet.read()}
+        sheet = Sheet(_folder(out) / "simulate.csv", compare.Row)
+        rows = {row.key: row for row in sheet.read()}
     missing = [job for job in wanted if job.key not in rows]
     with _progress() as progress:
         bar = progress.add_task("simulating", total=len(wanted), completed=len(wanted) - len(missing))
@@ -86,17 +89,19 @@ def judge(
     What is finished is kept in the folder; the same command again does only what is missing.
 
     Args:
-        tasks: what to train, digits or text.
+        tasks: what to train: digits or text; lists are written as in --tasks digits text.
         ranks: number of simulated ranks.
         densities: a method may send the bytes that MiCRO sends at this density.
-        methods: names; all if left out. Dense training is always there.
+        methods: names such as topk; all if left out. A wrong name is answered with all that there are. Dense
+            training is always there.
         seeds: of initial parameters and order of examples.
         steps: length of each training.
         every: steps between points of the curves.
         text: text file for the task text; if left out, the reference of the Python language.
         jobs: processes to train in, with one torch thread each.
-        out: folder for judge.csv, judge_curves.csv, judge.md and figures.
+        out: folder for judge.csv, judge_curves.csv, judge.md and figures; what is finished there is not done again.
     """
+    _need("matplotlib", "rich", "sklearn")
     with _complaints("judge"):
         wanted = plan(
             tasks=tasks,
@@ -110,8 +115,9 @@ def judge(
         )
         if jobs < 1:
             raise ValueError(f"Expected jobs to be at least 1 but got {jobs}.")
-        sheet, curves = Sheet(out / "judge.csv", Result), Sheet(out / "judge_curves.csv", CurvePoint)
-    results = {result.key: result for result in sheet.read()}
+        sheet, curves = Sheet(_folder(out) / "judge.csv", Result), Sheet(out / "judge_curves.csv", CurvePoint)
+        results = {result.key: result for result in sheet.read()}
+        curves.read()  # what cannot be read is found now, not after hours
     missing = [job for job in wanted if job.key not in results]
     with _progress() as progress:
         bar = progress.add_task("training", total=len(wanted), completed=len(wanted) - len(missing))
@@ -134,15 +140,23 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: the command line without the command's name; None: what this process was called with.
     """
-    missing = [package for module, package in NEEDED.items() if find_spec(module) is None]
+    _need("jsonargparse")
+    from jsonargparse import auto_cli
+
+    try:
+        auto_cli(COMMANDS, args=_join_lists(sys.argv[1:] if args is None else list(args)), prog="lightning-sparse")
+    except KeyboardInterrupt:
+        print("Interrupted. The same command goes on from here.", file=sys.stderr)
+        raise SystemExit(130) from None  # as shells say it
+
+
+def _need(*modules: str) -> None:
+    missing = [NEEDED[module] for module in modules if find_spec(module) is None]
     if missing:
         raise SystemExit(
             f"The command lightning-sparse needs {', '.join(missing)}. "
             "Install what is missing with: pip install 'lightning-sparse[cli]'"
         )
-    from jsonargparse import auto_cli
-
-    auto_cli(COMMANDS, args=_join_lists(sys.argv[1:] if args is None else list(args)), prog="lightning-sparse")
 
 
 @contextmanager
@@ -151,7 +165,19 @@ def _complaints(command: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise SystemExit(f"lightning-sparse {command}: {error}") from error
+        print(f"lightning-sparse {command}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _folder(out: Path) -> Path:
+    """Make the folder of results now, not when the first one is there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"Expected out to be a folder but got {out}: {error.strerror}.") from error
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"Expected out to be a folder that may be written but got {out}.")
+    return out
 
 
 def _join_lists(args: list[str]) -> list[str]:
@@ -163,8 +189,11 @@ def _join_lists(args: list[str]) -> list[str]:
     elements = {f"--{name}": _element(kinds[name]) for name in inspect.signature(command).parameters}
     joined, rest = [args[0]], args[1:]
     while rest:
-        option = rest.pop(0)
-        values: list[str] = []
+        option, equals, value = rest.pop(0).partition("=")
+        if equals and not elements.get(option):
+            joined.append(f"{option}={value}")
+            continue
+        values = [value] if equals else []
         while elements.get(option) and rest and not rest[0].startswith("--"):
             values.append(rest.pop(0))
         if values and not values[0].startswith("["):

@@ -77,6 +77,38 @@ def test_the_network_and_the_framework_are_touched_in_their_rooms_only(path: Pat
         assert not any(name.split(".")[0] in packages for name in names)
 
 
+def imported_at_once(nodes: list[ast.stmt]) -> Iterator[str]:
+    """Top names of what is imported when a file is: not inside functions, not for type checkers only."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").split(".")[0]
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from imported_at_once(node.orelse)
+        elif not isinstance(node, ast.FunctionDef):
+            yield from imported_at_once([child for child in ast.walk(node) if isinstance(child, ast.stmt)][1:])
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_extras_are_imported_where_they_are_used(path: Path) -> None:
+    extras = {"jsonargparse", "matplotlib", "rich", "scipy", "sklearn", "wandb"}
+    assert not extras & set(imported_at_once(ast.parse(path.read_text()).body))
+
+
+def test_extras_are_used_and_would_be_seen() -> None:
+    assert {"rich.progress.Progress", "jsonargparse.auto_cli"} <= set(imported(PACKAGE / "cli.py"))
+    assert "sklearn.datasets.load_digits" in set(imported(PACKAGE / "bench" / "tasks.py"))
+    nested = (
+        "try:\n    import rich.box\nexcept ImportError:\n    from sklearn import x\nif TYPE_CHECKING:\n    import wandb"
+    )
+    assert set(imported_at_once(ast.parse(nested).body)) == {"rich", "sklearn"}
+
+
+def test_the_package_does_not_bring_the_comparisons_with_it() -> None:
+    assert not {"bench", "cli"} & rooms_imported(PACKAGE / "__init__.py")
+
+
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_no_room_is_bound_to_one_lightning_package_but_the_files_named_after_it(path: Path) -> None:
     tops = {name.split(".")[0] for name in imported(path)}

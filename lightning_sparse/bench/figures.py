@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_sparse.bench import compare
@@ -56,7 +56,8 @@ def judge_figures(results: Sequence[Result], curves: Sequence[CurvePoint], folde
     """Training loss and validation quality against megabytes sent, a panel for each contest; means over seeds.
 
     Bands reach from the smallest to the largest seed. Where dense training ends is a horizontal line: its traffic is
-    far outside.
+    far outside. Losses and perplexities beyond 1.5 times the median of the first points leave the panel. Runs that
+    diverged have no curve; the legend tells how many of a method are left.
 
     Args:
         results: of the runs to draw.
@@ -87,6 +88,8 @@ def judge_figures(results: Sequence[Result], curves: Sequence[CurvePoint], folde
             if name == "quality":
                 panel.set_ylabel(f"validation {contest[0].quality_name}")
             _draw_contest(panel, contest, points, measure)
+            if panel.get_yscale() == "log":
+                _cut(panel)
             _plain_numbers(panel.yaxis)
         _common_legend(figure, panels)
         files.append(_save(figure, folder / f"judge_{name}.png"))
@@ -103,16 +106,26 @@ def _draw_contest(
             panel.axhline(fmean(ends), color="black", linestyle="-.", linewidth=1, label="dense, at its end")
             continue
         drawn = [points[run.key] for run in runs if run.key in points]
+        line = style[method]
+        label = method if len(drawn) == len(runs) else f"{method}, {len(drawn)} of {len(runs)} runs"
         if not drawn:
+            panel.plot([], [], label=label, **line.line)
             continue
         # A repeated point was written twice by a run that was interrupted and done again.
         by_step = [{point.step: point for point in run} for run in drawn]
         steps = sorted(set.intersection(*(set(run) for run in by_step)))
         at = [fmean(run[step].megabytes for run in by_step) for step in steps]
         values = [[measure(run[step]) for run in by_step] for step in steps]
-        line = style[method]
-        panel.plot(at, [fmean(some) for some in values], label=method, **line.line)
+        panel.plot(at, [fmean(some) for some in values], label=label, **line.line)
         panel.fill_between(at, [min(some) for some in values], [max(some) for some in values], **_band(line))
+
+
+def _cut(panel: Axes) -> None:
+    """Keep a method that runs away from hiding the differences between all others."""
+    firsts = [float(line.get_ydata()[0]) for line in panel.get_lines() if len(line.get_xdata())]  # type: ignore[index,arg-type]
+    firsts = [first for first in firsts if math.isfinite(first)]
+    if firsts and (top := 1.5 * median(firsts)) < panel.get_ylim()[1]:
+        panel.set_ylim(top=top)
 
 
 def _band(style: Style) -> dict[str, Any]:
@@ -204,12 +217,13 @@ def _value(row: compare.Row, name: str) -> float:
 
 def _plain_numbers(axis: Any) -> None:
     """Label an axis with a few plain numbers if it is logarithmic."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     if axis.get_scale() != "log":
         return
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1.0,) if high > 1e3 * low else (1.0, 2.0, 5.0)))
+    few = LogLocator(subs=(1.0,) if high > 1e3 * low else (1.0, 2.0, 5.0))
+    axis.set_major_locator(few if high > 8 * low else MaxNLocator(4))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axis.set_minor_formatter(NullFormatter())
 

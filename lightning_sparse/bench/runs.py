@@ -5,13 +5,13 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from lightning_sparse.bench.judge import train
 from lightning_sparse.bench.methods import DENSE, choose
-from lightning_sparse.bench.tasks import TASKS, check_file, label
+from lightning_sparse.bench.tasks import TASKS, check, label, make
 from lightning_sparse.density import check_density
 from lightning_sparse.memory import MomentumCorrection
 
@@ -109,7 +109,7 @@ def plan(
         text: file for the task ``text``.
 
     Raises:
-        ValueError: for unknown names and impossible numbers.
+        ValueError: for unknown names, impossible numbers, and a text that cannot be used.
 
     Example:
         >>> jobs = plan(tasks=["digits"], ranks=2, densities=[0.1], methods=["topk"], seeds=[0], steps=5)
@@ -122,7 +122,10 @@ def plan(
     for name, number, least in (("ranks", ranks, 2), ("steps", steps, 1), ("every", every, 1)):
         if number < least:
             raise ValueError(f"Expected {name} to be at least {least} but got {number}.")
-    check_file(text)
+    for kind, given in (("tasks", tasks), ("densities", densities), ("seeds", seeds)):
+        if not given:
+            raise ValueError(f"Expected at least one of {kind} but got none.")
+    check(tasks, ranks=ranks, text=text)
     names = [method.name for method in choose(None if methods is None else list(methods)) if method != DENSE]
     contests = [(1.0, DENSE.name), *((check_density(d), name) for d in densities for name in names)]
     jobs = [
@@ -137,10 +140,8 @@ def plan(
 def execute(job: Job) -> tuple[Result, list[CurvePoint]]:
     """Train once. If it diverges, the numbers are NaN and there is no curve."""
     [method] = choose([job.method])
-    settings: dict[str, Any] = {"path": job.text} if job.task == "text" else {}
-    if isinstance(method.memory, MomentumCorrection):
-        settings["momentum"] = 0.0
-    task = TASKS[job.task](ranks=job.ranks, seed=job.seed, **settings)
+    settings = {"momentum": 0.0} if isinstance(method.memory, MomentumCorrection) else {}
+    task = make(job.task, ranks=job.ranks, seed=job.seed, text=job.text, **settings)
     given = 1.0 if method is DENSE else method.equal_density(job.density, job.ranks, task.numel)
     try:
         run = train(task, method, given, steps=job.steps, every=job.every)

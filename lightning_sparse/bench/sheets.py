@@ -25,33 +25,50 @@ class Sheet(Generic[Row]):
     def __init__(self, path: Path, row: type[Row]) -> None:
         self.path, self.row = path, row
         self.columns: tuple[str, ...] = row._fields  # type: ignore[attr-defined]
-        if path.exists():
-            with path.open(encoding="utf-8", newline="") as file:
-                header = next(csv.reader(file), None)
-            if header is not None and tuple(header) != self.columns:
-                raise ValueError(
-                    f"Expected {path} to have the columns {', '.join(self.columns)} but got {', '.join(header)}. "
-                    "Choose another folder."
-                )
+        wanted, (found, end, _) = ",".join(self.columns), self._bytes().decode(errors="replace").partition("\n")
+        if found.rstrip("\r") != wanted if end else not wanted.startswith(found):
+            raise ValueError(
+                f"Expected {path} to have the columns {', '.join(self.columns)} but its first line is {found!r}. "
+                "Choose another folder."
+            )
 
     def read(self) -> list[Row]:
-        """Rows written so far; one that was cut off in the middle is left out."""
-        if not self.path.exists():
-            return []
+        """Rows written so far; one that was cut off is left out.
+
+        Raises:
+            ValueError: if something is no number where one should be.
+        """
         convert = {name: _converter(kind) for name, kind in get_type_hints(self.row).items()}
-        with self.path.open(encoding="utf-8", newline="") as file:
-            cells = [row for row in list(csv.reader(file))[1:] if len(row) == len(self.columns)]
-        return [self.row(*(convert[name](cell) for name, cell in zip(self.columns, row, strict=True))) for row in cells]
+        rows = []
+        for cells in list(csv.reader(io.StringIO(self._whole().decode(errors="replace"), newline="")))[1:]:
+            if len(cells) != len(self.columns):
+                continue
+            try:
+                rows.append(self.row(*(convert[name](cell) for name, cell in zip(self.columns, cells, strict=True))))
+            except ValueError as error:
+                raise ValueError(
+                    f"Expected numbers in {self.path} but got the line {','.join(cells)!r}. Remove it, or choose "
+                    "another folder."
+                ) from error
+        return rows
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Write rows now, all in one piece."""
+        """Write rows now, all in one piece, after the last line that was not cut off."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = not self.path.exists() or self.path.stat().st_size == 0
+        whole = self._whole()
         text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerows([*([self.columns] if new else []), *rows])
-        with self.path.open("a", encoding="utf-8", newline="") as file:
-            file.write(text.getvalue())
+        csv.writer(text, lineterminator="\n").writerows([*([] if whole else [self.columns]), *rows])
+        with self.path.open("ab") as file:
+            file.truncate(len(whole))
+            file.write(text.getvalue().encode())
+
+    def _bytes(self) -> bytes:
+        return self.path.read_bytes() if self.path.exists() else b""
+
+    def _whole(self) -> bytes:
+        """What was written without a last line that an interrupted run did not finish."""
+        written = self._bytes()
+        return written[: written.rfind(b"\n") + 1]
 
 
 def _converter(kind: Any) -> Any:

@@ -77,7 +77,7 @@ def _judge_table(contest: list[Result]) -> Table:
         mean = fmean(losses.values())
         sent, quality = fmean(run.megabytes for run in runs), fmean(run.quality for run in runs)
         each = [_loss(losses.get(seed)) for seed in seeds] if numbers else []
-        cells = [name, f"{runs[0].given_density:.3g}", f"{sent:.3g}", _loss(mean), *each, _number(quality, 1)]
+        cells = [name, f"{runs[0].given_density:.3g}", _sent(sent), _loss(mean), *each, _number(quality, 1)]
         rows.append((name == DENSE.name, math.isnan(mean), mean, cells))
     return Table(title(contest), header, [cells for *_, cells in sorted(rows, key=lambda row: row[:3])])
 
@@ -115,6 +115,10 @@ def _measures(row: compare.Row) -> list[str]:
         _number(row.captured, 3),
         _number(row.bytes_sent / 1e3, 1),
     ]
+
+
+def _sent(megabytes: float) -> str:
+    return "diverged" if math.isnan(megabytes) else f"{megabytes:.3g}"
 
 
 def _loss(loss: float | None) -> str:

@@ -45,7 +45,10 @@ class Task:
         self, model: nn.Module, train: Batch, valid: Batch, *, ranks: int, batch: int, optimizer: Optimizer, seed: int
     ) -> None:
         if len(train[0]) < ranks * batch:
-            raise ValueError(f"Expected at least {ranks * batch} examples for {ranks} ranks, but got {len(train[0])}.")
+            raise ValueError(
+                f"Expected at least {ranks * batch} examples to train on, {batch} for each of {ranks} ranks, but got "
+                f"{len(train[0])}. Use fewer ranks or more data."
+            )
         self.model, self.ranks, self.batch = model, ranks, batch
         self.train, self.valid = train, valid
         parameters = list(model.parameters())
@@ -222,21 +225,21 @@ def text(
         optimizer: makes another optimizer from the parameters.
 
     Raises:
-        ValueError: if the text is too short.
+        ValueError: if the text cannot be read or is too short.
     """
     if path is None:
         from pydoc_data.topics import topics
 
         raw = "\n".join(topics[name] for name in sorted(topics))
     else:
-        raw = Path(path).read_text(encoding="utf-8")
+        raw = _read(path)
     tokens = re.findall(r"[^\W\d_]+|\d|[^\w\s]", raw.lower())
     known = {word: place for place, (word, _) in enumerate(Counter(tokens).most_common(words - 1))}
     stream = torch.tensor([known.get(word, words - 1) for word in tokens])
     count = max(0, len(stream) - 1) // length
     inputs = stream[: count * length].view(count, length)
     targets = stream[1 : count * length + 1].view(count, length)
-    # Every tenth sequence, at most 200, is for validation: the text changes its subject along the way.
+    # Every tenth sequence, about 200 at most, is for validation: the text changes its subject along the way.
     chosen = torch.zeros(count, dtype=torch.bool)
     chosen[:: max(10, count // 200)] = True
     with torch.random.fork_rng():
@@ -267,14 +270,40 @@ def label(name: str, text: str | None) -> str:
     return f"{name}:{Path(text).stem}" if name == "text" and text is not None else name
 
 
-def check_file(text: str | None) -> None:
-    """Refuse a text that is not there before anything is started.
+def make(name: str, *, text: str | None = None, **settings: Any) -> Task:
+    """A task by name.
+
+    Args:
+        name: in :data:`TASKS`.
+        text: file for the task ``text``, which other tasks do without; None: the text that comes with Python.
+        settings: of the task.
+    """
+    return TASKS[name](**settings, **({"path": text} if name == "text" else {}))
+
+
+def check(names: Sequence[str], *, ranks: int, text: str | None) -> None:
+    """Make each task once, so that what cannot be trained is refused before anything is started.
+
+    Args:
+        names: in :data:`TASKS`.
+        ranks: the largest number of ranks.
+        text: file for the task ``text``; read even if that task is not wanted.
 
     Raises:
-        ValueError: if there is no such file.
+        ValueError: for a text that cannot be read or is too short, and for more ranks than there are examples for.
     """
-    if text is not None and not Path(text).is_file():
-        raise ValueError(f"Expected text to be a file but got {text}.")
+    if text is not None:
+        _read(text)
+    for name in dict.fromkeys(names):
+        make(name, ranks=ranks, text=text)
+
+
+def _read(path: str | Path) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error.reason
+        raise ValueError(f"Expected text to be a file in UTF-8 but got {path}: {reason}.") from error
 
 
 def record(task: Task, steps: int) -> Iterator[Tensor]:
