@@ -6,6 +6,7 @@ Importing this package registers the strategy names ``sparse_ddp``, ``sparse_ddp
 """
 
 from lightning_sparse import packages as _packages
+from lightning_sparse import sparsifiers as _sparsifiers
 from lightning_sparse import strategy as _strategy  # noqa: F401  # registers the strategy names
 from lightning_sparse.density import Accordion, Constant, DensitySchedule, Warmup
 from lightning_sparse.exchanges import (
@@ -31,28 +32,7 @@ from lightning_sparse.memory import (
     Residual,
 )
 from lightning_sparse.simulation import StepTrace, simulate
-from lightning_sparse.sparsifiers import (
-    DGC,
-    SPARSIFIERS,
-    CLTk,
-    Everything,
-    ExDyna,
-    GaussianK,
-    GTopK,
-    HardThreshold,
-    MiCRO,
-    OkTopK,
-    RandomK,
-    RedSync,
-    SharedTopK,
-    SIDCoE,
-    SIDCoGP,
-    SIDCoP,
-    Sparsifier,
-    StripedTopK,
-    TopK,
-    UnionTopK,
-)
+from lightning_sparse.sparsifiers import *  # noqa: F403
 
 if _packages.preferred() == _packages.PYTORCH_LIGHTNING:
     from lightning_sparse.monitor.pytorch_lightning import SparsityMonitor
@@ -64,51 +44,32 @@ else:
 __version__ = "0.1.0"
 
 __all__ = [
-    "DGC",
     "EXCHANGES",
-    "SPARSIFIERS",
     "Accordion",
     "AdamCorrection",
     "Balanced",
-    "CLTk",
     "ClipByNorm",
     "Constant",
     "Dense",
     "DensitySchedule",
     "Engine",
-    "Everything",
-    "ExDyna",
     "Exchange",
     "FollowLeader",
     "GatherPairs",
-    "GaussianK",
-    "GTopK",
-    "HardThreshold",
     "LowPass",
     "Memory",
-    "MiCRO",
     "MomentumCorrection",
     "NoMemory",
-    "OkTopK",
     "PackedUnion",
-    "RandomK",
-    "RedSync",
     "ReduceShared",
     "ReduceUnion",
     "Residual",
-    "SIDCoE",
-    "SIDCoGP",
-    "SIDCoP",
-    "SharedTopK",
     "SparseDDPStrategy",
-    "Sparsifier",
     "SparsityMonitor",
     "StepTrace",
-    "StripedTopK",
-    "TopK",
     "Tree",
-    "UnionTopK",
     "Warmup",
     "attach",
     "simulate",
 ]
+__all__ += _sparsifiers.__all__
