@@ -126,4 +126,6 @@ def _loss(loss: float | None) -> str:
 
 
 def _number(x: float, digits: int) -> str:
-    return "diverged" if math.isnan(x) else f"{x:.{digits}f}"
+    if math.isnan(x):
+        return "diverged"
+    return f"{x:.{digits}f}" if abs(x) < 1e5 else f"{x:.0e}"

@@ -44,6 +44,11 @@ def test_the_judges_table_has_the_best_mean_first_and_dense_last() -> None:
     )
 
 
+def test_a_perplexity_beyond_all_measure_is_short() -> None:
+    [table] = judge_tables([result("random_k", 0, 25.0, quality=70359430887328.0)])
+    assert table.rows[0][-1] == "7e+13"
+
+
 def test_one_seed_needs_no_column_of_its_own() -> None:
     [table] = judge_tables([result("topk", 7, 1.0)])
     assert table.header == ["method", "density given", "MB sent", "training loss", "perplexity"]
