@@ -34,6 +34,7 @@ SPARSE = {
     "sidco_e": ls.SIDCoE,
     "sidco_gp": ls.SIDCoGP,
     "sidco_p": ls.SIDCoP,
+    "adam_correction": ls.UnionTopK,
 }
 
 
@@ -123,6 +124,19 @@ def test_memories_are_built_from_configurations(parse: Any, tmp_path: Path) -> N
     written.write_text(written.read_text().replace("ClipByNorm", "AdamCorrection").split("max_norm")[0] + "beta1: 0.8")
     assert memory(f"--config={written}") == ls.AdamCorrection(0.8)
     assert memory("--trainer.strategy.memory=ClipByNorm", "--trainer.strategy.memory.max_norm=1") == ls.ClipByNorm(1.0)
+
+
+CORRECTED = {"dgc": ls.ClipByNorm(10.0, ls.MomentumCorrection(0.9)), "adam_correction": ls.AdamCorrection(beta1=0.0)}
+
+
+@pytest.mark.parametrize("name", CORRECTED)
+def test_configurations_with_a_memory_have_the_optimizer_for_it(parse: Any, name: str) -> None:
+    import yaml  # comes with jsonargparse
+
+    memory = parse(name).strategy.settings.memory
+    assert memory == CORRECTED[name]
+    model = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["model"]
+    memory.check_optimizer(sys.modules["train_digits"].DigitsClassifier(**model).configure_optimizers())
 
 
 def test_a_typo_is_answered_with_what_is_close(parse: Any, capsys: pytest.CaptureFixture[str]) -> None:

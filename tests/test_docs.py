@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/design.md"]
+PAGES = ["README.md", "docs/design.md", "docs/adam.md"]
 
 
 def programs(page: str) -> list[str]:
