@@ -64,7 +64,7 @@ WAYS = {
     "AdamW": Way(ls.Residual(), adamw()),
     "AdamW, beta1 0": Way(ls.Residual(), adamw(0.0)),
     "momentum, AdamW, beta1 0": Way(ls.MomentumCorrection(0.9, masking=False), adamw(0.0)),
-    "AdamCorrection, SGD": Way(ls.AdamCorrection(), sgd),
+    "AdamCorrection, SGD": Way(ls.AdamCorrection(beta1=0.9), sgd),
     "AdamCorrection, beta1 0, SGD": Way(ls.AdamCorrection(beta1=0.0), sgd),
 }
 REFERENCE = "AdamW"

@@ -126,7 +126,7 @@ def test_memories_are_built_from_configurations(parse: Any, tmp_path: Path) -> N
     assert memory("--trainer.strategy.memory=ClipByNorm", "--trainer.strategy.memory.max_norm=1") == ls.ClipByNorm(1.0)
 
 
-CORRECTED = {"dgc": ls.ClipByNorm(10.0, ls.MomentumCorrection(0.9)), "adam_correction": ls.AdamCorrection(beta1=0.0)}
+CORRECTED = {"dgc": ls.ClipByNorm(10.0, ls.MomentumCorrection(0.9)), "adam_correction": ls.AdamCorrection()}
 
 
 @pytest.mark.parametrize("name", CORRECTED)

@@ -26,6 +26,7 @@ MEMORIES = [
     ls.MomentumCorrection(),
     ls.MomentumCorrection(0.5, nesterov=True, masking=False),
     ls.AdamCorrection(),
+    ls.AdamCorrection(beta1=0.9),
     ls.ClipByNorm(1.0),
     ls.ClipByNorm(1.0, ls.MomentumCorrection()),
     NoMemory(),
@@ -467,7 +468,7 @@ def adam_steps(kind: str, memory: ls.AdamCorrection, steps: int, **settings: Any
     return ours.detach(), theirs.detach()
 
 
-@pytest.mark.parametrize("settings", [{}, {"beta1": 0.5, "beta2": 0.7}, {"beta1": 0.0}, {"eps": 0.1}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"beta1": 0.5, "beta2": 0.7}, {"beta1": 0.9}, {"eps": 0.1}], ids=str)
 def test_alone_at_full_density_it_is_adam_and_adamw(settings: dict[str, float]) -> None:
     memory = ls.AdamCorrection(**settings)
     for kind, decay in (("Adam", 0.0), ("AdamW", 0.0), ("AdamW", 0.1)):

@@ -21,9 +21,10 @@ ADAPTING = {"betas", "rho", "alpha", "etas", "lr_decay", "beta2_decay", "history
 
 @dataclass
 class AdamState(FeedbackState):
-    """Four buffers of numel + 1 slots, the number of committed steps, and the gradient between halves of a step."""
+    """Buffers of numel + 1 slots, the number of committed steps, and the gradient between halves of a step."""
 
-    first: Tensor
+    first: Tensor | None
+    """None if ``beta1`` is 0: the first moment is then the gradient."""
     second: Tensor
     steps: Tensor
     """() float64."""
@@ -40,22 +41,25 @@ class AdamCorrection(Feedback):
     density 1 the result is AdamW. Directions are not lost: those of all steps are what was sent plus the residual.
     Groups that are kept dense go through the same memory.
 
-    **For study; prefer** ``torch.optim.AdamW(betas=(0.0, 0.999))`` **behind** :class:`Residual`: on a word LSTM (8
-    ranks, 300 steps, each at its best rate) that reached a perplexity of 31.8 at density 0.01 and 49 at 0.001, this
-    memory 36.2 and 87 with ``beta1=0``, 51 and 102 with ``beta1=0.9``, dense AdamW 27.7 (``docs/adam.md``).
-    Likely because directions are all about equally long, so that the largest residuals tell less about what matters,
-    and because a rank's own v is noisier than that of the average. ``beta1=0`` is the better setting here,
-    too: a residual averages over steps by itself. The default is Adam's.
+    With a learning rate that is searched again, **prefer** ``torch.optim.AdamW(betas=(0.0, 0.999))`` **behind**
+    :class:`Residual`: on a word LSTM (8 ranks, 300 steps, UnionTopK, each at its best rate) that reached a perplexity
+    of 31.2 at density 0.01 and 47.5 at 0.001, this memory 33.1 and 74.9, dense AdamW 27.7. With the rate of dense
+    training left as it was, this memory is the better one at 0.01 (31.3, against 36.0 and, with AdamW's usual betas,
+    43.8) and the worse one at 0.001 (``docs/adam.md``). Likely because directions are all about equally long, so that
+    the largest residuals tell less about what matters, and because a rank's own v is noisier than that of the average.
 
-    Costs four vectors of ``numel`` accumulator elements a rank, two more than :class:`Residual`; SGD keeps none where
-    AdamW keeps two.
+    A first moment is off by default: a residual averages over steps by itself, and ``beta1=0.9`` made it worse at both
+    densities (56.0 and 90.6).
+
+    Costs three vectors of ``numel`` accumulator elements a rank, one more than :class:`Residual`, and another one with
+    a first moment; SGD keeps none where AdamW keeps two.
 
     The optimizer must be ``torch.optim.SGD(lr, momentum=0, weight_decay)``, which is checked when training starts. Its
     weight decay is AdamW's: it is added to a direction, not to a gradient. Start from the rate that AdamW has in dense
     training, and try lower ones the lower the density.
 
     Args:
-        beta1: of the first moment, in [0, 1).
+        beta1: of the first moment, in [0, 1); 0: none. Adam's is 0.9.
         beta2: of the second moment, in [0, 1).
         eps: added to the root of the second moment, above 0, in units of the gradient.
 
@@ -66,7 +70,7 @@ class AdamCorrection(Feedback):
         >>> import lightning_sparse as ls
         >>> import torch
         >>> stream = torch.tensor([[[5.0, -0.01]], [[5.0, 0.0]]])                # two steps of one rank
-        >>> memory = ls.AdamCorrection(beta1=0.0)
+        >>> memory = ls.AdamCorrection()
         >>> for step in ls.simulate(stream, sparsifier="topk", density=1.0, memory=memory):
         ...     print([round(x, 3) for x in step.update.tolist()])
         [1.0, -1.0]
@@ -77,7 +81,7 @@ class AdamCorrection(Feedback):
         regularization, ICLR 2019, arXiv 1711.05101, algorithm 2.
     """
 
-    beta1: float = 0.9
+    beta1: float = 0.0
     beta2: float = 0.999
     eps: float = 1e-8
 
@@ -88,9 +92,10 @@ class AdamCorrection(Feedback):
             raise ValueError(f"Expected eps to be a positive number but got {self.eps!r}.")
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> AdamState:
-        """Four zero vectors of ``numel + 1`` slots."""
-        residual, acc, first, second = zeros(4, numel, device, dtype)
-        return AdamState(residual, acc, first, second, torch.zeros((), device=device, dtype=torch.float64))
+        """Zero vectors of ``numel + 1`` slots: three, or four with a first moment."""
+        residual, acc, second, *first = zeros(4 if self.beta1 else 3, numel, device, dtype)
+        steps = torch.zeros((), device=device, dtype=torch.float64)
+        return AdamState(residual, acc, first[0] if first else None, second, steps)
 
     def accumulate_(self, state: AdamState, grad: Tensor, ctx: Context) -> Tensor:
         """``acc = residual + direction``; the moments are formed again when the step is committed."""
@@ -113,13 +118,15 @@ class AdamCorrection(Feedback):
         if on_device or not void:
             for piece in _pieces(state.acc.numel() - 1, void.device):
                 for old, new in zip((state.first, state.second), self._moments(state, piece), strict=True):
-                    old[piece] = torch.where(void, old[piece], new) if on_device else new
+                    if old is not None:
+                        old[piece] = torch.where(void, old[piece], new) if on_device else new
             state.steps += ~void
         state.grad = None
 
     def vectors(self, state: AdamState) -> dict[str, Tensor]:  # type: ignore[override]
-        """Residual and both moments."""
-        return {"residual": state.residual, "first": state.first, "second": state.second}
+        """Residual and moments."""
+        first = {} if state.first is None else {"first": state.first}
+        return {"residual": state.residual, **first, "second": state.second}
 
     def for_dense(self) -> Memory:
         """The same: the optimizer behind it is no Adam for dense groups either."""
@@ -142,10 +149,11 @@ class AdamCorrection(Feedback):
     def _moments(self, state: AdamState, piece: slice) -> tuple[Tensor, Tensor]:
         """The next moments of a piece of the group."""
         assert state.grad is not None
-        grad = state.grad[piece].to(state.first.dtype)
-        first = state.first[piece] * self.beta1
-        second = state.second[piece] * self.beta2
-        return first.add_(grad, alpha=1 - self.beta1), second.addcmul_(grad, grad, value=1 - self.beta2)
+        grad = state.grad[piece].to(state.second.dtype)
+        second = (state.second[piece] * self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
+        if state.first is None:
+            return grad.clone(), second
+        return (state.first[piece] * self.beta1).add_(grad, alpha=1 - self.beta1), second
 
     def _direction(self, first: Tensor, second: Tensor, n: int) -> Tensor:
         """From bias-corrected moments."""

@@ -79,5 +79,6 @@ MEMORIES = [
     ls.MomentumCorrection(0.5, nesterov=True, masking=False),
     ls.ClipByNorm(4.0),
     ls.AdamCorrection(),
+    ls.AdamCorrection(beta1=0.75),
 ]
 """Memories beside the plain residual, with settings that are exact in sums of a few small binary fractions."""

@@ -57,7 +57,7 @@ def offered(memory: ls.Memory, gradient: Tensor, before: dict[str, Tensor], step
         case ls.ClipByNorm(limit, ls.Residual()):
             return e + gradient * min(1, limit / N**0.5 / gradient.square().sum().sqrt())
         case ls.AdamCorrection(beta1, beta2, eps):
-            m = beta1 * before["first"] + (1 - beta1) * gradient
+            m = beta1 * before.get("first", 0) + (1 - beta1) * gradient
             v = beta2 * before["second"] + (1 - beta2) * gradient**2
             return e + N**0.5 * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)) ** 0.5 + eps)
     raise AssertionError(memory)
