@@ -21,6 +21,7 @@ from lightning_sparse.exchanges import (
     ReduceUnion,
     Tree,
 )
+from lightning_sparse.grouping import GROUPINGS, Grouping, MergeBelow
 from lightning_sparse.hook import Engine, attach
 from lightning_sparse.memory import (
     AdamCorrection,
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EXCHANGES",
+    "GROUPINGS",
     "Accordion",
     "AdamCorrection",
     "Balanced",
@@ -56,8 +58,10 @@ __all__ = [
     "Exchange",
     "FollowLeader",
     "GatherPairs",
+    "Grouping",
     "LowPass",
     "Memory",
+    "MergeBelow",
     "MomentumCorrection",
     "NoMemory",
     "PackedUnion",

@@ -11,8 +11,9 @@ import hashlib
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.collective import Collective, Metered, TorchCollective
 from lightning_sparse.density import DensitySchedule, as_schedule
 from lightning_sparse.exchanges import Dense, Exchange, as_exchange
-from lightning_sparse.grouping import Group, ParameterSize, make_plan
+from lightning_sparse.grouping import Group, Grouping, ParameterSize, make_plan
 from lightning_sparse.kernels import static_shapes
 from lightning_sparse.memory import Memory, as_memory
 from lightning_sparse.pipeline import init_group, reduce_group
@@ -74,7 +75,7 @@ def attach(
     density: float | DensitySchedule = 0.01,
     memory: Memory | None = None,
     exchange: Exchange | str | None = None,
-    grouping: str = "bucket",
+    grouping: Grouping | str = "bucket",
     dense: Sequence[str] = (),
     executor: str = "auto",
     timeout: timedelta | None = None,
@@ -88,7 +89,8 @@ def attach(
         memory: error feedback; None: :class:`~lightning_sparse.Residual`. The optimizer is not seen here: with
             ``MomentumCorrection`` or ``AdamCorrection`` it is up to the caller to give it no momentum of its own.
         exchange: an instance, a name, or None for the sparsifier's natural one.
-        grouping: "layer", "bucket" or "model"; see :func:`~lightning_sparse.grouping.make_plan`.
+        grouping: an instance such as ``MergeBelow(8192)`` or a name such as "layer"; see
+            :func:`~lightning_sparse.grouping.make_plan`.
         dense: patterns of parameter names that stay dense.
         executor: "inline" runs groups inside the hook (on CUDA on a stream of its own); "thread" on a communication
             thread while backward goes on; "auto" is "inline", which is simpler and as fast where cores are busy.
@@ -177,10 +179,8 @@ class Engine:
             for name, p in parameters.items()
             if self._used is not None
         ]
-        first = Context(0, settings.density(0), comm.rank, comm.world_size)
-        self.groups = [_Running(group, parameters, settings, comm, first) for group in plan]
-        self._group_of = {p.name: group for group in self.groups for p in group.plan.parameters}
-        self._model_numel = sum(g.plan.numel for g in self.groups if not g.plan.dense) or None
+        self._parameters = parameters
+        self._adopt([self._start(group) for group in plan])
         on_cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if on_cuda else None  # type: ignore[no-untyped-call]
         threaded = settings.executor == "thread"
@@ -191,6 +191,67 @@ class Engine:
     def plan(self) -> list[Group]:
         """The groups, in the order in which backward is expected to finish them."""
         return [group.plan for group in self.groups]
+
+    def regroup(self, plan: Sequence[Group]) -> None:
+        """Cut the parameters into other groups, from the next step on; collective, between two steps.
+
+        What is remembered of gradients belongs to parameters and moves with them: no residual and no momentum is lost.
+        What sparsifiers and density schedules have learned about a group, such as thresholds, belongs to the group and
+        starts anew. The residual of a parameter that becomes dense is sent in the next step.
+
+        Args:
+            plan: groups of the same parameters, see :func:`~lightning_sparse.grouping.make_plan`.
+
+        Raises:
+            ValueError: if these are not the parameters of this engine, each once, or if names of groups repeat.
+            RuntimeError: within a backward; on all ranks, if their plans differ.
+
+        Example:
+            >>> import tempfile, torch, lightning_sparse as ls
+            >>> import torch.distributed as dist
+            >>> from torch.nn.parallel import DistributedDataParallel
+            >>> from lightning_sparse.grouping import make_plan
+            >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
+            >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+            >>> engine = ls.attach(DistributedDataParallel(model), grouping="model")
+            >>> sizes = [p for group in engine.plan for p in group.parameters][::-1]
+            >>> engine.regroup(make_plan(sizes, "layer"))
+            >>> [group.name for group in engine.plan]
+            ['1', '0']
+            >>> engine.close()
+            >>> dist.destroy_process_group()
+        """
+        if any(group.arrived for group in self.groups):
+            raise RuntimeError("Groups can only be changed between two steps, not within a backward.")
+        named = Counter(p.name for group in plan for p in group.parameters)
+        known = self._parameters.keys()
+        wrong = [name for name in sorted(named.keys() | known) if named[name] != 1 or name not in known]
+        if wrong:
+            raise ValueError(
+                "Expected a plan that names each parameter of the model once, but these are unknown, missing or named "
+                f"twice: {', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}."
+            )
+        if len({group.name for group in plan}) < len(plan):
+            raise ValueError(f"Expected groups with different names, but got {[group.name for group in plan]}.")
+        _check_equal_on_ranks((self.settings, list(plan)), self.comm, self._device)
+        groups = []
+        with self._on_stream():
+            for group in plan:
+                before = {p.name: self._group_of[p.name] for p in group.parameters}
+                running = self._start(group, flush=any(not old.plan.dense for old in before.values()))
+                for name, old in before.items():
+                    running.carry(name, old)
+                groups.append(running)
+        self._adopt(groups)
+
+    def _start(self, group: Group, flush: bool = False) -> _Running:
+        ctx = Context(self.step, self.settings.density(self.step), self.comm.rank, self.comm.world_size)
+        return _Running(group, self._parameters, self.settings, ctx, flush)
+
+    def _adopt(self, groups: list[_Running]) -> None:
+        self.groups = groups
+        self._group_of = {p.name: group for group in groups for p in group.plan.parameters}
+        self._model_numel = sum(g.plan.numel for g in groups if not g.plan.dense) or None
 
     def receive(self, bucket: Any) -> Future[Tensor]:
         """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""
@@ -209,6 +270,10 @@ class Engine:
             self._finish(begin)
         return delivery.future
 
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        """Where groups run."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
     def _submit(self, group: _Running) -> None:
         ctx = Context(
             step=self.step,
@@ -221,7 +286,7 @@ class Engine:
         ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
         def job() -> None:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with self._on_stream():
                 if self._stream is not None and ready is not None:
                     self._stream.wait_event(ready)
                 group.run(ctx, self.comm, used)
@@ -327,13 +392,14 @@ class _Running:
         plan: Group,
         parameters: dict[str, Parameter],
         settings: Settings,
-        comm: Collective,
         first: Context,
+        flush: bool,
     ) -> None:
         self.plan = plan
         self.spans = plan.offsets()
         self.density = settings.density.for_group()
-        self.memory: Memory = settings.memory.for_dense() if plan.dense else settings.memory
+        # A group that becomes dense must be able to send what it remembers.
+        self.memory: Memory = settings.memory.for_dense() if plan.dense and not flush else settings.memory
         self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
         self.exchange: Exchange = Dense() if plan.dense else settings.exchange
         example = parameters[plan.parameters[0].name]
@@ -344,6 +410,10 @@ class _Running:
         self.statistics: Statistics | None = None
         self.arrived: dict[str, tuple[_Delivery, int]] = {}
         self._scratch: Tensor | None = None
+
+    def carry(self, name: str, old: _Running) -> None:
+        """Take over what another group remembers of a parameter."""
+        self.memory.carry_(self.state.memory, self.spans[name], old.memory, old.state.memory, old.spans[name])
 
     def receive(self, name: str, delivery: _Delivery, start: int) -> None:
         """The gradient of a parameter lies in a bucket from ``start`` on."""

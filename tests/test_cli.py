@@ -88,7 +88,9 @@ def test_sparsifier_and_density_are_toggled_on_the_command_line(parse: Any) -> N
     assert warm.strategy.settings.density == ls.Warmup(0.25, 0.01, 100)
     published = parse("exdyna", "--trainer.strategy.sparsifier.variant=published", "--trainer.strategy.grouping=model")
     assert published.strategy.settings.sparsifier == ls.ExDyna(variant="published")
-    assert published.strategy.grouping == "model"
+    assert published.strategy.grouping == ls.GROUPINGS.resolve("model")
+    merged = parse("topk", "--trainer.strategy.grouping=MergeBelow", "--trainer.strategy.grouping.numel=100")
+    assert merged.strategy.grouping == ls.MergeBelow(100)
     assert parse("topk", "--trainer.strategy.exchange=ReduceUnion").strategy.settings.exchange == ls.ReduceUnion()
     assert parse("topk", "--trainer.strategy.find_unused_parameters=true").strategy._ddp_kwargs == {
         "find_unused_parameters": True

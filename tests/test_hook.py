@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.grouping import make_plan
 from lightning_sparse.hook import Engine
 from tests.ranks import RankError, Ranks
 
@@ -89,7 +90,7 @@ def train(layout: str, options: dict[str, Any], accumulate: int = 1, steps: int 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_density_1_trains_like_plain_ddp(two_ranks: Ranks, layout: str, executor: str) -> None:
     # Bit for bit: with two ranks a sum has one order, and halving is exact before it (DDP) and after it (here).
-    for grouping in ("bucket", "layer", "model"):
+    for grouping in ("bucket", "layer", "model", ls.MergeBelow(3000)):
         for sparsifier in ("topk", "shared_topk", "striped_topk", "micro", "exdyna", "everything"):
             options = {"sparsifier": sparsifier, "density": 1.0, "grouping": grouping, "executor": executor}
             for (plain, _), (sparse, calls) in zip(
@@ -168,6 +169,134 @@ def test_accordion_switches_densities_alike_on_all_ranks(two_ranks: Ranks) -> No
     assert set(first[6:]) == {0.1, 0.5}  # back up when gradients grow
 
 
+PLANS: list[tuple[Any, list[str]]] = [
+    ("bucket", []),
+    ("layer", []),
+    (ls.MergeBelow(3000), []),
+    ("model", ["*.bias"]),  # biases become dense, and sparse again
+    ("bucket", ["*"]),
+    ("model", []),
+]
+
+
+def regroup(engine: Engine, number: int) -> None:
+    grouping, dense = PLANS[number % len(PLANS)]
+    order = {name: place for place, (name, _) in enumerate(Branches().named_parameters())}
+    sizes = sorted((p for group in engine.plan for p in group.parameters), key=lambda p: order[p.name])
+    engine.regroup(make_plan(sizes, grouping, dense))
+
+
+def train_with_changing_groups(options: dict[str, Any]) -> Tensor:
+    """As :func:`train`, with other groups after each step."""
+    ddp, engine = wrapped("small_buckets", **options)
+    assert engine is not None
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    for number, batch in enumerate(batches(6)):
+        ddp.zero_grad()
+        ddp(batch).square().mean().backward()
+        optimizer.step()
+        regroup(engine, number)
+    engine.close()
+    return flat(ddp)
+
+
+def balance_with_changing_groups(options: dict[str, Any]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """After each step: all residuals before and after other groups, and what was given so far without being applied."""
+    ddp, engine = wrapped("default", torch.float64, **options)
+    assert engine is not None
+    torch.manual_seed(0)
+    alone = Branches().double()
+    missing = torch.zeros_like(flat(alone))
+    seen = []
+
+    def residuals() -> Tensor:
+        pieces = [(engine.residual(name), p) for name, p in ddp.module.named_parameters()]
+        held = torch.cat([torch.zeros(p.numel(), dtype=p.dtype) if r is None else r for r, p in pieces])
+        dist.all_reduce(held)
+        return held
+
+    for number, batch in enumerate(batches(7, torch.float64)):
+        ddp.zero_grad()
+        alone.zero_grad()
+        ddp(batch).square().mean().backward()
+        alone(batch).square().mean().backward()
+        given = torch.cat([p.grad.flatten() for p in alone.parameters()])
+        dist.all_reduce(given)
+        missing += given - dist.get_world_size() * torch.cat([p.grad.flatten() for p in ddp.parameters()])
+        before = residuals()
+        regroup(engine, number)
+        seen.append((before, residuals(), missing.clone()))
+    engine.close()
+    return seen
+
+
+def test_groups_that_change_train_like_plain_ddp_at_full_density(two_ranks: Ranks) -> None:
+    for sparsifier in ("union_topk", "exdyna"):
+        [(plain, _), _] = two_ranks(train, "default", {})
+        for parameters in two_ranks(train_with_changing_groups, {"sparsifier": sparsifier, "density": 1.0}):
+            assert torch.equal(parameters, plain)
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("sparsifier", ["topk", "union_topk", "exdyna", "sidco_e"])
+def test_no_residual_is_lost_when_groups_change(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
+    results = two_ranks(balance_with_changing_groups, {"sparsifier": sparsifier, "density": 0.05, "executor": executor})
+    for steps in results:
+        for before, after, missing in steps:
+            assert torch.equal(after, before)
+            torch.testing.assert_close(before, missing, rtol=0, atol=1e-13)
+        # After the fifth step all became dense: the sixth has sent all that was left.
+        assert bool(steps[4][1].count_nonzero() > 0)
+        assert bool((steps[5][0] == 0).all())
+
+
+@pytest.mark.parametrize("memory", [ls.MomentumCorrection(0.5), ls.AdamCorrection(0.5), ls.ClipByNorm(0.1)], ids=str)
+def test_all_that_is_remembered_of_a_parameter_moves_with_it(two_ranks: Ranks, memory: ls.Memory) -> None:
+    # Everything is sent, so that momenta alone decide: groups do not matter, if nothing of them is lost.
+    if isinstance(memory, ls.ClipByNorm):  # clipping by group does depend on groups: only equality of ranks
+        options = {"sparsifier": "topk", "density": 0.1, "memory": memory}
+        first, second = two_ranks(train_with_changing_groups, options)
+        assert torch.equal(first, second)
+        return
+    options = {"sparsifier": "everything", "memory": memory}
+    for changing, (steady, _) in zip(
+        two_ranks(train_with_changing_groups, options), two_ranks(train, "default", options), strict=True
+    ):
+        assert torch.equal(changing, steady)
+
+
+def bad_plans() -> list[str]:
+    ddp, engine = wrapped("default", sparsifier="topk")
+    assert engine is not None
+    sizes = [p for group in engine.plan for p in group.parameters][::-1]
+    told = []
+    for plan in (
+        make_plan(sizes[1:], "layer"),
+        [*make_plan(sizes, "layer"), *make_plan(sizes[:1], "model")],
+        [group._replace(name="same") for group in make_plan(sizes, "layer")],
+        make_plan([sizes[0]._replace(name="trunc.weight"), *sizes[1:]], "model"),
+    ):
+        with pytest.raises(ValueError, match="Expected") as caught:
+            engine.regroup(plan)
+        told.append(str(caught.value))
+    with pytest.raises(RuntimeError, match="The ranks disagree") as disagreement:
+        engine.regroup(make_plan(sizes, "layer" if dist.get_rank() else "model"))
+    told.append(str(disagreement.value))
+    before = engine.plan
+    ddp(batches(1)[0]).square().mean().backward()  # still at work, with the old groups
+    assert engine.plan == before
+    engine.close()
+    return told
+
+
+def test_plans_that_cannot_work_are_refused_on_all_ranks(two_ranks: Ranks) -> None:
+    for told in two_ranks(bad_plans):
+        assert told[0].endswith("unknown, missing or named twice: trunk.weight.")
+        assert told[1].endswith("named twice: trunk.weight.")
+        assert "groups with different names, but got ['same', 'same'" in told[2]
+        assert told[3].endswith("named twice: trunc.weight, trunk.weight.")
+
+
 def balance(layout: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """(n * what was applied + all residuals, all gradients) after five steps at fixed parameters, float64."""
     ddp, engine = wrapped(layout, torch.float64, **options)
@@ -192,9 +321,11 @@ def balance(layout: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return n * applied + residual, given
 
 
-@pytest.mark.parametrize("grouping", ["bucket", "layer", "model"])
+@pytest.mark.parametrize("grouping", ["bucket", "layer", "model", ls.MergeBelow(3000)], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_gradient_is_lost_across_changing_buckets(two_ranks: Ranks, layout: str, grouping: str) -> None:
+def test_no_gradient_is_lost_across_changing_buckets(
+    two_ranks: Ranks, layout: str, grouping: ls.Grouping | str
+) -> None:
     for sparsifier in ("topk", "exdyna", ls.HardThreshold(1e-3), ls.MiCRO()):
         options = {"sparsifier": sparsifier, "density": 0.05, "grouping": grouping, "dense": ["head.*"]}
         for found, given in two_ranks(balance, layout, options):

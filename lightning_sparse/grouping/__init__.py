@@ -2,13 +2,28 @@
 
 from lightning_sparse.grouping.cost import CostModel, Line, Network
 from lightning_sparse.grouping.merge import greedy_merge, iteration_seconds, merge_below, optimal_merge
-from lightning_sparse.grouping.plan import GROUPINGS, Group, ParameterSize, make_plan
+from lightning_sparse.grouping.plan import (
+    GROUPINGS,
+    Bucket,
+    Group,
+    Grouping,
+    Layer,
+    MergeBelow,
+    Model,
+    ParameterSize,
+    make_plan,
+)
 
 __all__ = [
-    "CostModel",
     "GROUPINGS",
+    "Bucket",
+    "CostModel",
     "Group",
+    "Grouping",
+    "Layer",
     "Line",
+    "MergeBelow",
+    "Model",
     "Network",
     "ParameterSize",
     "greedy_merge",

@@ -8,11 +8,16 @@ finishes them, so that the first groups are complete while backward still runs.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from lightning_sparse.density import count
+from lightning_sparse.grouping.merge import merge_below
+from lightning_sparse.registry import Registry
 
 
 class ParameterSize(NamedTuple):
@@ -54,63 +59,129 @@ class Group(NamedTuple):
 
 MIB = 1 << 20
 
-
-def by_bucket(parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> list[tuple[str, list[ParameterSize]]]:
-    """Runs of about ``bucket_cap_mb`` MiB, the first of at most 1 MiB to start communication early: DDP's rule."""
-    groups: list[list[ParameterSize]] = []
-    filled = cap = 0.0
-    for p in parameters:
-        if not groups or filled >= cap:
-            cap = min(MIB, bucket_cap_mb * MIB) if not groups else bucket_cap_mb * MIB
-            groups.append([])
-            filled = 0
-        groups[-1].append(p)
-        filled += p.numel * p.element_size
-    return [(f"bucket{i}", group) for i, group in enumerate(groups)]
+Cut = list[tuple[str, list[ParameterSize]]]
+"""Named runs of parameters."""
 
 
-def by_layer(parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> list[tuple[str, list[ParameterSize]]]:
-    """One group per module that owns parameters (its weight and its bias together)."""
-    groups: dict[str, list[ParameterSize]] = {}
-    for p in parameters:
-        groups.setdefault(p.name.rpartition(".")[0] or p.name, []).append(p)
-    return list(groups.items())
+class Grouping(ABC):
+    """A rule that cuts parameters into groups. A frozen dataclass of settings, nothing else."""
+
+    @abstractmethod
+    def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
+        """Cut a run of parameters.
+
+        Args:
+            parameters: in the order in which backward is expected to finish them; may be empty.
+            bucket_cap_mb: size of DDP's buckets in MiB.
+
+        Returns:
+            Names, different ones, and the parameters of each group; all of them, in order.
+        """
 
 
-def by_model(parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> list[tuple[str, list[ParameterSize]]]:
-    """Everything together."""
-    return [("model", list(parameters))] if parameters else []
-
-
-GROUPINGS: Mapping[str, Callable[[Sequence[ParameterSize], float], list[tuple[str, list[ParameterSize]]]]] = {
-    "bucket": by_bucket,
-    "layer": by_layer,
-    "model": by_model,
-}
+GROUPINGS: Registry[Grouping] = Registry("grouping", Grouping)  # type: ignore[type-abstract]
 """Groupings by name."""
 
 
-def check_grouping(grouping: str) -> str:
-    """Return the grouping if it is known.
+@GROUPINGS.register
+@dataclass(frozen=True)
+class Bucket(Grouping):
+    """Runs of about ``bucket_cap_mb`` MiB, the first of at most 1 MiB to start communication early: DDP's rule."""
+
+    def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
+        """Close a run when it is full."""
+        groups: list[list[ParameterSize]] = []
+        filled = cap = 0.0
+        for p in parameters:
+            if not groups or filled >= cap:
+                cap = min(MIB, bucket_cap_mb * MIB) if not groups else bucket_cap_mb * MIB
+                groups.append([])
+                filled = 0
+            groups[-1].append(p)
+            filled += p.numel * p.element_size
+        return [(f"bucket{i}", group) for i, group in enumerate(groups)]
+
+
+@GROUPINGS.register
+@dataclass(frozen=True)
+class Layer(Grouping):
+    """One group per module that owns parameters (its weight and its bias together): LAGS-SGD."""
+
+    def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
+        """Collect the parameters of each module."""
+        groups: dict[str, list[ParameterSize]] = {}
+        for p in parameters:
+            groups.setdefault(p.name.rpartition(".")[0] or p.name, []).append(p)
+        return list(groups.items())
+
+
+@GROUPINGS.register
+@dataclass(frozen=True)
+class Model(Grouping):
+    """Everything together: SLGS-SGD."""
+
+    def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
+        """One group, if there is anything."""
+        return [("model", list(parameters))] if parameters else []
+
+
+@GROUPINGS.register
+@dataclass(frozen=True)
+class MergeBelow(Grouping):
+    """Layers, merged with their neighbours until a group has enough coordinates: MGS-SGD.
+
+    Small layers cost a message each and hold little to choose from; large ones stay alone, and their exchange overlaps
+    with backward. See :func:`~lightning_sparse.grouping.merge_below`.
+
+    Args:
+        numel: coordinates that close a group, at least 0. 0: a group for each layer; infinity: one for all.
 
     Raises:
-        ValueError: naming the known ones and what is close.
+        ValueError: if ``numel`` is negative or no number.
+
+    Example:
+        >>> sizes = [ParameterSize(name, numel, 4, "float32") for name, numel in
+        ...          [("a.weight", 9000), ("b.weight", 5000), ("c.weight", 5000), ("d.weight", 10)]]
+        >>> [(g.name, g.numel) for g in make_plan(sizes, MergeBelow(8192))]
+        [('d..b', 10010), ('a', 9000)]
+
+    References:
+        Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs
+        (OMGS-SGD), INFOCOM 2020, whose code uses 8192.
     """
-    if grouping in GROUPINGS:
-        return grouping
-    close = difflib.get_close_matches(str(grouping), list(GROUPINGS), n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"Expected grouping to be one of {', '.join(map(repr, GROUPINGS))}, but got {grouping!r}.{hint}")
+
+    numel: float = 8192
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.numel, (int, float)) and not isinstance(self.numel, bool)
+        if not number or math.isnan(self.numel) or self.numel < 0:
+            raise ValueError(f"Expected numel to be a number of coordinates of at least 0, but got {self.numel!r}.")
+
+    def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
+        """Merge modules; a group is named after its first and last one."""
+        layers = Layer().cut(parameters, bucket_cap_mb)
+        merged = merge_below([sum(p.numel for p in members) for _, members in layers], self.numel)
+        return [
+            (
+                layers[group[0]][0] + (f"..{layers[group[-1]][0]}" if len(group) > 1 else ""),
+                [p for i in group for p in layers[i][1]],
+            )
+            for group in merged
+        ]
 
 
 def make_plan(
-    parameters: Iterable[ParameterSize], grouping: str = "bucket", dense: Sequence[str] = (), bucket_cap_mb: float = 25
+    parameters: Iterable[ParameterSize],
+    grouping: Grouping | str = "bucket",
+    dense: Sequence[str] = (),
+    bucket_cap_mb: float = 25,
 ) -> list[Group]:
     """Cut parameters into groups, in the order in which backward is expected to finish them.
 
     Args:
         parameters: in order of registration, as ``named_parameters()`` gives them.
-        grouping: "layer" (one group per module), "bucket" (about ``bucket_cap_mb`` each) or "model" (all together).
+        grouping: an instance such as ``MergeBelow(8192)``, or a name: "layer" (one group per module), "bucket" (about
+            ``bucket_cap_mb`` each), "model" (all together) or "merge_below" (layers of 8192 coordinates and more).
         dense: shell-style patterns of parameter names that stay dense, such as ``"*.bias"``. Dense parameters get
             groups of their own, by bucket whatever the grouping.
         bucket_cap_mb: size of a bucket in MiB.
@@ -124,7 +195,7 @@ def make_plan(
         >>> [(g.name, g.numel, g.dense) for g in make_plan(sizes, "layer", dense=["*.bias"])]
         [('head', 500, False), ('conv', 900, False), ('dense.bucket0', 15, True)]
     """
-    check_grouping(grouping)
+    wanted = GROUPINGS.resolve(grouping)
     ordered = list(parameters)[::-1]
     for pattern in dense:
         if not any(fnmatchcase(p.name, pattern) for p in ordered):
@@ -136,8 +207,8 @@ def make_plan(
     for keep_dense in (False, True):
         for kind in kinds:
             chosen = [p for p in ordered if p.kind == kind and any(fnmatchcase(p.name, d) for d in dense) == keep_dense]
-            cut = by_bucket if keep_dense else GROUPINGS[grouping]
+            rule = Bucket() if keep_dense else wanted
             prefix = ("dense." if keep_dense else "") + (f"{kind}." if len(kinds) > 1 else "")
-            for name, group in cut(chosen, bucket_cap_mb):
+            for name, group in rule.cut(chosen, bucket_cap_mb):
                 plan.append(Group(prefix + name, tuple(group), keep_dense))
     return plan

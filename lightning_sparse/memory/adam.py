@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,6 +128,12 @@ class AdamCorrection(Feedback):
         """Residual and moments."""
         first = {} if state.first is None else {"first": state.first}
         return {"residual": state.residual, **first, "second": state.second}
+
+    def carry_(self, state: AdamState, target: slice, memory: Memory, other: Any, source: slice) -> None:
+        """Vectors, and the number of steps: the largest, where groups that become one have counted differently."""
+        super().carry_(state, target, memory, other, source)
+        if isinstance(other, AdamState):
+            state.steps = torch.maximum(state.steps, other.steps)
 
     def for_dense(self) -> Memory:
         """The same: the optimizer behind it is no Adam for dense groups either."""

@@ -70,6 +70,20 @@ class Memory(ABC):
         for place, piece in zip(places, aside, strict=True):
             place.copy_(piece)
 
+    def carry_(self, state: Any, target: slice, memory: Memory, other: Any, source: slice) -> None:
+        """Take over what is remembered of some coordinates from the state of another group.
+
+        Args:
+            state: of the group that takes.
+            target: where the coordinates lie in it.
+            memory: of the other group: this one, or one that remembers less.
+            other: state of the other group.
+            source: where the coordinates lie there.
+        """
+        vectors = self.vectors(state)
+        for name, vector in memory.vectors(other).items():
+            vectors[name][target].copy_(vector[source])
+
     def for_dense(self) -> Memory:
         """The memory of groups that are kept dense, where nothing is left unsent."""
         return NoMemory()

@@ -95,6 +95,12 @@ class ClipByNorm(Memory):
         """As the memory inside."""
         return self.memory.residual(state.inner)
 
+    def carry_(self, state: ClippedState, target: slice, memory: Memory, other: Any, source: slice) -> None:
+        """As the memories inside."""
+        if isinstance(memory, ClipByNorm):
+            memory, other = memory.memory, other.inner
+        self.memory.carry_(state.inner, target, memory, other, source)
+
     def for_dense(self) -> Memory:
         """Dense groups are clipped, too."""
         return ClipByNorm(self.max_norm, self.memory.for_dense())

@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse.density import DensitySchedule
 from lightning_sparse.exchanges import Exchange
-from lightning_sparse.grouping.plan import check_grouping
+from lightning_sparse.grouping import GROUPINGS, Grouping
 from lightning_sparse.hook import Engine, Settings, attach
 from lightning_sparse.memory import Memory
 from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
@@ -44,7 +44,8 @@ class SparseDDPMixin:
         memory: error feedback; None: ``Residual()``.
         exchange: how picks travel: an instance, a name such as "reduce_union", or None for the sparsifier's natural
             one.
-        grouping: which gradients are looked at together: "layer", "bucket" (about ``bucket_cap_mb`` each) or "model".
+        grouping: which gradients are looked at together: "layer", "bucket" (about ``bucket_cap_mb`` each), "model",
+            or an instance such as ``MergeBelow(8192)``, which merges small layers.
         dense: shell-style patterns of parameter names that stay dense, such as ``["*.bias"]``.
         executor: "inline" exchanges inside DDP's hook (on CUDA on a stream of its own), "thread" on a communication
             thread while backward goes on; "auto" is "inline".
@@ -93,7 +94,7 @@ class SparseDDPMixin:
         density: float | DensitySchedule = 0.01,
         memory: Memory | None = None,
         exchange: Exchange | str | None = None,
-        grouping: str = "bucket",
+        grouping: Grouping | str = "bucket",
         dense: Sequence[str] = (),
         executor: str = "auto",
         *,
@@ -124,7 +125,7 @@ class SparseDDPMixin:
             model_averaging_period=model_averaging_period,
         )
         self.settings = Settings.check(sparsifier, density, memory, exchange, executor)
-        self.grouping = check_grouping(grouping)
+        self.grouping = GROUPINGS.resolve(grouping)
         self.dense = [dense] if isinstance(dense, str) else list(dense)
         self._resuming = False
         self.engine: Engine | None = None

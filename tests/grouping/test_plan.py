@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.grouping import GROUPINGS, Group, ParameterSize, make_plan
+from lightning_sparse.grouping import GROUPINGS, Group, MergeBelow, ParameterSize, make_plan
 
 MIB = 2**20
 
@@ -90,7 +90,7 @@ def test_kinds_are_never_mixed_and_named_where_there_are_several() -> None:
 
 
 def test_a_model_without_parameters_has_no_groups() -> None:
-    assert [make_plan([], grouping) for grouping in GROUPINGS] == [[], [], []]
+    assert [make_plan([], grouping) for grouping, _ in GROUPINGS.items()] == [[], [], [], []]
 
 
 def test_offsets_lay_the_parameters_end_to_end() -> None:
@@ -112,10 +112,28 @@ def test_picks_are_a_share_of_sparse_groups_and_all_of_dense_ones() -> None:
 
 
 def test_an_unknown_grouping_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"one of 'bucket', 'layer', 'model', but got 'layers'\. Did you mean 'layer'"):
+    known = r"Known names: bucket, layer, merge_below, model\."
+    with pytest.raises(ValueError, match=rf"Unknown grouping 'layers'\. Did you mean 'layer'\? {known}$"):
         make_plan(MODEL, "layers")
-    with pytest.raises(ValueError, match=r"but got 'zzz'\.$"):
+    with pytest.raises(ValueError, match=rf"Unknown grouping 'zzz'\. {known}$"):
         make_plan(MODEL, "zzz")
+
+
+def test_small_layers_are_merged_and_large_ones_stay_alone() -> None:
+    assert names(make_plan(MODEL, MergeBelow(120))) == [
+        ("head..block.norm", ["head.weight", "block.norm.weight"]),
+        ("block.fc", ["block.fc.bias", "block.fc.weight"]),
+        ("embed", ["embed"]),
+    ]
+    assert names(make_plan(MODEL, "merge_below")) == [("head..embed", [p.name for p in MODEL][::-1])]
+    assert names(make_plan(MODEL, MergeBelow(0))) == names(make_plan(MODEL, "layer"))
+    assert len(make_plan(MODEL, MergeBelow(float("inf")))) == 1
+
+
+@pytest.mark.parametrize("numel", [-1, float("nan"), "8192", True, None])
+def test_a_threshold_that_is_no_number_of_coordinates_is_refused(numel: object) -> None:
+    with pytest.raises(ValueError, match="Expected numel to be a number of coordinates of at least 0, but got"):
+        MergeBelow(numel)  # type: ignore[arg-type]
 
 
 def test_a_pattern_that_matches_nothing_is_answered_with_names_that_are_close() -> None:
@@ -129,7 +147,7 @@ def test_a_pattern_that_matches_nothing_is_answered_with_names_that_are_close() 
 @given(
     numels=st.lists(st.integers(1, 3 * MIB), min_size=1, max_size=20),
     kinds=st.lists(st.sampled_from(["float32", "bfloat16"]), min_size=20, max_size=20),
-    grouping=st.sampled_from(sorted(GROUPINGS)),
+    grouping=st.sampled_from([name for name, _ in GROUPINGS.items()]),
     dense=st.lists(st.sampled_from(["*3*", "m1.*", "*.p"]), max_size=2),
     cap=st.sampled_from([0.1, 1, 25]),
 )
