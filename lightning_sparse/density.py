@@ -188,6 +188,12 @@ class Accordion(DensitySchedule):
             raise ValueError(f"Expected low to be at most high, but got low={self.low} and high={self.high}.")
         if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
             raise ValueError(f"Expected interval to be a positive integer, but got {self.interval!r}.")
+        if (
+            isinstance(self.milestones, str)
+            or not isinstance(self.milestones, Sequence)
+            or not all(isinstance(step, int) and not isinstance(step, bool) for step in self.milestones)
+        ):
+            raise ValueError(f"Expected milestones to be a sequence of steps, but got {self.milestones!r}.")
         if not (self.threshold > 0 and math.isfinite(self.threshold)):
             raise ValueError(f"Expected threshold to be a positive number, but got {self.threshold!r}.")
 
@@ -213,29 +219,43 @@ class AccordionDensity(GroupDensity):
         super().__init__(schedule)
         self.total: Tensor | None = None
         """(numel,) sum of the updates of this interval so far."""
+        self.number = 0
+        """Of this interval."""
+        self.seen: set[float] = set()
+        """Densities of these updates: two, if a milestone came in between."""
         self.before: dict[float, float] = {}
         """Norm of the sum of the interval before, by its density."""
         self.critical = True
 
     def __call__(self, step: int) -> float:
         """``high`` in a critical interval or after a milestone, else ``low``."""
+        if (number := step // self.schedule.interval) != self.number:
+            self._decide()
+            self.number = number
         milestones = sorted(self.schedule.milestones)
         latest = bisect.bisect_right(milestones, step)
         fresh = latest > 0 and step < milestones[latest - 1] + self.schedule.interval
         return float(self.schedule.high if self.critical or fresh else self.schedule.low)
 
     def observe(self, step: int, update: Tensor) -> None:
-        """Add the update up; decide at the end of an interval."""
+        """Add the update up."""
+        self.seen.add(self(step))
         if self.total is None:
             self.total = torch.zeros_like(update, dtype=torch.promote_types(update.dtype, torch.float32))
         self.total.add_(torch.nan_to_num(update, nan=0.0))
-        if (step + 1) % self.schedule.interval:
+
+    def _decide(self) -> None:
+        """Compare the interval that is over with the one before it."""
+        if self.total is None:
             return
-        now, density = float(torch.linalg.vector_norm(self.total, dtype=torch.float64)), self(step)
+        seen, self.seen = self.seen, set()
+        if len(seen) == 1:
+            [density] = seen
+            now = float(torch.linalg.vector_norm(self.total, dtype=torch.float64))
+            if (before := self.before.get(density)) is not None:
+                self.critical = now != before and abs(now - before) >= self.schedule.threshold * before
+            self.before = {density: now}
         self.total.zero_()
-        if (before := self.before.get(density)) is not None:
-            self.critical = abs(now - before) >= self.schedule.threshold * before
-        self.before = {density: now}
 
 
 def as_schedule(density: float | DensitySchedule) -> DensitySchedule:

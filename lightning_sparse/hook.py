@@ -203,7 +203,8 @@ class Engine:
             plan: groups of the same parameters, see :func:`~lightning_sparse.grouping.make_plan`.
 
         Raises:
-            ValueError: if these are not the parameters of this engine, each once, or if names of groups repeat.
+            ValueError: on all ranks, if these are not the parameters of this engine, each once, or if names of groups
+                repeat.
             RuntimeError: within a backward; on all ranks, if their plans differ.
 
         Example:
@@ -223,6 +224,7 @@ class Engine:
         """
         if any(group.arrived for group in self.groups):
             raise RuntimeError("Groups can only be changed between two steps, not within a backward.")
+        _check_equal_on_ranks((self.settings, list(plan)), self.comm, self._device)
         named = Counter(p.name for group in plan for p in group.parameters)
         known = self._parameters.keys()
         wrong = [name for name in sorted(named.keys() | known) if named[name] != 1 or name not in known]
@@ -233,12 +235,11 @@ class Engine:
             )
         if len({group.name for group in plan}) < len(plan):
             raise ValueError(f"Expected groups with different names, but got {[group.name for group in plan]}.")
-        _check_equal_on_ranks((self.settings, list(plan)), self.comm, self._device)
         groups = []
         with self._on_stream():
             for group in plan:
                 before = {p.name: self._group_of[p.name] for p in group.parameters}
-                running = self._start(group, flush=any(not old.plan.dense for old in before.values()))
+                running = self._start(group, flush=any(old.remembers for old in before.values()))
                 for name, old in before.items():
                     running.carry(name, old)
                 groups.append(running)
@@ -410,6 +411,11 @@ class _Running:
         self.statistics: Statistics | None = None
         self.arrived: dict[str, tuple[_Delivery, int]] = {}
         self._scratch: Tensor | None = None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether anything of earlier gradients may be left."""
+        return bool(self.memory.vectors(self.state.memory))
 
     def carry(self, name: str, old: _Running) -> None:
         """Take over what another group remembers of a parameter."""

@@ -148,10 +148,31 @@ def test_accordion_is_critical_for_an_interval_after_each_milestone() -> None:
     assert seen == [0.5] * 8 + [0.1] * 2 + [0.5] * 4 + [0.1] * 4 + [0.5] * 4 + [0.1] * 2
 
 
+def test_accordion_decides_late_where_a_group_was_not_used_at_the_end_of_an_interval() -> None:
+    group = ls.Accordion(low=0.1, high=0.5, interval=2).for_group()
+    for step in (0, 2, 4):  # even steps only
+        assert group(step) == (0.1 if step == 4 else 0.5)
+        group.observe(step, torch.ones(3))
+
+
+def test_accordion_does_not_compare_an_interval_that_had_two_densities() -> None:
+    schedule = ls.Accordion(low=0.1, high=0.5, interval=10, milestones=[25])
+    # 20 to 29 are half low, half high, and loud: the calm ones before and after must not be compared with them.
+    updates = [torch.tensor([5.0 if 20 <= step < 30 else 1.0]) for step in range(60)]
+    traces = ls.simulate((u.expand(1, 1) for u in updates), sparsifier="everything", density=schedule)
+    assert [trace.target_density for trace in traces] == [0.5] * 20 + [0.1] * 5 + [0.5] * 10 + [0.1] * 25
+
+
+def test_accordion_is_calm_where_nothing_happens() -> None:
+    assert regimes(constant(0.0, 9)) == [0.5] * 8 + [0.1]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"low": 0.5, "high": 0.1, "interval": 5}, "low to be at most high"),
+        ({"low": 0.1, "high": 0.2, "interval": 5, "milestones": ("a",)}, "milestones to be a sequence of steps"),
+        ({"low": 0.1, "high": 0.2, "interval": 5, "milestones": 7}, "milestones to be a sequence of steps, but got 7"),
         ({"low": 0.0, "high": 0.1, "interval": 5}, "low to be a number in"),
         ({"low": 0.1, "high": 0.2, "interval": 0}, "interval to be a positive integer"),
         ({"low": 0.1, "high": 0.2, "interval": 5, "threshold": 0.0}, "threshold to be a positive number"),

@@ -175,6 +175,7 @@ PLANS: list[tuple[Any, list[str]]] = [
     (ls.MergeBelow(3000), []),
     ("model", ["*.bias"]),  # biases become dense, and sparse again
     ("bucket", ["*"]),
+    ("layer", ["*"]),
     ("model", []),
 ]
 
@@ -224,6 +225,7 @@ def balance_with_changing_groups(options: dict[str, Any]) -> list[tuple[Tensor, 
         dist.all_reduce(given)
         missing += given - dist.get_world_size() * torch.cat([p.grad.flatten() for p in ddp.parameters()])
         before = residuals()
+        regroup(engine, number + 3)  # twice, without a step between
         regroup(engine, number)
         seen.append((before, residuals(), missing.clone()))
     engine.close()
@@ -282,6 +284,8 @@ def bad_plans() -> list[str]:
     with pytest.raises(RuntimeError, match="The ranks disagree") as disagreement:
         engine.regroup(make_plan(sizes, "layer" if dist.get_rank() else "model"))
     told.append(str(disagreement.value))
+    with pytest.raises(RuntimeError, match="The ranks disagree"):  # on the rank whose plan is right, too
+        engine.regroup(make_plan(sizes[dist.get_rank() :], "layer"))
     before = engine.plan
     ddp(batches(1)[0]).square().mean().backward()  # still at work, with the old groups
     assert engine.plan == before

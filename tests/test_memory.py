@@ -448,6 +448,14 @@ def test_a_clipping_memory_is_the_memory_inside_for_all_else() -> None:
         assert torch.equal(clipping.residual(states[0]), plain.residual(states[1]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_whose_squares_overflow_are_clipped_like_others(dtype: torch.dtype) -> None:
+    [trace] = ls.simulate(
+        [torch.full((2, 100), 1e25, dtype=dtype)], sparsifier="everything", density=1.0, memory=ls.ClipByNorm(2.0)
+    )
+    assert float(trace.update.norm()) == pytest.approx(2.0 / 2**0.5)
+
+
 # ---- AdamCorrection
 
 

@@ -74,7 +74,9 @@ def _gather(acc: Tensor, selection: Selection, comm: Collective) -> tuple[Picks,
     indices, _ = same_length(selection, None, padding, comm)
     slots = indices.numel()
     largest = acc[indices].abs().max() if slots else acc.new_zeros(())
-    exponent = torch.where(largest.isfinite(), torch.frexp(largest).exponent, TROUBLE)
+    # A rank with nothing but zeros has no say: the exponent of zero is 0, larger than that of small gradients.
+    exponent = torch.where(largest > 0, torch.frexp(largest).exponent, -TROUBLE)
+    exponent = torch.where(largest.isfinite(), exponent, TROUBLE)
     head = torch.stack([selection.count.int(), exponent.int()])
     blocks = -(-padding // BLOCK)
     short = blocks + (slots + 1) // 2 < slots

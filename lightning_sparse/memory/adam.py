@@ -59,6 +59,10 @@ class AdamCorrection(Feedback):
     weight decay is AdamW's: it is added to a direction, not to a gradient. Start from the rate that AdamW has in dense
     training, and try lower ones the lower the density.
 
+    Steps are counted for each group, not for each parameter as in torch: a parameter that is used for the first time at
+    a late step T gets a first step that is longer by up to ``sqrt((1 - beta2^T) / (1 - beta2))``, as a row of an
+    embedding that is new to AdamW does.
+
     Args:
         beta1: of the first moment, in [0, 1); 0: none. Adam's is 0.9.
         beta2: of the second moment, in [0, 1).

@@ -112,8 +112,12 @@ class ClipByNorm(Memory):
 
 def norm(x: Tensor) -> Tensor:
     """() float64 Euclidean norm; infinite or NaN if anything in x is."""
-    dtype, whole = torch.promote_types(x.dtype, torch.float32), x.numel() // CHUNK * CHUNK
+    on_device = static_shapes(x.device)
+    dtype = torch.float64 if on_device else torch.promote_types(x.dtype, torch.float32)
+    whole = x.numel() // CHUNK * CHUNK
     rows = torch.linalg.vector_norm(x[:whole].view(-1, CHUNK), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)
     total: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest.view(1)]), dtype=torch.float64)
+    if not on_device and not total.isfinite():  # squares of more than 1e19 are beyond float32
+        total = torch.linalg.vector_norm(x.double())
     return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -74,9 +75,9 @@ class OkTopK(Sparsifier):
 
     def __post_init__(self) -> None:
         check_positive_integer(self.interval, "interval")
-        if not self.gain > 1:
+        if not 1 < self.gain < math.inf:
             raise ValueError(
-                f"Expected gain, the factor that moves the threshold, to be above 1, but got {self.gain!r}."
+                f"Expected gain, the factor that moves the threshold, to be above 1 and finite, but got {self.gain!r}."
             )
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> OkTopKState:

@@ -73,7 +73,8 @@ class UnionTopK(Sparsifier):
     exchange: ClassVar[str] = "packed_union"
 
     def __post_init__(self) -> None:
-        if not (self.max_factor >= 1 and math.isfinite(self.max_factor)):
+        number = isinstance(self.max_factor, (int, float)) and not isinstance(self.max_factor, bool)
+        if not number or not 1 <= self.max_factor < math.inf:
             raise ValueError(f"Expected max_factor to be a finite number of at least 1, but got {self.max_factor!r}.")
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> ShareState:
@@ -94,7 +95,7 @@ class UnionTopK(Sparsifier):
         else:
             exact = factor * (k / n)
             share = torch.floor(exact + turn / n).long()  # over n ranks the floors add up to n times the exact share
-            most = min(numel, math.floor(self.max_factor * k / n) + 1)
+            most = min(numel, math.floor(min(self.max_factor * k / n, numel)) + 1)
             slots = most if static_shapes(acc.device) else min(numel, int(torch.floor(exact)) + 1)
             share = share.clamp(max=slots)
             picked = _largest_of(acc, slots, share)

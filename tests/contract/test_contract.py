@@ -315,6 +315,22 @@ def test_full_density_is_the_dense_mean_and_leaves_no_residual(pair: tuple[Case,
             assert all(bool((residual == 0).all()) for residual in outcome.after)
 
 
+@pytest.mark.parametrize("kind", ["noise", "one idle rank", "fewer picks than ranks"])
+def test_updates_scale_with_gradients(pair: tuple[Case, str], kind: str) -> None:
+    case, exchange = pair
+    if case.name in ("hard_threshold", "micro-published", "exdyna-published"):
+        return  # their thresholds, or where these start, are absolute
+    n, numel = 4, 20 if kind == "fewer picks than ranks" else 300
+    large, small = (Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=0.05) for _ in range(2))
+    for seed in range(4):
+        gradients = noise(n, numel, seed=seed)
+        if kind == "one idle rank":
+            gradients[2] = 0
+        expected, found = large.step(gradients), small.step(gradients * 2.0**-40)
+        assert torch.equal(found.averages, expected.averages * 2.0**-40)
+        assert torch.equal(found.statistics[0].counts, expected.statistics[0].counts)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_gradient_that_is_not_finite_makes_the_step_void_on_all_ranks(
     pair: tuple[Case, str], some_n: int, bad: float

@@ -119,7 +119,9 @@ def test_a_device_without_a_threshold_looks_at_a_sample(monkeypatch: pytest.Monk
     assert float(again.threshold) == float(after.threshold) == float(sampled.threshold)
 
 
-@pytest.mark.parametrize("setting", [{"interval": 0}, {"interval": 2.5}, {"gain": 1}, {"gain": float("nan")}])
+@pytest.mark.parametrize(
+    "setting", [{"interval": 0}, {"interval": 2.5}, {"gain": 1}, {"gain": float("nan")}, {"gain": float("inf")}]
+)
 def test_settings_that_make_no_sense_are_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"Expected {next(iter(setting))}"):
         ls.OkTopK(**setting)

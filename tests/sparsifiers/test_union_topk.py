@@ -71,7 +71,12 @@ def test_a_falling_density_does_not_confuse_the_share() -> None:
     assert all(abs(s.density - s.target_density) <= 0.06 * s.target_density for s in steps[2:])
 
 
-@pytest.mark.parametrize("max_factor", [0.99, 0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("max_factor", [0.99, 0.0, -1.0, float("inf"), float("nan"), True, "2"])
 def test_a_bound_below_1_is_refused(max_factor: float) -> None:
     with pytest.raises(ValueError, match="max_factor to be a finite number of at least 1"):
         ls.UnionTopK(max_factor=max_factor)
+
+
+def test_the_largest_bound_there_is_works() -> None:
+    *_, trace = ls.simulate(torch.ones(20, 2, 50), sparsifier=ls.UnionTopK(max_factor=1e308), density=0.8)
+    assert 23 < len(trace.indices) <= 40  # both pick the same, and more and more of it
