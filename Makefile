@@ -19,7 +19,7 @@ demo: $(VENV)/.installed-examples
 	@$(BIN)/python examples/demo.py
 
 test: lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
