@@ -4,44 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 import lightning_sparse as ls
 from lightning_sparse import kernels
 from lightning_sparse.sparsifiers import bracket
-from lightning_sparse.types import Context, Selection
 from tests.reference.estimators import ROUGH, SMOOTH, accumulator, reference_dgc
-
-DENSITIES = [0.1, 0.01, 0.001]
-SIZES = [10_000, 70_000, 300_000]
-
-
-@pytest.fixture
-def static_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (kernels, bracket):
-        monkeypatch.setattr(module, "static_shapes", lambda device: True)
-
-
-def select(sparsifier: ls.Sparsifier, acc: np.ndarray, density: float, step: int = 0) -> Selection:
-    acc = torch.from_numpy(acc)
-    before = acc.clone()
-    selection, state = sparsifier.select(acc, None, Context(step=step, density=density, rank=0, world_size=1))
-    assert state is None
-    assert torch.equal(acc, before)
-    assert bool(selection.threshold.isfinite())
-    assert selection.threshold.dtype == torch.float64
-    return selection
-
-
-def picks(selection: Selection) -> list[int]:
-    return selection.indices[: int(selection.count)].tolist()
-
-
-def assert_largest(picked: list[int], acc: np.ndarray) -> None:
-    """No magnitude that was left out is larger than one that was picked."""
-    rest = np.ones(acc.size, dtype=bool)
-    rest[picked] = False
-    assert np.abs(acc[picked]).min() >= np.abs(acc[rest]).max()
+from tests.selections import DENSITIES, SIZES, assert_largest, picks, select
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
