@@ -8,7 +8,8 @@ Importing this package registers the strategy names ``sparse_ddp``, ``sparse_ddp
 from lightning_sparse import packages as _packages
 from lightning_sparse import sparsifiers as _sparsifiers
 from lightning_sparse import strategy as _strategy  # noqa: F401  # registers the strategy names
-from lightning_sparse.density import Accordion, Constant, DensitySchedule, Warmup
+from lightning_sparse.attach import attach
+from lightning_sparse.density import Accordion, Constant, DensitySchedule, HiddenDensity, TimeBudget, Warmup
 from lightning_sparse.exchanges import (
     EXCHANGES,
     Balanced,
@@ -21,8 +22,8 @@ from lightning_sparse.exchanges import (
     ReduceUnion,
     Tree,
 )
-from lightning_sparse.grouping import GROUPINGS, Grouping, MergeBelow
-from lightning_sparse.hook import Engine, attach
+from lightning_sparse.grouping import GROUPINGS, Grouping, MergeBelow, OptimalMerge
+from lightning_sparse.hook import Engine
 from lightning_sparse.memory import (
     AdamCorrection,
     ClipByNorm,
@@ -59,11 +60,13 @@ __all__ = [
     "FollowLeader",
     "GatherPairs",
     "Grouping",
+    "HiddenDensity",
     "LowPass",
     "Memory",
     "MergeBelow",
     "MomentumCorrection",
     "NoMemory",
+    "OptimalMerge",
     "PackedUnion",
     "ReduceShared",
     "ReduceUnion",
@@ -71,6 +74,7 @@ __all__ = [
     "SparseDDPStrategy",
     "SparsityMonitor",
     "StepTrace",
+    "TimeBudget",
     "Tree",
     "Warmup",
     "attach",

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -112,6 +113,15 @@ class TorchCollective:
         if self.world_size > 1:
             dist.all_reduce(x, group=self.group)
         return x
+
+    def start_all_reduce(self, x: Tensor) -> Future[Tensor]:
+        """Sum over ranks, in place, while the caller goes on; the future holds x."""
+        if self.world_size == 1:
+            future: Future[Tensor] = Future(devices=[x.device] if x.is_cuda else None)
+            future.set_result(x)
+            return future
+        started: Future[Tensor] = dist.all_reduce(x, group=self.group, async_op=True).get_future()
+        return started.then(lambda _: x)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """What rank ``src`` gave, in place."""

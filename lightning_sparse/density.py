@@ -258,6 +258,91 @@ class AccordionDensity(GroupDensity):
         self.total.zero_()
 
 
+@dataclass(frozen=True)
+class ProfiledDensity(DensitySchedule):
+    """A density that follows from a profile of the first steps; the floor until the profile is there.
+
+    Args:
+        floor: smallest density, in (0, 1].
+        cap: largest density, in (0, 1], at least ``floor``.
+
+    Raises:
+        ValueError: if a setting is outside its range.
+    """
+
+    floor: float = 0.001
+    cap: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_density(self.floor, "floor")
+        check_density(self.cap, "cap")
+        if self.floor > self.cap:
+            raise ValueError(f"Expected floor to be at most cap, but got floor={self.floor} and cap={self.cap}.")
+
+    def __call__(self, step: int) -> float:
+        """The floor."""
+        return float(self.floor)
+
+    @property
+    def tried(self) -> list[float]:
+        """Densities at which costs are measured; between them, costs are taken as straight lines."""
+        return sorted({self.floor, math.sqrt(self.floor * self.cap), self.cap})
+
+
+@dataclass(frozen=True)
+class HiddenDensity(ProfiledDensity):
+    """Each group sends as much as still hides behind the backward pass of the next group: LAGS-SGD.
+
+    See :func:`~lightning_sparse.grouping.hidden_densities`. Most useful with ``grouping="layer"`` or
+    ``OptimalMerge()``, and only where exchanges go on beside backward (on CUDA, or with ``executor="thread"``):
+    elsewhere nothing hides, and every group keeps the floor.
+
+    Args:
+        floor: smallest density, in (0, 1]; also of the group that comes last, behind which nothing is computed.
+        cap: largest density, in (0, 1], at least ``floor``.
+
+    Raises:
+        ValueError: if a setting is outside its range.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> strategy = ls.SparseDDPStrategy(density=ls.HiddenDensity(0.001, 0.25), grouping="layer", executor="thread")
+
+    References:
+        Shi et al., Layer-wise Adaptive Gradient Sparsification for Distributed Deep Learning with Convergence
+        Guarantees (LAGS-SGD), ECAI 2020, arXiv 1911.08727, equations 18 and 19.
+    """
+
+
+@dataclass(frozen=True)
+class TimeBudget(ProfiledDensity):
+    """The mildest density, for the whole model, that keeps exposed communication below a share of the step.
+
+    With ``grouping=OptimalMerge()``, groups and density are found together.
+
+    Args:
+        floor: smallest density, in (0, 1].
+        cap: largest density, in (0, 1], at least ``floor``.
+        exposed: share of a step that may be exposed communication, in (0, 1). When the first steps have been profiled
+            and not even the floor keeps it, training stops with an error on all ranks.
+
+    Raises:
+        ValueError: if a setting is outside its range.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> strategy = ls.SparseDDPStrategy(density=ls.TimeBudget(exposed=0.1), grouping=ls.OptimalMerge())
+    """
+
+    exposed: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number = isinstance(self.exposed, (int, float)) and not isinstance(self.exposed, bool)
+        if not number or not 0 < self.exposed < 1:
+            raise ValueError(f"Expected exposed to be a share of the step in (0, 1), but got {self.exposed!r}.")
+
+
 def as_schedule(density: float | DensitySchedule) -> DensitySchedule:
     """Turn a number into a :class:`Constant`; leave schedules as they are.
 

@@ -14,24 +14,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.collective import Collective, Metered, TorchCollective
-from lightning_sparse.density import DensitySchedule, as_schedule
+from lightning_sparse.collective import Collective, Metered, TorchCollective, ring_all_reduce_bytes
+from lightning_sparse.density import Constant, DensitySchedule, as_schedule
 from lightning_sparse.exchanges import Dense, Exchange, as_exchange
-from lightning_sparse.grouping import Group, Grouping, ParameterSize, make_plan
+from lightning_sparse.grouping import Group
 from lightning_sparse.kernels import static_shapes
-from lightning_sparse.memory import Memory, as_memory
+from lightning_sparse.memory import Memory, NoMemory, as_memory
 from lightning_sparse.pipeline import init_group, reduce_group
 from lightning_sparse.sparsifiers import SPARSIFIERS, Everything, Sparsifier
-from lightning_sparse.statistics import Stamp, Statistics, residual_norm, summarize
+from lightning_sparse.statistics import Stamp, Statistics, residual_norm, summarize, summarize_direct
 from lightning_sparse.types import Context, GroupState
 
 EXECUTORS = ("auto", "inline", "thread")
@@ -68,86 +66,18 @@ class Settings(NamedTuple):
         return cls(resolved, as_schedule(density), memory, as_exchange(exchange, resolved), executor)
 
 
-def attach(
-    ddp: DistributedDataParallel,
-    *,
-    sparsifier: Sparsifier | str = "union_topk",
-    density: float | DensitySchedule = 0.01,
-    memory: Memory | None = None,
-    exchange: Exchange | str | None = None,
-    grouping: Grouping | str = "bucket",
-    dense: Sequence[str] = (),
-    executor: str = "auto",
-    timeout: timedelta | None = None,
-) -> Engine:
-    """Replace the gradient all-reduce of a ``DistributedDataParallel`` model. All ranks must call this.
+class Tuner(Protocol):
+    """Looks on while an engine works, and may change its groups."""
 
-    Args:
-        ddp: the wrapped model, before its first backward, without a communication hook of its own.
-        sparsifier: an instance or a name.
-        density: target in (0, 1], or a schedule over synchronised backward passes.
-        memory: error feedback; None: :class:`~lightning_sparse.Residual`. The optimizer is not seen here: with
-            ``MomentumCorrection`` or ``AdamCorrection`` it is up to the caller to give it no momentum of its own.
-        exchange: an instance, a name, or None for the sparsifier's natural one.
-        grouping: an instance such as ``MergeBelow(8192)`` or a name such as "layer"; see
-            :func:`~lightning_sparse.grouping.make_plan`.
-        dense: patterns of parameter names that stay dense.
-        executor: "inline" runs groups inside the hook (on CUDA on a stream of its own); "thread" on a communication
-            thread while backward goes on; "auto" is "inline", which is simpler and as fast where cores are busy.
-        timeout: of the engine's own process group.
+    def before_step(self, engine: Engine) -> None:
+        """The first gradients of a step are here and nothing is exchanged yet; called on all ranks."""
 
-    Returns:
-        The engine, for statistics and for :meth:`Engine.close`.
-
-    Raises:
-        ValueError: for settings that cannot work, see :class:`Settings` and
-            :func:`~lightning_sparse.grouping.make_plan`.
-        RuntimeError: on all ranks, if the ranks' settings or models differ.
-    """
-    settings = Settings.check(sparsifier, density, memory, exchange, executor)
-    if getattr(torch._dynamo.config, "optimize_ddp", None) == "python_reducer":
-        raise ValueError(
-            "torch._dynamo.config.optimize_ddp = 'python_reducer' bypasses DDP's buckets, so nothing would be "
-            "sparsified. Leave optimize_ddp at its default."
-        )
-    if getattr(ddp, "_delay_all_reduce_params", None):
-        raise ValueError(
-            "delay_all_reduce_named_params bypasses communication hooks: those gradients would stay dense."
-        )
-    for name, module in ddp.module.named_modules():
-        if getattr(module, "sparse", False) is True:
-            raise ValueError(
-                f"The gradients of {name or type(module).__name__!r} are sparse tensors (sparse=True), which cannot be "
-                "looked at as flat vectors. Set sparse=False: what is sent is sparsified anyway."
-            )
-    ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-    parameters = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
-    for name, p in parameters.items():
-        if not p.is_floating_point():
-            raise ValueError(
-                f"Expected floating-point parameters, but {name} is {p.dtype}: magnitudes would not compare."
-            )
-    sizes = [
-        ParameterSize(name, p.numel(), p.element_size(), f"{p.dtype}.{p.device}".removeprefix("torch."))
-        for name, p in parameters.items()
-    ]
-    plan = make_plan(sizes, grouping, dense, ddp.bucket_bytes_cap / (1 << 20))
-    comm = TorchCollective.of_its_own(ddp.process_group, timeout)
-    device = next(iter(parameters.values())).device
-    _check_equal_on_ranks((settings, [(g.name, g.parameters, g.dense) for g in plan]), comm, device)
-    usage = bool(ddp.find_unused_parameters or ddp.static_graph)
-    engine = Engine(plan, parameters, settings, comm, watch_usage=usage)
-    ddp.register_comm_hook(engine, _hook)
-    return engine
-
-
-# Without annotations: DDP compares them by identity, and here they would be strings.
-def _hook(engine, bucket):  # type: ignore[no-untyped-def]
-    return engine.receive(bucket)
+    def close(self) -> None:
+        """The engine ends."""
 
 
 class Engine:
-    """Runs a plan over the gradients that DDP hands over; made by :func:`attach`.
+    """Runs a plan over the gradients that DDP hands over; made by :func:`~lightning_sparse.attach`.
 
     Args:
         plan: groups that cover all parameters.
@@ -186,6 +116,45 @@ class Engine:
         threaded = settings.executor == "thread"
         self._executor: Executor = _Threaded(self._device) if threaded else _Inline()
         self._exposed: Callable[[], float] = lambda: 0.0
+        self._held_up_before = 0.0
+        self._begun = False
+        self.tuners: list[Tuner] = []
+        self._direct = False
+
+    def tune(self, tuner: Tuner) -> None:
+        """Let something look on, and change groups, at the start of every exchange; until the engine is closed."""
+        self.tuners.append(tuner)
+
+    @property
+    def parameters(self) -> dict[str, Parameter]:
+        """By name, in order of registration."""
+        return dict(self._parameters)
+
+    @property
+    def device(self) -> torch.device:
+        """Where gradients live."""
+        return self._device
+
+    @property
+    def held_up_seconds(self) -> float:
+        """How long the host stood still inside backward so far, on a CPU; 0 on devices, where streams wait instead."""
+        return 0.0 if self._stream is not None else self._held_up_before + self._executor.blocked_seconds
+
+    @property
+    def direct(self) -> bool:
+        """Whether buckets are averaged just as DDP does, past the groups."""
+        return self._direct
+
+    def go_direct(self) -> bool:
+        """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
+
+        Refused, with nothing changed, before residuals have been sent (in the first valid step of a dense plan), and
+        with memories that do more for dense groups than nothing, such as momentum. Equal on all ranks.
+        """
+        simple = isinstance(self.settings.memory.for_dense(), NoMemory)
+        if simple and all(group.plan.dense and group.sent for group in self.groups):
+            self._direct = True
+        return self._direct
 
     @property
     def plan(self) -> list[Group]:
@@ -210,8 +179,7 @@ class Engine:
         Example:
             >>> import tempfile, torch, lightning_sparse as ls
             >>> import torch.distributed as dist
-            >>> from torch.nn.parallel import DistributedDataParallel
-            >>> from lightning_sparse.grouping import make_plan
+            >>>             >>> from lightning_sparse.grouping import make_plan
             >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
             >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
             >>> engine = ls.attach(DistributedDataParallel(model), grouping="model")
@@ -224,7 +192,7 @@ class Engine:
         """
         if any(group.arrived for group in self.groups):
             raise RuntimeError("Groups can only be changed between two steps, not within a backward.")
-        _check_equal_on_ranks((self.settings, list(plan)), self.comm, self._device)
+        check_equal_on_ranks((self.settings, list(plan)), self.comm, self._device)
         named = Counter(p.name for group in plan for p in group.parameters)
         known = self._parameters.keys()
         wrong = [name for name in sorted(named.keys() | known) if named[name] != 1 or name not in known]
@@ -244,6 +212,7 @@ class Engine:
                     running.carry(name, old)
                 groups.append(running)
         self._adopt(groups)
+        self._direct = False
 
     def _start(self, group: Group, flush: bool = False) -> _Running:
         ctx = Context(self.step, self.settings.density(self.step), self.comm.rank, self.comm.world_size)
@@ -258,6 +227,12 @@ class Engine:
         """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""
         self.hook_calls += 1
         buffer = bucket.buffer()
+        if not self._begun:
+            self._begun = True
+            for tuner in self.tuners:
+                tuner.before_step(self)
+        if self._direct:
+            return self._pass_on(bucket)
         delivery = _Delivery(buffer)
         for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
             name = self._names[id(parameter)]
@@ -299,15 +274,27 @@ class Engine:
         self._executor.drain()
         incomplete = [group.plan.name for group in self.groups if group.arrived]
         assert not incomplete, f"DDP delivered only some gradients of the groups {incomplete}"
+        self._exposed = self._measure_exposed(begin)
+        self._end_step()
+
+    def _end_step(self) -> None:
         self.step += 1
+        self._begun = False
         if self._used is not None:
             self._used.clear()
-        self._exposed = self._measure_exposed(begin)
+
+    def _pass_on(self, bucket: Any) -> Future[Tensor]:
+        """Average a bucket just as DDP does without a hook."""
+        buffer = bucket.buffer()
+        if bucket.is_last():
+            self._end_step()
+        return self.comm.start_all_reduce(buffer.div_(self.comm.world_size))
 
     def _measure_exposed(self, begin: Stamp) -> Callable[[], float]:
         """Time since the last bucket came; groups that ran inside earlier hooks held backward up, too."""
         if self._stream is None:
             inline = self._executor.blocked_seconds
+            self._held_up_before += inline
             self._executor.blocked_seconds = 0.0
             return lambda: 1e3 * inline
         with torch.cuda.stream(self._stream):
@@ -319,6 +306,9 @@ class Engine:
 
         Collective: all ranks must call this together, outside backward. Empty before the first step.
         """
+        if self._direct:
+            sent = ring_all_reduce_bytes(sum(p.nbytes for p in self._parameters.values()), self.comm.world_size)
+            return summarize_direct(sent, [group.residual_norm() for group in self.groups], self._mean_over_ranks)
         seen = [group for group in self.groups if group.statistics is not None]
         if not seen:
             return {}
@@ -328,8 +318,8 @@ class Engine:
 
     def group_summaries(self) -> dict[str, dict[str, float]]:
         """Like :meth:`summary`, for each group by name; without ``exposed_ms``, which no single group causes."""
-        summaries = {}
-        for group in self.groups:
+        summaries: dict[str, dict[str, float]] = {}
+        for group in [] if self._direct else self.groups:
             if group.statistics is not None:
                 summary = summarize([group.statistics], [group.residual_norm()], 0.0, self._mean_over_ranks)
                 del summary["exposed_ms"]
@@ -345,6 +335,8 @@ class Engine:
     def close(self) -> None:
         """Stop the communication thread, give the process group back, stop watching parameters."""
         self._closed = True
+        for tuner in self.tuners:
+            tuner.close()
         self._executor.close()
         for watcher in self._watchers:
             watcher.remove()
@@ -398,7 +390,8 @@ class _Running:
     ) -> None:
         self.plan = plan
         self.spans = plan.offsets()
-        self.density = settings.density.for_group()
+        schedule = settings.density if plan.density is None else Constant(plan.density)
+        self.density = schedule.for_group()
         # A group that becomes dense must be able to send what it remembers.
         self.memory: Memory = settings.memory.for_dense() if plan.dense and not flush else settings.memory
         self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
@@ -414,12 +407,18 @@ class _Running:
 
     @property
     def remembers(self) -> bool:
-        """Whether anything of earlier gradients may be left."""
-        return bool(self.memory.vectors(self.state.memory))
+        """Whether anything of earlier gradients is left; waits for the device."""
+        return any(bool(vector.any()) for vector in self.memory.vectors(self.state.memory).values())
+
+    @property
+    def sent(self) -> bool:
+        """Whether there was a valid step since the group was formed; waits for the device."""
+        return self.state.counts is not None and bool((self.state.counts >= 0).all())
 
     def carry(self, name: str, old: _Running) -> None:
-        """Take over what another group remembers of a parameter."""
-        self.memory.carry_(self.state.memory, self.spans[name], old.memory, old.state.memory, old.spans[name])
+        """Take over what another group remembers of a parameter; a group without memory is only made of empty ones."""
+        if self.memory.vectors(self.state.memory):
+            self.memory.carry_(self.state.memory, self.spans[name], old.memory, old.state.memory, old.spans[name])
 
     def receive(self, name: str, delivery: _Delivery, start: int) -> None:
         """The gradient of a parameter lies in a bucket from ``start`` on."""
@@ -586,7 +585,7 @@ class _Threaded:
         self._jobs.task_done()
 
 
-def _check_equal_on_ranks(what: Any, comm: Collective, device: torch.device) -> None:
+def check_equal_on_ranks(what: Any, comm: Collective, device: torch.device) -> None:
     """Raise on all ranks if they were not given the same."""
     digest = hashlib.sha256(repr(what).encode()).digest()[:8]
     own = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)

@@ -32,6 +32,7 @@ QUANTITIES: Mapping[str, str] = {
     "select_ms": "milliseconds from the gradient to the selection, a survey among ranks included; mean over ranks",
     "exchange_ms": "milliseconds from the selection to the new gradient; mean over ranks",
     "exposed_ms": "milliseconds that backward stood still for it, slowing down beside it not counted; mean over ranks",
+    "direct": "1 where gradients are averaged as DDP does, because fallback='dense' found that faster; else 0",
 }
 """Logged names (under ``sparse/``) and what they mean; all but bytes and times over the sparsified groups only."""
 
@@ -171,7 +172,30 @@ def summarize(
         "select_ms": select_ms,
         "exchange_ms": exchange_ms,
         "exposed_ms": exposed_ms,
+        "direct": 0.0,
     }
     if thresholds:
         summary["threshold"] = sum(thresholds) / len(thresholds)
     return summary
+
+
+def summarize_direct(
+    dense_bytes: float, residual_norms: Sequence[float], mean_over_ranks: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
+    """The logged quantities of a step in which DDP averaged everything by itself; nobody looked at the clock.
+
+    Args:
+        dense_bytes: what a dense ring all-reduce sends.
+        residual_norms: Euclidean norm of each group's residual on this rank.
+        mean_over_ranks: averages a float64 vector; called once.
+    """
+    norm = torch.tensor([math.hypot(*residual_norms)], dtype=torch.float64)
+    return {
+        "density": 1.0,
+        "target_density": 1.0,
+        "density_error": 0.0,
+        "residual_norm": float(mean_over_ranks(norm)),
+        "bytes_sent": dense_bytes,
+        "traffic_ratio": 1.0,
+        "direct": 1.0,
+    }

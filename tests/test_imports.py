@@ -12,12 +12,15 @@ import lightning_sparse
 
 PACKAGE = Path(lightning_sparse.__file__).parent
 FLOORS = [
-    {"types", "registry", "packages"},
+    {"types", "registry", "packages", "console"},
     {"kernels"},
     {"density", "collective"},
     {"memory", "sparsifiers", "exchanges", "grouping", "statistics"},
     {"pipeline"},
-    {"simulation", "hook"},
+    {"simulation", "profiling"},
+    {"hook"},
+    {"tuning"},
+    {"attach"},
     {"checkpoint"},
     {"strategy"},
     {"monitor"},
@@ -70,7 +73,7 @@ def test_rooms_import_only_downwards(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_the_network_and_the_framework_are_touched_in_their_rooms_only(path: Path) -> None:
     names = set(imported(path))
-    if room_of(path) not in {"collective", "hook"}:
+    if room_of(path) not in {"collective", "hook", "attach"}:
         assert not any(name.startswith(("torch.distributed", "torch.nn.parallel")) for name in names)
     if room_of(path) not in {"strategy", "monitor", "cli"}:
         packages = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"}

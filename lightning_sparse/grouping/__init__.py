@@ -1,5 +1,6 @@
 """Which gradients are looked at together: names and sizes in, groups out; no tensors."""
 
+from lightning_sparse.grouping.adaptive import Timeline, budget_density, hidden_densities
 from lightning_sparse.grouping.cost import CostModel, Line, Network
 from lightning_sparse.grouping.merge import greedy_merge, iteration_seconds, merge_below, optimal_merge
 from lightning_sparse.grouping.plan import (
@@ -10,23 +11,36 @@ from lightning_sparse.grouping.plan import (
     Layer,
     MergeBelow,
     Model,
+    OptimalMerge,
     ParameterSize,
+    ProfiledMerge,
     make_plan,
 )
+from lightning_sparse.grouping.profile import GroupCost, LayerTime, Overlap, Profile, Traffic
 
 __all__ = [
     "GROUPINGS",
     "Bucket",
     "CostModel",
     "Group",
+    "GroupCost",
     "Grouping",
     "Layer",
+    "LayerTime",
     "Line",
     "MergeBelow",
     "Model",
     "Network",
+    "OptimalMerge",
+    "Overlap",
     "ParameterSize",
+    "Profile",
+    "ProfiledMerge",
+    "Timeline",
+    "Traffic",
+    "budget_density",
     "greedy_merge",
+    "hidden_densities",
     "iteration_seconds",
     "make_plan",
     "merge_below",

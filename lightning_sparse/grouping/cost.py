@@ -130,6 +130,10 @@ class Network:
     Args:
         all_reduce: seconds by bytes of the vector that is summed.
         all_gather: seconds by bytes that each rank gives.
+        ranks: n between which this was measured, at least 1; see :meth:`line` and :meth:`between`.
+
+    Raises:
+        ValueError: if ``ranks`` is no positive integer.
 
     Example:
         >>> network = Network.ring(ranks=4, latency=50e-6, bits_per_second=10e9)
@@ -140,6 +144,67 @@ class Network:
 
     all_reduce: Line
     all_gather: Line
+    ranks: int = 2
+
+    def __post_init__(self) -> None:
+        _check_ranks(self.ranks)
+
+    def line(self, operation: str) -> Line:
+        """Seconds of one collective operation by bytes that each rank gives.
+
+        ``all_reduce`` and ``all_gather`` are known; the others follow from one hop of the all-gather's ring, a fixed
+        price and a price for each byte: ``send_on`` is one hop, ``broadcast`` passes through all ranks in pieces
+        (n - 1 prices, each byte once), ``all_to_all`` sends an n-th part to each other rank.
+
+        Raises:
+            ValueError: for any other operation.
+        """
+        hops = max(1, self.ranks - 1)
+        hop = Line(self.all_gather.alpha / hops, self.all_gather.beta / hops)
+        lines = {
+            "all_reduce": self.all_reduce,
+            "all_gather": self.all_gather,
+            "send_on": hop,
+            "broadcast": Line(hops * hop.alpha, hop.beta),
+            "all_to_all": Line(hops * hop.alpha, hops / self.ranks * hop.beta),
+        }
+        if operation not in lines:
+            raise ValueError(f"Expected operation to be one of {', '.join(lines)} but got {operation!r}.")
+        return lines[operation]
+
+    def between(self, ranks: int, bits_per_second: float | None = None) -> Network:
+        """What the same collectives would cost between another number of ranks, or at another rate.
+
+        Fixed prices grow from the ones known here: an all-reduce's as ``log2 n``, because libraries sum small vectors
+        along trees; an all-gather's as ``n - 1``, as in a ring. Prices of bytes are the ring's (:meth:`ring`): scaled
+        from the ones known here, or at the given rate. Known prices between two ranks at least are needed.
+
+        Args:
+            ranks: n, at least 1.
+            bits_per_second: rate of a link in one direction, above 0; None: as known here.
+
+        Raises:
+            ValueError: if a number is outside its range, or this network has one rank only.
+
+        Example:
+            >>> network = Network(Line(2e-4, 1e-9), Line(1e-4, 1e-9), ranks=2).between(8, 1e9)
+            >>> f"{network.all_gather(1e6):.4f} {network.all_reduce(1e6):.4f}"
+            '0.0567 0.0146'
+        """
+        _check_ranks(ranks)
+        if self.ranks < 2:
+            raise ValueError("Expected prices that are known between at least 2 ranks but got those of one rank.")
+        if ranks == 1:
+            return Network(NOTHING, NOTHING, 1)
+        hops = (ranks - 1) / (self.ranks - 1)
+        tree = math.log2(ranks) / math.log2(self.ranks)
+        if bits_per_second is not None:
+            rated = Network.ring(ranks, 0.0, bits_per_second)
+            reduced, gathered = rated.all_reduce.beta, rated.all_gather.beta
+        else:
+            reduced = self.all_reduce.beta * hops * self.ranks / ranks
+            gathered = self.all_gather.beta * hops
+        return Network(Line(self.all_reduce.alpha * tree, reduced), Line(self.all_gather.alpha * hops, gathered), ranks)
 
     @classmethod
     def ring(cls, ranks: int, latency: float, bits_per_second: float) -> Network:
@@ -157,14 +222,13 @@ class Network:
         Raises:
             ValueError: if a number is outside its range.
         """
-        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-            raise ValueError(f"Expected ranks to be a positive integer but got {ranks!r}.")
+        _check_ranks(ranks)
         _check_number("latency", latency, "a finite number of seconds of at least 0")
         rate = isinstance(bits_per_second, (int, float)) and not isinstance(bits_per_second, bool)
         if not (rate and bits_per_second > 0):
             raise ValueError(f"Expected bits_per_second to be a positive number but got {bits_per_second!r}.")
         hops, byte = ranks - 1, 8 / bits_per_second
-        return cls(Line(2 * hops * latency, 2 * hops / ranks * byte), Line(hops * latency, hops * byte))
+        return cls(Line(2 * hops * latency, 2 * hops / ranks * byte), Line(hops * latency, hops * byte), ranks)
 
     def dense(self, value_bytes: int = 4) -> Line:
         """All-reduce of every value."""
@@ -204,6 +268,11 @@ class Network:
 
     def _asking(self, times: int) -> Line:
         return Line(times * self.all_gather.alpha, 0.0)
+
+
+def _check_ranks(ranks: int) -> None:
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"Expected ranks to be a positive integer but got {ranks!r}.")
 
 
 def _share(share: float, name: str = "picked") -> float:

@@ -13,10 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from lightning_sparse.density import count
 from lightning_sparse.grouping.merge import merge_below
+from lightning_sparse.grouping.profile import MergeRule, Profile
 from lightning_sparse.registry import Registry
 
 
@@ -38,6 +39,8 @@ class Group(NamedTuple):
     parameters: tuple[ParameterSize, ...]
     dense: bool
     """True if the group is averaged as DDP would, without sparsification."""
+    density: float | None = None
+    """Of this group alone, in (0, 1]; None: what the schedule says."""
 
     @property
     def numel(self) -> int:
@@ -54,10 +57,12 @@ class Group(NamedTuple):
 
     def picks(self, density: float) -> int:
         """The count k at this density; see :func:`~lightning_sparse.density.count`."""
-        return self.numel if self.dense else count(density, self.numel)
+        return self.numel if self.dense else count(self.density or density, self.numel)
 
 
 MIB = 1 << 20
+LARGEST_GROUP = 2**31 - 2
+"""Coordinates: indices travel as 32-bit words, and one of them stands for none."""
 
 Cut = list[tuple[str, list[ParameterSize]]]
 """Named runs of parameters."""
@@ -161,13 +166,114 @@ class MergeBelow(Grouping):
         """Merge modules; a group is named after its first and last one."""
         layers = Layer().cut(parameters, bucket_cap_mb)
         merged = merge_below([sum(p.numel for p in members) for _, members in layers], self.numel)
-        return [
-            (
-                layers[group[0]][0] + (f"..{layers[group[-1]][0]}" if len(group) > 1 else ""),
-                [p for i in group for p in layers[i][1]],
+        return _join(layers, merged)
+
+
+@GROUPINGS.register
+@dataclass(frozen=True)
+class OptimalMerge(Grouping):
+    """Layers, merged so that a step ends soonest on the machine and the network at hand.
+
+    The first steps run with everything in one group, while backward is timed layer by layer. Then the collectives and
+    the sparsifier are timed between the ranks, and layers are merged by these numbers, exactly
+    (:func:`~lightning_sparse.grouping.optimal_merge`). Training goes on with the new groups; no residual is lost. The
+    profile is kept in Lightning's checkpoints, and a run that continues with the same model, settings and number of
+    ranks uses it from the start.
+
+    Args:
+        rule: "optimal", or "published" for the greedy rule of OMGS-SGD, which is not always the best.
+        warmup: steps that are not timed, at least 1.
+        steps: steps that are timed, at least 2; medians count.
+
+    Raises:
+        ValueError: for an unknown rule or numbers of steps outside their ranges.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> strategy = ls.SparseDDPStrategy(grouping=ls.OptimalMerge(), executor="thread")
+
+    References:
+        Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs
+        (OMGS-SGD), INFOCOM 2020.
+    """
+
+    rule: MergeRule = "optimal"
+    warmup: int = 5
+    steps: int = 10
+
+    def __post_init__(self) -> None:
+        if self.rule not in get_args(MergeRule):
+            raise ValueError(
+                f"Expected rule to be one of {', '.join(map(repr, get_args(MergeRule)))}, but got {self.rule!r}."
             )
-            for group in merged
-        ]
+        for name, value, least in (("warmup", self.warmup, 1), ("steps", self.steps, 2)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"Expected {name} to be an integer of at least {least}, but got {value!r}.")
+
+    def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
+        """Before there is a profile: one group, or buckets where that would be too large."""
+        whole = sum(p.numel for p in parameters) <= LARGEST_GROUP
+        return (Model() if whole else Bucket()).cut(parameters, bucket_cap_mb)
+
+
+@dataclass(frozen=True)
+class ProfiledMerge(Grouping):
+    """Layers, merged by a profile: what :class:`OptimalMerge` turns into.
+
+    Args:
+        profile: of these parameters.
+        density: at which groups are exchanged.
+        rule: as in :class:`OptimalMerge`.
+    """
+
+    profile: Profile
+    density: float
+    rule: MergeRule = "optimal"
+
+    def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
+        """Merge the layers that have such parameters.
+
+        Raises:
+            ValueError: if the profile does not know a parameter.
+        """
+        wanted = {p.name: p for p in parameters}
+        layers: Cut = []
+        seconds: list[float] = []
+        passed = 0.0
+        for layer in self.profile.layers:
+            passed += layer.backward_seconds
+            if members := [wanted.pop(name) for name in layer.parameters if name in wanted]:
+                layers.append((layer.name, members))
+                seconds.append(passed)
+                passed = 0.0
+        if wanted:
+            raise ValueError(f"The profile does not know the parameters {', '.join(list(wanted)[:5])}.")
+        if not layers:
+            return []
+        numels = [max(1, sum(p.numel for p in members)) for _, members in layers]
+        groups = self.profile.merge(self.density, self.rule, numels, seconds)
+        return _join(layers, [part for group in groups for part in _split(group, numels)])
+
+
+def _split(group: list[int], numels: Sequence[int]) -> list[list[int]]:
+    """Cut a group that would be too large."""
+    parts: list[list[int]] = [[]]
+    for layer in group:
+        if parts[-1] and sum(numels[i] for i in parts[-1]) + numels[layer] > LARGEST_GROUP:
+            parts.append([])
+        parts[-1].append(layer)
+    return parts
+
+
+def _join(layers: Cut, groups: Sequence[Sequence[int]]) -> Cut:
+    """Merge neighbours; a group is named after its first and last layer."""
+    return [
+        (
+            layers[group[0]][0] + (f"..{layers[group[-1]][0]}" if len(group) > 1 else ""),
+            [p for i in group for p in layers[i][1]],
+        )
+        for group in groups
+    ]
 
 
 def make_plan(
@@ -181,7 +287,8 @@ def make_plan(
     Args:
         parameters: in order of registration, as ``named_parameters()`` gives them.
         grouping: an instance such as ``MergeBelow(8192)``, or a name: "layer" (one group per module), "bucket" (about
-            ``bucket_cap_mb`` each), "model" (all together) or "merge_below" (layers of 8192 coordinates and more).
+            ``bucket_cap_mb`` each), "model" (all together), "merge_below" (layers of 8192 coordinates and more) or
+            "optimal_merge".
         dense: shell-style patterns of parameter names that stay dense, such as ``"*.bias"``. Dense parameters get
             groups of their own, by bucket whatever the grouping.
         bucket_cap_mb: size of a bucket in MiB.

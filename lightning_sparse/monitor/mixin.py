@@ -7,6 +7,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse.collective import ring_all_reduce_bytes
+from lightning_sparse.console import print_table
 from lightning_sparse.hook import Engine
 
 LONGEST_TABLE = 40
@@ -109,17 +110,4 @@ def print_plan(engine: Engine) -> None:
         )
     if rest := engine.plan[LONGEST_TABLE:]:
         rows.append([f"{len(rest)} more", "", f"{sum(g.numel for g in rest):,}", "", "", ""])
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ModuleNotFoundError:
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in [header, *rows]]
-        print(title, *lines, sep="\n", flush=True)
-        return
-    table = Table(title=title, title_justify="left")
-    for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index in (0, 4) else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    print_table(title, header, rows, left=(0, 4))

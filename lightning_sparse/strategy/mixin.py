@@ -13,12 +13,14 @@ from typing import Any, ClassVar, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_sparse.attach import attach, check_fallback
 from lightning_sparse.density import DensitySchedule
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.grouping import GROUPINGS, Grouping
-from lightning_sparse.hook import Engine, Settings, attach
+from lightning_sparse.hook import Engine, Settings, Tuner
 from lightning_sparse.memory import Memory
 from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
+from lightning_sparse.tuning import Planner
 
 DDP_KEYWORDS = (
     "broadcast_buffers",
@@ -27,6 +29,9 @@ DDP_KEYWORDS = (
     "gradient_as_bucket_view",
     "static_graph",
 )
+CHECKPOINT_KEY = "lightning_sparse"
+"""Where checkpoints keep what belongs to this package."""
+OWN_KEYWORDS = ("sparsifier", "density", "memory", "exchange", "grouping", "dense", "executor", "fallback")
 HALF_HOUR = timedelta(minutes=30)
 """Lightning's default for process groups."""
 
@@ -45,10 +50,13 @@ class SparseDDPMixin:
         exchange: how picks travel: an instance, a name such as "reduce_union", or None for the sparsifier's natural
             one.
         grouping: which gradients are looked at together: "layer", "bucket" (about ``bucket_cap_mb`` each), "model",
-            or an instance such as ``MergeBelow(8192)``, which merges small layers.
+            or an instance such as ``MergeBelow(8192)``, which merges small layers, or ``OptimalMerge()``, which
+            measures the first steps and merges layers so that a step ends soonest.
         dense: shell-style patterns of parameter names that stay dense, such as ``["*.bias"]``.
         executor: "inline" exchanges inside DDP's hook (on CUDA on a stream of its own), "thread" on a communication
             thread while backward goes on; "auto" is "inline".
+        fallback: "dense" measures some sparse and some dense steps at the start of fit, and again when the step time
+            changes by much, and goes on with what is faster.
         find_unused_parameters: as in ``DistributedDataParallel``.
         static_graph: as in ``DistributedDataParallel``.
         gradient_as_bucket_view: as in ``DistributedDataParallel``.
@@ -97,6 +105,7 @@ class SparseDDPMixin:
         grouping: Grouping | str = "bucket",
         dense: Sequence[str] = (),
         executor: str = "auto",
+        fallback: Literal["dense"] | None = None,
         *,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
@@ -127,6 +136,11 @@ class SparseDDPMixin:
         self.settings = Settings.check(sparsifier, density, memory, exchange, executor)
         self.grouping = GROUPINGS.resolve(grouping)
         self.dense = [dense] if isinstance(dense, str) else list(dense)
+        check_fallback(fallback)
+        self.fallback = fallback
+        self.tuners: list[Tuner] = []
+        """More that look on while the engine works, from the next fit on."""
+        self._profile: dict[str, Any] | None = None
         self._resuming = False
         self.engine: Engine | None = None
         """At work during fit; ``step`` and ``hook_calls`` can still be read afterwards."""
@@ -164,7 +178,10 @@ class SparseDDPMixin:
             **self.settings._asdict(),
             grouping=self.grouping,
             dense=self.dense,
+            fallback=self.fallback,
             timeout=self._timeout,  # type: ignore[attr-defined]
+            profile=self._profile,
+            tuners=self.tuners,
         )
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -178,14 +195,29 @@ class SparseDDPMixin:
             self.settings.memory.check_optimizer(optimizer)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As in Lightning; remembers that a fit which follows is a continued one."""
+        """As in Lightning; remembers that a fit which follows is a continued one, and what an earlier one measured."""
         self._resuming = True
-        return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc, no-any-return]
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        self._profile = checkpoint.get(CHECKPOINT_KEY, {}).get("profile")
+        return checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As in Lightning, with the profile in it if there is one."""
+        if self.profile is not None:
+            checkpoint[CHECKPOINT_KEY] = {"profile": self.profile}
+        super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    @property
+    def profile(self) -> dict[str, Any] | None:
+        """What was measured for groups and densities, see :class:`~lightning_sparse.grouping.Profile`; None without."""
+        planners = [tuner for tuner in self.engine.tuners if isinstance(tuner, Planner)] if self.engine else []
+        return planners[0].saved if planners else None
 
     def teardown(self) -> None:
         """Close the engine, then everything else."""
         self._close_engine()
         self._resuming = False
+        self._profile = None
         super().teardown()  # type: ignore[misc]
 
     def _close_engine(self) -> None:
@@ -236,9 +268,7 @@ def refuse_unknown(others: dict[str, Any]) -> None:
         TypeError: naming it, what is close, and the DDP keywords that are passed on.
     """
     for name in others:
-        close = difflib.get_close_matches(
-            name, ["sparsifier", "density", "memory", "exchange", "grouping", "dense", "executor", *DDP_KEYWORDS], n=1
-        )
+        close = difflib.get_close_matches(name, [*OWN_KEYWORDS, *DDP_KEYWORDS], n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
         raise TypeError(
             f"SparseDDPStrategy does not know the keyword {name!r}.{hint} Of DistributedDataParallel's keywords it "

@@ -61,7 +61,7 @@ def test_a_ring_takes_as_long_as_its_steps(ranks: int) -> None:
 
 
 def test_an_infinite_rate_leaves_latencies() -> None:
-    assert Network.ring(4, 1e-3, math.inf) == Network(Line(6e-3, 0), Line(3e-3, 0))
+    assert Network.ring(4, 1e-3, math.inf) == Network(Line(6e-3, 0), Line(3e-3, 0), ranks=4)
 
 
 NETWORK = Network(all_reduce=Line(100, 1), all_gather=Line(10_000, 3))

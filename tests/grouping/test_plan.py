@@ -90,7 +90,7 @@ def test_kinds_are_never_mixed_and_named_where_there_are_several() -> None:
 
 
 def test_a_model_without_parameters_has_no_groups() -> None:
-    assert [make_plan([], grouping) for grouping, _ in GROUPINGS.items()] == [[], [], [], []]
+    assert [make_plan([], grouping) for grouping, _ in GROUPINGS.items()] == [[]] * 5
 
 
 def test_offsets_lay_the_parameters_end_to_end() -> None:
@@ -112,7 +112,7 @@ def test_picks_are_a_share_of_sparse_groups_and_all_of_dense_ones() -> None:
 
 
 def test_an_unknown_grouping_is_answered_with_the_known_ones() -> None:
-    known = r"Known names: bucket, layer, merge_below, model\."
+    known = r"Known names: bucket, layer, merge_below, model, optimal_merge\."
     with pytest.raises(ValueError, match=rf"Unknown grouping 'layers'\. Did you mean 'layer'\? {known}$"):
         make_plan(MODEL, "layers")
     with pytest.raises(ValueError, match=rf"Unknown grouping 'zzz'\. {known}$"):

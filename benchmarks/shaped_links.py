@@ -1,0 +1,555 @@
+"""What do overlap and grouping bring when four ranks talk over slow links?
+
+Four ranks live in four network namespaces of this machine. A virtual cable leads from each of them to a bridge in a
+fifth namespace, and a token bucket filter at both ends of every cable limits what a rank sends and what it receives to
+the given rate each. They train the models of `models14m.py` (14 million parameters) on random data, with gloo.
+
+Parts, each for every model and rate:
+
+- overlap: every sparsifier with buckets of 25 MiB and with layers merged below 8192 coordinates, executors inline and
+  thread. How much of the time for selection and exchange does backward still wait for?
+- plans: one sparsifier on the communication thread with different groupings: layer, bucket, merge_below, model, and
+  optimal_merge, which measures for some steps and regroups by itself.
+
+Both parts also measure `dense` (plain DDP, which overlaps its all-reduce with backward) and `compute` (`no_sync`, no
+exchange at all). All variants of a model, rate and part (of overlap: of a grouping, too) are in the same processes and
+take turns step by step, in an order that is reversed from round to round. All ranks start a step together; a step's
+time is the slowest rank's; `select_ms`, `exchange_ms` and `exposed_ms` are the library's, means over ranks. `dense` is
+slow and takes part in some rounds only; other rounds are paired with the nearest of these. Ratios are medians of
+paired rounds, with quartiles, below 1 is faster.
+
+Held fixed: model, batch, SGD, one compute thread per rank. DDP's buckets are of 25 MiB after a
+first one of 1 MiB; as a group cannot start before DDP hands over the buckets that hold it, `--plan-bucket-mb` makes
+them smaller for the plans other than bucket. The latency of the virtual cables is far below a real network's, and
+the ranks share the cores of one machine: what this shows is bandwidth.
+
+Needs root (network namespaces) and the commands ip and tc; says so and ends with 0 otherwise. Namespaces are removed at
+the end whatever happens. Results are kept in the folder `--out` after every round; `--tables` prints them again.
+
+    sudo python benchmarks/shaped_links.py
+    sudo python benchmarks/shaped_links.py --parts plans --models vgg --mbit 100 --rounds 20 --csv plans.csv
+    python benchmarks/shaped_links.py --tables --out shaped_links
+"""
+
+import argparse
+import csv
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+RANKS = 4
+NAMESPACES = [f"shaped-{os.getpid()}-{rank}" for rank in range(RANKS)]
+MIDDLE = f"shaped-{os.getpid()}-bridge"
+CABLE = "cable"
+PORTS = [f"port{rank}" for rank in range(RANKS)]
+ADDRESSES = [f"10.78.0.{rank + 1}" for rank in range(RANKS)]
+GROUPINGS = ("layer", "bucket", "merge_below", "model", "optimal_merge")
+EXECUTORS = ("inline", "thread")
+TIMES = ("step_ms", "select_ms", "exchange_ms", "exposed_ms")
+
+Job = dict[str, Any]
+"""The arguments of the command line, and part, model and rate of one launch."""
+Result = dict[str, Any]
+"""What a launch measured: job, parameters, groups of each variant, one record per variant and round."""
+
+
+# The network, and processes in it
+
+
+def command(*words: str, check: bool = True) -> None:
+    subprocess.run(words, check=check, stderr=subprocess.PIPE, text=True)
+
+
+def build() -> None:
+    for name in (MIDDLE, *NAMESPACES):
+        command("ip", "netns", "add", name)
+        command("ip", "-n", name, "link", "set", "lo", "up")
+    command("ip", "-n", MIDDLE, "link", "add", "bridge", "type", "bridge")
+    command("ip", "-n", MIDDLE, "link", "set", "bridge", "up")
+    for name, port, address in zip(NAMESPACES, PORTS, ADDRESSES, strict=True):
+        ends = f"{CABLE} type veth peer name {port} netns {MIDDLE}"
+        command("ip", "-n", name, "link", "add", *ends.split())
+        command("ip", "-n", name, "addr", "add", f"{address}/24", "dev", CABLE)
+        command("ip", "-n", name, "link", "set", CABLE, "up")
+        command("ip", "-n", MIDDLE, "link", "set", port, "master", "bridge", "up")
+
+
+def limit(mbit: int) -> None:
+    """Both ends of every cable: a rank's own end limits what it sends, the bridge's end what it receives."""
+    # A bucket of 1 ms at full rate: less and the kernel's timer decides the rate, more and messages that fit into the
+    # bucket are as good as free. At least some frames.
+    burst = max(16 * 1024, mbit * 1_000_000 // 8 // 1000)
+    shape = f"tbf rate {mbit}mbit burst {burst} latency 100ms"
+    for name, device in [*((name, CABLE) for name in NAMESPACES), *((MIDDLE, port) for port in PORTS)]:
+        command("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *shape.split())
+
+
+@contextmanager
+def network() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Builds the namespaces; ends the processes that were put into the list and removes the namespaces at the end."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        build()
+        yield processes
+    finally:
+        end(processes)
+        for name in (*NAMESPACES, MIDDLE):
+            command("ip", "netns", "del", name, check=False)
+
+
+def end(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+    processes.clear()
+
+
+def stop(number: int, frame: Any) -> None:
+    """A signal ends the program once, through all `finally`; a second one must not interrupt them."""
+    for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(other, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def launch(job: Job, processes: list[subprocess.Popen[bytes]], seconds: float) -> str | None:
+    """All ranks of one part, each in its namespace, as torchrun would start them; what went wrong, if anything."""
+    for rank, name in enumerate(NAMESPACES):
+        local = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "ROLE_RANK": rank,
+            "GROUP_RANK": 0,
+            "WORLD_SIZE": RANKS,
+            "LOCAL_WORLD_SIZE": RANKS,
+            "ROLE_WORLD_SIZE": RANKS,
+            "GROUP_WORLD_SIZE": 1,
+            "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_PORT": 29400,
+            "TORCHELASTIC_RUN_ID": NAMESPACES[0],
+            "TORCHELASTIC_RESTART_COUNT": 0,
+            "TORCHELASTIC_MAX_RESTARTS": 0,
+            "OMP_NUM_THREADS": 1,
+            "GLOO_SOCKET_IFNAME": CABLE,
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # warns that addresses have no names
+        }
+        environment = os.environ | {key: str(value) for key, value in local.items()}
+        words = ["ip", "netns", "exec", name, sys.executable, __file__, "--job", json.dumps(job)]
+        processes.append(subprocess.Popen(words, env=environment))
+    deadline = time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            codes = [process.poll() for process in processes]
+            if any(codes):
+                return f"ranks ended with {codes}"
+            if None not in codes:
+                return None
+            time.sleep(0.1)
+        return f"not finished after {seconds:.0f} s"
+    finally:
+        end(processes)
+
+
+# Inside a rank
+
+
+class Spec(NamedTuple):
+    """How one variant exchanges gradients."""
+
+    name: str
+    sparsifier: str | None = None
+    grouping: str = "bucket"
+    executor: str = "inline"
+    bucket_cap_mb: float = 25
+    warm_up: int = 3  # DDP rebuilds its buckets after the first iteration
+
+
+class Variant:
+    """One copy of the model with its own DDP."""
+
+    def __init__(self, spec: Spec, job: Job) -> None:
+        import torch
+        from models14m import MODELS
+        from torch.nn.parallel import DistributedDataParallel
+
+        import lightning_sparse as ls
+
+        self.spec = spec
+        torch.manual_seed(0)
+        model = MODELS[job["model"]]()
+        # The models are equal already; to send them takes a while.
+        self.ddp = DistributedDataParallel(model, bucket_cap_mb=spec.bucket_cap_mb, init_sync=False)
+        self.engine: ls.Engine | None = None
+        if spec.sparsifier is not None:
+            self.engine = ls.attach(
+                self.ddp,
+                sparsifier=spec.sparsifier,
+                density=job["density"],
+                grouping=spec.grouping,
+                executor=spec.executor,
+            )
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
+
+    def step(self, batch: Any) -> float:
+        """Milliseconds of one training step on this rank; the ranks start together."""
+        import torch.distributed as dist
+
+        dist.barrier()
+        begin = time.perf_counter()
+        with self.ddp.no_sync() if self.spec.name == "compute" else nullcontext():
+            self.ddp(batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()  # here: variants that wait for their turn hold no gradients
+        return 1e3 * (time.perf_counter() - begin)
+
+    def times(self) -> dict[str, float]:
+        """Of the latest step, outside the clock: asks all ranks."""
+        summary = {} if self.engine is None else self.engine.summary()
+        return {name: summary[name] for name in TIMES if name in summary}
+
+    @property
+    def groups(self) -> int | None:
+        return None if self.engine is None else len(self.engine.plan)
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+
+def take_turns(job: Job, specs: list[Spec], result: Result, keep: Callable[[], None], **common: Any) -> None:
+    """Add a record per variant and round to the result.
+
+    Args:
+        job: settings.
+        specs: variants.
+        result: gets `groups` and `records`.
+        keep: called after every round.
+        common: entries that all records get.
+    """
+    import torch
+    import torch.distributed as dist
+    from models14m import MODELS
+
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(1 + rank)
+    batches = [MODELS[job["model"]].random_batch(generator, job["batch_size"]) for _ in range(4)]
+    variants = [Variant(spec, job) for spec in specs]
+    for variant in variants:
+        for step in range(variant.spec.warm_up):
+            variant.step(batches[step % len(batches)])
+    for round_ in range(job["rounds"]):
+        turns = [v for v in variants if v.spec.name != "dense" or is_dense_round(round_, job)]
+        records = []
+        for variant in turns[:: 1 if round_ % 2 == 0 else -1]:
+            taken = torch.tensor(variant.step(batches[round_ % len(batches)]))
+            times = variant.times()
+            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            name = variant.spec.name
+            records.append({**common, "round": round_, "variant": name, "step_ms": taken.item(), **times})
+            result["groups"][name] = variant.groups
+        result["records"] += records
+        keep()
+    for variant in variants:
+        variant.close()
+    variants.clear()
+    gc.collect()  # DDP refers to itself
+
+
+def is_dense_round(round_: int, job: Job) -> bool:
+    """At least twice."""
+    every = min(job["dense_every"], job["rounds"] - 1)
+    return round_ % every == 0
+
+
+PLAIN = [Spec("compute", warm_up=1), Spec("dense", warm_up=1)]
+
+
+def measure_overlap(job: Job, result: Result, keep: Callable[[], None]) -> None:
+    for grouping in ("bucket", "merge_below"):
+        specs = [
+            Spec(f"{sparsifier} {grouping} {executor}", sparsifier, grouping, executor)
+            for sparsifier in job["sparsifiers"]
+            for executor in EXECUTORS
+        ]
+        take_turns(job, [*PLAIN, *specs], result, keep, grouping=grouping)
+
+
+def measure_plans(job: Job, result: Result, keep: Callable[[], None]) -> None:
+    import lightning_sparse as ls
+
+    specs = [
+        Spec(
+            grouping,
+            job["sparsifier"],
+            grouping,
+            "thread",
+            25 if grouping == "bucket" else job["plan_bucket_mb"],
+            job["profile_steps"] if grouping == "optimal_merge" else 3,
+        )
+        for grouping in GROUPINGS
+        if grouping != "optimal_merge" or hasattr(ls, "OptimalMerge")
+    ]
+    take_turns(job, [*PLAIN, *specs], result, keep)
+
+
+def rank_main(job: Job) -> None:
+    """Run a part; rank 0 keeps what was measured."""
+    import resource
+
+    import torch
+    import torch.distributed as dist
+    from models14m import MODELS
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    numel = sum(p.numel() for p in MODELS[job["model"]]().parameters())
+    result: Result = {"job": job, "parameters": numel, "groups": {}, "records": [], "finished": False}
+
+    def keep() -> None:
+        if dist.get_rank() == 0:
+            result["memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+            path = path_of(job)
+            path.with_suffix(".new").write_text(json.dumps(result))
+            path.with_suffix(".new").replace(path)
+
+    PARTS[job["part"]].measure(job, result, keep)
+    result["finished"] = True
+    keep()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def path_of(job: Job) -> Path:
+    return Path(job["out"]) / f"{job['part']}-{job['model']}-{job['mbit']}.json"
+
+
+# Tables
+
+
+class Ratio(NamedTuple):
+    """Over paired rounds."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, ratios: list[float]) -> "Ratio":
+        low, _, high = quantiles(ratios, n=4, method="inclusive")
+        return cls(median(ratios), low, high)
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+class Rounds:
+    """The records of variants that took turns."""
+
+    def __init__(self, result: Result, **chosen: Any) -> None:
+        self.result = result
+        self.records = [r for r in result["records"] if all(r[key] == value for key, value in chosen.items())]
+        self.variants = list(dict.fromkeys(r["variant"] for r in self.records))
+        self.sparse = [name for name in self.variants if name not in ("compute", "dense")]
+
+    def values(self, variant: str, *names: str) -> dict[int, float]:
+        """By round; of several quantities, their sum."""
+        return {r["round"]: sum(r[n] for n in names) for r in self.records if r["variant"] == variant}
+
+    def median(self, variant: str, *names: str) -> float:
+        return median(self.values(variant, *names).values())
+
+    def ratio(self, variant: str, names: tuple[str, ...], other: str, other_names: tuple[str, ...]) -> Ratio:
+        """Each round of one paired with the nearest round of the other."""
+        above, below = self.values(variant, *names), self.values(other, *other_names)
+        return Ratio.of([value / below[min(below, key=lambda r: abs(r - round_))] for round_, value in above.items()])
+
+    def steps(self, variant: str, other: str) -> Ratio:
+        return self.ratio(variant, ("step_ms",), other, ("step_ms",))
+
+
+Row = dict[str, Any]
+
+
+def overlap_rows(result: Result) -> list[Row]:
+    """A row for inline and a row for thread of each sparsifier and grouping."""
+    rows = []
+    for grouping in dict.fromkeys(r["grouping"] for r in result["records"]):
+        rounds = Rounds(result, grouping=grouping)
+        rows += [{"variant": f"{name}", "step ms": rounds.median(name, "step_ms")} for name in ("compute", "dense")]
+        for thread in (name for name in rounds.sparse if name.endswith("thread")):
+            inline = thread.removesuffix("thread") + "inline"
+            for name in (inline, thread):
+                row = described(rounds, name)
+                if name == thread:
+                    row |= {
+                        "step / inline": rounds.steps(thread, inline),
+                        "exposed / inline's": rounds.ratio(thread, ("exposed_ms",), inline, ("exposed_ms",)),
+                        "exposed / own sum": rounds.ratio(
+                            thread, ("exposed_ms",), thread, ("select_ms", "exchange_ms")
+                        ),
+                    }
+                rows.append(row)
+    return rows
+
+
+def plans_rows(result: Result) -> list[Row]:
+    rounds = Rounds(result)
+    best = min((n for n in rounds.sparse if n != "optimal_merge"), key=lambda name: rounds.median(name, "step_ms"))
+    rows: list[Row] = [{"variant": name, "step ms": rounds.median(name, "step_ms")} for name in ("compute", "dense")]
+    for name in sorted(rounds.sparse, key=GROUPINGS.index):
+        row = described(rounds, name)
+        row["step / best fixed"] = "best" if name == best else rounds.steps(name, best)
+        rows.append(row)
+    return rows
+
+
+def described(rounds: Rounds, name: str) -> Row:
+    return {
+        "variant": name,
+        "groups": rounds.result["groups"][name],
+        **{f"{quantity[:-3]} ms": rounds.median(name, quantity) for quantity in TIMES},
+        "step / dense": rounds.steps(name, "dense"),
+    }
+
+
+class Part(NamedTuple):
+    """What ranks do, and how it is shown."""
+
+    measure: Callable[[Job, Result, Callable[[], None]], None]
+    rows: Callable[[Result], list[Row]]
+
+
+PARTS = {"overlap": Part(measure_overlap, overlap_rows), "plans": Part(measure_plans, plans_rows)}
+
+
+def show(results: list[Result], csv_path: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=150)
+    flat: list[Row] = []
+    for part in PARTS:
+        measured = [result for result in results if result["job"]["part"] == part and result["records"]]
+        rows = [(result, PARTS[part].rows(result)) for result in measured]
+        headings = list(dict.fromkeys(key for _, some in rows for row in some for key in row))
+        if not rows:
+            continue
+        table = Table(
+            title=f"{part}: {RANKS} ranks on {os.cpu_count()} cores, gloo over limited links",
+            caption="times: medians; ratios: medians (quartiles) of paired rounds, below 1 is faster",
+        )
+        for heading in ("model", "Mbit/s", *headings):
+            table.add_column(heading, justify="left" if heading in ("model", "variant") else "right", no_wrap=True)
+        for result, some in rows:
+            job = result["job"]
+            for row in some:
+                values = [row.get(heading) for heading in headings]
+                table.add_row(job["model"], str(job["mbit"]), *map(text, headings, values))
+                flat.append({"part": part, "model": job["model"], "parameters": result["parameters"]})
+                flat[-1]["mbit"] = job["mbit"]
+                for heading, value in zip(headings, values, strict=True):
+                    flat[-1] |= spread(heading, value)
+            table.add_section()
+        console.print(table)
+    for result in results:
+        job, rounds = result["job"], 1 + max((r["round"] for r in result["records"]), default=-1)
+        print(
+            f"{job['part']} {job['model']} {job['mbit']} Mbit/s: {result['parameters']} parameters, {rounds} rounds, "
+            f"up to {result['memory_mib']} MiB a rank{'' if result['finished'] else ', interrupted'}"
+        )
+    if csv_path and flat:
+        with csv_path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in flat for key in row)))
+            writer.writeheader()
+            writer.writerows(flat)
+
+
+def text(heading: str, value: Any) -> str:
+    if isinstance(value, Ratio):
+        return f"{value}{' slower' if heading.startswith('step') and value.middle > 1 else ''}"
+    return "" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def spread(heading: str, value: Any) -> Row:
+    """For the CSV file: a ratio as three columns."""
+    name = heading.replace("'s", "").replace(" / ", "_over_").replace(" ", "_")
+    if isinstance(value, Ratio):
+        return {name: value.middle, f"{name}_lower_quartile": value.low, f"{name}_upper_quartile": value.high}
+    return {name: value}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--models", nargs="+", choices=["lstm", "vgg"], default=["lstm", "vgg"])
+    parser.add_argument("--mbit", type=int, nargs="+", default=[100, 1000], help="link rates (default: 100 1000)")
+    parser.add_argument("--sparsifiers", nargs="+", default=["topk", "exdyna", "shared_topk", "union_topk"])
+    parser.add_argument("--sparsifier", default="topk", help="of the plans (default: topk)")
+    parser.add_argument("--density", type=float, default=0.01, help="(default: 0.01)")
+    parser.add_argument("--batch-size", type=int, help="rows per rank (default: the model's own, see models14m.py)")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of every variant, at least 2 (default: 6)")
+    parser.add_argument("--dense-every", type=int, default=3, help="dense takes part in one of so many (default: 3)")
+    parser.add_argument("--profile-steps", type=int, default=20, help="of optimal_merge, not timed (default: 20)")
+    parser.add_argument("--plan-bucket-mb", type=float, default=25, help="DDP's, not of the plan bucket (default: 25)")
+    parser.add_argument("--timeout", type=float, default=400, help="seconds for one model, rate and part")
+    parser.add_argument("--out", type=Path, default=Path("shaped_links"), help="folder of results")
+    parser.add_argument("--csv", type=Path, help="file for the rows of all tables")
+    parser.add_argument("--tables", action="store_true", help="measure nothing, show what --out holds")
+    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rounds < 2 or arguments.dense_every < 1:
+        parser.error("expected at least 2 rounds, and --dense-every to be at least 1")
+    return arguments
+
+
+def measure(arguments: argparse.Namespace) -> list[str]:
+    """All parts; what failed."""
+    failed = []
+    settings = {k: v for k, v in vars(arguments).items() if k not in ("csv", "tables", "job", "timeout")}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with network() as processes:
+        for model in arguments.models:
+            for mbit in arguments.mbit:
+                limit(mbit)
+                for part in arguments.parts:
+                    job = settings | {"part": part, "model": model, "mbit": mbit, "out": str(arguments.out)}
+                    begin = time.monotonic()
+                    problem = launch(job, processes, arguments.timeout)
+                    took = f"{time.monotonic() - begin:.0f} s"
+                    print(f"{part} {model} {mbit} Mbit/s: {problem or 'done'}, {took}", flush=True)
+                    failed += [problem] if problem else []
+    return failed
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.job is not None:
+        rank_main(arguments.job)
+        return 0
+    failed = []
+    if not arguments.tables:
+        if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
+            print("skipped: network namespaces need root, and the commands ip and tc (iproute2)")
+            return 0
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, stop)
+        failed = measure(arguments)
+    show([json.loads(path.read_text()) for path in sorted(arguments.out.glob("*.json"))], arguments.csv)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

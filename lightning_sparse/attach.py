@@ -1,0 +1,126 @@
+"""The door for plain PyTorch: an engine, and what tunes it, for a ``DistributedDataParallel`` model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.collective import TorchCollective
+from lightning_sparse.density import DensitySchedule
+from lightning_sparse.exchanges import Exchange
+from lightning_sparse.grouping import GROUPINGS, Grouping, ParameterSize, make_plan
+from lightning_sparse.hook import Engine, Settings, Tuner, check_equal_on_ranks
+from lightning_sparse.memory import Memory
+from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.tuning import Fallback, Planner
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    *,
+    sparsifier: Sparsifier | str = "union_topk",
+    density: float | DensitySchedule = 0.01,
+    memory: Memory | None = None,
+    exchange: Exchange | str | None = None,
+    grouping: Grouping | str = "bucket",
+    dense: Sequence[str] = (),
+    executor: str = "auto",
+    fallback: Literal["dense"] | None = None,
+    timeout: timedelta | None = None,
+    profile: dict[str, Any] | None = None,
+    tuners: Sequence[Tuner] = (),
+) -> Engine:
+    """Replace the gradient all-reduce of a ``DistributedDataParallel`` model. All ranks must call this.
+
+    Args:
+        ddp: the wrapped model, before its first backward, without a communication hook of its own.
+        sparsifier: an instance or a name.
+        density: target in (0, 1], or a schedule over synchronised backward passes.
+        memory: error feedback; None: :class:`~lightning_sparse.Residual`. The optimizer is not seen here: with
+            ``MomentumCorrection`` or ``AdamCorrection`` it is up to the caller to give it no momentum of its own.
+        exchange: an instance, a name, or None for the sparsifier's natural one.
+        grouping: an instance such as ``MergeBelow(8192)`` or a name such as "layer"; see
+            :func:`~lightning_sparse.grouping.make_plan`.
+        dense: patterns of parameter names that stay dense.
+        executor: "inline" runs groups inside the hook (on CUDA on a stream of its own); "thread" on a communication
+            thread while backward goes on; "auto" is "inline", which is simpler and as fast where cores are busy.
+        fallback: "dense" measures some sparse and some dense steps at the start, and again when the step time changes
+            by much, and goes on with what is faster.
+        timeout: of the engine's own process group.
+        profile: of an earlier run, see :attr:`~lightning_sparse.tuning.Planner.saved`; used by groupings and densities
+            that need one, if model, settings and ranks are the same.
+        tuners: more that look on, see :meth:`Engine.tune`.
+
+    Returns:
+        The engine, for statistics and for :meth:`Engine.close`.
+
+    Raises:
+        ValueError: for settings that cannot work, see :class:`Settings` and
+            :func:`~lightning_sparse.grouping.make_plan`.
+        RuntimeError: on all ranks, if the ranks' settings or models differ.
+    """
+    settings = Settings.check(sparsifier, density, memory, exchange, executor)
+    grouping = GROUPINGS.resolve(grouping)
+    check_fallback(fallback)
+    if getattr(torch._dynamo.config, "optimize_ddp", None) == "python_reducer":
+        raise ValueError(
+            "torch._dynamo.config.optimize_ddp = 'python_reducer' bypasses DDP's buckets, so nothing would be "
+            "sparsified. Leave optimize_ddp at its default."
+        )
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        raise ValueError(
+            "delay_all_reduce_named_params bypasses communication hooks: those gradients would stay dense."
+        )
+    for name, module in ddp.module.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ValueError(
+                f"The gradients of {name or type(module).__name__!r} are sparse tensors (sparse=True), which cannot be "
+                "looked at as flat vectors. Set sparse=False: what is sent is sparsified anyway."
+            )
+    ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+    parameters = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
+    for name, p in parameters.items():
+        if not p.is_floating_point():
+            raise ValueError(
+                f"Expected floating-point parameters, but {name} is {p.dtype}: magnitudes would not compare."
+            )
+    sizes = [
+        ParameterSize(name, p.numel(), p.element_size(), f"{p.dtype}.{p.device}".removeprefix("torch."))
+        for name, p in parameters.items()
+    ]
+    cap = ddp.bucket_bytes_cap / (1 << 20)
+    plan = make_plan(sizes, grouping, dense, cap)
+    comm = TorchCollective.of_its_own(ddp.process_group, timeout)
+    device = next(iter(parameters.values())).device
+    check_equal_on_ranks((settings, grouping, fallback, [(g.name, g.parameters, g.dense) for g in plan]), comm, device)
+    usage = bool(ddp.find_unused_parameters or ddp.static_graph)
+    engine = Engine(plan, parameters, settings, comm, watch_usage=usage)
+    ddp.register_comm_hook(engine, _hook)
+    planner = None
+    if Planner.wanted(grouping, settings):
+        planner = Planner(ddp, engine, sizes, grouping, dense, cap, profile)
+        engine.tune(planner)
+    if fallback is not None:
+        engine.tune(Fallback(sizes, cap, planner))
+    for tuner in tuners:
+        engine.tune(tuner)
+    return engine
+
+
+def check_fallback(fallback: str | None) -> None:
+    """Raise unless there is such a fallback.
+
+    Raises:
+        ValueError: saying which there are.
+    """
+    if fallback not in (None, "dense"):
+        raise ValueError(f"Expected fallback to be 'dense' or None, but got {fallback!r}.")
+
+
+# Without annotations: DDP compares them by identity, and here they would be strings.
+def _hook(engine, bucket):  # type: ignore[no-untyped-def]
+    return engine.receive(bucket)

@@ -1,0 +1,30 @@
+"""Tables on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> None:
+    """Print a table; plain text where rich is missing.
+
+    Args:
+        title: a line above it.
+        header: names of the columns.
+        rows: cells as texts.
+        left: columns that are aligned to the left; the others hold numbers.
+    """
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ModuleNotFoundError:
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in [header, *rows]]
+        print(title, *lines, sep="\n", flush=True)
+        return
+    table = Table(title=title, title_justify="left")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

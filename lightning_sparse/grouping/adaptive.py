@@ -1,0 +1,114 @@
+"""How much a group may send without being noticed: densities from a profile. Numbers only, no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from lightning_sparse.grouping.merge import iteration_seconds
+from lightning_sparse.grouping.profile import Profile
+
+HALVINGS = 40
+
+Timeline = tuple[Sequence[int], Sequence[float]]
+"""Coordinates of each group, and the seconds of its backward pass, in the order of backward."""
+
+
+def hidden_densities(timeline: Timeline, profile: Profile, floor: float, cap: float) -> list[float]:
+    """The largest density of each group whose exchange hides behind the backward pass of the next group.
+
+    LAGS-SGD: a layer's compression ratio ``c = 1 / d`` is ``min(c_u, min {c: exchange(c) + select <= backward})``, with
+    the backward of the layer that is computed meanwhile. Its error grows with the largest ratio of all layers
+    (equation 18 there), so that each layer takes what it can get for nothing; what cannot hide takes the floor. Unlike
+    there, an exchange that is late delays the next one, because one network carries both. The last group has nothing to
+    hide behind: it takes the floor. Where nothing overlaps with backward, all groups do.
+
+    Args:
+        timeline: of the groups.
+        profile: what exchanges cost.
+        floor: smallest density, in (0, 1].
+        cap: largest density, in (0, 1], at least ``floor``.
+
+    Returns:
+        A density for each group.
+
+    References:
+        Shi et al., Layer-wise Adaptive Gradient Sparsification for Distributed Deep Learning with Convergence
+        Guarantees (LAGS-SGD), ECAI 2020, arXiv 1911.08727, equations 18 and 19 (the formula from the text around it).
+    """
+    numels, backward = timeline
+    densities: list[float] = []
+    ready = done = 0.0
+    for i, numel in enumerate(numels):
+        ready += backward[i]
+        deadline = ready + (backward[i + 1] if i + 1 < len(numels) else 0.0)
+        fits = _Exchange(profile, numel, ready, done).ends_by(deadline)
+        densities.append(floor if profile.overlap == "nothing" else _largest(fits, floor, cap) or floor)
+        cost = profile.cost(densities[-1])
+        ready += cost.select_seconds(numel)
+        done = max(ready, done) + cost.exchange_seconds(numel)
+    return densities
+
+
+class _Exchange:
+    """A group that is ready for its exchange while the network is busy."""
+
+    def __init__(self, profile: Profile, numel: int, ready: float, busy: float) -> None:
+        self.profile, self.numel, self.ready, self.busy = profile, numel, ready, busy
+
+    def ends_by(self, deadline: float) -> Callable[[float], bool]:
+        def fits(density: float) -> bool:
+            cost = self.profile.cost(density)
+            start = max(self.ready + cost.select_seconds(self.numel), self.busy)
+            return start + cost.exchange_seconds(self.numel) <= deadline
+
+        return fits
+
+
+def budget_density(
+    timeline: Callable[[float], Timeline], profile: Profile, exposed: float, floor: float, cap: float
+) -> float:
+    """The largest density of the whole model that keeps exposed communication below a share of the step.
+
+    Args:
+        timeline: of the groups that would be used at a density.
+        profile: what backward and exchanges take.
+        exposed: share of the whole step that may be exposed communication, in (0, 1).
+        floor: smallest density, in (0, 1].
+        cap: largest density, in (0, 1], at least ``floor``.
+
+    Raises:
+        ValueError: if even the floor exposes more.
+    """
+
+    def share(density: float) -> float:
+        numels, backward = timeline(density)
+        groups = [[i] for i in range(len(numels))]
+        iteration = iteration_seconds(groups, numels, backward, profile.cost(density))
+        return (iteration - sum(backward)) / (profile.rest_seconds + iteration)
+
+    density = _largest(lambda density: share(density) <= exposed, floor, cap)
+    if density is None:
+        hint = (
+            "Nothing overlaps with backward here: executor='thread' may help."
+            if profile.overlap == "nothing"
+            else "A faster network, larger batches or a sparsifier that costs less may help."
+        )
+        raise ValueError(
+            f"Expected exposed communication of at most {exposed:.1%} of a step, but it is {share(floor):.1%} even at "
+            f"the floor, density {floor}: raise the budget or lower the floor. {hint}"
+        )
+    return density
+
+
+def _largest(fits: Callable[[float], bool], floor: float, cap: float) -> float | None:
+    """The largest density that fits, on a logarithmic scale; None if the floor does not."""
+    if fits(cap):
+        return cap
+    if not fits(floor):
+        return None
+    low, high = math.log(floor), math.log(cap)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(math.exp(middle)) else (low, middle)
+    return math.exp(low)

@@ -1,0 +1,228 @@
+"""What a group costs with given settings: the real pipeline between the real ranks, on gradients made up for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.collective import Collective
+from lightning_sparse.exchanges import Exchange
+from lightning_sparse.grouping.cost import NOTHING, Line
+from lightning_sparse.grouping.profile import GroupCost, Traffic
+from lightning_sparse.memory import Memory
+from lightning_sparse.pipeline import init_group, reduce_group
+from lightning_sparse.profiling.together import gathered, slowest, start_together
+from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.statistics import Stamp
+from lightning_sparse.types import Context
+
+SMALLEST, LARGEST = 1 << 12, 1 << 24
+WARMUP = 3
+
+
+def sizes_up_to(numel: int, count: int = 4) -> list[int]:
+    """Sizes of groups to try in a model of so many coordinates, evenly on a logarithmic scale.
+
+    Example:
+        >>> sizes_up_to(14_000_000)
+        [4096, 61700, 929406, 14000000]
+    """
+    most = max(2 * SMALLEST, min(numel, LARGEST))
+    return [round(SMALLEST * (most / SMALLEST) ** (i / (count - 1))) for i in range(count)]
+
+
+class Message(NamedTuple):
+    """One collective operation."""
+
+    operation: str
+    nbytes: int
+    begin: Stamp
+    end: Stamp
+
+
+class Recorder:
+    """Passes everything on and notes what it was and when."""
+
+    def __init__(self, comm: Collective, device: torch.device) -> None:
+        self.comm = comm
+        self.device = device
+        self.messages: list[Message] = []
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.comm.world_size
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Recorded all-gather."""
+        begin = Stamp.now(self.device)
+        out = self.comm.all_gather(x)
+        self._note("all_gather", x.nbytes, begin)
+        return out
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Recorded all-reduce."""
+        begin = Stamp.now(self.device)
+        out = self.comm.all_reduce(x)
+        self._note("all_reduce", x.nbytes, begin)
+        return out
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """Recorded broadcast."""
+        begin = Stamp.now(self.device)
+        out = self.comm.broadcast(x, src)
+        self._note("broadcast", x.nbytes, begin)
+        return out
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Recorded all-to-all."""
+        begin = Stamp.now(self.device)
+        out = self.comm.all_to_all(x)
+        self._note("all_to_all", x.nbytes, begin)
+        return out
+
+    def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
+        """Recorded sending on."""
+        begin = Stamp.now(self.device)
+        out = self.comm.send_on(x, to, source)
+        self._note("send_on", x.nbytes, begin)
+        return out
+
+    def _note(self, operation: str, nbytes: int, begin: Stamp) -> None:
+        self.messages.append(Message(operation, nbytes, begin, Stamp.now(self.device)))
+
+
+class Sample(NamedTuple):
+    """Seconds and traffic of one group step."""
+
+    select: float
+    process: float
+    transfer: float
+    traffic: dict[str, tuple[int, int]]
+    """Calls and bytes by operation."""
+
+
+def rehearse(
+    comm: Collective,
+    device: torch.device,
+    sizes: Sequence[int],
+    *,
+    sparsifier: Sparsifier,
+    exchange: Exchange,
+    memory: Memory,
+    density: float,
+    dtype: torch.dtype = torch.float32,
+    repeats: int = 5,
+    seconds: float = 0.5,
+) -> GroupCost:
+    """Run some steps of groups of several sizes and put lines through the times.
+
+    Ranks start each step together. Computation counts on the slowest rank. Of a transfer, the shortest time on any rank
+    counts: the others also waited there for each other. The gradients are heavy-tailed, and ranks agree on half of
+    their variance.
+
+    Args:
+        comm: the ranks; all of them must call this.
+        device: where gradients live.
+        sizes: coordinates, two different ones at least.
+        sparsifier: who picks.
+        exchange: how picks travel.
+        memory: error feedback.
+        density: of the groups.
+        dtype: of the gradients.
+        repeats: steps that count for each size, at most.
+        seconds: about how long a size may take; two steps count at least.
+    """
+    by_size: dict[int, list[Sample]] = {}
+    for numel in sizes:
+        state = init_group(
+            numel, dtype, device, Context(0, density, comm.rank, comm.world_size), memory=memory, sparsifier=sparsifier
+        )
+        fresh = _gradients(numel, dtype, device, comm.rank)
+        samples, step, wanted = [], 0, repeats
+        while step < WARMUP + wanted:
+            grad = torch.zeros(numel + 1, dtype=dtype, device=device)
+            grad[:numel] = fresh.roll(step * (numel // 7 + 1))
+            if device.type == "cpu":
+                grad = grad[:numel]
+            recorder = Recorder(comm, device)
+            ctx = Context(step, density, comm.rank, comm.world_size, model_numel=numel)
+            start_together(comm, device)
+            state, statistics = reduce_group(
+                grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, comm=recorder
+            )
+            sample = _sample(statistics.stamps, recorder, comm, device)
+            if step == WARMUP - 1:
+                wanted = max(2, min(repeats, int(seconds / (sample.select + sample.process + sample.transfer))))
+            if step >= WARMUP:
+                samples.append(sample)
+            step += 1
+        by_size[numel] = samples
+    every = [(numel, sample) for numel, samples in by_size.items() for sample in samples]
+    return GroupCost(
+        density,
+        select=_line([(numel, sample.select) for numel, sample in every]),
+        process=_line([(numel, sample.process) for numel, sample in every]),
+        transfer=_line([(numel, sample.transfer) for numel, sample in every]),
+        traffic=_traffic(by_size),
+    )
+
+
+def _line(points: Sequence[tuple[float, float]]) -> Line:
+    """Through what is not zero."""
+    positive = [(amount, value) for amount, value in points if value > 0]
+    if len({amount for amount, _ in positive}) < 2:
+        return Line(median(value for _, value in positive), 0.0) if positive else NOTHING
+    return Line.fit(*zip(*positive, strict=True))
+
+
+def _gradients(numel: int, dtype: torch.dtype, device: torch.device, rank: int) -> Tensor:
+    def draw(seed: int) -> Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+    return (draw(0) + draw(1 + rank)).pow(3).to(device, dtype)
+
+
+def _sample(stamps: tuple[Stamp, Stamp, Stamp], recorder: Recorder, comm: Collective, device: torch.device) -> Sample:
+    begin, selected, end = stamps
+    asked = [message for message in recorder.messages if begin.until(message.begin) < begin.until(selected)]
+    durations = [message.begin.until(message.end) / 1e3 for message in recorder.messages]
+    while_selecting = sum(durations[: len(asked)])
+    select = begin.until(selected) / 1e3 - while_selecting
+    process = selected.until(end) / 1e3 - (sum(durations) - while_selecting)
+    select, process = slowest([max(0.0, select), max(0.0, process)], comm, device)
+    transfer = float(gathered(durations, comm, device).amin(0).sum()) if durations else 0.0
+    traffic: dict[str, tuple[int, int]] = {}
+    for message in recorder.messages:
+        calls, nbytes = traffic.get(message.operation, (0, 0))
+        traffic[message.operation] = calls + 1, nbytes + message.nbytes
+    names = sorted(traffic)
+    largest = slowest([float(traffic[name][1]) for name in names], comm, device) if names else []
+    return Sample(
+        select,
+        process,
+        transfer,
+        {name: (traffic[name][0], int(size)) for name, size in zip(names, largest, strict=True)},
+    )
+
+
+def _traffic(by_size: dict[int, list[Sample]]) -> tuple[Traffic, ...]:
+    operations = sorted({name for samples in by_size.values() for sample in samples for name in sample.traffic})
+    parts = []
+    for name in operations:
+        calls = [sample.traffic.get(name, (0, 0))[0] for samples in by_size.values() for sample in samples]
+        points = [
+            (numel, float(median(sample.traffic.get(name, (0, 0))[1] for sample in samples)))
+            for numel, samples in by_size.items()
+        ]
+        parts.append(Traffic(name, sum(calls) / len(calls), _line(points)))
+    return tuple(parts)
