@@ -8,6 +8,7 @@ Importing this package registers the strategy names ``sparse_ddp``, ``sparse_ddp
 from lightning_sparse import packages as _packages
 from lightning_sparse import sparsifiers as _sparsifiers
 from lightning_sparse import strategy as _strategy  # noqa: F401  # registers the strategy names
+from lightning_sparse.advisor import advise
 from lightning_sparse.attach import attach
 from lightning_sparse.density import Accordion, Constant, DensitySchedule, HiddenDensity, TimeBudget, Warmup
 from lightning_sparse.exchanges import (
@@ -77,6 +78,7 @@ __all__ = [
     "TimeBudget",
     "Tree",
     "Warmup",
+    "advise",
     "attach",
     "simulate",
 ]

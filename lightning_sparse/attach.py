@@ -7,12 +7,14 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.density import DensitySchedule
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.grouping import GROUPINGS, Grouping, ParameterSize, make_plan
+from lightning_sparse.grouping.plan import MIB
 from lightning_sparse.hook import Engine, Settings, Tuner, check_equal_on_ranks
 from lightning_sparse.memory import Memory
 from lightning_sparse.sparsifiers import Sparsifier
@@ -30,6 +32,7 @@ def attach(
     dense: Sequence[str] = (),
     executor: str = "auto",
     fallback: Literal["dense"] | None = None,
+    bucket_cap_mb: float | None = None,
     timeout: timedelta | None = None,
     profile: dict[str, Any] | None = None,
     tuners: Sequence[Tuner] = (),
@@ -50,6 +53,8 @@ def attach(
             thread while backward goes on; "auto" is "inline", which is simpler and as fast where cores are busy.
         fallback: "dense" measures some sparse and some dense steps at the start, and again when the step time changes
             by much, and goes on with what is faster.
+        bucket_cap_mb: size in MiB of groups that are cut by bucket; None: that of DDP's buckets, in which gradients are
+            handed over. Where exchanges go on beside backward, small buckets of DDP start them early.
         timeout: of the engine's own process group.
         profile: of an earlier run, see :attr:`~lightning_sparse.tuning.Planner.saved`; used by groupings and densities
             that need one, if model, settings and ranks are the same.
@@ -88,11 +93,8 @@ def attach(
             raise ValueError(
                 f"Expected floating-point parameters, but {name} is {p.dtype}: magnitudes would not compare."
             )
-    sizes = [
-        ParameterSize(name, p.numel(), p.element_size(), f"{p.dtype}.{p.device}".removeprefix("torch."))
-        for name, p in parameters.items()
-    ]
-    cap = ddp.bucket_bytes_cap / (1 << 20)
+    sizes = sizes_of(parameters)
+    cap = ddp.bucket_bytes_cap / MIB if bucket_cap_mb is None else bucket_cap_mb
     plan = make_plan(sizes, grouping, dense, cap)
     comm = TorchCollective.of_its_own(ddp.process_group, timeout)
     device = next(iter(parameters.values())).device
@@ -102,13 +104,21 @@ def attach(
     ddp.register_comm_hook(engine, _hook)
     planner = None
     if Planner.wanted(grouping, settings):
-        planner = Planner(ddp, engine, sizes, grouping, dense, cap, profile)
+        planner = Planner(ddp, engine, sizes, grouping, dense, cap, ddp.bucket_bytes_cap / MIB, profile)
         engine.tune(planner)
     if fallback is not None:
         engine.tune(Fallback(sizes, cap, planner))
     for tuner in tuners:
         engine.tune(tuner)
     return engine
+
+
+def sizes_of(parameters: dict[str, Parameter]) -> list[ParameterSize]:
+    """What plans need to know of parameters, by name."""
+    return [
+        ParameterSize(name, p.numel(), p.element_size(), f"{p.dtype}.{p.device}".removeprefix("torch."))
+        for name, p in parameters.items()
+    ]
 
 
 def check_fallback(fallback: str | None) -> None:

@@ -12,16 +12,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+from lightning_sparse.advisor.report import SHOWN, across, figure, markdown, overview, write_config, write_csv
 from lightning_sparse.bench import compare
 from lightning_sparse.bench.figures import judge_figures, simulate_figures
 from lightning_sparse.bench.runs import CurvePoint, Result, execute_all, plan
 from lightning_sparse.bench.sheets import Sheet
-from lightning_sparse.bench.tables import Table, judge_tables, simulate_tables
+from lightning_sparse.bench.tables import judge_tables, simulate_tables
+from lightning_sparse.console import Table
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-NEEDED = {"jsonargparse": "jsonargparse", "rich": "rich", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
+NEEDED = {
+    "jsonargparse": "jsonargparse",
+    "rich": "rich",
+    "matplotlib": "matplotlib",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
 """Modules of the extra ``cli``, and the packages that they come from."""
 WIDTH = 100
 """Columns that a table needs; lines of narrower terminals break."""
@@ -131,7 +139,72 @@ def judge(
     _report(out / "judge.md", judge_tables(found))
 
 
-COMMANDS: dict[str, Any] = {"simulate": simulate, "judge": judge}
+def advise(
+    config: Path,
+    ranks: list[int] = [],  # noqa: B006
+    gbit: list[float] = [],  # noqa: B006
+    sparsifiers: list[str] | None = None,
+    densities: list[float] = [0.1, 0.01, 0.001],  # noqa: B006
+    model: str | None = None,
+    data: str | None = None,
+    warmup: int = 5,
+    steps: int = 10,
+    out: Path = Path("advice"),
+) -> None:
+    """Say whether sparsification pays for a training, and which; writes the configuration to use.
+
+    Runs some steps of the training that a LightningCLI configuration describes, with its own devices and launcher.
+
+    Args:
+        config: a LightningCLI configuration, such as config.yaml in a run's log folder.
+        ranks: other numbers of ranks to predict for; lists are written as in --ranks 8 64.
+        gbit: rates of a link to predict for, in Gbit/s, as in --gbit 1 10 100.
+        sparsifiers: names such as topk; all if left out.
+        densities: to predict for.
+        model: import path of the LightningModule, if the configuration does not name its class.
+        data: import path of the LightningDataModule, likewise.
+        warmup: steps that are not timed.
+        steps: steps that are timed.
+        out: folder for advice.md, advice.csv, advice.png and config.yaml.
+    """
+    _need("matplotlib", "rich", "yaml")
+    with _complaints("advise"):
+        from lightning_sparse.advisor.config import advise_config
+
+        folder = _folder(out)
+        advice, given = advise_config(
+            config,
+            model=model,
+            data=data,
+            ranks=ranks,
+            gbit=gbit,
+            sparsifiers=sparsifiers,
+            densities=densities,
+            warmup=warmup,
+            steps=steps,
+            progress=_tell,
+        )
+    if int(os.environ.get("LOCAL_RANK", 0)) or int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", 0))):
+        return  # one of the processes that the launcher started beside the first
+    figure(advice, folder / "advice.png")
+    write_csv(advice, folder / "advice.csv")
+    write_config(advice, folder / "config.yaml", given)
+    (folder / "advice.md").write_text(markdown(advice), encoding="utf-8")
+    _show([overview(advice, rows=SHOWN), across(advice)])
+    print("Assumptions:", *(f"- {sentence}" for sentence in advice.assumptions()), "", sep="\n")
+    print(*(advice.verdict(scenario) for scenario in advice.scenarios), sep="\n")
+    print(f"All predictions, a figure and config.yaml to train with are in {folder}.")
+
+
+def _tell(what: str, done: float) -> None:
+    """Progress of profiling; a plain function, so that launchers can send it to other processes."""
+    end = "\r" if sys.stderr.isatty() else "\n"
+    print(
+        f"\x1b[2K[{done:4.0%}] {what}" if end == "\r" else f"[{done:4.0%}] {what}", end=end, file=sys.stderr, flush=True
+    )
+
+
+COMMANDS: dict[str, Any] = {"simulate": simulate, "judge": judge, "advise": advise}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -141,10 +214,22 @@ def main(args: Sequence[str] | None = None) -> None:
         args: the command line without the command's name; None: what this process was called with.
     """
     _need("jsonargparse")
-    from jsonargparse import auto_cli
+    from jsonargparse import ActionConfigFile, ArgumentParser
 
+    parser = ArgumentParser(prog="lightning-sparse")
+    subcommands = parser.add_subcommands(required=True)
+    for name, command in COMMANDS.items():
+        title = inspect.getdoc(command).partition("\n")[0]  # type: ignore[union-attr]
+        options = ArgumentParser(description=title)
+        if "config" not in inspect.signature(command).parameters:
+            options.add_argument("--config", action=ActionConfigFile, help="Path to a file with these options.")
+        options.add_function_arguments(command, as_group=False, as_positional=False)
+        subcommands.add_subcommand(name, options, help=title)
+    given = parser.instantiate_classes(parser.parse_args(_join_lists(sys.argv[1:] if args is None else list(args))))
+    command = COMMANDS[given.subcommand]
+    accepted = inspect.signature(command).parameters
     try:
-        auto_cli(COMMANDS, args=_join_lists(sys.argv[1:] if args is None else list(args)), prog="lightning-sparse")
+        command(**{name: value for name, value in given[given.subcommand].items() if name in accepted})
     except KeyboardInterrupt:
         print("Interrupted. The same command goes on from here.", file=sys.stderr)
         raise SystemExit(130) from None  # as shells say it
@@ -229,12 +314,17 @@ def _progress() -> Progress:
 
 def _report(path: Path, tables: Sequence[Table], notes: str = "") -> None:
     """Write tables in markdown, and show them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([*(table.markdown() for table in tables), *([notes] if notes else [])]), encoding="utf-8")
+    _show(tables)
+    print(f"Tables, numbers and figures are in {path.parent}.")
+
+
+def _show(tables: Sequence[Table]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table as RichTable
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([*(table.markdown() for table in tables), *([notes] if notes else [])]), encoding="utf-8")
     console = Console()
     console.width = max(console.width, WIDTH)
     for table in tables:
@@ -244,7 +334,6 @@ def _report(path: Path, tables: Sequence[Table], notes: str = "") -> None:
         for cells in table.rows:
             shown.add_row(*cells)
         console.print(shown)
-    console.print(f"Tables, numbers and figures are in {path.parent}.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,23 @@
-"""Tables on a terminal."""
+"""Tables: on a terminal, and in markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Table(NamedTuple):
+    """A title, a header and rows of text; the first column is text, the others are numbers."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+
+    def markdown(self) -> str:
+        """The table under a heading."""
+        rule = ["---", *["---:"] * (len(self.header) - 1)]
+        lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, rule, *self.rows)]
+        return "\n".join([f"### {self.title}", "", *lines, ""])
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> None:

@@ -6,25 +6,11 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from statistics import fmean
-from typing import NamedTuple
 
 from lightning_sparse.bench import compare
 from lightning_sparse.bench.methods import DENSE
 from lightning_sparse.bench.runs import Result
-
-
-class Table(NamedTuple):
-    """A title, a header and rows of text; the first column is text, the others are numbers."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
-
-    def markdown(self) -> str:
-        """The table under a heading."""
-        rule = ["---", *["---:"] * (len(self.header) - 1)]
-        lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, rule, *self.rows)]
-        return "\n".join([f"### {self.title}", "", *lines, ""])
+from lightning_sparse.console import Table
 
 
 def judge_tables(results: Sequence[Result]) -> list[Table]:

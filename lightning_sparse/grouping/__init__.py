@@ -1,7 +1,7 @@
 """Which gradients are looked at together: names and sizes in, groups out; no tensors."""
 
-from lightning_sparse.grouping.adaptive import Timeline, budget_density, hidden_densities
-from lightning_sparse.grouping.cost import CostModel, Line, Network
+from lightning_sparse.grouping.adaptive import budget_density, hidden_densities
+from lightning_sparse.grouping.cost import NOTHING, CostModel, Line, Network
 from lightning_sparse.grouping.merge import greedy_merge, iteration_seconds, merge_below, optimal_merge
 from lightning_sparse.grouping.plan import (
     GROUPINGS,
@@ -15,11 +15,13 @@ from lightning_sparse.grouping.plan import (
     ParameterSize,
     ProfiledMerge,
     make_plan,
+    timeline,
 )
-from lightning_sparse.grouping.profile import GroupCost, LayerTime, Overlap, Profile, Traffic
+from lightning_sparse.grouping.profile import GroupCost, LayerTime, Overlap, Profile, Timeline, Traffic
 
 __all__ = [
     "GROUPINGS",
+    "NOTHING",
     "Bucket",
     "CostModel",
     "Group",
@@ -45,4 +47,5 @@ __all__ = [
     "make_plan",
     "merge_below",
     "optimal_merge",
+    "timeline",
 ]

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from lightning_sparse.grouping.merge import iteration_seconds
-from lightning_sparse.grouping.profile import Profile
+from lightning_sparse.grouping.profile import Profile, Timeline
 
 HALVINGS = 40
-
-Timeline = tuple[Sequence[int], Sequence[float]]
-"""Coordinates of each group, and the seconds of its backward pass, in the order of backward."""
 
 
 def hidden_densities(timeline: Timeline, profile: Profile, floor: float, cap: float) -> list[float]:
@@ -82,10 +78,8 @@ def budget_density(
     """
 
     def share(density: float) -> float:
-        numels, backward = timeline(density)
-        groups = [[i] for i in range(len(numels))]
-        iteration = iteration_seconds(groups, numels, backward, profile.cost(density))
-        return (iteration - sum(backward)) / (profile.rest_seconds + iteration)
+        step = profile.timeline_seconds(timeline(density), density)
+        return (step - profile.compute_seconds) / step
 
     density = _largest(lambda density: share(density) <= exposed, floor, cap)
     if density is None:
@@ -111,4 +105,4 @@ def _largest(fits: Callable[[float], bool], floor: float, cap: float) -> float |
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if fits(math.exp(middle)) else (low, middle)
-    return math.exp(low)
+    return max(floor, math.exp(low))  # rounding may lead below it

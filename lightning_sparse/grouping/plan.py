@@ -13,11 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import NamedTuple, get_args
 
 from lightning_sparse.density import count
 from lightning_sparse.grouping.merge import merge_below
-from lightning_sparse.grouping.profile import MergeRule, Profile
+from lightning_sparse.grouping.profile import MergeRule, Profile, Timeline
 from lightning_sparse.registry import Registry
 
 
@@ -240,8 +241,8 @@ class ProfiledMerge(Grouping):
         layers: Cut = []
         seconds: list[float] = []
         passed = 0.0
-        for layer in self.profile.layers:
-            passed += layer.backward_seconds
+        for layer, taken in zip(self.profile.layers, self.profile.delivery_seconds, strict=True):
+            passed += taken
             if members := [wanted.pop(name) for name in layer.parameters if name in wanted]:
                 layers.append((layer.name, members))
                 seconds.append(passed)
@@ -253,6 +254,27 @@ class ProfiledMerge(Grouping):
         numels = [max(1, sum(p.numel for p in members)) for _, members in layers]
         groups = self.profile.merge(self.density, self.rule, numels, seconds)
         return _join(layers, [part for group in groups for part in _split(group, numels)])
+
+
+def timeline(plan: Sequence[Group], profile: Profile) -> tuple[list[Group], Timeline]:
+    """Sparsified groups in the order in which they are complete, and when.
+
+    Args:
+        plan: groups; dense ones are left out.
+        profile: of their parameters; those that it does not know take no time.
+
+    Returns:
+        The groups in order, with their coordinates and the seconds of backward from one to the next.
+    """
+    moment: dict[str, float] = {}
+    elapsed = 0.0
+    for layer, taken in zip(profile.layers, profile.delivery_seconds, strict=True):
+        elapsed += taken
+        moment |= dict.fromkeys(layer.parameters, elapsed)
+    complete = {g.name: max(moment.get(p.name, 0.0) for p in g.parameters) for g in plan if not g.dense}
+    groups = sorted((g for g in plan if not g.dense), key=lambda g: complete[g.name])
+    moments = [0.0, *(complete[g.name] for g in groups)]
+    return groups, ([g.numel for g in groups], [later - before for before, later in pairwise(moments)])
 
 
 def _split(group: list[int], numels: Sequence[int]) -> list[list[int]]:

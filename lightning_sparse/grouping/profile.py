@@ -12,6 +12,8 @@ from lightning_sparse.grouping.merge import greedy_merge, iteration_seconds, opt
 Overlap = Literal["nothing", "transfer", "all"]
 """What goes on beside backward: ``nothing`` (exchanges inside backward), the ``transfer`` only (another thread, but no
 processor to spare for it), or ``all`` of selection and exchange (a stream or a processor of their own)."""
+Timeline = tuple[Sequence[int], Sequence[float]]
+"""Coordinates of each group, and the seconds of backward from one group to the next, in the order of backward."""
 MergeRule = Literal["optimal", "published"]
 """How to merge layers: exactly, or by OMGS-SGD's greedy rule."""
 
@@ -107,6 +109,8 @@ class Profile:
         network: the collectives between these ranks.
         costs: of a group, at one density or more; put in order of density.
         overlap: what goes on beside backward.
+        bucket_numels: coordinates of DDP's first bucket and of the others. Gradients are handed over bucket by bucket,
+            so that a layer cannot be exchanged before its bucket is full.
 
     Raises:
         ValueError: if there are no layers or no costs, a time is negative, or ``overlap`` is unknown.
@@ -130,6 +134,7 @@ class Profile:
     network: Network
     costs: Sequence[GroupCost]
     overlap: Overlap
+    bucket_numels: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         if not self.layers or not self.costs:
@@ -138,6 +143,9 @@ class Profile:
             raise ValueError(f"Expected overlap to be one of {', '.join(get_args(Overlap))} but got {self.overlap!r}.")
         if not self.rest_seconds >= 0:
             raise ValueError(f"Expected rest_seconds to be at least 0 but got {self.rest_seconds!r}.")
+        for layer in self.layers:
+            if not layer.backward_seconds >= 0:
+                raise ValueError(f"Expected backward_seconds to be at least 0 but got {layer!r}.")
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "costs", tuple(sorted(self.costs, key=lambda cost: cost.density)))
 
@@ -152,6 +160,19 @@ class Profile:
         return [layer.backward_seconds for layer in self.layers]
 
     @property
+    def delivery_seconds(self) -> list[float]:
+        """From the moment when DDP hands over one layer to the moment when it hands over the next; the same in sum."""
+        seconds: list[float] = []
+        waiting, filled, cap = 0, 0.0, self.bucket_numels[0]
+        for layer in self.layers:
+            seconds.append(0.0)
+            seconds[waiting] += layer.backward_seconds
+            filled += layer.numel
+            if filled >= cap:
+                waiting, filled, cap = len(seconds), 0.0, self.bucket_numels[1]
+        return seconds
+
+    @property
     def compute_seconds(self) -> float:
         """A step without any exchange."""
         return self.rest_seconds + sum(self.backward_seconds)
@@ -159,11 +180,10 @@ class Profile:
     def group_cost(self, density: float) -> GroupCost:
         """The cost of a group at a density; between measured ones a straight line, outside them the nearest."""
         low = self.costs[0]
-        if density <= low.density:
-            return low
-        for high in self.costs[1:]:
+        for high in self.costs:
             if density <= high.density:
-                return low.towards(high, (density - low.density) / (high.density - low.density))
+                known = high is low or density == high.density
+                return high if known else low.towards(high, (density - low.density) / (high.density - low.density))
             low = high
         return low
 
@@ -184,15 +204,22 @@ class Profile:
             density: at which they are exchanged.
             rule: "optimal", or "published" for OMGS-SGD's greedy rule.
             numels: of other layers than the profile's.
-            backward_seconds: of these.
+            backward_seconds: of these, as they are handed over.
         """
         merge = {"optimal": optimal_merge, "published": greedy_merge}[rule]
-        return merge(numels or self.numels, backward_seconds or self.backward_seconds, self.cost(density))
+        return merge(numels or self.numels, backward_seconds or self.delivery_seconds, self.cost(density))
 
     def step_seconds(self, groups: Sequence[Sequence[int]], density: float) -> float:
         """A whole step with these groups of layers."""
-        iteration = iteration_seconds(groups, self.numels, self.backward_seconds, self.cost(density))
+        iteration = iteration_seconds(groups, self.numels, self.delivery_seconds, self.cost(density))
         return self.rest_seconds + iteration
+
+    def timeline_seconds(self, timeline: Timeline, density: float) -> float:
+        """A whole step with these groups, whatever they are made of."""
+        numels, backward = timeline
+        groups = [[i] for i in range(len(numels))]
+        iteration = iteration_seconds(groups, numels, backward, self.cost(density)) if numels else 0.0
+        return self.rest_seconds + max(iteration, sum(self.backward_seconds))
 
     def exposed_seconds(self, groups: Sequence[Sequence[int]], density: float) -> float:
         """How much longer a step is than one without any exchange."""
@@ -232,6 +259,7 @@ class Profile:
                 Network(**lines, ranks=plain["network"]["ranks"]),
                 costs,
                 plain["overlap"],
+                tuple(plain["bucket_numels"]),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"Expected a profile as Profile.as_dict() gives it, but: {error!r}.") from error

@@ -45,7 +45,7 @@ class BackwardTimer:
             self._hooks.append(p.register_post_accumulate_grad_hook(self._noting(name)))  # type: ignore[no-untyped-call]
 
     def keep(self) -> None:
-        """The backward that just ended counts; only that one, if gradients were accumulated over several."""
+        """The backward of the latest forward counts, also what is still to come of it; no others that accumulate."""
         self._steps.append(self._marks)
 
     def forget(self) -> None:
@@ -70,10 +70,11 @@ class BackwardTimer:
             RuntimeError: on all ranks, if a rank has seen fewer than two backward passes.
         """
         steps = [marks for marks in self._steps if len(marks) > 1]
-        if gathered([len(steps)], comm, self._device).min() < 2:
+        seen = gathered([len(steps)], comm, self._device).flatten().int().tolist()
+        if min(seen) < 2:
             raise RuntimeError(
-                f"Expected at least 2 backward passes to profile, but rank {comm.rank} has seen {len(steps)}. Does "
-                "training_step return a loss that depends on the model's parameters?"
+                f"Expected at least 2 backward passes to profile, but the ranks have seen {seen}. Does training_step "
+                "return a loss that depends on the model's parameters?"
             )
         own: dict[str, list[float]] = {}
         for marks in steps:
@@ -82,7 +83,7 @@ class BackwardTimer:
         seconds = {name: median(times) for name, times in own.items()}
         unused = [name for name in reversed(self._numels) if name not in seconds]
         order: list[str] = from_rank_zero([*_typical_order(steps), *unused], comm, self._device)
-        missing = [name for name in self._numels if name not in set(order)]
+        missing = sorted(self._numels.keys() ^ set(order))
         backward = sum(seconds.values())
         periods = [
             first[0][1].until(second[0][1]) / 1e3 - (second[0][2] - first[0][2]) for first, second in pairwise(steps)
@@ -90,7 +91,8 @@ class BackwardTimer:
         local = [seconds.get(name, 0.0) for name in order] + [max(0.0, median(periods) - backward), len(missing)]
         *times, rest, odd = gathered(local, comm, self._device).mean(0).tolist()
         if odd:
-            raise RuntimeError(f"The ranks disagree on the parameters of the model, for example {missing[:1]}.")
+            example = f", for example on {missing[0]}" if missing else ""
+            raise RuntimeError(f"The ranks disagree on the parameters of the model{example}.")
         return _by_module(order, self._numels, times), rest
 
     def _forward_ends(self, *_: Any) -> None:

@@ -17,6 +17,7 @@ from lightning_sparse.attach import attach, check_fallback
 from lightning_sparse.density import DensitySchedule
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.grouping import GROUPINGS, Grouping
+from lightning_sparse.grouping.plan import MIB
 from lightning_sparse.hook import Engine, Settings, Tuner
 from lightning_sparse.memory import Memory
 from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
@@ -32,6 +33,10 @@ DDP_KEYWORDS = (
 CHECKPOINT_KEY = "lightning_sparse"
 """Where checkpoints keep what belongs to this package."""
 OWN_KEYWORDS = ("sparsifier", "density", "memory", "exchange", "grouping", "dense", "executor", "fallback")
+DDP_BUCKET_MB = 25
+"""DDP's default."""
+DELIVERIES = 32
+"""Buckets in which DDP hands over a large model, where exchanges go on beside backward: more cost more calls."""
 HALF_HOUR = timedelta(minutes=30)
 """Lightning's default for process groups."""
 
@@ -60,7 +65,8 @@ class SparseDDPMixin:
         find_unused_parameters: as in ``DistributedDataParallel``.
         static_graph: as in ``DistributedDataParallel``.
         gradient_as_bucket_view: as in ``DistributedDataParallel``.
-        bucket_cap_mb: as in ``DistributedDataParallel``; None: its default of 25 MiB.
+        bucket_cap_mb: as in ``DistributedDataParallel``; None: groups by bucket have its default of 25 MiB, and where
+            exchanges go on beside backward (CUDA, "thread", no fallback) DDP hands gradients over in smaller pieces.
         broadcast_buffers: as in ``DistributedDataParallel``.
         accelerator: filled in by the Trainer.
         parallel_devices: filled in by the Trainer.
@@ -93,6 +99,7 @@ class SparseDDPMixin:
         ValueError: Unknown sparsifier 'exdina'. Did you mean 'exdyna'? Known names: clt_k, dgc, ...
     """
 
+    _ddp_kwargs: dict[str, Any]
     package: ClassVar[str]
     """The Lightning package whose Trainer takes this class."""
 
@@ -151,6 +158,7 @@ class SparseDDPMixin:
             "bucket_cap_mb": bucket_cap_mb,
             "broadcast_buffers": broadcast_buffers,
         }
+        self._bucket_cap_mb = bucket_cap_mb
         defaults = {"bucket_cap_mb": None, "broadcast_buffers": True}
         super().__init__(
             accelerator=accelerator,
@@ -163,6 +171,19 @@ class SparseDDPMixin:
             start_method=start_method,
             **{name: value for name, value in ddp.items() if value != defaults.get(name, False)},
         )  # type: ignore[call-arg]  # the next class in line is a DDPStrategy
+
+    def _setup_model(self, model: Any) -> Any:
+        """As in Lightning; DDP hands gradients over in small buckets where exchanges can begin beside backward."""
+        given = self._ddp_kwargs
+        beside = self.settings.executor == "thread" or self.root_device.type == "cuda"  # type: ignore[attr-defined]
+        # A fallback to dense exchanges DDP's buckets as they are: large ones are faster then.
+        if beside and self._bucket_cap_mb is None and self.fallback is None:
+            size = sum(p.nbytes for p in model.parameters() if p.requires_grad) / MIB
+            self._ddp_kwargs = given | {"bucket_cap_mb": min(DDP_BUCKET_MB, max(1.0, size / DELIVERIES))}
+        try:
+            return super()._setup_model(model)  # type: ignore[misc]
+        finally:
+            self._ddp_kwargs = given
 
     def _register_ddp_hooks(self) -> None:
         """Lightning calls this right after it wrapped the model; its own version does nothing on a CPU."""
@@ -179,6 +200,7 @@ class SparseDDPMixin:
             grouping=self.grouping,
             dense=self.dense,
             fallback=self.fallback,
+            bucket_cap_mb=self._bucket_cap_mb or DDP_BUCKET_MB,
             timeout=self._timeout,  # type: ignore[attr-defined]
             profile=self._profile,
             tuners=self.tuners,

@@ -22,11 +22,12 @@ from lightning_sparse.grouping import (
     ParameterSize,
     Profile,
     ProfiledMerge,
-    Timeline,
     budget_density,
     hidden_densities,
     make_plan,
+    timeline,
 )
+from lightning_sparse.grouping.plan import MIB
 from lightning_sparse.hook import Engine, Settings
 from lightning_sparse.profiling import BackwardTimer, from_rank_zero, gathered, measure_network, rehearse, sizes_up_to
 
@@ -46,7 +47,8 @@ class Planner:
         sizes: of all parameters, in order of registration.
         grouping: what the user asked for.
         dense: patterns of parameters that stay dense.
-        bucket_cap_mb: size of DDP's buckets.
+        bucket_cap_mb: size of groups by bucket.
+        delivery_mb: size of DDP's buckets, in which gradients are handed over.
         profile: of an earlier run, as :attr:`saved` gave it; used if it fits this one.
     """
 
@@ -58,9 +60,11 @@ class Planner:
         grouping: Grouping,
         dense: Sequence[str],
         bucket_cap_mb: float,
+        delivery_mb: float,
         profile: dict[str, Any] | None = None,
     ) -> None:
         self.profile: Profile | None = None
+        self._bucket_numels = bucket_numels(sizes, delivery_mb)
         self._sizes, self._grouping, self._dense, self._cap = list(sizes), grouping, list(dense), bucket_cap_mb
         merge = grouping if isinstance(grouping, OptimalMerge) else OptimalMerge()
         self._warmup, self._steps = merge.warmup, merge.steps
@@ -122,7 +126,8 @@ class Planner:
             )
             for density in self._densities(settings)
         ]
-        own = Profile(self._fingerprint, layers, rest, network, costs, overlap(settings, comm, device))
+        beside = overlap(settings.executor, comm, device)
+        own = Profile(self._fingerprint, layers, rest, network, costs, beside, self._bucket_numels)
         # Sums of measurements may differ in their last digits: rank 0 decides.
         return Profile.from_dict(from_rank_zero(own.as_dict(), comm, device))
 
@@ -148,38 +153,38 @@ class Planner:
 
         if isinstance(schedule, TimeBudget):
             density = budget_density(
-                lambda d: timeline(plan_at(d), profile), profile, schedule.exposed, schedule.floor, schedule.cap
+                lambda d: timeline(plan_at(d), profile)[1], profile, schedule.exposed, schedule.floor, schedule.cap
             )
             return [group if group.dense else group._replace(density=density) for group in plan_at(density)]
         plan = plan_at(schedule(LAST_STEP))
         if isinstance(schedule, HiddenDensity):
-            densities = iter(hidden_densities(timeline(plan, profile), profile, schedule.floor, schedule.cap))
-            return [group if group.dense else group._replace(density=next(densities)) for group in plan]
+            groups, times = timeline(plan, profile)
+            densities = hidden_densities(times, profile, schedule.floor, schedule.cap)
+            found = {group.name: density for group, density in zip(groups, densities, strict=True)}
+            return [group._replace(density=found.get(group.name)) for group in plan]
         return plan
 
 
-def timeline(plan: Sequence[Group], profile: Profile) -> Timeline:
-    """Sparsified groups: their coordinates, and their share of the backward pass of the layers that they hold."""
-    seconds = {name: layer.backward_seconds / layer.numel for layer in profile.layers for name in layer.parameters}
-    sparse = [group for group in plan if not group.dense]
-    backward = [sum(seconds.get(p.name, 0.0) * p.numel for p in group.parameters) for group in sparse]
-    return [group.numel for group in sparse], backward
-
-
-def overlap(settings: Settings, comm: Collective, device: torch.device) -> Overlap:
-    """What goes on beside backward with these settings on this machine; collective.
+def overlap(executor: str, comm: Collective, device: torch.device) -> Overlap:
+    """What goes on beside backward with an executor on this machine; collective.
 
     A CUDA stream overlaps with everything. A communication thread takes a processor only where the ranks of this
     machine leave one to it, and hides its transfers everywhere.
     """
     if device.type == "cuda":
         return "all"
-    if settings.executor != "thread":
+    if executor != "thread":
         return "nothing"
     here = float(int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:6], "big"))
     neighbours = int((gathered([here], comm, device) == here).sum())
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return "all" if processors >= neighbours * (torch.get_num_threads() + 1) else "transfer"
+
+
+def bucket_numels(sizes: Sequence[ParameterSize], delivery_mb: float) -> tuple[float, float]:
+    """Coordinates of DDP's first bucket and of the others."""
+    element = sizes[0].element_size
+    return min(1.0, delivery_mb) * MIB / element, delivery_mb * MIB / element
 
 
 def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:
@@ -192,11 +197,11 @@ def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:
 def print_profile(profile: Profile, plan: Sequence[Group], density: float) -> None:
     """Print groups with the times that led to them."""
     rows = []
-    for group in [group for group in plan if not group.dense][:LONGEST_TABLE]:
-        numels, backward = timeline([group], profile)
+    groups, (_, backward) = timeline(plan, profile)
+    for group, seconds in list(zip(groups, backward, strict=True))[:LONGEST_TABLE]:
         cost = profile.group_cost(group.density or density)
         parts = (cost.select, cost.process, cost.transfer)
-        times = [f"{1e3 * seconds:.3g}" for seconds in (*backward, *(part(numels[0]) for part in parts))]
+        times = [f"{1e3 * one:.3g}" for one in (seconds, *(part(group.numel) for part in parts))]
         rows.append([group.name, f"{group.numel:,}", f"{group.density or density:.3g}", *times])
     network = profile.network
     print(

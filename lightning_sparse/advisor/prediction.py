@@ -1,0 +1,290 @@
+"""How long a step would take: from what was measured, for every method, grouping and network. Numbers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from lightning_sparse.grouping import (
+    Bucket,
+    GroupCost,
+    Grouping,
+    Layer,
+    LayerTime,
+    Line,
+    MergeBelow,
+    Model,
+    Network,
+    OptimalMerge,
+    Overlap,
+    ParameterSize,
+    Profile,
+    ProfiledMerge,
+    Traffic,
+    make_plan,
+    timeline,
+)
+from lightning_sparse.types import Agreement
+
+GROUPINGS: dict[str, Grouping] = {
+    "layer": Layer(),
+    "bucket": Bucket(),
+    "merge_below": MergeBelow(),
+    "model": Model(),
+    "optimal_merge": OptimalMerge(),
+}
+DDP_BUCKET_MB = 25
+HALVED = ("fp16", "bf16")
+"""DDP's hooks that send 16 bits of each value."""
+MARGIN = 0.05
+"""A step must be shorter by this share to be worth a change of the exchange."""
+LATENCY = 30e-6
+"""Seconds from one rank to the next, where no network could be measured."""
+BEST_TRAINED = ("union_topk", "shared_topk", "clt_k", "dgc", "topk", "striped_topk", "ok_topk", "redsync", "sidco_gp")
+"""Sparsifiers from docs/comparison.md, the one that trains best at equal traffic first; others come after them."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to exchange gradients, and what a group costs with it.
+
+    Args:
+        name: of a sparsifier, or "dense", "fp16", "bf16", "powersgd" for what comes with DDP.
+        density: of a sparsifier; 1 for the others.
+        agreement: how selections of ranks relate, which decides how messages grow with ranks.
+        cost: measured, at the number of ranks that took part.
+        builtin: comes with DDP: exchanged in DDP's buckets, beside backward.
+    """
+
+    name: str
+    density: float
+    agreement: Agreement
+    cost: GroupCost
+    builtin: bool = False
+
+    @property
+    def label(self) -> str:
+        """Name and density."""
+        return self.name if self.builtin or self.agreement is Agreement.EVERYTHING else f"{self.name} {self.density:g}"
+
+    def between(self, known: int, ranks: int, network: Network, value_bytes: int = 4) -> Method:
+        """The same method between another number of ranks, on another network.
+
+        Messages per coordinate of a group change like this: picks of methods in which each rank picks by itself stay as
+        long as they are, and their union grows with the ranks, up to everything; where ranks share a budget, each
+        one's message shrinks and the union stays. A tree has one round more with each doubling.
+        """
+        rounds = _doublings(ranks) / max(1, _doublings(known))
+        together = self.agreement in (Agreement.SHARED, Agreement.DISJOINT)
+        parts = []
+        for part in self.cost.traffic:
+            fixed, each, calls = part.nbytes.alpha, part.nbytes.beta, part.calls
+            if part.operation == "send_on":
+                fixed, each, calls = fixed * rounds, each * rounds, calls * rounds
+            elif part.operation == "all_gather" and together:
+                each *= known / ranks
+            elif part.operation == "all_reduce" and self.agreement is Agreement.INDEPENDENT:
+                each = min(max(each, value_bytes), each * ranks / known)
+            parts.append(Traffic(part.operation, calls, Line(fixed, each)))
+        return replace(self, cost=replace(self.cost, traffic=tuple(parts)).on(network))
+
+
+def _doublings(ranks: int) -> int:
+    return max(0, ranks - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything that predictions start from, as one machine saw it.
+
+    Args:
+        sizes: of all parameters, in order of registration.
+        layers: in the order of backward, with their times.
+        rest_seconds: of a step without any exchange, all that is not backward.
+        network: between the ranks; of one rank if there was none.
+        overlap: what goes on beside backward where the engine exchanges.
+        bucket_numels: in which DDP hands over gradients to the engine.
+        methods: with their costs.
+    """
+
+    sizes: Sequence[ParameterSize]
+    layers: Sequence[LayerTime]
+    rest_seconds: float
+    network: Network
+    overlap: Overlap
+    bucket_numels: tuple[float, float]
+    methods: Sequence[Method]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers, for JSON."""
+        return {
+            "sizes": [list(size) for size in self.sizes],
+            "profile": self._profile([m.cost for m in self.methods[:1]], self.overlap).as_dict(),
+            "methods": [
+                [
+                    m.name,
+                    m.density,
+                    m.agreement.value,
+                    m.builtin,
+                    self._profile([m.cost], self.overlap).as_dict()["costs"][0],
+                ]
+                for m in self.methods
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> Measured:
+        """The inverse of :meth:`as_dict`."""
+        first = Profile.from_dict(plain["profile"])
+        methods = []
+        for name, density, agreement, builtin, cost in plain["methods"]:
+            [one] = Profile.from_dict(plain["profile"] | {"costs": [cost]}).costs
+            methods.append(Method(name, density, Agreement(agreement), one, builtin))
+        return cls(
+            [ParameterSize(*size) for size in plain["sizes"]],
+            first.layers,
+            first.rest_seconds,
+            first.network,
+            first.overlap,
+            first.bucket_numels,
+            methods,
+        )
+
+    def _profile(self, costs: Sequence[GroupCost], overlap: Overlap) -> Profile:
+        return Profile("", self.layers, self.rest_seconds, self.network, costs, overlap, self.bucket_numels)
+
+    @property
+    def compute_seconds(self) -> float:
+        """A step without any exchange."""
+        return self.rest_seconds + sum(layer.backward_seconds for layer in self.layers)
+
+    def step_seconds(self, method: Method, grouping: str) -> tuple[float, int]:
+        """A whole step with a method's cost as it stands, and the number of groups."""
+        overlap: Overlap = self.overlap
+        profile = self._profile([method.cost], overlap)
+        if method.builtin:  # DDP begins each of its buckets at once, and never waits for it in backward
+            element = self.sizes[0].element_size
+            buckets = (2**20 / element, DDP_BUCKET_MB * 2**20 / element)
+            profile = replace(profile, overlap="all" if overlap == "all" else "transfer", bucket_numels=buckets)
+        rule = GROUPINGS[grouping]
+        if isinstance(rule, OptimalMerge):
+            rule = ProfiledMerge(profile, method.density)
+        groups, times = timeline(make_plan(self.sizes, rule, (), DDP_BUCKET_MB), profile)
+        return profile.timeline_seconds(times, method.density), len(groups)
+
+
+class Scenario(NamedTuple):
+    """Ranks and their network."""
+
+    ranks: int
+    gbit: float | None
+    """Gbit/s of a link in one direction; None: as measured."""
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        return f"{self.ranks} ranks, " + ("measured" if self.gbit is None else f"{self.gbit:g} Gbit/s")
+
+
+class Prediction(NamedTuple):
+    """One method with one grouping in one scenario."""
+
+    scenario: Scenario
+    method: str
+    density: float
+    builtin: bool
+    grouping: str
+    groups: int
+    step_seconds: float
+    exposed_seconds: float
+    over_dense: float
+    """Step time / that of dense DDP."""
+
+
+def scenarios(measured: Measured, ranks: Sequence[int], gbit: Sequence[float]) -> list[Scenario]:
+    """The network as measured, if there was one, and all pairs of the given numbers; one is taken from the measurement.
+
+    Raises:
+        ValueError: if a number is not positive, or nothing was measured and no rate is given.
+    """
+    for name, values in (("ranks", ranks), ("gbit", gbit)):
+        for value in values:
+            if isinstance(value, bool) or not value > 0:
+                raise ValueError(f"Expected {name} to be positive numbers but got {value!r}.")
+    known = measured.network.ranks
+    found = [Scenario(known, None)] if known > 1 else []
+    if known > 1:
+        found += [Scenario(n, None) for n in ranks if n not in (1, known)] if not gbit else []
+    found += [Scenario(n, rate) for n in (ranks or [known]) for rate in gbit if n > 1]
+    if not found:
+        raise ValueError(
+            "Expected a network to predict for, but there is one rank only: give ranks and gbit (--ranks 8 --gbit 10), "
+            "or devices in the trainer."
+        )
+    return found
+
+
+def predict(measured: Measured, wanted: Sequence[Scenario]) -> Iterator[Prediction]:
+    """Step times of all methods under all groupings; those that come with DDP under DDP's buckets only."""
+    known = measured.network.ranks
+    for scenario in wanted:
+        rows = []
+        if scenario == (known, None):
+            methods = list(measured.methods)
+        else:
+            rate = None if scenario.gbit is None else scenario.gbit * 1e9
+            network = (
+                measured.network.between(scenario.ranks, rate)
+                if known > 1
+                else Network.ring(scenario.ranks, LATENCY, rate or float("inf"))
+            )
+            methods = [method.between(known, scenario.ranks, network) for method in measured.methods]
+        for method in methods:
+            for grouping in ["bucket"] if method.builtin else list(GROUPINGS):
+                rows.append((method, grouping, *measured.step_seconds(method, grouping)))
+        dense = next(seconds for method, _, seconds, _ in rows if method.name == "dense")
+        for method, grouping, seconds, groups in rows:
+            exposed = seconds - measured.compute_seconds
+            yield Prediction(
+                scenario,
+                method.name,
+                method.density,
+                method.builtin,
+                grouping,
+                groups,
+                seconds,
+                exposed,
+                seconds / dense,
+            )
+
+
+def best_groupings(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Of each method and density in each scenario, the fastest grouping; of equally fast ones, the fewest groups."""
+    best: dict[tuple[Scenario, str, float], Prediction] = {}
+    for one in sorted(predictions, key=lambda p: (p.step_seconds, p.groups)):
+        best.setdefault((one.scenario, one.method, one.density), one)
+    return list(best.values())
+
+
+def winner(predictions: Sequence[Prediction], scenario: Scenario) -> Prediction:
+    """What to use: dense DDP, unless its 16-bit hooks or a sparsifier shorten the step by 5 % at least.
+
+    A hook is preferred where no sparsifier is 5 % faster than it. PowerSGD is for reference and never chosen.
+
+    Of the sparsifiers within 5 % of the fastest one, the mildest density wins, and then the sparsifier that trains best
+    (``docs/comparison.md``): speed alone would always choose the lowest density.
+    """
+    rows = best_groupings([p for p in predictions if p.scenario == scenario])
+    dense = next(p for p in rows if p.method == "dense")
+    halved = min((p for p in rows if p.method in HALVED), key=lambda p: p.step_seconds, default=dense)
+    if halved.step_seconds < (1 - MARGIN) * dense.step_seconds:
+        dense = halved
+    sparse = [p for p in rows if not p.builtin]
+    fastest = min(sparse, key=lambda p: p.step_seconds, default=dense)
+    if fastest.step_seconds > (1 - MARGIN) * dense.step_seconds:
+        return dense
+    limit = min(fastest.step_seconds * (1 + MARGIN), (1 - MARGIN) * dense.step_seconds)
+    ranking = {name: place for place, name in enumerate(BEST_TRAINED)}
+    close = [p for p in sparse if p.step_seconds <= limit]
+    return min(close, key=lambda p: (-p.density, ranking.get(p.method, len(ranking)), p.step_seconds))

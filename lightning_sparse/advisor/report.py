@@ -1,0 +1,171 @@
+"""Advice as tables, as a figure, and as a configuration."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_sparse import packages
+from lightning_sparse.advisor.prediction import HALVED, Prediction, Scenario, best_groupings
+from lightning_sparse.advisor.run import Advice
+from lightning_sparse.console import Table
+
+SHOWN = 12
+"""Rows of the table on the terminal; the file has all of them."""
+
+
+def overview(advice: Advice, scenario: Scenario | None = None, rows: int | None = None) -> Table:
+    """Methods in one scenario, each with its fastest grouping, fastest first; those that come with DDP always."""
+    scenario = scenario or advice.scenarios[0]
+    ordered = sorted(_best(advice, scenario), key=lambda p: p.step_seconds)
+    chosen = advice.best(scenario)
+    cells = []
+    for place, p in enumerate(ordered):
+        if rows is None or place < rows or p.builtin or p == chosen:
+            mark = " <- use this" if p == chosen else " (losing)" if p.over_dense > 1 and p.method != "dense" else ""
+            cells.append(
+                [
+                    p.method + mark,
+                    "" if p.builtin else f"{p.density:g}",
+                    "DDP's buckets" if p.builtin else p.grouping,
+                    str(p.groups),
+                    f"{1e3 * p.step_seconds:.4g}",
+                    f"{1e3 * p.exposed_seconds:.4g}",
+                    f"{p.over_dense:.2f}",
+                ]
+            )
+    header = ["method", "density", "grouping", "groups", "step ms", "exposed ms", "step / dense DDP"]
+    return Table(f"Predicted step time, {scenario.label}", header, cells)
+
+
+def across(advice: Advice) -> Table:
+    """What to use in every scenario, and how far the fastest of each kind is from dense DDP."""
+    cells = []
+    for scenario in advice.scenarios:
+        rows = _best(advice, scenario)
+        dense = next(p for p in rows if p.method == "dense")
+        best = advice.best(scenario)
+        sparse = [p.over_dense for p in rows if not p.builtin]
+        cells.append(
+            [
+                scenario.label,
+                "stay dense"
+                if best.method == "dense"
+                else f"dense, {best.method}"
+                if best.builtin
+                else f"{best.method} {best.density:g} ({best.grouping})",
+                f"{1e3 * dense.step_seconds:.4g}",
+                f"{1e3 * best.step_seconds:.4g}",
+                f"{min(sparse):.2f}" if sparse else "",
+                *(f"{_over(rows, name):.2f}" if _over(rows, name) else "" for name in ("fp16", "bf16", "powersgd")),
+            ]
+        )
+    header = ["network", "use", "dense ms", "ms with it", "fastest sparse / dense", "fp16", "bf16", "PowerSGD 4"]
+    return Table("What to use where; ratios are step times over dense DDP's, below 1 is faster", header, cells)
+
+
+def _over(rows: Sequence[Prediction], method: str) -> float | None:
+    return next((p.over_dense for p in rows if p.method == method), None)
+
+
+def _best(advice: Advice, scenario: Scenario) -> list[Prediction]:
+    return best_groupings([p for p in advice.predictions if p.scenario == scenario])
+
+
+def markdown(advice: Advice) -> str:
+    """Everything, for a file."""
+    verdicts = "".join(f"- {advice.verdict(scenario)}\n" for scenario in advice.scenarios)
+    tables = [across(advice), *(overview(advice, scenario) for scenario in advice.scenarios)]
+    notes = "".join(f"- {sentence}\n" for sentence in advice.assumptions())
+    parts = [verdicts, *(table.markdown() for table in tables), "### Assumptions\n\n" + notes]
+    return "\n".join(parts)
+
+
+def write_csv(advice: Advice, path: Path) -> None:
+    """All predictions, every grouping."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["ranks", "gbit", *Prediction._fields[1:]])
+        for p in advice.predictions:
+            writer.writerow([p.scenario.ranks, "" if p.scenario.gbit is None else p.scenario.gbit, *p[1:]])
+
+
+def figure(advice: Advice, path: Path) -> None:
+    """Step time over dense DDP's in every scenario: a curve for each method, its fastest density and grouping.
+
+    Needs matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    count = len(advice.scenarios)
+    sheet = Figure(figsize=(max(6.0, 2.0 + 1.4 * count), 5.0), layout="constrained")
+    axes = sheet.subplots()
+    names: dict[str, list[float]] = {}
+    for scenario in advice.scenarios:
+        fastest: dict[str, float] = {}
+        for p in _best(advice, scenario):
+            fastest[p.method] = min(fastest.get(p.method, float("inf")), p.over_dense)
+        for name, ratio in fastest.items():
+            names.setdefault(name, []).append(ratio)
+    ordered = sorted(names, key=lambda name: sum(names[name]))
+    colours = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+    coloured = [name for name in ordered if name not in ("dense", "fp16", "bf16", "powersgd")][: len(colours)]
+    for name in ordered:
+        place = coloured.index(name) if name in coloured else None
+        builtin = name in ("dense", "fp16", "bf16", "powersgd")
+        axes.plot(
+            range(count),
+            names[name],
+            marker="s" if builtin else "o",
+            linestyle="--" if builtin else "-",
+            color="#333333" if builtin else "#BBBBBB" if place is None else colours[place],
+            zorder=1 if place is None and not builtin else 3,
+            label=name,
+        )
+    axes.axhline(1.0, color="#333333", linewidth=0.8)
+    axes.set_yscale("log")
+    axes.set_xticks(range(count), [scenario.label.replace(", ", "\n") for scenario in advice.scenarios])
+    axes.set_ylabel("predicted step time / dense DDP")
+    axes.set_title(
+        "Each method at its fastest density and grouping; below 1 is faster than dense DDP", loc="left", fontsize=9
+    )
+    axes.legend(fontsize=7, ncols=2, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    sheet.savefig(path, dpi=120)
+
+
+def strategy_config(advice: Advice, scenario: Scenario | None = None) -> Any:
+    """``trainer.strategy`` of the configuration to use: DDP, or ours with its settings."""
+    best = advice.best(scenario)
+    on_cpu = str(advice.measured.sizes[0].kind).endswith("cpu")
+    if best.method in HALVED and not on_cpu:  # Lightning registers hooks on CUDA only
+        hook = f"torch.distributed.algorithms.ddp_comm_hooks.default_hooks.{best.method}_compress_hook"
+        package = packages.preferred()
+        return {"class_path": f"{package}.strategies.DDPStrategy", "init_args": {"ddp_comm_hook": hook}}
+    if best.builtin:
+        return "ddp"
+    groupings: dict[str, Any] = {
+        "merge_below": {"class_path": "lightning_sparse.MergeBelow"},
+        "optimal_merge": {"class_path": "lightning_sparse.OptimalMerge"},
+    }
+    settings: dict[str, Any] = {
+        "sparsifier": best.method,
+        "density": best.density,
+        "grouping": groupings.get(best.grouping, best.grouping),
+    }
+    if on_cpu:
+        settings["executor"] = "thread"
+    return {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": settings}
+
+
+def write_config(advice: Advice, path: Path, given: dict[str, Any] | None = None) -> None:
+    """Write a LightningCLI configuration: the given one, with the strategy to use."""
+    import yaml
+
+    given = dict(given or {})
+    section = dict(given.get("fit") or given)
+    section["trainer"] = dict(section.get("trainer") or {}) | {"strategy": strategy_config(advice)}
+    result = given | {"fit": section} if given.get("fit") else section
+    text = yaml.safe_dump(result, sort_keys=False)
+    path.write_text(f"# {advice.verdict()}\n{text}", encoding="utf-8")

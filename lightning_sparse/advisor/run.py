@@ -1,0 +1,292 @@
+"""Profile a model with the Trainer that it will be trained with, and predict."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_sparse import packages
+from lightning_sparse.advisor.prediction import (
+    BEST_TRAINED,
+    HALVED,
+    MARGIN,
+    Measured,
+    Prediction,
+    Scenario,
+    best_groupings,
+    predict,
+    scenarios,
+    winner,
+)
+from lightning_sparse.advisor.survey import Survey
+from lightning_sparse.sparsifiers import SPARSIFIERS
+
+OWN_OPTIONS = {
+    "logger": False,
+    "callbacks": None,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_epochs": -1,
+    "max_time": None,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "accumulate_grad_batches": 1,
+    "fast_dev_run": False,
+    "overfit_batches": 0.0,
+    "profiler": None,
+    "barebones": False,
+}
+"""What profiling decides for itself, whatever the Trainer is told otherwise."""
+KEPT = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers", "start_method")
+"""Settings of a DDP strategy that profiling keeps."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Predicted step times, and what follows from them.
+
+    Args:
+        measured: what was seen.
+        predictions: for every scenario, method, density and grouping.
+    """
+
+    measured: Measured
+    predictions: tuple[Prediction, ...]
+
+    @property
+    def scenarios(self) -> list[Scenario]:
+        """Ranks and networks, the measured one first."""
+        return list(dict.fromkeys(p.scenario for p in self.predictions))
+
+    def best(self, scenario: Scenario | None = None) -> Prediction:
+        """What to use; see :func:`~lightning_sparse.advisor.prediction.winner`."""
+        return winner(self.predictions, scenario or self.scenarios[0])
+
+    def step_seconds(
+        self, method: str, density: float = 1.0, grouping: str | None = None, scenario: Scenario | None = None
+    ) -> float:
+        """A predicted step time; with the fastest grouping, if none is named.
+
+        Raises:
+            KeyError: if nothing like it was predicted.
+        """
+        wanted = scenario or self.scenarios[0]
+        found = [
+            p.step_seconds
+            for p in self.predictions
+            if p.scenario == wanted
+            and p.method == method
+            and abs(p.density - density) < 1e-12
+            and grouping in (None, p.grouping)
+        ]
+        if not found:
+            raise KeyError(f"There is no prediction of {method} at density {density} with grouping {grouping}.")
+        return min(found)
+
+    def verdict(self, scenario: Scenario | None = None) -> str:
+        """One sentence."""
+        scenario = scenario or self.scenarios[0]
+        best = self.best(scenario)
+        rows = best_groupings([p for p in self.predictions if p.scenario == scenario])
+        dense = next(p for p in rows if p.method == "dense")
+        others = [p for p in rows if not p.builtin]
+        if best.builtin:
+            sentence = f"{scenario.label}: stay dense"
+            if best.method in HALVED:
+                sentence += f", with DDP's {best.method} hook ({best.over_dense:.2f} times dense DDP's step)"
+            if others:
+                fastest = min(others, key=lambda p: p.step_seconds)
+                sentence += (
+                    f": the fastest sparsifier, {fastest.method} at {fastest.density:g}, takes {fastest.over_dense:.2f} "
+                    f"times dense DDP's {1e3 * dense.step_seconds:.3g} ms a step"
+                )
+            return sentence + "."
+        halved = min((p.over_dense for p in rows if p.method in HALVED), default=None)
+        return (
+            f"{scenario.label}: {best.method} at density {best.density:g}, grouping {best.grouping}, takes "
+            f"{best.over_dense:.2f} times dense DDP's {1e3 * dense.step_seconds:.3g} ms a step"
+            + (f" (DDP with 16 bits: {halved:.2f})." if halved is not None else ".")
+        )
+
+    def assumptions(self) -> list[str]:
+        """What the predictions take for granted, one sentence each."""
+        network, measured = self.measured.network, self.measured
+        sentences = [
+            f"Measured: a step without exchange takes {1e3 * measured.compute_seconds:.4g} ms, "
+            f"{1e3 * (measured.compute_seconds - measured.rest_seconds):.4g} ms of it backward. Beside backward goes: "
+            f"{measured.overlap}.",
+            "Every rank computes as fast as here, whatever their number, and none waits for another.",
+            "Gradients for the rehearsal are made up: heavy-tailed, ranks agree on half of their variance.",
+            "One exchange after the other goes over the network; DDP hands gradients over in buckets.",
+            f"A sparsifier must shorten the step by {MARGIN:.0%} at least. Of those within {MARGIN:.0%} of the "
+            "fastest, the mildest density wins, then the order of docs/comparison.md "
+            f"({', '.join(BEST_TRAINED[:3])}, ...): step time is not training time, and a lower density may need more "
+            "steps.",
+            "fp16, bf16 and powersgd (rank 4) are DDP's communication hooks, for reference.",
+        ]
+        if network.ranks > 1:
+            sentences.insert(
+                1,
+                f"Measured between {network.ranks} ranks: all-reduce {1e6 * network.all_reduce.alpha:.3g} us + "
+                f"{1e9 * network.all_reduce.beta:.3g} ns a byte, all-gather {1e6 * network.all_gather.alpha:.3g} us + "
+                f"{1e9 * network.all_gather.beta:.3g} ns a byte of each rank.",
+            )
+        if any(scenario != (network.ranks, None) for scenario in self.scenarios):
+            sentences += [
+                "Other networks: a fixed price and a price for each byte. An all-reduce's fixed price grows as log2 of "
+                "the ranks, an all-gather's as ranks - 1; bytes cost what a ring at the given rate takes, and the "
+                + (
+                    "fixed prices are those measured here."
+                    if network.ranks > 1
+                    else "fixed price of a hop is taken to be 30 us."
+                ),
+                "More ranks: where each rank picks by itself, messages stay as long and their union grows up to "
+                "everything; where ranks share a budget, messages shrink and the union stays.",
+            ]
+        return sentences
+
+
+def advise(
+    module: Any,
+    datamodule: Any = None,
+    *,
+    train_dataloaders: Any = None,
+    trainer: dict[str, Any] | None = None,
+    ranks: Sequence[int] = (),
+    gbit: Sequence[float] = (),
+    sparsifiers: Sequence[str] | None = None,
+    densities: Sequence[float] = (0.1, 0.01, 0.001),
+    warmup: int = 5,
+    steps: int = 10,
+    progress: Callable[[str, float], None] | None = None,
+) -> Advice:
+    """Profile some training steps of a module, and predict the step time of every way to exchange its gradients.
+
+    Runs ``warmup + steps`` steps of the module's own training with a Trainer, times backward, the network between the
+    ranks and every sparsifier, and predicts: dense DDP, DDP's fp16, bf16 and PowerSGD hooks, and each sparsifier at
+    each density under each grouping, for the network as measured and for others. The module's parameters are put back
+    as they were.
+
+    With launchers that start this script again for each rank, all of it runs on every rank, with the same advice.
+
+    Args:
+        module: a LightningModule.
+        datamodule: a LightningDataModule; or give ``train_dataloaders``.
+        train_dataloaders: as in ``Trainer.fit``.
+        trainer: settings of the Trainer that the module will be trained with: devices, num_nodes, accelerator,
+            precision, plugins. Loggers, callbacks, checkpoints and validation are left out; the strategy is replaced.
+        ranks: other numbers of ranks to predict for.
+        gbit: rates to predict for, of a link in one direction, in Gbit/s.
+        sparsifiers: names; None: all.
+        densities: to predict for, in (0, 1].
+        warmup: steps that are not timed, at least 1.
+        steps: steps that are timed, at least 2.
+        progress: called on rank 0 with what comes next and the share that is done.
+
+    Raises:
+        ValueError: for settings outside their ranges; where there is one rank only, and ``ranks`` and ``gbit`` do not
+            say what to predict for.
+        RuntimeError: if no backward pass ran.
+
+    Example:
+        >>> import torch, lightning_sparse as ls, pytorch_lightning as pl
+        >>> class Toy(pl.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(8, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.layer(batch).square().mean()
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.01)
+        >>> data = torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=8)
+        >>> advice = ls.advise(Toy(), train_dataloaders=data, trainer={"devices": 1, "accelerator": "cpu"},
+        ...                    ranks=[8], gbit=[100], sparsifiers=["topk"], densities=[0.01])
+        >>> advice.best().method
+        'dense'
+    """
+    for name, value, least in (("warmup", warmup, 1), ("steps", steps, 2)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"Expected {name} to be an integer of at least {least} but got {value!r}.")
+    scenarios_are_sound(ranks, gbit)
+    package = importlib.import_module(package_of(module))
+    strategy_class = importlib.import_module(
+        f"lightning_sparse.strategy.{packages_file(package_of(module))}"
+    ).SparseDDPStrategy
+    options = dict(trainer or {})
+    strategy = strategy_class(grouping="model", executor="thread", **kept_settings(options.pop("strategy", None)))
+    names = [name for name, _ in SPARSIFIERS.items()] if sparsifiers is None else list(sparsifiers)
+    before = copy.deepcopy(module.state_dict())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "measured.json"
+        survey = Survey(strategy, names, densities, warmup, steps, path, progress or _silent)
+        strategy.tuners = [survey]
+        options |= OWN_OPTIONS | {"max_steps": warmup + steps + 2, "strategy": strategy}
+        package.Trainer(**options).fit(module, train_dataloaders=train_dataloaders, datamodule=datamodule)
+        if survey.result is None and path.exists():  # training ran in processes of its own
+            survey.result = Measured.from_dict(json.loads(path.read_text()))
+    module.load_state_dict(before)
+    if survey.result is None:
+        ran = strategy.engine.step if strategy.engine else 0
+        raise RuntimeError(
+            f"Expected {warmup + steps + 1} training steps with a backward pass each, but {ran} ran: "
+            "does training_step return a loss that depends on the parameters, and is there data to train on?"
+        )
+    measured = survey.result
+    return Advice(measured, tuple(predict(measured, scenarios(measured, ranks, gbit))))
+
+
+def scenarios_are_sound(ranks: Sequence[int], gbit: Sequence[float]) -> None:
+    """Raise before anything runs if a number makes no sense.
+
+    Raises:
+        ValueError: naming it.
+    """
+    for name, values in (("ranks", ranks), ("gbit", gbit)):
+        for value in values:
+            if isinstance(value, bool) or not value > 0:
+                raise ValueError(f"Expected {name} to be positive numbers but got {value!r}.")
+
+
+def package_of(module: Any) -> str:
+    """The Lightning package that a module is made for."""
+    for name in packages.installed():
+        if isinstance(module, sys.modules[name].LightningModule if name in sys.modules else ()):
+            return name
+    raise ValueError(f"Expected a LightningModule but got {type(module).__name__}.")
+
+
+def packages_file(package: str) -> str:
+    """The file in ``strategy/`` that serves a Lightning package."""
+    return package.partition(".")[0]
+
+
+def kept_settings(strategy: Any) -> dict[str, Any]:
+    """What profiling keeps of the user's strategy: how processes start, and what DDP is told."""
+    if strategy is None:
+        return {}
+    if not isinstance(strategy, str):
+        given = {
+            **getattr(strategy, "_ddp_kwargs", {}),
+            "start_method": getattr(strategy, "_start_method", "popen"),
+        }
+        return {name: given[name] for name in KEPT if name in given}
+    starts = {"_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+    settings: dict[str, Any] = {}
+    for ending, method in starts.items():
+        if ending in strategy:
+            settings["start_method"] = method
+    if "find_unused_parameters_true" in strategy:
+        settings["find_unused_parameters"] = True
+    return settings
+
+
+def _silent(what: str, done: float) -> None:
+    pass

@@ -1,0 +1,178 @@
+"""Measure a training with the ranks that it has: backward, network, and every method that could be used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.advisor.prediction import Measured, Method
+from lightning_sparse.attach import sizes_of
+from lightning_sparse.collective import Collective
+from lightning_sparse.density import check_density
+from lightning_sparse.exchanges import as_exchange
+from lightning_sparse.grouping import NOTHING, GroupCost, Line, Traffic
+from lightning_sparse.hook import Engine
+from lightning_sparse.memory import Residual
+from lightning_sparse.profiling import BackwardTimer, from_rank_zero, measure, measure_network, rehearse, sizes_up_to
+from lightning_sparse.sparsifiers import SPARSIFIERS
+from lightning_sparse.tuning.planner import bucket_numels, overlap
+from lightning_sparse.types import Agreement
+
+POWER_SGD_RANK = 4
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Survey:
+    """Watches some steps of a training, then measures; see :attr:`result`.
+
+    Args:
+        strategy: whose ``model`` is the wrapped module while training runs.
+        methods: names of sparsifiers.
+        densities: to try with each of them, in (0, 1].
+        warmup: steps that are not timed.
+        steps: steps that are timed.
+        path: where rank 0 writes the result, too, for launchers that end the process in which training ran.
+        progress: told on rank 0 what comes next, with what share is done.
+
+    Raises:
+        ValueError: for unknown sparsifiers or densities outside (0, 1].
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        methods: Sequence[str],
+        densities: Sequence[float],
+        warmup: int,
+        steps: int,
+        path: Path,
+        progress: Callable[[str, float], None],
+    ) -> None:
+        self.result: Measured | None = None
+        self._strategy = strategy
+        self._sparsifiers = {name: SPARSIFIERS.resolve(name) for name in methods}
+        self._densities = [check_density(density, "densities") for density in densities]
+        self._warmup, self._steps, self._path, self._progress = warmup, steps, path, progress
+        self._seen = 0
+        self._timer: BackwardTimer | None = None
+
+    def before_step(self, engine: Engine) -> None:
+        """Count steps, then measure everything within one step."""
+        if self.result is not None:
+            return
+        if self._timer is None:
+            held_up = lambda: engine.held_up_seconds  # noqa: E731
+            self._timer = BackwardTimer(self._strategy.model, engine.parameters, engine.device, held_up)
+        if self._seen > self._warmup:
+            self._timer.keep()
+        if self._seen == 0:
+            self._tell(engine, "timing backward", 0.0)
+        self._seen += 1
+        if self._seen > self._warmup + self._steps:
+            self._timer.close()
+            own = self._measure(self._timer, engine)
+            self.result = Measured.from_dict(from_rank_zero(own.as_dict(), engine.comm, engine.device))
+            if engine.comm.rank == 0:
+                self._path.write_text(json.dumps(own.as_dict()))
+
+    def close(self) -> None:
+        """Stop watching backward."""
+        if self._timer is not None:
+            self._timer.close()
+
+    def _measure(self, timer: BackwardTimer, engine: Engine) -> Measured:
+        comm, device = engine.comm, engine.device
+        sizes = sizes_of(engine.parameters)
+        dtype = next(iter(engine.parameters.values())).dtype
+        layers, rest = timer.result(comm)
+        self._tell(engine, "timing the network", 0.1)
+        network = measure_network(comm, device, dtype)
+        numel = sum(size.numel for size in sizes)
+        dense = GroupCost(1.0, NOTHING, NOTHING, network.dense(dtype.itemsize), (_reduce(1, dtype.itemsize),))
+        methods = [Method("dense", 1.0, Agreement.EVERYTHING, dense, builtin=True)]
+        if dtype.itemsize > 2:
+            methods += [_halved(name, half, dtype, comm, device) for name, half in HALVES.items()]
+        methods.append(_power_sgd(engine.parameters, comm, device, network.all_reduce))
+        jobs = [
+            (name, sparsifier, density)
+            for name, sparsifier in self._sparsifiers.items()
+            for density in ([1.0] if sparsifier.agreement is Agreement.EVERYTHING else self._densities)
+        ]
+        for done, (name, sparsifier, density) in enumerate(jobs):
+            self._tell(engine, f"rehearsing {name} at {density:g}", 0.2 + 0.8 * done / len(jobs))
+            cost = rehearse(
+                comm,
+                device,
+                sizes_up_to(numel),
+                sparsifier=sparsifier,
+                exchange=as_exchange(None, sparsifier),
+                memory=Residual(),
+                density=density,
+                dtype=dtype,
+                repeats=3,
+                seconds=0.3,
+            )
+            methods.append(Method(name, density, sparsifier.agreement, cost))
+        delivery = getattr(self._strategy.model, "bucket_bytes_cap", 25 << 20) / (1 << 20)
+        beside = overlap(engine.settings.executor, comm, device)
+        return Measured(sizes, layers, rest, network, beside, bucket_numels(sizes, delivery), methods)
+
+    def _tell(self, engine: Engine, what: str, done: float) -> None:
+        if engine.comm.rank == 0:
+            self._progress(what, done)
+
+
+def _reduce(calls: float, bytes_each: float) -> Traffic:
+    return Traffic("all_reduce", calls, Line(0.0, bytes_each))
+
+
+def _line(job: Callable[[Tensor], Any], dtype: torch.dtype, comm: Collective, device: torch.device) -> Line:
+    """Seconds of a job by coordinates of the vector that it gets."""
+    numels, seconds = [], []
+    for numel in (1 << 12, 1 << 16, 1 << 20):
+        x = torch.zeros(numel, dtype=dtype, device=device)
+        taken = measure(lambda x=x: job(x), comm, device, repeats=5, seconds=0.3)  # type: ignore[misc]
+        numels += [float(numel)] * len(taken)
+        seconds += taken
+    return Line.fit(numels, seconds)
+
+
+def _halved(name: str, half: torch.dtype, dtype: torch.dtype, comm: Collective, device: torch.device) -> Method:
+    """DDP's compression hooks: cast, all-reduce, cast back."""
+    process = _line(lambda x: x.to(half).to(x.dtype), dtype, comm, device)
+    transfer = _line(comm.all_reduce, half, comm, device) if comm.world_size > 1 else NOTHING
+    cost = GroupCost(1.0, NOTHING, process, transfer, (_reduce(1, half.itemsize),))
+    return Method(name, 1.0, Agreement.EVERYTHING, cost, builtin=True)
+
+
+def _power_sgd(parameters: dict[str, Any], comm: Collective, device: torch.device, all_reduce: Line) -> Method:
+    """PowerSGD of rank 4: matrices as two factors, everything else in full.
+
+    For an m x n matrix M: P = M Q, averaged and orthogonalised; Q = M^T P, averaged; P Q^T is the update. A matrix is
+    compressed if its factors have at most half of its coordinates. Three all-reduces a bucket: the rest, P, Q.
+
+    References:
+        Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019.
+    """
+    numel = sum(p.numel() for p in parameters.values())
+    matrices = [(p.shape[0], p.numel() // p.shape[0]) for p in parameters.values() if p.dim() > 1]
+    factored = [(m, n) for m, n in matrices if 2 * POWER_SGD_RANK * (m + n) < m * n]
+    sent = numel - sum(m * n for m, n in factored) + sum(POWER_SGD_RANK * (m + n) for m, n in factored)
+    gradients = [(torch.randn(m, n, device=device), torch.randn(n, POWER_SGD_RANK, device=device)) for m, n in factored]
+
+    def compress() -> None:
+        for matrix, right in gradients:
+            left = torch.linalg.qr(matrix @ right).Q
+            right = matrix.T @ left
+            matrix - left @ right.T  # the residual
+
+    seconds = min(measure(compress, comm, device, repeats=3)) if gradients else 0.0
+    traffic = _reduce(3, 4 * sent / numel)
+    transfer = Line(3 * all_reduce.alpha, all_reduce.beta * 4 * sent / numel)
+    cost = GroupCost(1.0, NOTHING, Line(0.0, seconds / numel), transfer, (traffic,))
+    return Method("powersgd", 1.0, Agreement.EVERYTHING, cost, builtin=True)
