@@ -214,7 +214,7 @@ def main(args: Sequence[str] | None = None) -> None:
         args: the command line without the command's name; None: what this process was called with.
     """
     _need("jsonargparse")
-    from jsonargparse import ActionConfigFile, ArgumentParser
+    from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(prog="lightning-sparse")
     subcommands = parser.add_subcommands(required=True)
@@ -222,7 +222,7 @@ def main(args: Sequence[str] | None = None) -> None:
         title = inspect.getdoc(command).partition("\n")[0]  # type: ignore[union-attr]
         options = ArgumentParser(description=title)
         if "config" not in inspect.signature(command).parameters:
-            options.add_argument("--config", action=ActionConfigFile, help="Path to a file with these options.")
+            options.add_argument("--config", action="config", help="Path to a file with these options.")
         options.add_function_arguments(command, as_group=False, as_positional=False)
         subcommands.add_subcommand(name, options, help=title)
     given = parser.instantiate_classes(parser.parse_args(_join_lists(sys.argv[1:] if args is None else list(args))))

@@ -51,11 +51,7 @@ def across(advice: Advice) -> Table:
         cells.append(
             [
                 scenario.label,
-                "stay dense"
-                if best.method == "dense"
-                else f"dense, {best.method}"
-                if best.builtin
-                else f"{best.method} {best.density:g} ({best.grouping})",
+                _use(best),
                 f"{1e3 * dense.step_seconds:.4g}",
                 f"{1e3 * best.step_seconds:.4g}",
                 f"{min(sparse):.2f}" if sparse else "",
@@ -64,6 +60,12 @@ def across(advice: Advice) -> Table:
         )
     header = ["network", "use", "dense ms", "ms with it", "fastest sparse / dense", "fp16", "bf16", "PowerSGD 4"]
     return Table("What to use where; ratios are step times over dense DDP's, below 1 is faster", header, cells)
+
+
+def _use(best: Prediction) -> str:
+    if best.method == "dense":
+        return "stay dense"
+    return f"dense, {best.method}" if best.builtin else f"{best.method} {best.density:g} ({best.grouping})"
 
 
 def _over(rows: Sequence[Prediction], method: str) -> float | None:

@@ -105,8 +105,8 @@ class Advice:
             if others:
                 fastest = min(others, key=lambda p: p.step_seconds)
                 sentence += (
-                    f": the fastest sparsifier, {fastest.method} at {fastest.density:g}, takes {fastest.over_dense:.2f} "
-                    f"times dense DDP's {1e3 * dense.step_seconds:.3g} ms a step"
+                    f": the fastest sparsifier, {fastest.method} at {fastest.density:g}, takes "
+                    f"{fastest.over_dense:.2f} times dense DDP's {1e3 * dense.step_seconds:.3g} ms a step"
                 )
             return sentence + "."
         halved = min((p.over_dense for p in rows if p.method in HALVED), default=None)
