@@ -11,7 +11,9 @@ Parts, each for every model and rate:
 - plans: one sparsifier on the communication thread with different groupings: layer, bucket, merge_below, model, and
   optimal_merge, which measures for some steps and regroups by itself.
 
-Both parts also measure `dense` (plain DDP, which overlaps its all-reduce with backward) and `compute` (`no_sync`, no
+- advice: `ls.advise` predicts step times of some sparsifiers; then they are measured with three groupings.
+
+All parts also measure `dense` (plain DDP, which overlaps its all-reduce with backward) and `compute` (`no_sync`, no
 exchange at all). All variants of a model, rate and part (of overlap: of a grouping, too) are in the same processes and
 take turns step by step, in an order that is reversed from round to round. All ranks start a step together; a step's
 time is the slowest rank's; `select_ms`, `exchange_ms` and `exposed_ms` are the library's, means over ranks. `dense` is
@@ -60,7 +62,7 @@ TIMES = ("step_ms", "select_ms", "exchange_ms", "exposed_ms")
 Job = dict[str, Any]
 """The arguments of the command line, and part, model and rate of one launch."""
 Result = dict[str, Any]
-"""What a launch measured: job, parameters, groups of each variant, one record per variant and round."""
+"""What a launch measured: job, parameters, groups of each variant, one record per variant and round, memory."""
 
 
 # The network, and processes in it
@@ -171,7 +173,7 @@ class Spec(NamedTuple):
     grouping: str = "bucket"
     executor: str = "inline"
     bucket_cap_mb: float = 25
-    warm_up: int = 3  # DDP rebuilds its buckets after the first iteration
+    warm_up: int = 2  # DDP rebuilds its buckets after the first iteration
 
 
 class Variant:
@@ -197,6 +199,7 @@ class Variant:
                 density=job["density"],
                 grouping=spec.grouping,
                 executor=spec.executor,
+                bucket_cap_mb=25,
             )
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
 
@@ -294,10 +297,71 @@ def measure_plans(job: Job, result: Result, keep: Callable[[], None]) -> None:
             grouping,
             "thread",
             25 if grouping == "bucket" else job["plan_bucket_mb"],
-            job["profile_steps"] if grouping == "optimal_merge" else 3,
+            job["profile_steps"] if grouping == "optimal_merge" else 2,
         )
         for grouping in GROUPINGS
         if grouping != "optimal_merge" or hasattr(ls, "OptimalMerge")
+    ]
+    take_turns(job, [*PLAIN, *specs], result, keep)
+
+
+ADVISED = ("bucket", "layer", "model")
+"""Groupings in which the advisor's predictions are tried."""
+
+
+def measure_advice(job: Job, result: Result, keep: Callable[[], None]) -> None:
+    """Ask the advisor as a user would, then see whether it was right."""
+    import pytorch_lightning as pl
+    import torch
+    import torch.distributed as dist
+    from models14m import MODELS
+
+    import lightning_sparse as ls
+
+    kind = MODELS[job["model"]]
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = kind()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    batches = [kind.random_batch(generator, job["batch_size"]) for _ in range(4)]
+    module = Module()
+    begin = time.perf_counter()
+    advice = ls.advise(
+        module,
+        train_dataloaders=torch.utils.data.DataLoader(batches, batch_size=None),
+        trainer={"devices": RANKS, "accelerator": "cpu"},
+        sparsifiers=job["sparsifiers"],
+        densities=[job["density"]],
+    )
+    result["advice"] = {
+        "seconds": time.perf_counter() - begin,
+        "verdict": advice.verdict(),
+        "measured": advice.assumptions()[:2],
+        "predicted": {
+            "compute": 1e3 * advice.measured.compute_seconds,
+            "dense": 1e3 * advice.step_seconds("dense"),
+            **{
+                f"{name} {grouping}": 1e3 * advice.step_seconds(name, job["density"], grouping)
+                for name in job["sparsifiers"]
+                for grouping in ADVISED
+            },
+        },
+    }
+    # As the strategy does where exchanges go on beside backward.
+    small = max(1.0, sum(p.nbytes for p in module.parameters()) / (1 << 20) / 32)
+    specs = [
+        Spec(f"{name} {grouping}", name, grouping, "thread", small)
+        for name in job["sparsifiers"]
+        for grouping in ADVISED
     ]
     take_turns(job, [*PLAIN, *specs], result, keep)
 
@@ -345,8 +409,8 @@ class Ratio(NamedTuple):
 
     @classmethod
     def of(cls, ratios: list[float]) -> "Ratio":
-        low, _, high = quantiles(ratios, n=4, method="inclusive")
-        return cls(median(ratios), low, high)
+        low, middle, high = quantiles(ratios * 2 if len(ratios) == 1 else ratios, n=4, method="inclusive")
+        return cls(middle, low, high)
 
     def __str__(self) -> str:
         return f"{self.middle:.2f} ({self.low:.2f}-{self.high:.2f})"
@@ -385,7 +449,10 @@ def overlap_rows(result: Result) -> list[Row]:
     rows = []
     for grouping in dict.fromkeys(r["grouping"] for r in result["records"]):
         rounds = Rounds(result, grouping=grouping)
-        rows += [{"variant": f"{name}", "step ms": rounds.median(name, "step_ms")} for name in ("compute", "dense")]
+        rows += [
+            {"variant": f"{name} (beside {grouping})", "step ms": rounds.median(name, "step_ms")}
+            for name in ("compute", "dense")
+        ]
         for thread in (name for name in rounds.sparse if name.endswith("thread")):
             inline = thread.removesuffix("thread") + "inline"
             for name in (inline, thread):
@@ -404,6 +471,8 @@ def overlap_rows(result: Result) -> list[Row]:
 
 def plans_rows(result: Result) -> list[Row]:
     rounds = Rounds(result)
+    if not rounds.sparse:
+        return []
     best = min((n for n in rounds.sparse if n != "optimal_merge"), key=lambda name: rounds.median(name, "step_ms"))
     rows: list[Row] = [{"variant": name, "step ms": rounds.median(name, "step_ms")} for name in ("compute", "dense")]
     for name in sorted(rounds.sparse, key=GROUPINGS.index):
@@ -422,6 +491,22 @@ def described(rounds: Rounds, name: str) -> Row:
     }
 
 
+def advice_rows(result: Result) -> list[Row]:
+    """In order of the predictions."""
+    rounds = Rounds(result)
+    predicted = result["advice"]["predicted"]
+    return [
+        {
+            "variant": name,
+            "step ms": rounds.median(name, "step_ms"),
+            "predicted ms": predicted[name],
+            "predicted / measured": Ratio.of([predicted[name] / ms for ms in rounds.values(name, "step_ms").values()]),
+        }
+        | ({} if name in ("compute", "dense") else {"step / dense": rounds.steps(name, "dense")})
+        for name in sorted(rounds.variants, key=predicted.__getitem__)
+    ]
+
+
 class Part(NamedTuple):
     """What ranks do, and how it is shown."""
 
@@ -429,44 +514,40 @@ class Part(NamedTuple):
     rows: Callable[[Result], list[Row]]
 
 
-PARTS = {"overlap": Part(measure_overlap, overlap_rows), "plans": Part(measure_plans, plans_rows)}
+PARTS = {
+    "overlap": Part(measure_overlap, overlap_rows),
+    "plans": Part(measure_plans, plans_rows),
+    "advice": Part(measure_advice, advice_rows),
+}
 
 
 def show(results: list[Result], csv_path: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=150)
+    console = Console(width=165)
     flat: list[Row] = []
-    for part in PARTS:
-        measured = [result for result in results if result["job"]["part"] == part and result["records"]]
-        rows = [(result, PARTS[part].rows(result)) for result in measured]
-        headings = list(dict.fromkeys(key for _, some in rows for row in some for key in row))
-        if not rows:
-            continue
-        table = Table(
-            title=f"{part}: {RANKS} ranks on {os.cpu_count()} cores, gloo over limited links",
-            caption="times: medians; ratios: medians (quartiles) of paired rounds, below 1 is faster",
-        )
-        for heading in ("model", "Mbit/s", *headings):
-            table.add_column(heading, justify="left" if heading in ("model", "variant") else "right", no_wrap=True)
-        for result, some in rows:
-            job = result["job"]
-            for row in some:
-                values = [row.get(heading) for heading in headings]
-                table.add_row(job["model"], str(job["mbit"]), *map(text, headings, values))
-                flat.append({"part": part, "model": job["model"], "parameters": result["parameters"]})
-                flat[-1]["mbit"] = job["mbit"]
-                for heading, value in zip(headings, values, strict=True):
-                    flat[-1] |= spread(heading, value)
-            table.add_section()
-        console.print(table)
     for result in results:
-        job, rounds = result["job"], 1 + max((r["round"] for r in result["records"]), default=-1)
-        print(
-            f"{job['part']} {job['model']} {job['mbit']} Mbit/s: {result['parameters']} parameters, {rounds} rounds, "
-            f"up to {result['memory_mib']} MiB a rank{'' if result['finished'] else ', interrupted'}"
+        job = result["job"]
+        rows = PARTS[job["part"]].rows(result)
+        headings = list(dict.fromkeys(key for row in rows for key in row))
+        rounds = 1 + max((record["round"] for record in result["records"]), default=-1)
+        table = Table(
+            title=f"{job['part']}: {job['model']}, {result['parameters']:,} parameters, {job['mbit']} Mbit/s; {RANKS} "
+            f"ranks on {os.cpu_count()} cores, gloo, density {job['density']:g}",
+            caption=f"{rounds} rounds{'' if result['finished'] else ', interrupted'}, up to {result['memory_mib']} MiB "
+            "a rank; times: medians; ratios: medians (quartiles) of paired rounds, below 1 is faster",
         )
+        for heading in headings:
+            wide = heading == "variant" or " / " in heading
+            table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=wide)
+        for row in rows:
+            table.add_row(*(text(heading, row.get(heading)) for heading in headings))
+            settings = {key: job[key] for key in ("part", "model", "mbit", "density", "rounds")}
+            flat.append({**settings, "parameters": result["parameters"]})
+            for heading, value in row.items():
+                flat[-1] |= spread(heading, value)
+        console.print(table)
     if csv_path and flat:
         with csv_path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in flat for key in row)))
@@ -500,7 +581,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sparsifier", default="topk", help="of the plans (default: topk)")
     parser.add_argument("--density", type=float, default=0.01, help="(default: 0.01)")
     parser.add_argument("--batch-size", type=int, help="rows per rank (default: the model's own, see models14m.py)")
-    parser.add_argument("--rounds", type=int, default=6, help="turns of every variant, at least 2 (default: 6)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every variant, at least 2 (default: 5)")
     parser.add_argument("--dense-every", type=int, default=3, help="dense takes part in one of so many (default: 3)")
     parser.add_argument("--profile-steps", type=int, default=20, help="of optimal_merge, not timed (default: 20)")
     parser.add_argument("--plan-bucket-mb", type=float, default=25, help="DDP's, not of the plan bucket (default: 25)")
@@ -546,7 +627,11 @@ def main() -> int:
             return 0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, stop)
-        failed = measure(arguments)
+        try:
+            failed = measure(arguments)
+        except subprocess.CalledProcessError as error:
+            print(f"skipped: {' '.join(error.cmd)} failed: {error.stderr.strip()}")
+            return 0
     show([json.loads(path.read_text()) for path in sorted(arguments.out.glob("*.json"))], arguments.csv)
     return 1 if failed else 0
 

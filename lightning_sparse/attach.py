@@ -50,7 +50,7 @@ def attach(
             :func:`~lightning_sparse.grouping.make_plan`.
         dense: patterns of parameter names that stay dense.
         executor: "inline" runs groups inside the hook (on CUDA on a stream of its own); "thread" on a communication
-            thread while backward goes on; "auto" is "inline", which is simpler and as fast where cores are busy.
+            thread while backward goes on; "auto" is "thread" between ranks on CPUs, else "inline".
         fallback: "dense" measures some sparse and some dense steps at the start, and again when the step time changes
             by much, and goes on with what is faster.
         bucket_cap_mb: size in MiB of groups that are cut by bucket; None: that of DDP's buckets, in which gradients are
@@ -104,7 +104,10 @@ def attach(
     ddp.register_comm_hook(engine, _hook)
     planner = None
     if Planner.wanted(grouping, settings):
-        planner = Planner(ddp, engine, sizes, grouping, dense, cap, ddp.bucket_bytes_cap / MIB, profile)
+        buckets = ddp.bucket_bytes_cap / MIB
+        # DDP cuts the first bucket short only where no size was given.
+        first = 1.0 if ddp.bucket_bytes_cap_default else buckets
+        planner = Planner(ddp, engine, sizes, grouping, dense, cap, (first, buckets), profile)
         engine.tune(planner)
     if fallback is not None:
         engine.tune(Fallback(sizes, cap, planner))

@@ -18,7 +18,7 @@ from lightning_sparse.bench.figures import judge_figures, simulate_figures
 from lightning_sparse.bench.runs import CurvePoint, Result, execute_all, plan
 from lightning_sparse.bench.sheets import Sheet
 from lightning_sparse.bench.tables import judge_tables, simulate_tables
-from lightning_sparse.console import Table
+from lightning_sparse.console import WIDTH, Table
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -31,8 +31,6 @@ NEEDED = {
     "yaml": "pyyaml",
 }
 """Modules of the extra ``cli``, and the packages that they come from."""
-WIDTH = 100
-"""Columns that a table needs; lines of narrower terminals break."""
 
 
 def simulate(

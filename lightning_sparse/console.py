@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+WIDTH = 100
+"""Columns that a table needs; lines of narrower terminals break."""
+
 
 class Table(NamedTuple):
     """A title, a header and rows of text; the first column is text, the others are numbers."""
@@ -37,9 +40,11 @@ def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in [header, *rows]]
         print(title, *lines, sep="\n", flush=True)
         return
+    console = Console()
+    console.width = max(console.width, WIDTH)
     table = Table(title=title, title_justify="left")
     for index, name in enumerate(header):
         table.add_column(name, justify="left" if index in left else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    console.print(table)

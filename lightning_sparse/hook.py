@@ -113,7 +113,9 @@ class Engine:
         self._adopt([self._start(group) for group in plan])
         on_cuda = self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if on_cuda else None  # type: ignore[no-untyped-call]
-        threaded = settings.executor == "thread"
+        threaded = settings.executor == "thread" or (
+            settings.executor == "auto" and not on_cuda and comm.world_size > 1
+        )
         self._executor: Executor = _Threaded(self._device) if threaded else _Inline()
         self._exposed: Callable[[], float] = lambda: 0.0
         self._held_up_before = 0.0
@@ -139,6 +141,11 @@ class Engine:
     def held_up_seconds(self) -> float:
         """How long the host stood still inside backward so far, on a CPU; 0 on devices, where streams wait instead."""
         return 0.0 if self._stream is not None else self._held_up_before + self._executor.blocked_seconds
+
+    @property
+    def beside_backward(self) -> bool:
+        """Whether exchanges go on beside backward: on a stream or a thread of their own."""
+        return self._stream is not None or isinstance(self._executor, _Threaded)
 
     @property
     def direct(self) -> bool:

@@ -156,8 +156,6 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None) -> Any:
         "density": best.density,
         "grouping": groupings.get(best.grouping, best.grouping),
     }
-    if on_cpu:
-        settings["executor"] = "thread"
     return {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": settings}
 
 

@@ -221,7 +221,7 @@ def advise(
         f"lightning_sparse.strategy.{packages_file(package_of(module))}"
     ).SparseDDPStrategy
     options = dict(trainer or {})
-    strategy = strategy_class(grouping="model", executor="thread", **kept_settings(options.pop("strategy", None)))
+    strategy = strategy_class(grouping="model", **kept_settings(options.pop("strategy", None)))
     names = [name for name, _ in SPARSIFIERS.items()] if sparsifiers is None else list(sparsifiers)
     before = copy.deepcopy(module.state_dict())
     with tempfile.TemporaryDirectory() as folder:

@@ -91,8 +91,8 @@ class Survey:
         dtype = next(iter(engine.parameters.values())).dtype
         layers, rest = timer.result(comm)
         self._tell(engine, "timing the network", 0.1)
-        network = measure_network(comm, device, dtype)
         numel = sum(size.numel for size in sizes)
+        network = measure_network(comm, device, dtype, numel * dtype.itemsize)
         dense = GroupCost(1.0, NOTHING, NOTHING, network.dense(dtype.itemsize), (_reduce(1, dtype.itemsize),))
         methods = [Method("dense", 1.0, Agreement.EVERYTHING, dense, builtin=True)]
         if dtype.itemsize > 2:
@@ -119,7 +119,7 @@ class Survey:
             )
             methods.append(Method(name, density, sparsifier.agreement, cost))
         delivery = getattr(self._strategy.model, "bucket_bytes_cap", 25 << 20) / (1 << 20)
-        beside = overlap(engine.settings.executor, comm, device)
+        beside = overlap(engine)
         return Measured(sizes, layers, rest, network, beside, bucket_numels(sizes, delivery), methods)
 
     def _tell(self, engine: Engine, what: str, done: float) -> None:
@@ -134,7 +134,7 @@ def _reduce(calls: float, bytes_each: float) -> Traffic:
 def _line(job: Callable[[Tensor], Any], dtype: torch.dtype, comm: Collective, device: torch.device) -> Line:
     """Seconds of a job by coordinates of the vector that it gets."""
     numels, seconds = [], []
-    for numel in (1 << 12, 1 << 16, 1 << 20):
+    for numel in (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22):
         x = torch.zeros(numel, dtype=dtype, device=device)
         taken = measure(lambda x=x: job(x), comm, device, repeats=5, seconds=0.3)  # type: ignore[misc]
         numels += [float(numel)] * len(taken)

@@ -10,37 +10,48 @@ from lightning_sparse.collective import Collective
 from lightning_sparse.grouping.cost import NOTHING, Line, Network
 from lightning_sparse.profiling.together import measure
 
-SIZES = tuple(4**i for i in range(4, 12))
-"""Bytes that a rank gives: 256 to 4 Mi."""
+SMALLEST, LEAST, LARGEST = 1 << 10, 1 << 16, 1 << 28
+"""Bytes: of the message that tells the price of a message, of the largest one at least, and at most."""
+KEPT = 4
+"""Largest sizes that decide about the line; below them, links are often faster for a moment than they are for long."""
 
 
 def measure_network(
-    comm: Collective, device: torch.device, dtype: torch.dtype = torch.float32, seconds: float = 4.0
+    comm: Collective,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    most: int = 1 << 25,
+    seconds: float = 4.0,
 ) -> Network:
     """Time all-reduces and all-gathers of growing sizes and put a line through each.
 
-    Ranks start each operation together and the slowest counts. Sizes stop growing when time runs out, but not before
-    64 KiB, so that a slow link does not hold up training for long.
+    Ranks start each operation together and the slowest counts. Sizes grow fourfold up to what a model sends, or until
+    time runs out, so that a slow link does not hold up training for long; small sizes alone would flatter links that
+    let short bursts pass.
 
     Args:
         comm: the ranks; all of them must call this.
         device: where gradients live.
         dtype: of gradients, for the all-reduce.
+        most: bytes of the largest message that is of interest.
         seconds: about how long this may take.
     """
     if comm.world_size == 1:
         return Network(NOTHING, NOTHING, 1)
-    by_bytes: dict[str, Line] = {}
+    lines: dict[str, Line] = {}
     for name, kind in (("all_reduce", dtype), ("all_gather", torch.uint8)):
-        amounts: list[float] = []
-        taken: list[float] = []
-        for size in SIZES:
+        by_size: dict[int, list[float]] = {}
+        size, spent = SMALLEST, 0.0
+        while True:
             message = torch.zeros(size // kind.itemsize, dtype=kind, device=device)
-            times = measure(partial(getattr(comm, name), message), comm, device, 7, seconds / 8)
-            amounts += [float(size)] * len(times)
-            taken += times
-            # The next size takes about four times as long, twice at least.
-            if size >= 1 << 16 and sum(taken) + 8 * times[-1] > seconds / 2:
+            by_size[size] = measure(partial(getattr(comm, name), message), comm, device, 7, seconds / 10)
+            spent += sum(by_size[size])
+            # The next size takes about four times as long, three times at least.
+            late = spent + 12 * by_size[size][-1] > seconds / 2
+            size *= 4
+            if size > min(LARGEST, max(LEAST, most)) or (late and size > LEAST):
                 break
-        by_bytes[name] = Line.fit(amounts, taken)
-    return Network(**by_bytes, ranks=comm.world_size)
+        sizes = sorted(by_size)
+        points = [(float(s), t) for s in {sizes[0], *sizes[-KEPT:]} for t in by_size[s]]
+        lines[name] = Line.fit(*zip(*points, strict=True))
+    return Network(**lines, ranks=comm.world_size)

@@ -24,15 +24,15 @@ SMALLEST, LARGEST = 1 << 12, 1 << 24
 WARMUP = 3
 
 
-def sizes_up_to(numel: int, count: int = 4) -> list[int]:
-    """Sizes of groups to try in a model of so many coordinates, evenly on a logarithmic scale.
+def sizes_up_to(numel: int) -> list[int]:
+    """Sizes of groups to try in a model of so many coordinates: a small one, and some that weigh.
 
     Example:
         >>> sizes_up_to(14_000_000)
-        [4096, 61700, 929406, 14000000]
+        [4096, 218750, 875000, 3500000, 14000000]
     """
     most = max(2 * SMALLEST, min(numel, LARGEST))
-    return [round(SMALLEST * (most / SMALLEST) ** (i / (count - 1))) for i in range(count)]
+    return sorted({SMALLEST, *(max(SMALLEST, most // part) for part in (64, 16, 4, 1))})
 
 
 class Message(NamedTuple):
@@ -126,6 +126,7 @@ def rehearse(
 ) -> GroupCost:
     """Run some steps of groups of several sizes and put lines through the times.
 
+    A step is what the engine does: from DDP's buckets into one vector, through the pipeline, and back.
     Ranks start each step together. Computation counts on the slowest rank. Of a transfer, the shortest time on any rank
     counts: the others also waited there for each other. The gradients are heavy-tailed, and ranks agree on half of
     their variance.
@@ -148,19 +149,21 @@ def rehearse(
             numel, dtype, device, Context(0, density, comm.rank, comm.world_size), memory=memory, sparsifier=sparsifier
         )
         fresh = _gradients(numel, dtype, device, comm.rank)
+        bucket, flat = torch.empty_like(fresh), torch.zeros(numel + 1, dtype=dtype, device=device)
         samples, step, wanted = [], 0, repeats
         while step < WARMUP + wanted:
-            grad = torch.zeros(numel + 1, dtype=dtype, device=device)
-            grad[:numel] = fresh.roll(step * (numel // 7 + 1))
-            if device.type == "cpu":
-                grad = grad[:numel]
+            bucket.copy_(fresh.roll(step * (numel // 7 + 1)))
             recorder = Recorder(comm, device)
             ctx = Context(step, density, comm.rank, comm.world_size, model_numel=numel)
             start_together(comm, device)
+            begin = Stamp.now(device)
+            flat[:numel].copy_(bucket)
             state, statistics = reduce_group(
-                grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, comm=recorder
+                flat, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, comm=recorder
             )
-            sample = _sample(statistics.stamps, recorder, comm, device)
+            bucket.copy_(flat[:numel])
+            stamps = begin, statistics.stamps[0], statistics.stamps[1], Stamp.now(device)
+            sample = _sample(stamps, recorder, comm, device)
             if step == WARMUP - 1:
                 wanted = max(2, min(repeats, int(seconds / (sample.select + sample.process + sample.transfer))))
             if step >= WARMUP:
@@ -192,13 +195,15 @@ def _gradients(numel: int, dtype: torch.dtype, device: torch.device, rank: int) 
     return (draw(0) + draw(1 + rank)).pow(3).to(device, dtype)
 
 
-def _sample(stamps: tuple[Stamp, Stamp, Stamp], recorder: Recorder, comm: Collective, device: torch.device) -> Sample:
-    begin, selected, end = stamps
-    asked = [message for message in recorder.messages if begin.until(message.begin) < begin.until(selected)]
+def _sample(
+    stamps: tuple[Stamp, Stamp, Stamp, Stamp], recorder: Recorder, comm: Collective, device: torch.device
+) -> Sample:
+    """Take a step apart, from four moments: gradients lie in buckets, are one vector, are selected, are in buckets."""
+    begin, gathered_in, selected, end = stamps
+    asked = sum(begin.until(message.begin) < begin.until(selected) for message in recorder.messages)
     durations = [message.begin.until(message.end) / 1e3 for message in recorder.messages]
-    while_selecting = sum(durations[: len(asked)])
-    select = begin.until(selected) / 1e3 - while_selecting
-    process = selected.until(end) / 1e3 - (sum(durations) - while_selecting)
+    select = gathered_in.until(selected) / 1e3 - sum(durations[:asked])
+    process = (begin.until(gathered_in) + selected.until(end)) / 1e3 - sum(durations[asked:])
     select, process = slowest([max(0.0, select), max(0.0, process)], comm, device)
     transfer = float(gathered(durations, comm, device).amin(0).sum()) if durations else 0.0
     traffic: dict[str, tuple[int, int]] = {}

@@ -59,7 +59,7 @@ class SparseDDPMixin:
             measures the first steps and merges layers so that a step ends soonest.
         dense: shell-style patterns of parameter names that stay dense, such as ``["*.bias"]``.
         executor: "inline" exchanges inside DDP's hook (on CUDA on a stream of its own), "thread" on a communication
-            thread while backward goes on; "auto" is "inline".
+            thread while backward goes on; "auto" is "thread" between ranks on CPUs, else "inline".
         fallback: "dense" measures some sparse and some dense steps at the start of fit, and again when the step time
             changes by much, and goes on with what is faster.
         find_unused_parameters: as in ``DistributedDataParallel``.
@@ -175,7 +175,7 @@ class SparseDDPMixin:
     def _setup_model(self, model: Any) -> Any:
         """As in Lightning; DDP hands gradients over in small buckets where exchanges can begin beside backward."""
         given = self._ddp_kwargs
-        beside = self.settings.executor == "thread" or self.root_device.type == "cuda"  # type: ignore[attr-defined]
+        beside = self.settings.executor != "inline" or self.root_device.type == "cuda"  # type: ignore[attr-defined]
         # A fallback to dense exchanges DDP's buckets as they are: large ones are faster then.
         if beside and self._bucket_cap_mb is None and self.fallback is None:
             size = sum(p.nbytes for p in model.parameters() if p.requires_grad) / MIB

@@ -6,12 +6,12 @@ import hashlib
 import os
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_sparse.collective import Collective
 from lightning_sparse.console import print_table
 from lightning_sparse.density import HiddenDensity, ProfiledDensity, TimeBudget
 from lightning_sparse.grouping import (
@@ -48,7 +48,7 @@ class Planner:
         grouping: what the user asked for.
         dense: patterns of parameters that stay dense.
         bucket_cap_mb: size of groups by bucket.
-        delivery_mb: size of DDP's buckets, in which gradients are handed over.
+        delivery_mb: sizes of DDP's first bucket and of the others, in which gradients are handed over.
         profile: of an earlier run, as :attr:`saved` gave it; used if it fits this one.
     """
 
@@ -60,11 +60,12 @@ class Planner:
         grouping: Grouping,
         dense: Sequence[str],
         bucket_cap_mb: float,
-        delivery_mb: float,
+        delivery_mb: tuple[float, float],
         profile: dict[str, Any] | None = None,
     ) -> None:
         self.profile: Profile | None = None
-        self._bucket_numels = bucket_numels(sizes, delivery_mb)
+        first, others = delivery_mb
+        self._bucket_numels = bucket_numels(sizes, others, first)
         self._sizes, self._grouping, self._dense, self._cap = list(sizes), grouping, list(dense), bucket_cap_mb
         merge = grouping if isinstance(grouping, OptimalMerge) else OptimalMerge()
         self._warmup, self._steps = merge.warmup, merge.steps
@@ -73,7 +74,7 @@ class Planner:
         self._fingerprint = fingerprint(sizes, engine)
         known = from_rank_zero(profile, engine.comm, engine.device)
         if known is not None and known.get("fingerprint") == self._fingerprint:
-            self._apply(Profile.from_dict(known), engine)
+            self._apply(replace(Profile.from_dict(known), bucket_numels=self._bucket_numels), engine)
         else:
             self._timer = BackwardTimer(module, engine.parameters, engine.device, lambda: engine.held_up_seconds)
 
@@ -111,7 +112,7 @@ class Planner:
         comm, device, settings = engine.comm, engine.device, engine.settings
         layers, rest = timer.result(comm)
         dtype = next(iter(engine.parameters.values())).dtype
-        network = measure_network(comm, device, dtype)
+        network = measure_network(comm, device, dtype, sum(p.nbytes for p in engine.parameters.values()))
         sparse = sum(group.numel for group in engine.plan if not group.dense)
         costs = [
             rehearse(
@@ -126,7 +127,7 @@ class Planner:
             )
             for density in self._densities(settings)
         ]
-        beside = overlap(settings.executor, comm, device)
+        beside = overlap(engine)
         own = Profile(self._fingerprint, layers, rest, network, costs, beside, self._bucket_numels)
         # Sums of measurements may differ in their last digits: rank 0 decides.
         return Profile.from_dict(from_rank_zero(own.as_dict(), comm, device))
@@ -165,26 +166,26 @@ class Planner:
         return plan
 
 
-def overlap(executor: str, comm: Collective, device: torch.device) -> Overlap:
-    """What goes on beside backward with an executor on this machine; collective.
+def overlap(engine: Engine) -> Overlap:
+    """What goes on beside backward with an engine on this machine; collective.
 
     A CUDA stream overlaps with everything. A communication thread takes a processor only where the ranks of this
     machine leave one to it, and hides its transfers everywhere.
     """
-    if device.type == "cuda":
-        return "all"
-    if executor != "thread":
+    if not engine.beside_backward:
         return "nothing"
+    if engine.device.type == "cuda":
+        return "all"
     here = float(int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:6], "big"))
-    neighbours = int((gathered([here], comm, device) == here).sum())
+    neighbours = int((gathered([here], engine.comm, engine.device) == here).sum())
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return "all" if processors >= neighbours * (torch.get_num_threads() + 1) else "transfer"
 
 
-def bucket_numels(sizes: Sequence[ParameterSize], delivery_mb: float) -> tuple[float, float]:
-    """Coordinates of DDP's first bucket and of the others."""
+def bucket_numels(sizes: Sequence[ParameterSize], delivery_mb: float, first_mb: float = 1.0) -> tuple[float, float]:
+    """Coordinates of DDP's first bucket, which is cut short, and of the others."""
     element = sizes[0].element_size
-    return min(1.0, delivery_mb) * MIB / element, delivery_mb * MIB / element
+    return min(first_mb, delivery_mb) * MIB / element, delivery_mb * MIB / element
 
 
 def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:
