@@ -102,18 +102,26 @@ def attach(
     usage = bool(ddp.find_unused_parameters or ddp.static_graph)
     engine = Engine(plan, parameters, settings, comm, watch_usage=usage)
     ddp.register_comm_hook(engine, _hook)
-    planner = None
-    if Planner.wanted(grouping, settings):
-        buckets = ddp.bucket_bytes_cap / MIB
-        # DDP cuts the first bucket short only where no size was given.
-        first = 1.0 if ddp.bucket_bytes_cap_default else buckets
-        planner = Planner(ddp, engine, sizes, grouping, dense, cap, (first, buckets), profile)
-        engine.tune(planner)
-    if fallback is not None:
-        engine.tune(Fallback(sizes, cap, planner))
-    for tuner in tuners:
-        engine.tune(tuner)
+    try:
+        planner = None
+        if Planner.wanted(grouping, settings):
+            planner = Planner(ddp, engine, sizes, grouping, dense, cap, delivery_mb(ddp), profile)
+            engine.tune(planner)
+        if fallback is not None:
+            engine.tune(Fallback(sizes, cap, planner))
+        for tuner in tuners:
+            engine.tune(tuner)
+    except BaseException:  # a saved profile can make a plan impossible
+        engine.close()
+        raise
     return engine
+
+
+def delivery_mb(ddp: DistributedDataParallel) -> tuple[float, float]:
+    """MiB of the first bucket in which DDP hands over gradients, and of the others."""
+    size = ddp.bucket_bytes_cap / MIB
+    # DDP cuts the first bucket short only where no size was given.
+    return (1.0 if ddp.bucket_bytes_cap_default else size), size
 
 
 def sizes_of(parameters: dict[str, Parameter]) -> list[ParameterSize]:

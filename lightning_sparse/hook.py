@@ -156,11 +156,15 @@ class Engine:
         """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
 
         Refused, with nothing changed, before residuals have been sent (in the first valid step of a dense plan), and
-        with memories that do more for dense groups than nothing, such as momentum. Equal on all ranks.
+        with memories that do more for dense groups than nothing, such as momentum. What is then still remembered, of
+        parameters that the step did not use and of rounding, is kept until groups change again. Collective: all
+        ranks get the same answer.
         """
         simple = isinstance(self.settings.memory.for_dense(), NoMemory)
-        if simple and all(group.plan.dense and group.sent for group in self.groups):
-            self._direct = True
+        if not simple or not all(group.plan.dense for group in self.groups):
+            return False
+        sent = torch.tensor([all(group.sent for group in self.groups)], dtype=torch.uint8, device=self._device)
+        self._direct = bool(self.comm.all_gather(sent).all())
         return self._direct
 
     @property
@@ -186,7 +190,8 @@ class Engine:
         Example:
             >>> import tempfile, torch, lightning_sparse as ls
             >>> import torch.distributed as dist
-            >>>             >>> from lightning_sparse.grouping import make_plan
+            >>> from torch.nn.parallel import DistributedDataParallel
+            >>> from lightning_sparse.grouping import make_plan
             >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
             >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
             >>> engine = ls.attach(DistributedDataParallel(model), grouping="model")
@@ -419,8 +424,9 @@ class _Running:
 
     @property
     def sent(self) -> bool:
-        """Whether there was a valid step since the group was formed; waits for the device."""
-        return self.state.counts is not None and bool((self.state.counts >= 0).all())
+        """Whether nothing is remembered, or a valid step went by since the group was formed; waits for the device."""
+        stepped = self.state.counts is not None and bool((self.state.counts >= 0).all())
+        return stepped or not self.remembers
 
     def carry(self, name: str, old: _Running) -> None:
         """Take over what another group remembers of a parameter; a group without memory is only made of empty ones."""

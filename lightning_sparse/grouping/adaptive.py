@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
+from lightning_sparse.grouping.cost import CostModel
 from lightning_sparse.grouping.profile import Profile, Timeline
 
 HALVINGS = 40
@@ -16,8 +18,9 @@ def hidden_densities(timeline: Timeline, profile: Profile, floor: float, cap: fl
     LAGS-SGD: a layer's compression ratio ``c = 1 / d`` is ``min(c_u, min {c: exchange(c) + select <= backward})``, with
     the backward of the layer that is computed meanwhile. Its error grows with the largest ratio of all layers
     (equation 18 there), so that each layer takes what it can get for nothing; what cannot hide takes the floor. Unlike
-    there, an exchange that is late delays the next one, because one network carries both. The last group has nothing to
-    hide behind: it takes the floor. Where nothing overlaps with backward, all groups do.
+    there, an exchange that is late delays the next one, because one network carries both. Groups that DDP hands over in
+    one bucket hide behind the same backward and take the same density. The last ones have nothing to hide behind: they
+    take the floor. Where nothing overlaps with backward, all groups do.
 
     Args:
         timeline: of the groups.
@@ -32,33 +35,46 @@ def hidden_densities(timeline: Timeline, profile: Profile, floor: float, cap: fl
         Shi et al., Layer-wise Adaptive Gradient Sparsification for Distributed Deep Learning with Convergence
         Guarantees (LAGS-SGD), ECAI 2020, arXiv 1911.08727, equations 18 and 19 (the formula from the text around it).
     """
-    numels, backward = timeline
     densities: list[float] = []
     ready = done = 0.0
-    for i, numel in enumerate(numels):
-        ready += backward[i]
-        deadline = ready + (backward[i + 1] if i + 1 < len(numels) else 0.0)
-        fits = _Exchange(profile, numel, ready, done).ends_by(deadline)
-        densities.append(floor if profile.overlap == "nothing" else _largest(fits, floor, cap) or floor)
-        cost = profile.cost(densities[-1])
-        ready += cost.select_seconds(numel)
-        done = max(ready, done) + cost.exchange_seconds(numel)
+    runs = list(_delivered_together(timeline))
+    windows = [*(backward for _, backward in runs), 0.0][1:]
+    for (numels, backward), window in zip(runs, windows, strict=True):
+        ready += backward
+        fits = partial(_ends_by, ready + window, profile, numels, ready, done)
+        density = floor if profile.overlap == "nothing" else _largest(fits, floor, cap) or floor
+        ready, done = _exchanged(profile.cost(density), numels, ready, done)
+        densities += [density] * len(numels)
     return densities
 
 
-class _Exchange:
-    """A group that is ready for its exchange while the network is busy."""
+def _delivered_together(timeline: Timeline) -> Iterator[tuple[list[int], float]]:
+    """Runs of groups that come out of one bucket of DDP: they are ready together and share what they hide behind."""
+    run: list[int] = []
+    seconds = 0.0
+    for numel, backward in zip(*timeline, strict=True):
+        if run and backward > 0:
+            yield run, seconds
+            run = []
+        if not run:
+            seconds = backward
+        run.append(numel)
+    if run:
+        yield run, seconds
 
-    def __init__(self, profile: Profile, numel: int, ready: float, busy: float) -> None:
-        self.profile, self.numel, self.ready, self.busy = profile, numel, ready, busy
 
-    def ends_by(self, deadline: float) -> Callable[[float], bool]:
-        def fits(density: float) -> bool:
-            cost = self.profile.cost(density)
-            start = max(self.ready + cost.select_seconds(self.numel), self.busy)
-            return start + cost.exchange_seconds(self.numel) <= deadline
+def _exchanged(cost: CostModel, numels: Sequence[int], ready: float, done: float) -> tuple[float, float]:
+    """When the last selection and the last exchange of these groups are done."""
+    for numel in numels:
+        ready += cost.select_seconds(numel)
+        done = max(ready, done) + cost.exchange_seconds(numel)
+    return ready, done
 
-        return fits
+
+def _ends_by(
+    deadline: float, profile: Profile, numels: Sequence[int], ready: float, done: float, density: float
+) -> bool:
+    return _exchanged(profile.cost(density), numels, ready, done)[1] <= deadline
 
 
 def budget_density(

@@ -35,7 +35,7 @@ class Traffic(NamedTuple):
     """A method of :class:`~lightning_sparse.collective.Collective`."""
     calls: float
     nbytes: Line
-    """Bytes that a rank gives, all calls together, by coordinates of the group."""
+    """Bytes of a rank's messages, all calls together, by coordinates of the group; of a tree, all rounds."""
 
     def seconds(self, network: Network) -> Line:
         """Seconds by coordinates on a network."""

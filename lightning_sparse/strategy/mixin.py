@@ -193,6 +193,7 @@ class SparseDDPMixin:
                 "Residuals of the sparsified exchange are not part of checkpoints: error feedback starts empty, and "
                 "what was not sent before the checkpoint was written is lost. Expect a small dent in the curve."
             )
+        profile = self._profile or self.profile  # from a checkpoint, or from an earlier fit
         self._close_engine()
         self.engine = attach(
             self.model,  # type: ignore[attr-defined]
@@ -202,7 +203,7 @@ class SparseDDPMixin:
             fallback=self.fallback,
             bucket_cap_mb=self._bucket_cap_mb or DDP_BUCKET_MB,
             timeout=self._timeout,  # type: ignore[attr-defined]
-            profile=self._profile,
+            profile=profile,
             tuners=self.tuners,
         )
 

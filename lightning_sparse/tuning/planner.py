@@ -73,7 +73,7 @@ class Planner:
         self._timer: BackwardTimer | None = None
         self._fingerprint = fingerprint(sizes, engine)
         known = from_rank_zero(profile, engine.comm, engine.device)
-        if known is not None and known.get("fingerprint") == self._fingerprint:
+        if isinstance(known, dict) and known.get("fingerprint") == self._fingerprint:
             self._apply(replace(Profile.from_dict(known), bucket_numels=self._bucket_numels), engine)
         else:
             self._timer = BackwardTimer(module, engine.parameters, engine.device, lambda: engine.held_up_seconds)

@@ -191,3 +191,72 @@ def test_other_settings_are_refused() -> None:
         CostModel(Line(1, 1)).exchange_seconds(-1)
     with pytest.raises(ValueError, match="Expected amount to be a finite number of at least 0 but got -1"):
         CostModel(Line(1, 1)).select_seconds(-1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_other_operations_follow_from_a_hop_of_the_ring(ranks: int) -> None:
+    network = Network.ring(ranks, latency=1e-4, bits_per_second=1e9)
+    one, steps = 6000, ranks - 1
+    expected = {
+        "all_reduce": ring_seconds(ranks, one / ranks, 2 * steps, 1e-4, 1e9),
+        "all_gather": ring_seconds(ranks, one, steps, 1e-4, 1e9),
+        "send_on": ring_seconds(ranks, one, 1, 1e-4, 1e9),
+        "all_to_all": ring_seconds(ranks, one / ranks, steps, 1e-4, 1e9),
+        # In pieces so small that the last rank has the last one as soon as the source has sent it, but for latencies.
+        "broadcast": steps * 1e-4 + 8 * one / 1e9,
+    }
+    for operation, seconds in expected.items():
+        assert network.line(operation)(one) == pytest.approx(seconds, rel=1e-12), operation
+
+
+def test_one_rank_needs_no_operation_and_unknown_ones_are_refused() -> None:
+    alone = Network.ring(1, 1e-3, 1e9)
+    for operation in ("all_reduce", "all_gather", "broadcast", "all_to_all", "send_on"):
+        assert alone.line(operation)(1000) == 0
+    with pytest.raises(
+        ValueError, match=r"Expected operation to be one of all_reduce, .*, all_to_all but got 'scatter'"
+    ):
+        NETWORK.line("scatter")
+
+
+@settings(deadline=None, max_examples=60)
+@given(ranks=st.integers(2, 100), others=st.integers(2, 100), prices=st.tuples(seconds, seconds, seconds, seconds))
+def test_a_network_between_others_and_back(ranks: int, others: int, prices: tuple[float, ...]) -> None:
+    network = Network(Line(*prices[:2]), Line(*prices[2:]), ranks)
+    there = network.between(others)
+    assert there.ranks == others
+    back = there.between(ranks)
+    for name in ("all_reduce", "all_gather"):
+        before, after = getattr(network, name), getattr(back, name)
+        assert (after.alpha, after.beta) == pytest.approx((before.alpha, before.beta), rel=1e-9)
+    if others >= ranks:
+        assert there.all_gather(1000) >= network.all_gather(1000) * (1 - 1e-9)
+        assert there.all_reduce(1000) >= network.all_reduce(1000) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 16])
+def test_between_other_ranks_bytes_are_those_of_a_ring(ranks: int) -> None:
+    known = Network.ring(4, 1e-4, 1e9)
+    expected = Network.ring(ranks, 1e-4, 1e9)
+    for found in (known.between(ranks), known.between(ranks, 1e9)):
+        assert found.all_reduce.beta == pytest.approx(expected.all_reduce.beta)
+        assert found.all_gather.beta == pytest.approx(expected.all_gather.beta)
+        assert found.all_gather.alpha == pytest.approx(expected.all_gather.alpha)
+        # A tree of log2 n levels, of which 4 ranks have two.
+        assert found.all_reduce.alpha == pytest.approx(known.all_reduce.alpha * math.log2(ranks) / 2)
+    fast = known.between(ranks, math.inf)
+    assert (fast.all_reduce.beta, fast.all_gather.beta) == (0, 0)
+    assert fast.all_gather.alpha == found.all_gather.alpha
+
+
+def test_between_one_rank_nothing_is_known_and_nothing_takes_time() -> None:
+    assert NETWORK.between(1) == Network(Line(0, 0), Line(0, 0), 1)
+    with pytest.raises(ValueError, match="known between at least 2 ranks but got those of one rank"):
+        Network.ring(1, 1e-3, 1e9).between(2)
+    for ranks in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match="Expected ranks to be a positive integer but got"):
+            NETWORK.between(ranks)
+        with pytest.raises(ValueError, match="Expected ranks to be a positive integer but got"):
+            Network(Line(1, 1), Line(1, 1), ranks)
+    with pytest.raises(ValueError, match="Expected bits_per_second to be a positive number but got 0"):
+        NETWORK.between(4, 0)
