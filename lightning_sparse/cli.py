@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+from lightning_utilities.core.rank_zero import rank_zero_only
+
 from lightning_sparse.advisor.report import SHOWN, across, figure, markdown, overview, write_config, write_csv
 from lightning_sparse.bench import compare
 from lightning_sparse.bench.figures import judge_figures, simulate_figures
@@ -157,7 +159,7 @@ def advise(
         config: a LightningCLI configuration, such as config.yaml in a run's log folder.
         ranks: other numbers of ranks to predict for; lists are written as in --ranks 8 64.
         gbit: rates of a link to predict for, in Gbit/s, as in --gbit 1 10 100.
-        sparsifiers: names such as topk; all if left out.
+        sparsifiers: names such as topk; all but everything and random_k if left out.
         densities: to predict for.
         model: import path of the LightningModule, if the configuration does not name its class.
         data: import path of the LightningDataModule, likewise.
@@ -182,7 +184,7 @@ def advise(
             steps=steps,
             progress=_tell,
         )
-    if int(os.environ.get("LOCAL_RANK", 0)) or int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", 0))):
+    if rank_zero_only.rank:  # type: ignore[attr-defined]  # set by Lightning
         return  # one of the processes that the launcher started beside the first
     figure(advice, folder / "advice.png")
     write_csv(advice, folder / "advice.csv")
@@ -223,7 +225,7 @@ def main(args: Sequence[str] | None = None) -> None:
             options.add_argument("--config", action="config", help="Path to a file with these options.")
         options.add_function_arguments(command, as_group=False, as_positional=False)
         subcommands.add_subcommand(name, options, help=title)
-    given = parser.instantiate_classes(parser.parse_args(_join_lists(sys.argv[1:] if args is None else list(args))))
+    given = parser.parse_args(_join_lists(sys.argv[1:] if args is None else list(args)))
     command = COMMANDS[given.subcommand]
     accepted = inspect.signature(command).parameters
     try:

@@ -64,6 +64,7 @@ class TorchCollective:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self._owned = False
+        self._averages: bool | None = None
         alone = not (dist.is_available() and dist.is_initialized())
         self._rank = 0 if alone else dist.get_rank(group)
         self._world_size = 1 if alone else dist.get_world_size(group)
@@ -114,14 +115,35 @@ class TorchCollective:
             dist.all_reduce(x, group=self.group)
         return x
 
-    def start_all_reduce(self, x: Tensor) -> Future[Tensor]:
-        """Sum over ranks, in place, while the caller goes on; the future holds x."""
+    def start_average(self, x: Tensor, wait: bool = False) -> Future[Tensor]:
+        """Mean over ranks, in place, while the caller goes on; the future holds x.
+
+        Args:
+            x: is overwritten.
+            wait: on a CPU, go on when it is done: spares the change of threads where there is nothing else to do.
+        """
+        future: Future[Tensor] = Future(devices=[x.device] if x.is_cuda else None)
         if self.world_size == 1:
-            future: Future[Tensor] = Future(devices=[x.device] if x.is_cuda else None)
             future.set_result(x)
             return future
-        started: Future[Tensor] = dist.all_reduce(x, group=self.group, async_op=True).get_future()
+        if self._averages is None:
+            self._averages = self._can_average(x)
+        operation = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+        work = dist.all_reduce(x if self._averages else x.div_(self.world_size), operation, self.group, async_op=True)
+        if wait:
+            work.wait()
+            future.set_result(x)
+            return future
+        started: Future[Tensor] = work.get_future()
         return started.then(lambda _: x)
+
+    def _can_average(self, x: Tensor) -> bool:
+        """Whether the backend divides by itself, which spares a pass; not all versions of gloo do."""
+        try:
+            dist.all_reduce(x.new_zeros(1), dist.ReduceOp.AVG, self.group)
+        except RuntimeError:
+            return False
+        return True
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """What rank ``src`` gave, in place."""

@@ -297,10 +297,10 @@ class Engine:
 
     def _pass_on(self, bucket: Any) -> Future[Tensor]:
         """Average a bucket just as DDP does without a hook."""
-        buffer = bucket.buffer()
-        if bucket.is_last():
+        last = bucket.is_last()
+        if last:
             self._end_step()
-        return self.comm.start_all_reduce(buffer.div_(self.comm.world_size))
+        return self.comm.start_average(bucket.buffer(), wait=last)
 
     def _measure_exposed(self, begin: Stamp) -> Callable[[], float]:
         """Time since the last bucket came; groups that ran inside earlier hooks held backward up, too."""

@@ -202,7 +202,7 @@ def test_bad_input_is_answered_in_one_line(
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        ([], 'expected "subcommand" to be one of {simulate,judge}'),
+        ([], 'expected "subcommand" to be one of {simulate,judge,advise}'),
         (["train"], "invalid choice: 'train'"),
         (["simulate", "--bogus", "4"], "--bogus"),
         (["simulate", "--ranks", "four"], "Got value: four"),
@@ -221,7 +221,7 @@ def test_options_that_cannot_be_read_are_answered_with_usage(
     assert complaint in answer
 
 
-@pytest.mark.parametrize("command", ["simulate", "judge"])
+@pytest.mark.parametrize("command", ["simulate", "judge", "advise"])
 def test_help_explains_every_option(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main([command, "--help"])
@@ -258,6 +258,7 @@ def test_lists_may_be_written_in_several_ways() -> None:
         ("rich", "rich", SIMULATE),
         ("matplotlib", "matplotlib", JUDGE),
         ("sklearn", "scikit-learn", JUDGE),
+        ("yaml", "pyyaml", ["advise", "--config", "x.yaml"]),
     ],
 )
 def test_a_missing_package_is_named_with_the_command_that_installs_it(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-import tempfile
+from argparse import ArgumentError
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 from lightning_sparse import packages
-from lightning_sparse.advisor.run import Advice, advise
+from lightning_sparse.advisor.run import Advice, advise, package_of
 
 SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
 """What every LightningCLI knows; others, such as ``ckpt_path``, belong to its subcommands."""
@@ -37,62 +38,72 @@ def advise_config(
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"Expected config to be a LightningCLI configuration in YAML, but {path}: {error}") from error
+        raise ValueError(f"Expected config to be in YAML, but {path}: {_line(error)}.") from error
     sections = given.get("fit", given) if isinstance(given, dict) else None
-    if not isinstance(sections, dict) or not isinstance(sections.get("trainer", {}), dict):
-        raise ValueError(f"Expected config to be a LightningCLI configuration with sections, but {path} is none.")
-    if model is None and not isinstance(sections.get("model"), dict):
-        raise ValueError(f"Expected {path} to have a section 'model', or --model with an import path.")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # classes are often in the folder that the command is called in
+    if not isinstance(sections, dict) or not isinstance(sections.get("trainer") or {}, dict):
+        raise ValueError(f"Expected config to be a LightningCLI configuration with sections, but {path} is not.")
+    for name, option in (("model", model), ("data", data)):
+        if option is None and _class_path(sections.get(name)) is None and (name == "model" or sections.get(name)):
+            raise ValueError(f"Expected the section {name!r} of {path} to have a class_path, or --{name} with one.")
     kept = {name: value for name, value in sections.items() if name in SECTIONS and value is not None}
     trainer = dict(kept.get("trainer") or {})
-    for name in ("logger", "callbacks"):
-        trainer.pop(name, None)
     strategy = trainer.pop("strategy", None)
-    kept["trainer"] = trainer | {"logger": False}
-    cli = _read(kept, model, data)
-    options = {name: value for name, value in cli.config_init["trainer"].items() if name not in ("strategy",)}
-    advice = advise(cli.model, cli.datamodule, trainer=options | {"strategy": _strategy_name(strategy)}, **settings)
-    return advice, given
+    left_out = ("logger", "callbacks", "profiler")
+    kept["trainer"] = {name: value for name, value in trainer.items() if name not in left_out}
+    cli = _read(kept, model, data, path.parent)
+    options = cli.config_init["trainer"].as_dict() | {"strategy": strategy}
+    return advise(cli.model, cli.datamodule, trainer=options, **settings), given
 
 
-def _strategy_name(strategy: Any) -> str | None:
-    """The name, or something with the same way to start processes and the same treatment of unused parameters."""
-    if not isinstance(strategy, dict):
-        return strategy if isinstance(strategy, str) else None
-    settings = strategy.get("init_args") or {}
-    start = {"spawn": "_spawn", "fork": "_fork"}.get(settings.get("start_method", "popen"), "")
-    unused = "_find_unused_parameters_true" if settings.get("find_unused_parameters") else ""
-    return f"ddp{start}{unused}"
+def _read(sections: dict[str, Any], model: str | None, data: str | None, folder: Path) -> Any:
+    """Instantiate module and data as LightningCLI does, and leave the Trainer to the advisor.
 
-
-def _read(sections: dict[str, Any], model: str | None, data: str | None) -> Any:
-    """Instantiate module and data as LightningCLI does, and leave the Trainer to the advisor."""
-    import yaml
-
-    name = packages.preferred()
-    command_line = importlib.import_module(f"{name}.cli").LightningCLI
+    Args:
+        sections: of the configuration.
+        model: import path; None: the section names a class.
+        data: likewise.
+        folder: that paths in the configuration start from.
+    """
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # classes are often in the folder that the command is called in
+    model_class, data_class = _class(model, "--model"), _class(data, "--data")
+    command_line = importlib.import_module(f"{_package(model_class, sections)}.cli").LightningCLI
 
     class Reader(command_line):  # type: ignore[misc, valid-type]
+        def parse_arguments(self, parser: Any, _: Any) -> None:
+            with chdir(folder):
+                self.config = parser.parse_object(sections)
+
         def instantiate_trainer(self, **_: Any) -> None:
             return None
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(yaml.safe_dump(sections), encoding="utf-8")
-        try:
-            return Reader(
-                model_class=_class(model, "model"),
-                datamodule_class=_class(data, "data"),
-                subclass_mode_model=model is None,
-                subclass_mode_data=data is None,
-                save_config_callback=None,
-                args=["--config", str(path)],
-                run=False,
-            )
-        except SystemExit as error:
-            raise ValueError("Expected a configuration that LightningCLI accepts; what it said is above.") from error
+    try:
+        return Reader(
+            model_class=model_class,
+            datamodule_class=data_class,
+            subclass_mode_model=model is None,
+            subclass_mode_data=data is None,
+            save_config_callback=None,
+            seed_everything_default=False,
+            parser_kwargs={"exit_on_error": False},
+            run=False,
+        )
+    except ArgumentError as error:
+        raise ValueError(f"Expected a configuration that LightningCLI accepts, but: {_line(error)}") from error
+
+
+def _package(model_class: Any, sections: dict[str, Any]) -> str:
+    """The Lightning package that the model is made for; the preferred one where LightningCLI has to find its class."""
+    try:
+        return package_of(model_class or _class(_class_path(sections["model"]), "class_path"))
+    except ValueError:
+        return packages.preferred()
+
+
+def _class_path(section: Any) -> str | None:
+    """What a section of a configuration names, in either of the ways to write it."""
+    found = section.get("class_path") if isinstance(section, dict) else section
+    return found if isinstance(found, str) else None
 
 
 def _class(path: str | None, option: str) -> Any:
@@ -102,4 +113,9 @@ def _class(path: str | None, option: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"Expected --{option} to be an import path such as package.module.Class: {error}.") from error
+        raise ValueError(f"Expected {option} to be an import path such as package.module.Class: {error}.") from error
+
+
+def _line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return " ".join(str(error).split()).rstrip(" .^")

@@ -72,11 +72,13 @@ class Method:
         """The same method between another number of ranks, on another network.
 
         Messages per coordinate of a group change like this: picks of methods in which each rank picks by itself stay as
-        long as they are, and their union grows with the ranks, up to everything; where ranks share a budget, each
-        one's message shrinks and the union stays. A tree has one round more with each doubling.
+        long as they are, and their union grows with the ranks, up to everything; where ranks share a budget, or each
+        adds up a region for all, one rank's message shrinks and the union stays. A tree has one round more with each
+        doubling.
         """
         rounds = _doublings(ranks) / max(1, _doublings(known))
-        together = self.agreement in (Agreement.SHARED, Agreement.DISJOINT)
+        by_region = any(part.operation == "all_to_all" for part in self.cost.traffic)
+        together = by_region or self.agreement in (Agreement.SHARED, Agreement.DISJOINT)
         parts = []
         for part in self.cost.traffic:
             fixed, each, calls = part.nbytes.alpha, part.nbytes.beta, part.calls
@@ -202,21 +204,24 @@ class Prediction(NamedTuple):
     """Step time / that of dense DDP."""
 
 
-def scenarios(measured: Measured, ranks: Sequence[int], gbit: Sequence[float]) -> list[Scenario]:
-    """The network as measured, if there was one, and all pairs of the given numbers; one is taken from the measurement.
+def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[Scenario]:
+    """The network as it is, if there is one, and all pairs of the given numbers; where one is missing, that of here.
+
+    Args:
+        known: ranks that there are.
+        ranks: other numbers of ranks.
+        gbit: rates.
 
     Raises:
-        ValueError: if a number is not positive, or nothing was measured and no rate is given.
+        ValueError: if a number is not positive, or there is one rank only and no rate is given.
     """
-    for name, values in (("ranks", ranks), ("gbit", gbit)):
+    for name, values, kind in (("ranks", ranks, int), ("gbit", gbit, (int, float))):
         for value in values:
-            if isinstance(value, bool) or not value > 0:
+            if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
                 raise ValueError(f"Expected {name} to be positive numbers but got {value!r}.")
-    known = measured.network.ranks
-    found = [Scenario(known, None)] if known > 1 else []
-    if known > 1:
-        found += [Scenario(n, None) for n in ranks if n not in (1, known)] if not gbit else []
-    found += [Scenario(n, rate) for n in (ranks or [known]) for rate in gbit if n > 1]
+    here = [Scenario(n, None) for n in (known, *([] if gbit else ranks))] if known > 1 else []
+    others = [Scenario(n, rate) for n in (ranks or [known]) for rate in gbit]
+    found = list(dict.fromkeys(one for one in here + others if one.ranks > 1))
     if not found:
         raise ValueError(
             "Expected a network to predict for, but there is one rank only: give ranks and gbit (--ranks 8 --gbit 10), "
@@ -234,12 +239,10 @@ def predict(measured: Measured, wanted: Sequence[Scenario]) -> Iterator[Predicti
             methods = list(measured.methods)
         else:
             rate = None if scenario.gbit is None else scenario.gbit * 1e9
-            network = (
-                measured.network.between(scenario.ranks, rate)
-                if known > 1
-                else Network.ring(scenario.ranks, LATENCY, rate or float("inf"))
-            )
-            methods = [method.between(known, scenario.ranks, network) for method in measured.methods]
+            here = measured.network if known > 1 else Network.ring(2, LATENCY, float("inf"))
+            network = here.between(scenario.ranks, rate)
+            value_bytes = measured.sizes[0].element_size
+            methods = [method.between(known, scenario.ranks, network, value_bytes) for method in measured.methods]
         for method in methods:
             for grouping in ["bucket"] if method.builtin else list(GROUPINGS):
                 rows.append((method, grouping, *measured.step_seconds(method, grouping)))

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sparse import packages
 from lightning_sparse.advisor.prediction import HALVED, Prediction, Scenario, best_groupings
-from lightning_sparse.advisor.run import Advice
+from lightning_sparse.advisor.run import Advice, kept_settings
 from lightning_sparse.console import Table
 
 SHOWN = 12
@@ -137,16 +136,22 @@ def figure(advice: Advice, path: Path) -> None:
     sheet.savefig(path, dpi=120)
 
 
-def strategy_config(advice: Advice, scenario: Scenario | None = None) -> Any:
-    """``trainer.strategy`` of the configuration to use: DDP, or ours with its settings."""
+def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any = None) -> Any:
+    """``trainer.strategy`` of the configuration to use: DDP, or ours with its settings.
+
+    Args:
+        advice: what to follow.
+        scenario: None: the first one.
+        given: the strategy so far; the start of processes and what DDP is told is taken from it.
+    """
+    kept = kept_settings(given)
     best = advice.best(scenario)
     on_cpu = str(advice.measured.sizes[0].kind).endswith("cpu")
     if best.method in HALVED and not on_cpu:  # Lightning registers hooks on CUDA only
         hook = f"torch.distributed.algorithms.ddp_comm_hooks.default_hooks.{best.method}_compress_hook"
-        package = packages.preferred()
-        return {"class_path": f"{package}.strategies.DDPStrategy", "init_args": {"ddp_comm_hook": hook}}
+        return {"class_path": "DDPStrategy", "init_args": {"ddp_comm_hook": hook} | kept}
     if best.builtin:
-        return "ddp"
+        return {"class_path": "DDPStrategy", "init_args": kept} if kept else "ddp"
     groupings: dict[str, Any] = {
         "merge_below": {"class_path": "lightning_sparse.MergeBelow"},
         "optimal_merge": {"class_path": "lightning_sparse.OptimalMerge"},
@@ -156,7 +161,7 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None) -> Any:
         "density": best.density,
         "grouping": groupings.get(best.grouping, best.grouping),
     }
-    return {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": settings}
+    return {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": settings | kept}
 
 
 def write_config(advice: Advice, path: Path, given: dict[str, Any] | None = None) -> None:
@@ -165,7 +170,8 @@ def write_config(advice: Advice, path: Path, given: dict[str, Any] | None = None
 
     given = dict(given or {})
     section = dict(given.get("fit") or given)
-    section["trainer"] = dict(section.get("trainer") or {}) | {"strategy": strategy_config(advice)}
+    trainer = dict(section.get("trainer") or {})
+    section["trainer"] = trainer | {"strategy": strategy_config(advice, given=trainer.get("strategy"))}
     result = given | {"fit": section} if given.get("fit") else section
     text = yaml.safe_dump(result, sort_keys=False)
     path.write_text(f"# {advice.verdict()}\n{text}", encoding="utf-8")

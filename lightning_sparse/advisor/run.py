@@ -7,7 +7,8 @@ import importlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,17 @@ OWN_OPTIONS = {
     "barebones": False,
 }
 """What profiling decides for itself, whatever the Trainer is told otherwise."""
-KEPT = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers", "start_method")
-"""Settings of a DDP strategy that profiling keeps."""
+KEPT = {
+    "find_unused_parameters": False,
+    "static_graph": False,
+    "gradient_as_bucket_view": False,
+    "broadcast_buffers": True,
+    "start_method": "popen",
+}
+"""Settings of a DDP strategy that are kept, in profiling and in the advice, and their defaults."""
+
+LEFT_OUT = ("everything", "random_k")
+"""Sparsifiers that must be named to be tried: one is dense, the other diverges at low densities (comparison.md)."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +183,7 @@ def advise(
     Runs ``warmup + steps`` steps of the module's own training with a Trainer, times backward, the network between the
     ranks and every sparsifier, and predicts: dense DDP, DDP's fp16, bf16 and PowerSGD hooks, and each sparsifier at
     each density under each grouping, for the network as measured and for others. The module's parameters are put back
-    as they were.
+    as they were; what ``configure_model`` makes stays.
 
     With launchers that start this script again for each rank, all of it runs on every rank, with the same advice.
 
@@ -182,14 +192,16 @@ def advise(
         datamodule: a LightningDataModule; or give ``train_dataloaders``.
         train_dataloaders: as in ``Trainer.fit``.
         trainer: settings of the Trainer that the module will be trained with: devices, num_nodes, accelerator,
-            precision, plugins. Loggers, callbacks, checkpoints and validation are left out; the strategy is replaced.
+            precision, plugins. Loggers, callbacks, checkpoints and validation are left out; of the strategy, only its
+            way to start processes and DDP's treatment of parameters and buffers are kept.
         ranks: other numbers of ranks to predict for.
         gbit: rates to predict for, of a link in one direction, in Gbit/s.
-        sparsifiers: names; None: all.
+        sparsifiers: names; None: all but ``everything``, which is dense, and ``random_k``, which is fast and diverges.
         densities: to predict for, in (0, 1].
         warmup: steps that are not timed, at least 1.
         steps: steps that are timed, at least 2.
-        progress: called on rank 0 with what comes next and the share that is done.
+        progress: called on rank 0 with what comes next and the share that is done; where processes are spawned, a
+            function of a module.
 
     Raises:
         ValueError: for settings outside their ranges; where there is one rank only, and ``ranks`` and ``gbit`` do not
@@ -215,24 +227,24 @@ def advise(
     for name, value, least in (("warmup", warmup, 1), ("steps", steps, 2)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"Expected {name} to be an integer of at least {least} but got {value!r}.")
-    scenarios_are_sound(ranks, gbit)
-    package = importlib.import_module(package_of(module))
-    strategy_class = importlib.import_module(
-        f"lightning_sparse.strategy.{packages_file(package_of(module))}"
-    ).SparseDDPStrategy
+    name = package_of(type(module))
+    package = importlib.import_module(name)
+    strategy_class = importlib.import_module(f"lightning_sparse.strategy.{packages_file(name)}").SparseDDPStrategy
     options = dict(trainer or {})
     strategy = strategy_class(grouping="model", **kept_settings(options.pop("strategy", None)))
-    names = [name for name, _ in SPARSIFIERS.items()] if sparsifiers is None else list(sparsifiers)
-    before = copy.deepcopy(module.state_dict())
+    every = [name for name, _ in SPARSIFIERS.items() if name not in LEFT_OUT]
+    names = every if sparsifiers is None else list(sparsifiers)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
         survey = Survey(strategy, names, densities, warmup, steps, path, progress or _silent)
         strategy.tuners = [survey]
         options |= OWN_OPTIONS | {"max_steps": warmup + steps + 2, "strategy": strategy}
-        package.Trainer(**options).fit(module, train_dataloaders=train_dataloaders, datamodule=datamodule)
+        profiler = package.Trainer(**options)
+        wanted = scenarios(profiler.world_size, ranks, gbit)
+        with _put_back(module):
+            profiler.fit(module, train_dataloaders=train_dataloaders, datamodule=datamodule)
         if survey.result is None and path.exists():  # training ran in processes of its own
             survey.result = Measured.from_dict(json.loads(path.read_text()))
-    module.load_state_dict(before)
     if survey.result is None:
         ran = strategy.engine.step if strategy.engine else 0
         raise RuntimeError(
@@ -240,27 +252,32 @@ def advise(
             "does training_step return a loss that depends on the parameters, and is there data to train on?"
         )
     measured = survey.result
-    return Advice(measured, tuple(predict(measured, scenarios(measured, ranks, gbit))))
+    return Advice(measured, tuple(predict(measured, wanted)))
 
 
-def scenarios_are_sound(ranks: Sequence[int], gbit: Sequence[float]) -> None:
-    """Raise before anything runs if a number makes no sense.
+@contextmanager
+def _put_back(module: Any) -> Iterator[None]:
+    """Leave a module as it was, and its own callbacks out."""
+    before, attached = copy.deepcopy(module.state_dict()), module._trainer
+    module.configure_callbacks = list
+    try:
+        yield
+    finally:
+        del module.configure_callbacks
+        module.trainer = attached
+        module.load_state_dict(before, strict=False)  # configure_model may have made more
+
+
+def package_of(module_class: type) -> str:
+    """The Lightning package that a class of modules is made for.
 
     Raises:
-        ValueError: naming it.
+        ValueError: if it is of neither.
     """
-    for name, values in (("ranks", ranks), ("gbit", gbit)):
-        for value in values:
-            if isinstance(value, bool) or not value > 0:
-                raise ValueError(f"Expected {name} to be positive numbers but got {value!r}.")
-
-
-def package_of(module: Any) -> str:
-    """The Lightning package that a module is made for."""
     for name in packages.installed():
-        if isinstance(module, sys.modules[name].LightningModule if name in sys.modules else ()):
+        if name in sys.modules and issubclass(module_class, sys.modules[name].LightningModule):
             return name
-    raise ValueError(f"Expected a LightningModule but got {type(module).__name__}.")
+    raise ValueError(f"Expected a LightningModule but got {module_class.__name__}.")
 
 
 def packages_file(package: str) -> str:
@@ -269,23 +286,22 @@ def packages_file(package: str) -> str:
 
 
 def kept_settings(strategy: Any) -> dict[str, Any]:
-    """What profiling keeps of the user's strategy: how processes start, and what DDP is told."""
-    if strategy is None:
-        return {}
-    if not isinstance(strategy, str):
-        given = {
-            **getattr(strategy, "_ddp_kwargs", {}),
-            "start_method": getattr(strategy, "_start_method", "popen"),
-        }
-        return {name: given[name] for name in KEPT if name in given}
-    starts = {"_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-    settings: dict[str, Any] = {}
-    for ending, method in starts.items():
-        if ending in strategy:
-            settings["start_method"] = method
-    if "find_unused_parameters_true" in strategy:
-        settings["find_unused_parameters"] = True
-    return settings
+    """What is kept of the user's strategy: how processes start, and what DDP is told, as far as it is no default.
+
+    Args:
+        strategy: an instance, a name, the ``class_path`` and ``init_args`` of a configuration, or None.
+    """
+    given: dict[str, Any] = {}
+    if isinstance(strategy, dict):
+        given = {**(strategy.get("init_args") or {}), **(strategy.get("dict_kwargs") or {})}
+    elif isinstance(strategy, str):
+        for ending, method in {"_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
+            if ending in strategy:
+                given["start_method"] = method
+        given["find_unused_parameters"] = "find_unused_parameters_true" in strategy
+    elif strategy is not None:
+        given = {**getattr(strategy, "_ddp_kwargs", {}), "start_method": getattr(strategy, "_start_method", "popen")}
+    return {name: given[name] for name, default in KEPT.items() if given.get(name, default) not in (default, None)}
 
 
 def _silent(what: str, done: float) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.advisor.prediction import Measured, Method
-from lightning_sparse.attach import sizes_of
+from lightning_sparse.attach import delivery_mb, sizes_of
 from lightning_sparse.collective import Collective
 from lightning_sparse.density import check_density
 from lightning_sparse.exchanges import as_exchange
-from lightning_sparse.grouping import NOTHING, GroupCost, Line, Traffic
+from lightning_sparse.grouping import NOTHING, GroupCost, Line, Overlap, Traffic
 from lightning_sparse.hook import Engine
 from lightning_sparse.memory import Residual
 from lightning_sparse.profiling import BackwardTimer, from_rank_zero, measure, measure_network, rehearse, sizes_up_to
@@ -118,9 +118,11 @@ class Survey:
                 seconds=0.3,
             )
             methods.append(Method(name, density, sparsifier.agreement, cost))
-        delivery = getattr(self._strategy.model, "bucket_bytes_cap", 25 << 20) / (1 << 20)
-        beside = overlap(engine)
-        return Measured(sizes, layers, rest, network, beside, bucket_numels(sizes, delivery), methods)
+        first, others = delivery_mb(self._strategy.model)
+        # One rank on a CPU exchanges inline, several do not: see executor "auto".
+        alone = comm.world_size == 1 and device.type == "cpu"
+        beside: Overlap = "transfer" if alone else overlap(engine)
+        return Measured(sizes, layers, rest, network, beside, bucket_numels(sizes, others, first), methods)
 
     def _tell(self, engine: Engine, what: str, done: float) -> None:
         if engine.comm.rank == 0:

@@ -205,13 +205,13 @@ class Slow(ls.Sparsifier):
 def with_naps(sparsifier: Any, dense_nap: float) -> tuple[list[str], list[bool], dict[str, float], Tensor]:
     """Modes, whether DDP was left alone, and times of 26 steps, by the real clock."""
     with shortened() as patch:
-        start = TorchCollective.start_all_reduce
+        start = TorchCollective.start_average
 
-        def slow_start(self: TorchCollective, x: Tensor) -> Any:
+        def slow_start(self: TorchCollective, x: Tensor, wait: bool = False) -> Any:
             time.sleep(dense_nap)
-            return start(self, x)
+            return start(self, x, wait)
 
-        patch.setattr(TorchCollective, "start_all_reduce", slow_start)
+        patch.setattr(TorchCollective, "start_average", slow_start)
         options = {"sparsifier": sparsifier, "density": 0.05, "grouping": "model", "fallback": "dense"}
         model, engine = wrapped(options, {"bucket_cap_mb": 25})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

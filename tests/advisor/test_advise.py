@@ -1,0 +1,394 @@
+"""`advise` on real trainings: what it leaves behind, what it refuses, and what it says on two ranks."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_sparse as ls
+from lightning_sparse.advisor.prediction import GROUPINGS
+from lightning_sparse.sparsifiers import SPARSIFIERS
+from tests.advisor.toys import TOYS, Numbers, Toy, quiet
+from tests.ranks import Ranks
+from tests.trainers import PACKAGES
+
+ROOT = Path(__file__).parent.parent.parent
+SHORT: dict[str, Any] = {"sparsifiers": ["topk"], "densities": [0.01], "warmup": 1, "steps": 2}
+ONE: dict[str, Any] = SHORT | {"trainer": {"accelerator": "cpu", "devices": 1}, "ranks": [8], "gbit": [10]}
+
+
+@pytest.fixture
+def alone(not_launched: None) -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def state(module: Any) -> dict[str, Any]:
+    return copy.deepcopy(module.state_dict())
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# One device
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_module_is_put_back_and_trains_as_if_nothing_had_happened(package: str) -> None:
+    module = TOYS[package]()
+    module.net[3].eval()
+    untouched, before = copy.deepcopy(module), state(module)
+    modes = [part.training for part in module.modules()]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Found 1 module.* in eval mode")
+        advice = ls.advise(module, **ONE)
+        assert advice.scenarios == [(8, 10)]
+        assert same(state(module), before)
+        assert [part.training for part in module.modules()] == modes
+        assert module._trainer is None
+        for one in (module, untouched):
+            torch.manual_seed(5)
+            quiet(package).fit(one)
+    assert not same(state(module), before)
+    assert same(state(module), state(untouched))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_module_that_was_trained_before_keeps_its_trainer() -> None:
+    module = Toy()
+    trainer = quiet("pytorch_lightning")
+    trainer.fit(module)
+    ls.advise(module, **ONE)
+    assert module.trainer.max_epochs == trainer.max_epochs == 1
+    assert module.trainer.current_epoch == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_measured_and_predicted() -> None:
+    module = Toy(nap=0.02)
+    said: list[tuple[str, float]] = []
+    steps: dict[str, int] = {}
+
+    def note(what: str, done: float) -> None:
+        said.append((what, done))
+        steps[what] = module.global_step
+
+    wanted: dict[str, Any] = {"sparsifiers": ["topk", "shared_topk", "everything"], "densities": [0.1, 0.01]}
+    advice = ls.advise(module, **ONE | wanted, progress=note)
+    seen = advice.measured
+    assert [size.name for size in seen.sizes] == [name for name, _ in Toy().named_parameters()]
+    assert sum(layer.numel for layer in seen.layers) == sum(p.numel() for p in Toy().parameters())
+    assert seen.network.ranks == 1
+    assert seen.overlap == "transfer"
+    assert seen.rest_seconds > 0.02  # the nap is in every step
+    methods = [(method.name, method.density) for method in seen.methods]
+    assert methods == [
+        *((name, 1.0) for name in ("dense", "fp16", "bf16", "powersgd")),
+        *((name, density) for name in ("topk", "shared_topk") for density in (0.1, 0.01)),
+        ("everything", 1.0),
+    ]
+    assert len(advice.predictions) == 4 + 5 * len(GROUPINGS)
+    assert all(p.step_seconds >= seen.compute_seconds > 0.02 for p in advice.predictions)
+    assert advice.best().builtin
+    assert "stay dense" in advice.verdict()
+    assert (steps["timing backward"], steps["timing the network"]) == (0, 1 + 2)  # within the step after the last one
+    shares = [done for _, done in said]
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] < shares[-1] < 1
+    assert [what for what, _ in said][-5:] == [f"rehearsing {name} at {density:g}" for name, density in methods[4:]]
+
+
+@pytest.mark.usefixtures("alone")
+def test_by_default_all_sparsifiers_that_may_be_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_sparse.advisor import survey
+
+    rehearsed = []
+    rehearse = survey.rehearse
+
+    def note(*args: Any, **settings: Any) -> Any:
+        rehearsed.append((settings["sparsifier"], settings["density"]))
+        return rehearse(*args, **settings | {"sparsifier": ls.TopK(), "exchange": ls.GatherPairs()})
+
+    monkeypatch.setattr(survey, "rehearse", note)
+    advice = ls.advise(Toy(), **ONE | {"sparsifiers": None, "densities": [0.1, 0.01]})
+    names = [name for name, _ in SPARSIFIERS.items() if name not in ("everything", "random_k")]
+    assert [SPARSIFIERS.name_of(sparsifier) for sparsifier, _ in rehearsed] == [name for name in names for _ in "ab"]
+    assert {p.method for p in advice.predictions if not p.builtin} == set(names)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_data_from_elsewhere(package: str) -> None:
+    module = TOYS[package]()
+    module.train_dataloader = None
+    ls.advise(module, train_dataloaders=Numbers(4).train_dataloader(), **ONE)
+    if package == "pytorch_lightning":
+        ls.advise(module, Numbers(4), **ONE)
+
+
+STUBBORN: dict[str, Any] = {
+    "max_epochs": 1,
+    "max_steps": 2,
+    "max_time": "00:00:00:00",
+    "fast_dev_run": True,
+    "accumulate_grad_batches": 4,
+    "limit_train_batches": 2,
+    "limit_val_batches": 3,
+    "logger": True,
+    "enable_checkpointing": True,
+    "callbacks": [pl.callbacks.ModelCheckpoint()],
+    "strategy": "ddp_find_unused_parameters_true",
+}
+
+
+class Callbacks(Toy):
+    """Brings callbacks of its own."""
+
+    def configure_callbacks(self) -> Any:
+        return [pl.callbacks.ModelCheckpoint(dirpath="checkpoints", every_n_train_steps=1)]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", [Toy, Callbacks])
+def test_nothing_is_written_whatever_the_trainer_is_told(
+    kind: type[Toy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = dict(STUBBORN)
+    module = kind()
+    advice = ls.advise(module, **ONE | {"trainer": ONE["trainer"] | options})
+    assert advice.predictions
+    assert list(tmp_path.iterdir()) == []
+    assert options == STUBBORN
+    assert len(module.configure_callbacks()) == (kind is Callbacks)
+    assert "configure_callbacks" not in vars(module)
+
+
+class Late(pl.LightningModule):
+    """Has no layers before it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = nn.Linear(10, 3)
+
+    def train_dataloader(self) -> Any:
+        return Numbers().train_dataloader()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class ByHand(Toy):
+    """Calls its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", [Late, ByHand])
+def test_modules_of_other_kinds(kind: Any) -> None:
+    module = kind()
+    assert ls.advise(module, **ONE).predictions
+    quiet("pytorch_lightning").fit(module)
+
+
+class Nothing(Toy):
+    """Has no loss."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return None
+
+
+class Detached(Toy):
+    """Its loss depends on nothing."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx).detach()
+
+
+class Short(Toy):
+    """Loses its loss after two steps."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.global_step < 2 else None
+
+
+class Frozen(Toy):
+    """Has nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Nothing, "Expected 4 training steps with a backward pass each, but 0 ran: does training_step return a loss"),
+        (Short, "Expected 4 training steps with a backward pass each, but 2 ran: does training_step return a loss"),
+        (Detached, "does not require grad"),
+        (Frozen, "doesn't have any parameter that requires a gradient"),
+    ],
+)
+def test_a_module_that_does_not_train(kind: type[Toy], message: str) -> None:
+    module = kind()
+    before = state(module)
+    with pytest.raises(RuntimeError, match=message):
+        ls.advise(module, **ONE)
+    assert same(state(module), before)
+    assert module._trainer is None
+    assert "configure_callbacks" not in vars(module)
+
+
+@pytest.mark.usefixtures("alone")
+def test_without_data_there_is_no_backward_pass() -> None:
+    with pytest.raises(RuntimeError, match=r"but 0 ran: .* and is there data to train on"):
+        ls.advise(Toy(), **ONE | {"trainer": ONE["trainer"] | {"limit_train_batches": 0}})
+
+
+class Untouched(Toy):
+    """Must not be trained."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        raise AssertionError("trained")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": [0]}, "Expected ranks to be positive numbers but got 0"),
+        ({"ranks": [2.5]}, "Expected ranks to be positive numbers but got 2.5"),
+        ({"gbit": [-1]}, "Expected gbit to be positive numbers but got -1"),
+        ({"gbit": []}, "there is one rank only: give ranks and gbit"),
+        ({"ranks": [], "gbit": []}, "there is one rank only: give ranks and gbit"),
+        ({"warmup": 0}, "Expected warmup to be an integer of at least 1 but got 0"),
+        ({"warmup": True}, "Expected warmup to be an integer of at least 1 but got True"),
+        ({"steps": 1}, "Expected steps to be an integer of at least 2 but got 1"),
+        ({"steps": 2.0}, "Expected steps to be an integer of at least 2 but got 2.0"),
+        ({"densities": [0.1, 0]}, r"in \(0, 1\].*but got 0"),
+        ({"densities": [2]}, r"in \(0, 1\].*but got 2"),
+        ({"densities": ["low"]}, r"in \(0, 1\].*but got 'low'"),
+        ({"sparsifiers": ["topk", "tpok"]}, "Unknown sparsifier 'tpok'. Did you mean 'topk'"),
+        ({"sparsifiers": [ls.TopK]}, r"write TopK\(\)"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_trained(settings: dict[str, Any], message: str) -> None:
+    module = Untouched()
+    with pytest.raises(ValueError, match=message):
+        ls.advise(module, **ONE | settings)
+    assert module._trainer is None
+
+
+@pytest.mark.parametrize("thing", [nn.Linear(2, 1), None, Toy, "module"])
+def test_only_modules_of_lightning_are_profiled(thing: Any) -> None:
+    with pytest.raises(ValueError, match=f"Expected a LightningModule but got {type(thing).__name__}"):
+        ls.advise(thing, **ONE)
+
+
+# Two devices
+
+
+def advise_on_two(package: str) -> tuple[list[Any], str, bool, str]:
+    module = TOYS[package](nap=0.05)
+    before = state(module)
+    advice = ls.advise(module, trainer={"accelerator": "cpu", "devices": 2, "strategy": "ddp"}, ranks=[8], **SHORT)
+    return (
+        [tuple(p) for p in advice.predictions],
+        advice.verdict(),
+        same(state(module), before),
+        advice.measured.overlap,
+    )
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_ranks_are_given_the_same_advice(two_ranks: Ranks, package: str) -> None:
+    (first, verdict, put_back, overlap), other = two_ranks(advise_on_two, package)
+    assert (first, verdict, put_back, overlap) == other
+    assert put_back
+    assert {row[0] for row in first} == {(2, None), (8, None)}
+    assert verdict.startswith("2 ranks, measured: stay dense")
+    assert overlap in ("transfer", "all")
+
+
+SCRIPT = """
+import lightning_sparse as ls
+from tests.advisor.toys import Toy
+
+module = Toy(nap=0.05)
+advice = ls.advise(module, trainer={"accelerator": "cpu", "devices": 2, "strategy": "ddp"}, sparsifiers=["topk"],
+                   densities=[0.01], warmup=1, steps=2)
+seconds = [p.step_seconds for p in advice.predictions]
+print(f"RESULT|{advice.measured.network.ranks}|{seconds}|{advice.verdict()}|\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("not_launched")
+def test_the_usual_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stderr[-3000:]
+    first, other = [line.split("|")[1:] for line in result.stdout.splitlines() if line.startswith("RESULT")]
+    assert first == other
+    assert first[0] == "2"
+    assert "stay dense" in first[2]
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def to_a_file(what: str, done: float) -> None:
+    """At module level, because it is sent to the spawned processes."""
+    with Path(os.environ["TOLD"]).open("a") as file:
+        file.write(f"{what}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_spawned_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOLD", str(tmp_path / "told"))
+    module = Toy(nap=0.05)
+    before = state(module)
+    options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp_spawn"}
+    advice = ls.advise(module, trainer=options, gbit=[1], progress=to_a_file, **SHORT)
+    assert advice.scenarios == [(2, None), (2, 1)]
+    assert advice.measured.network.ranks == 2
+    assert "stay dense" in advice.verdict()
+    assert same(state(module), before)
+    told = (tmp_path / "told").read_text().splitlines()
+    assert told == ["timing backward", "timing the network", "rehearsing topk at 0.01"]  # by rank 0 only
