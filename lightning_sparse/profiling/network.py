@@ -12,6 +12,8 @@ from lightning_sparse.profiling.together import measure
 
 SMALLEST, LEAST, LARGEST = 1 << 10, 1 << 16, 1 << 28
 """Bytes: of the message that tells the price of a message, of the largest one at least, and at most."""
+ENOUGH = 1 << 20
+"""Bytes from which the price of a byte stands out; small models are timed with such messages, too."""
 KEPT = 4
 """Largest sizes that decide about the line; below them, links are often faster for a moment than they are for long."""
 
@@ -49,7 +51,7 @@ def measure_network(
             # The next size takes about four times as long, three times at least.
             late = spent + 12 * by_size[size][-1] > seconds / 2
             size *= 4
-            if size > min(LARGEST, max(LEAST, most)) or (late and size > LEAST):
+            if size > min(LARGEST, max(ENOUGH, most)) or (late and size > LEAST):
                 break
         sizes = sorted(by_size)
         points = [(float(s), t) for s in {sizes[0], *sizes[-KEPT:]} for t in by_size[s]]

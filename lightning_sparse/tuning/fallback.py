@@ -23,7 +23,7 @@ STEPS = 6
 """Steps that count, in each of two turns."""
 TURNS: tuple[Mode, ...] = ("sparse", "dense", "sparse", "dense")
 CHECK = 200
-"""Steps between looks at the step time."""
+"""Steps between looks at the step time, to begin with."""
 CHANGE = 1.5
 """Factor by which the step time must change until both are measured again."""
 
@@ -31,7 +31,8 @@ CHANGE = 1.5
 class Fallback:
     """Runs a few sparse and a few dense steps in turn, then goes on with what is faster.
 
-    Both are measured again when the step time has changed by a factor of 1.5. In dense steps, gradients are averaged by
+    Both are measured again when the step time has changed by a factor of 1.5; where that changed nothing, it takes
+    twice as long until the step time is looked at again. In dense steps, gradients are averaged by
     DDP's own buckets, in full; residuals are sent in the first of them.
 
     Args:
@@ -52,7 +53,9 @@ class Fallback:
         self._in_turn = 0
         self._before: float | None = None
         self._recent: deque[float] = deque(maxlen=CHECK // 4)
-        self._since_check = 0
+        self._interval, self._since_check = CHECK, 0
+        self._usual: float | None = None
+        self._chosen: Mode | None = None
 
     def before_step(self, engine: Engine) -> None:
         """Note how long the step took that ends here, and change the mode where it is time to."""
@@ -91,7 +94,10 @@ class Fallback:
         sparse, dense = slowest([median(self._times[mode]) for mode in ("sparse", "dense")], engine.comm, engine.device)
         self.seconds = {"sparse": sparse, "dense": dense}
         self._times = {"sparse": [], "dense": []}
-        self._switch("dense" if dense < sparse else "sparse", engine)
+        choice: Mode = "dense" if dense < sparse else "sparse"
+        self._interval = 2 * self._interval if choice == self._chosen else CHECK
+        self._chosen, self._usual = choice, None
+        self._switch(choice, engine)
         if engine.comm.rank == 0:
             print(
                 f"sparse_ddp: dense steps take {1e3 * dense:.4g} ms and sparse ones {1e3 * sparse:.4g} ms, so that "
@@ -102,11 +108,13 @@ class Fallback:
     def _watch(self, taken: float, engine: Engine) -> None:
         self._recent.append(taken)
         self._since_check += 1
-        if self._since_check < CHECK:
+        if self._since_check < self._interval:
             return
         self._since_check = 0
         [now] = slowest([median(self._recent)], engine.comm, engine.device)
-        if not 1 / CHANGE < now / self.seconds[self.mode] < CHANGE:
+        if self._usual is None:  # not the comparison itself, which is over quickly and may have been disturbed
+            self._usual = now
+        elif not 1 / CHANGE < now / self._usual < CHANGE:
             self._turn = 0
             self._switch(TURNS[0], engine)
 

@@ -43,7 +43,7 @@ def test_one_rank_sends_nothing() -> None:
 def test_small_models_are_not_timed_with_large_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     comm = Priced(monkeypatch, all_reduce=Line(3e-4, 2e-9), all_gather=Line(1e-4, 5e-9))
     measure_network(comm, CPU, most=5000)
-    assert max(comm.seen["all_reduce"]) == max(comm.seen["all_gather"]) == 64 << 10
+    assert max(comm.seen["all_reduce"]) == max(comm.seen["all_gather"]) == 1 << 20
 
 
 def test_links_that_let_short_bursts_pass_are_not_flattered(monkeypatch: pytest.MonkeyPatch) -> None:

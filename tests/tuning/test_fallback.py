@@ -362,17 +362,17 @@ def test_unused_parameters_are_treated_as_by_plain_ddp(two_ranks: Ranks) -> None
 
 
 def unused_while_dense(cap: float) -> list[tuple[str, bool, Tensor, Tensor, Tensor]]:
-    """The left branch is used before the first dense step, and again in sparse ones after 40 steps."""
+    """The left branch is used before the first dense step, and again in sparse ones at the end."""
     clock = Rigged(2.0, 1.0)
     with shortened(clock):
         options = {"sparsifier": "topk", "density": 0.05, "grouping": "layer", "fallback": "dense"}
         model, engine = wrapped(options, {"find_unused_parameters": True, "bucket_cap_mb": cap}, torch.float64)
         clock.watch(engine)
         books, seen = Balance(model), []
-        for number, batch in enumerate(batches(60, torch.float64)):
-            if number == 25:
+        for number, batch in enumerate(batches(100, torch.float64)):
+            if number == 40:
                 clock.seconds = {"sparse": 3.0, "dense": 4.0}
-            books.step(batch, "right" if 4 <= number < 55 else "both")
+            books.step(batch, "right" if 4 <= number < 95 else "both")
             left = engine.residual("left.weight")
             assert left is not None
             held = residuals(model, engine)
@@ -386,7 +386,7 @@ def test_the_residual_of_an_unused_parameter_waits(two_ranks: Ranks, cap: float,
     for seen in two_ranks(unused_while_dense, cap):
         kept = seen[3][2]
         assert kept.count_nonzero() > 0
-        assert all(torch.equal(left, kept) for _, _, left, *_ in seen[4:55])
+        assert all(torch.equal(left, kept) for _, _, left, *_ in seen[4:95])
         assert not torch.equal(seen[-1][2], kept)
         for *_, held, missing in seen:
             torch.testing.assert_close(held, missing, rtol=0, atol=1e-13)
