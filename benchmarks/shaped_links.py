@@ -14,8 +14,9 @@ Parts, each for every model and rate:
 - advice: `ls.advise` predicts step times of some sparsifiers; then they are measured with three groupings.
 
 All parts also measure `dense` (plain DDP, which overlaps its all-reduce with backward) and `compute` (`no_sync`, no
-exchange at all). All variants of a model, rate and part (of overlap: of a grouping, too) are in the same processes and
-take turns step by step, in an order that is reversed from round to round. All ranks start a step together; a step's
+exchange at all). All variants of a model, rate and part (of overlap: of a grouping, too) run in the same processes and
+take turns of some steps, in an order that is reversed from round to round; a variant is made for its turn and is gone
+after it, so that each has the machine's memory for itself. All ranks start a step together; a step's
 time is the slowest rank's; `select_ms`, `exchange_ms` and `exposed_ms` are the library's, means over ranks. `dense` is
 slow and takes part in some rounds only; other rounds are paired with the nearest of these. Ratios are medians of
 paired rounds, with quartiles, below 1 is faster.
@@ -246,26 +247,24 @@ def take_turns(job: Job, specs: list[Spec], result: Result, keep: Callable[[], N
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(1 + rank)
     batches = [MODELS[job["model"]].random_batch(generator, job["batch_size"]) for _ in range(4)]
-    variants = [Variant(spec, job) for spec in specs]
-    for variant in variants:
-        for step in range(variant.spec.warm_up):
-            variant.step(batches[step % len(batches)])
     for round_ in range(job["rounds"]):
-        turns = [v for v in variants if v.spec.name != "dense" or is_dense_round(round_, job)]
-        records = []
-        for variant in turns[:: 1 if round_ % 2 == 0 else -1]:
-            taken = torch.tensor(variant.step(batches[round_ % len(batches)]))
-            times = variant.times()
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-            name = variant.spec.name
-            records.append({**common, "round": round_, "variant": name, "step_ms": taken.item(), **times})
-            result["groups"][name] = variant.groups
-        result["records"] += records
+        turns = [spec for spec in specs if spec.name != "dense" or is_dense_round(round_, job)]
+        for spec in turns[:: 1 if round_ % 2 == 0 else -1]:
+            variant = Variant(spec, job)
+            for step in range(spec.warm_up):
+                variant.step(batches[step % len(batches)])
+            for step in range(2 if spec.name == "dense" else job["steps"]):
+                taken = torch.tensor(variant.step(batches[step % len(batches)]))
+                times = variant.times()
+                dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+                result["records"].append(
+                    {**common, "round": round_, "variant": spec.name, "step_ms": taken.item(), **times}
+                )
+            result["groups"][spec.name] = variant.groups
+            variant.close()
+            del variant
+            gc.collect()  # DDP refers to itself
         keep()
-    for variant in variants:
-        variant.close()
-    variants.clear()
-    gc.collect()  # DDP refers to itself
 
 
 def is_dense_round(round_: int, job: Job) -> bool:
@@ -346,6 +345,7 @@ def measure_advice(job: Job, result: Result, keep: Callable[[], None]) -> None:
         "seconds": time.perf_counter() - begin,
         "verdict": advice.verdict(),
         "measured": advice.assumptions()[:2],
+        "costs": {method.label: str(method.cost) for method in advice.measured.methods},
         "predicted": {
             "compute": 1e3 * advice.measured.compute_seconds,
             "dense": 1e3 * advice.step_seconds("dense"),
@@ -426,8 +426,12 @@ class Rounds:
         self.sparse = [name for name in self.variants if name not in ("compute", "dense")]
 
     def values(self, variant: str, *names: str) -> dict[int, float]:
-        """By round; of several quantities, their sum."""
-        return {r["round"]: sum(r[n] for n in names) for r in self.records if r["variant"] == variant}
+        """By round, medians over its steps; of several quantities, their sum."""
+        steps: dict[int, list[float]] = {}
+        for record in self.records:
+            if record["variant"] == variant:
+                steps.setdefault(record["round"], []).append(sum(record[name] for name in names))
+        return {round_: median(found) for round_, found in steps.items()}
 
     def median(self, variant: str, *names: str) -> float:
         return median(self.values(variant, *names).values())
@@ -581,8 +585,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sparsifier", default="topk", help="of the plans (default: topk)")
     parser.add_argument("--density", type=float, default=0.01, help="(default: 0.01)")
     parser.add_argument("--batch-size", type=int, help="rows per rank (default: the model's own, see models14m.py)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of every variant, at least 2 (default: 5)")
-    parser.add_argument("--dense-every", type=int, default=3, help="dense takes part in one of so many (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of every variant, at least 2 (default: 3)")
+    parser.add_argument("--steps", type=int, default=4, help="per turn, besides 2 to warm up (default: 4)")
+    parser.add_argument("--dense-every", type=int, default=2, help="dense takes part in one of so many (default: 2)")
     parser.add_argument("--profile-steps", type=int, default=20, help="of optimal_merge, not timed (default: 20)")
     parser.add_argument("--plan-bucket-mb", type=float, default=25, help="DDP's, not of the plan bucket (default: 25)")
     parser.add_argument("--timeout", type=float, default=400, help="seconds for one model, rate and part")

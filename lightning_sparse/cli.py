@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from lightning_sparse.advisor.report import SHOWN, across, figure, markdown, overview, write_config, write_csv
+from lightning_sparse.advisor.report import SHOWN, across, figure, markdown, overview, write_configs, write_csv
 from lightning_sparse.bench import compare
 from lightning_sparse.bench.figures import judge_figures, simulate_figures
 from lightning_sparse.bench.runs import CurvePoint, Result, execute_all, plan
@@ -165,7 +165,7 @@ def advise(
         data: import path of the LightningDataModule, likewise.
         warmup: steps that are not timed.
         steps: steps that are timed.
-        out: folder for advice.md, advice.csv, advice.png and config.yaml.
+        out: folder for advice.md, advice.csv, advice.png and config.yaml, one for each network.
     """
     _need("matplotlib", "rich", "yaml")
     with _complaints("advise"):
@@ -188,12 +188,14 @@ def advise(
         return  # one of the processes that the launcher started beside the first
     figure(advice, folder / "advice.png")
     write_csv(advice, folder / "advice.csv")
-    write_config(advice, folder / "config.yaml", given)
+    configs = write_configs(advice, folder, given)
     (folder / "advice.md").write_text(markdown(advice), encoding="utf-8")
     _show([overview(advice, rows=SHOWN), across(advice)])
     print("Assumptions:", *(f"- {sentence}" for sentence in advice.assumptions()), "", sep="\n")
     print(*(advice.verdict(scenario) for scenario in advice.scenarios), sep="\n")
-    print(f"All predictions, a figure and config.yaml to train with are in {folder}.")
+    print(f"All predictions and a figure are in {folder}, and configurations to train with:")
+    for scenario, path in zip(advice.scenarios, configs, strict=True):
+        print(f"{path} ({scenario.label})")
 
 
 def _tell(what: str, done: float) -> None:

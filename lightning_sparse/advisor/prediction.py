@@ -37,6 +37,8 @@ GROUPINGS: dict[str, Grouping] = {
 DDP_BUCKET_MB = 25
 HALVED = ("fp16", "bf16")
 """DDP's hooks that send 16 bits of each value."""
+EVERYTHING = "everything"
+"""Dense in groups of ours instead of DDP's buckets."""
 MARGIN = 0.05
 """A step must be shorter by this share to be worth a change of the exchange."""
 LATENCY = 30e-6
@@ -157,6 +159,11 @@ class Measured:
         return Profile("", self.layers, self.rest_seconds, self.network, costs, overlap, self.bucket_numels)
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether the parameters live on a CPU."""
+        return str(self.sizes[0].kind).endswith("cpu")
+
+    @property
     def compute_seconds(self) -> float:
         """A step without any exchange."""
         return self.rest_seconds + sum(layer.backward_seconds for layer in self.layers)
@@ -202,6 +209,11 @@ class Prediction(NamedTuple):
     exposed_seconds: float
     over_dense: float
     """Step time / that of dense DDP."""
+
+    @property
+    def sparse(self) -> bool:
+        """Whether anything is left out."""
+        return not self.builtin and self.method != EVERYTHING
 
 
 def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[Scenario]:
@@ -270,20 +282,25 @@ def best_groupings(predictions: Sequence[Prediction]) -> list[Prediction]:
     return list(best.values())
 
 
-def winner(predictions: Sequence[Prediction], scenario: Scenario) -> Prediction:
-    """What to use: dense DDP, unless its 16-bit hooks or a sparsifier shorten the step by 5 % at least.
+def winner(predictions: Sequence[Prediction], scenario: Scenario, hooks: bool = True) -> Prediction:
+    """What to use: dense DDP, unless its 16-bit hooks, other groups or a sparsifier shorten the step by 5 % at least.
 
-    A hook is preferred where no sparsifier is 5 % faster than it. PowerSGD is for reference and never chosen.
+    A sparsifier must be 5 % faster than every dense way. Of the sparsifiers within 5 % of the fastest one, the mildest
+    density wins, and then the sparsifier that trains best (``docs/comparison.md``): speed alone would always choose the
+    lowest density. PowerSGD is for reference and never chosen.
 
-    Of the sparsifiers within 5 % of the fastest one, the mildest density wins, and then the sparsifier that trains best
-    (``docs/comparison.md``): speed alone would always choose the lowest density.
+    Args:
+        predictions: at least that of dense DDP in this scenario.
+        scenario: to decide for.
+        hooks: whether DDP's hooks can be used; Lightning ignores them on CPUs.
     """
     rows = best_groupings([p for p in predictions if p.scenario == scenario])
     dense = next(p for p in rows if p.method == "dense")
-    halved = min((p for p in rows if p.method in HALVED), key=lambda p: p.step_seconds, default=dense)
-    if halved.step_seconds < (1 - MARGIN) * dense.step_seconds:
-        dense = halved
-    sparse = [p for p in rows if not p.builtin]
+    others = [p for p in rows if p.method == EVERYTHING or (hooks and p.method in HALVED)]
+    fastest = min(others, key=lambda p: p.step_seconds, default=dense)
+    if fastest.step_seconds < (1 - MARGIN) * dense.step_seconds:
+        dense = fastest
+    sparse = [p for p in rows if p.sparse]
     fastest = min(sparse, key=lambda p: p.step_seconds, default=dense)
     if fastest.step_seconds > (1 - MARGIN) * dense.step_seconds:
         return dense

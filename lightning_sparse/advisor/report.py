@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_sparse.advisor.prediction import HALVED, Prediction, Scenario, best_groupings
+from lightning_sparse.advisor.prediction import EVERYTHING, HALVED, Prediction, Scenario, best_groupings
 from lightning_sparse.advisor.run import Advice, kept_settings
 from lightning_sparse.console import Table
 
@@ -23,7 +23,7 @@ def overview(advice: Advice, scenario: Scenario | None = None, rows: int | None 
     cells = []
     for place, p in enumerate(ordered):
         if rows is None or place < rows or p.builtin or p == chosen:
-            mark = " <- use this" if p == chosen else " (losing)" if p.over_dense > 1 and p.method != "dense" else ""
+            mark = " <- use this" if p == chosen else " (losing)" if p.over_dense >= 1.005 else ""
             cells.append(
                 [
                     p.method + mark,
@@ -46,7 +46,7 @@ def across(advice: Advice) -> Table:
         rows = _best(advice, scenario)
         dense = next(p for p in rows if p.method == "dense")
         best = advice.best(scenario)
-        sparse = [p.over_dense for p in rows if not p.builtin]
+        sparse = [p.over_dense for p in rows if p.sparse]
         cells.append(
             [
                 scenario.label,
@@ -64,6 +64,8 @@ def across(advice: Advice) -> Table:
 def _use(best: Prediction) -> str:
     if best.method == "dense":
         return "stay dense"
+    if best.method == EVERYTHING:
+        return f"dense, {best.grouping}"
     return f"dense, {best.method}" if best.builtin else f"{best.method} {best.density:g} ({best.grouping})"
 
 
@@ -146,8 +148,7 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any
     """
     kept = kept_settings(given)
     best = advice.best(scenario)
-    on_cpu = str(advice.measured.sizes[0].kind).endswith("cpu")
-    if best.method in HALVED and not on_cpu:  # Lightning registers hooks on CUDA only
+    if best.method in HALVED:
         hook = f"torch.distributed.algorithms.ddp_comm_hooks.default_hooks.{best.method}_compress_hook"
         return {"class_path": "DDPStrategy", "init_args": {"ddp_comm_hook": hook} | kept}
     if best.builtin:
@@ -164,14 +165,23 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any
     return {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": settings | kept}
 
 
-def write_config(advice: Advice, path: Path, given: dict[str, Any] | None = None) -> None:
-    """Write a LightningCLI configuration: the given one, with the strategy to use."""
+def write_configs(advice: Advice, folder: Path, given: dict[str, Any] | None = None) -> list[Path]:
+    """Write a LightningCLI configuration for each scenario: the given one, with the strategy to use there.
+
+    Returns:
+        The files: ``config.yaml`` for the first scenario, and others named after theirs.
+    """
     import yaml
 
     given = dict(given or {})
     section = dict(given.get("fit") or given)
     trainer = dict(section.get("trainer") or {})
-    section["trainer"] = trainer | {"strategy": strategy_config(advice, given=trainer.get("strategy"))}
-    result = given | {"fit": section} if given.get("fit") else section
-    text = yaml.safe_dump(result, sort_keys=False)
-    path.write_text(f"# {advice.verdict()}\n{text}", encoding="utf-8")
+    paths: list[Path] = []
+    for scenario in advice.scenarios:
+        strategy = strategy_config(advice, scenario, trainer.get("strategy"))
+        section["trainer"] = trainer | {"strategy": strategy}
+        text = yaml.safe_dump(given | {"fit": section} if given.get("fit") else section, sort_keys=False)
+        rate = "" if scenario.gbit is None else f"-{scenario.gbit:g}-gbit"
+        paths.append(folder / (f"config-{scenario.ranks}-ranks{rate}.yaml" if paths else "config.yaml"))
+        paths[-1].write_text(f"# {advice.verdict(scenario)}\n{text}", encoding="utf-8")
+    return paths

@@ -16,6 +16,7 @@ from typing import Any
 from lightning_sparse import packages
 from lightning_sparse.advisor.prediction import (
     BEST_TRAINED,
+    EVERYTHING,
     HALVED,
     MARGIN,
     Measured,
@@ -55,8 +56,8 @@ KEPT = {
 }
 """Settings of a DDP strategy that are kept, in profiling and in the advice, and their defaults."""
 
-LEFT_OUT = ("everything", "random_k")
-"""Sparsifiers that must be named to be tried: one is dense, the other diverges at low densities (comparison.md)."""
+LEFT_OUT = ("random_k",)
+"""Sparsifiers that must be named to be tried: fast ones that diverge at low densities (comparison.md)."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Advice:
 
     def best(self, scenario: Scenario | None = None) -> Prediction:
         """What to use; see :func:`~lightning_sparse.advisor.prediction.winner`."""
-        return winner(self.predictions, scenario or self.scenarios[0])
+        return winner(self.predictions, scenario or self.scenarios[0], hooks=not self.measured.on_cpu)
 
     def step_seconds(
         self, method: str, density: float = 1.0, grouping: str | None = None, scenario: Scenario | None = None
@@ -107,23 +108,25 @@ class Advice:
         best = self.best(scenario)
         rows = best_groupings([p for p in self.predictions if p.scenario == scenario])
         dense = next(p for p in rows if p.method == "dense")
-        others = [p for p in rows if not p.builtin]
-        if best.builtin:
-            sentence = f"{scenario.label}: stay dense"
-            if best.method in HALVED:
-                sentence += f", with DDP's {best.method} hook ({best.over_dense:.2f} times dense DDP's step)"
-            if others:
-                fastest = min(others, key=lambda p: p.step_seconds)
-                sentence += (
-                    f": the fastest sparsifier, {fastest.method} at {fastest.density:g}, takes "
-                    f"{fastest.over_dense:.2f} times dense DDP's {1e3 * dense.step_seconds:.3g} ms a step"
-                )
+        step = f"dense DDP's {1e3 * dense.step_seconds:.3g} ms a step"
+        if best.sparse:
+            halved = min((p.over_dense for p in rows if p.method in HALVED), default=None)
+            return (
+                f"{scenario.label}: {best.method} at density {best.density:g}, grouping {best.grouping}, takes "
+                f"{best.over_dense:.2f} times {step}"
+                + (f" (DDP with 16 bits: {halved:.2f})." if halved is not None else ".")
+            )
+        sentence = f"{scenario.label}: stay dense"
+        if best.method in HALVED:
+            sentence += f", with DDP's {best.method} hook ({best.over_dense:.2f} times {step})"
+        elif best.method == EVERYTHING:
+            sentence += f", with grouping {best.grouping} ({best.over_dense:.2f} times {step})"
+        fastest = min((p for p in rows if p.sparse), key=lambda p: p.step_seconds, default=None)
+        if fastest is None:
             return sentence + "."
-        halved = min((p.over_dense for p in rows if p.method in HALVED), default=None)
         return (
-            f"{scenario.label}: {best.method} at density {best.density:g}, grouping {best.grouping}, takes "
-            f"{best.over_dense:.2f} times dense DDP's {1e3 * dense.step_seconds:.3g} ms a step"
-            + (f" (DDP with 16 bits: {halved:.2f})." if halved is not None else ".")
+            f"{sentence}. The fastest sparsifier, {fastest.method} at {fastest.density:g}, takes "
+            f"{fastest.over_dense:.2f} times {step}."
         )
 
     def assumptions(self) -> list[str]:
@@ -140,7 +143,9 @@ class Advice:
             "fastest, the mildest density wins, then the order of docs/comparison.md "
             f"({', '.join(BEST_TRAINED[:3])}, ...): step time is not training time, and a lower density may need more "
             "steps.",
-            "fp16, bf16 and powersgd (rank 4) are DDP's communication hooks, for reference.",
+            "Gradients are exchanged after every batch: where they are accumulated, the exchange weighs less.",
+            "fp16, bf16 and powersgd (rank 4) are DDP's communication hooks, for reference; Lightning has them on CUDA "
+            "only. everything is dense, too, in other groups than DDP's buckets.",
         ]
         if network.ranks > 1:
             sentences.insert(
@@ -196,7 +201,8 @@ def advise(
             way to start processes and DDP's treatment of parameters and buffers are kept.
         ranks: other numbers of ranks to predict for.
         gbit: rates to predict for, of a link in one direction, in Gbit/s.
-        sparsifiers: names; None: all but ``everything``, which is dense, and ``random_k``, which is fast and diverges.
+        sparsifiers: names; None: all but ``random_k``, which is fast and diverges. ``everything`` is dense in other
+            groups.
         densities: to predict for, in (0, 1].
         warmup: steps that are not timed, at least 1.
         steps: steps that are timed, at least 2.
@@ -223,6 +229,7 @@ def advise(
         ...                    ranks=[8], gbit=[100], sparsifiers=["topk"], densities=[0.01])
         >>> advice.best().method
         'dense'
+        >>> torch.distributed.destroy_process_group()
     """
     for name, value, least in (("warmup", warmup, 1), ("steps", steps, 2)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -290,11 +297,21 @@ def kept_settings(strategy: Any) -> dict[str, Any]:
 
     Args:
         strategy: an instance, a name, the ``class_path`` and ``init_args`` of a configuration, or None.
+
+    Raises:
+        ValueError: for a strategy that shards the model instead of averaging its gradients.
     """
     given: dict[str, Any] = {}
     if isinstance(strategy, dict):
+        name = str(strategy.get("class_path"))
+        if any(other in name for other in ("FSDP", "DeepSpeed", "ModelParallel")):
+            raise ValueError(f"Expected a strategy that is DDP or like it, but got {name}.")
         given = {**(strategy.get("init_args") or {}), **(strategy.get("dict_kwargs") or {})}
     elif isinstance(strategy, str):
+        if not strategy.startswith(("auto", "ddp", "sparse_ddp")):
+            raise ValueError(
+                f"Expected a strategy that is DDP or builds on it, such as 'ddp_spawn', but got {strategy!r}."
+            )
         for ending, method in {"_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
             if ending in strategy:
                 given["start_method"] = method

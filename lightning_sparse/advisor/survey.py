@@ -92,7 +92,10 @@ class Survey:
         layers, rest = timer.result(comm)
         self._tell(engine, "timing the network", 0.1)
         numel = sum(size.numel for size in sizes)
-        network = measure_network(comm, device, dtype, numel * dtype.itemsize)
+        # One rank on a CPU exchanges inline, several do not: see executor "auto".
+        alone = comm.world_size == 1 and device.type == "cpu"
+        beside: Overlap = "transfer" if alone else overlap(engine)
+        network = measure_network(comm, device, dtype, numel * dtype.itemsize, busy=beside == "transfer")
         dense = GroupCost(1.0, NOTHING, NOTHING, network.dense(dtype.itemsize), (_reduce(1, dtype.itemsize),))
         methods = [Method("dense", 1.0, Agreement.EVERYTHING, dense, builtin=True)]
         if dtype.itemsize > 2:
@@ -117,11 +120,10 @@ class Survey:
                 repeats=3,
                 seconds=0.3,
             )
+            if beside == "transfer":
+                cost = cost.on(network)
             methods.append(Method(name, density, sparsifier.agreement, cost))
         first, others = delivery_mb(self._strategy.model)
-        # One rank on a CPU exchanges inline, several do not: see executor "auto".
-        alone = comm.world_size == 1 and device.type == "cpu"
-        beside: Overlap = "transfer" if alone else overlap(engine)
         return Measured(sizes, layers, rest, network, beside, bucket_numels(sizes, others, first), methods)
 
     def _tell(self, engine: Engine, what: str, done: float) -> None:

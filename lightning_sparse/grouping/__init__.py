@@ -1,7 +1,7 @@
 """Which gradients are looked at together: names and sizes in, groups out; no tensors."""
 
 from lightning_sparse.grouping.adaptive import budget_density, hidden_densities
-from lightning_sparse.grouping.cost import NOTHING, CostModel, Line, Network
+from lightning_sparse.grouping.cost import NOTHING, CostModel, Curve, Line, Network
 from lightning_sparse.grouping.merge import greedy_merge, iteration_seconds, merge_below, optimal_merge
 from lightning_sparse.grouping.plan import (
     GROUPINGS,
@@ -24,6 +24,7 @@ __all__ = [
     "NOTHING",
     "Bucket",
     "CostModel",
+    "Curve",
     "Group",
     "GroupCost",
     "Grouping",

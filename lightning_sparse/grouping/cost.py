@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -56,7 +57,13 @@ class Line:
 
     def __add__(self, other: Line) -> Line:
         """One after the other, for the same amount."""
+        if not isinstance(other, Line):
+            return NotImplemented
         return Line(self.alpha + other.alpha, self.beta + other.beta)
+
+    def line(self) -> Line:
+        """This line."""
+        return self
 
     def per(self, units: float) -> Line:
         """The same for an amount that stands for so many units each.
@@ -118,6 +125,68 @@ class Line:
 
 NOTHING = Line(0.0, 0.0)
 """Takes no time."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds as measured at some amounts, straight in between, and 0 for an amount of 0.
+
+    Computation is not a straight line: what fits into a cache takes less for each coordinate. Below the smallest
+    amount, seconds stay what they are there; above the largest one, they grow in proportion.
+
+    Args:
+        amounts: at least one, positive, ascending.
+        seconds: at these, at least 0.
+
+    Raises:
+        ValueError: if lengths differ, amounts do not ascend, or a number is outside its range.
+
+    Example:
+        >>> curve = Curve((1_000, 1_000_000), (1e-4, 2e-3))
+        >>> [round(curve(amount), 6) for amount in (0, 10, 500_500, 2_000_000)]
+        [0.0, 0.0001, 0.00105, 0.004]
+    """
+
+    amounts: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "amounts", tuple(self.amounts))
+        object.__setattr__(self, "seconds", tuple(self.seconds))
+        ascending = all(a < b for a, b in pairwise((0.0, *self.amounts)))
+        if not self.amounts or len(self.amounts) != len(self.seconds) or not ascending:
+            raise ValueError(
+                f"Expected ascending positive amounts and as many seconds but got {self.amounts} and {self.seconds}."
+            )
+        for value in self.seconds:
+            _check_number("seconds", value)
+
+    def __call__(self, amount: float) -> float:
+        """Seconds for this much.
+
+        Raises:
+            ValueError: if the amount is negative.
+        """
+        if amount <= 0:
+            _check_number("amount", amount)
+            return 0.0
+        if amount > self.amounts[-1]:
+            return self.seconds[-1] * amount / self.amounts[-1]
+        return float(np.interp(amount, self.amounts, self.seconds))
+
+    def __add__(self, other: Curve | Line) -> Curve:
+        """One after the other, for the same amount; exact at the amounts of both."""
+        amounts = sorted({*self.amounts, *(other.amounts if isinstance(other, Curve) else ())})
+        return Curve(tuple(amounts), tuple(self(amount) + other(amount) for amount in amounts))
+
+    __radd__ = __add__
+
+    def line(self) -> Line:
+        """The nearest straight line, see :meth:`Line.fit`."""
+        points = [(amount, taken) for amount, taken in zip(self.amounts, self.seconds, strict=True) if taken > 0]
+        if len(points) < 2:
+            return Line(points[0][1], 0.0) if points else NOTHING
+        return Line.fit(*zip(*points, strict=True))
 
 
 @dataclass(frozen=True)
@@ -294,7 +363,8 @@ class CostModel:
 
     Args:
         exchange: seconds by coordinates, for example from :class:`Network`.
-        selection: seconds by coordinates, for everything a rank does before it sends; nothing for dense training.
+        selection: seconds by coordinates, for everything a rank does before it sends; nothing for dense training. It
+            need not be a straight line.
         sorting: seconds for each of ``x log2 x``, at least 0; a full sort, with which OMGS-SGD models Top-k
             (2.19e-10 there).
 
@@ -313,13 +383,14 @@ class CostModel:
     """
 
     exchange: Line
-    selection: Line = NOTHING
+    selection: Line | Curve = NOTHING
     sorting: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("exchange", "selection"):
-            if not isinstance(getattr(self, name), Line):
-                raise ValueError(f"Expected {name} to be a Line but got {getattr(self, name)!r}.")
+        if not isinstance(self.exchange, Line):
+            raise ValueError(f"Expected exchange to be a Line but got {self.exchange!r}.")
+        if not isinstance(self.selection, (Line, Curve)):
+            raise ValueError(f"Expected selection to be a Line or a Curve but got {self.selection!r}.")
         _check_number("sorting", self.sorting, "a finite number of seconds of at least 0")
 
     def select_seconds(self, numel: int) -> float:

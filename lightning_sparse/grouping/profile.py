@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
-from lightning_sparse.grouping.cost import NOTHING, CostModel, Line, Network
+from lightning_sparse.grouping.cost import NOTHING, CostModel, Curve, Line, Network
 from lightning_sparse.grouping.merge import greedy_merge, iteration_seconds, optimal_merge
 
 Overlap = Literal["nothing", "transfer", "all"]
@@ -56,13 +56,13 @@ class GroupCost:
     """
 
     density: float
-    select: Line
-    process: Line
+    select: Line | Curve
+    process: Line | Curve
     transfer: Line
     traffic: tuple[Traffic, ...] = ()
 
     @property
-    def compute(self) -> Line:
+    def compute(self) -> Line | Curve:
         """All but the transfer."""
         return self.select + self.process
 
@@ -72,10 +72,12 @@ class GroupCost:
             return CostModel(NOTHING, self.compute + self.transfer)
         if overlap == "transfer":
             return CostModel(self.transfer, self.compute)
-        return CostModel(self.compute + self.transfer)
+        return CostModel(self.compute.line() + self.transfer)
 
     def on(self, network: Network) -> GroupCost:
-        """The same traffic on another network of as many ranks."""
+        """The same traffic on another network of as many ranks; unchanged where traffic is not known."""
+        if not self.traffic:
+            return self
         transfer = NOTHING
         for part in self.traffic:
             transfer += part.seconds(network)
@@ -90,12 +92,22 @@ class GroupCost:
         def line(a: Line, b: Line) -> Line:
             return Line(between(a.alpha, b.alpha), between(a.beta, b.beta))
 
+        def either(a: Line | Curve, b: Line | Curve) -> Line | Curve:
+            if isinstance(a, Line) and isinstance(b, Line):
+                return line(a, b)
+            amounts = sorted({x for one in (a, b) if isinstance(one, Curve) for x in one.amounts})
+            return Curve(tuple(amounts), tuple(between(a(x), b(x)) for x in amounts))
+
         return GroupCost(
             between(self.density, other.density),
-            line(self.select, other.select),
-            line(self.process, other.process),
+            either(self.select, other.select),
+            either(self.process, other.process),
             line(self.transfer, other.transfer),
         )
+
+
+def _from_dict(plain: dict[str, Any]) -> Line | Curve:
+    return Curve(**plain) if "amounts" in plain else Line(**plain)
 
 
 @dataclass(frozen=True)
@@ -244,8 +256,8 @@ class Profile:
             costs = [
                 GroupCost(
                     cost["density"],
-                    Line(**cost["select"]),
-                    Line(**cost["process"]),
+                    _from_dict(cost["select"]),
+                    _from_dict(cost["process"]),
                     Line(**cost["transfer"]),
                     tuple(Traffic(operation, calls, Line(**line)) for operation, calls, line in cost["traffic"]),
                 )

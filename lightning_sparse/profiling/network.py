@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from statistics import median
 
 import torch
 
 from lightning_sparse.collective import Collective
 from lightning_sparse.grouping.cost import NOTHING, Line, Network
-from lightning_sparse.profiling.together import measure
+from lightning_sparse.profiling.together import busy_processor, measure
 
 SMALLEST, LEAST, LARGEST = 1 << 10, 1 << 16, 1 << 28
 """Bytes: of the message that tells the price of a message, of the largest one at least, and at most."""
 ENOUGH = 1 << 20
 """Bytes from which the price of a byte stands out; small models are timed with such messages, too."""
-KEPT = 4
-"""Largest sizes that decide about the line; below them, links are often faster for a moment than they are for long."""
+KEPT = 2
+"""Largest sizes that tell the price of a byte; below them, links are often faster for a moment than for long."""
 
 
 def measure_network(
@@ -24,8 +25,9 @@ def measure_network(
     dtype: torch.dtype = torch.float32,
     most: int = 1 << 25,
     seconds: float = 4.0,
+    busy: bool = False,
 ) -> Network:
-    """Time all-reduces and all-gathers of growing sizes and put a line through each.
+    """Time all-reduces and all-gathers: a small one for the price of a message, large ones for the price of a byte.
 
     Ranks start each operation together and the slowest counts. Sizes grow fourfold up to what a model sends, or until
     time runs out, so that a slow link does not hold up training for long; small sizes alone would flatter links that
@@ -37,7 +39,11 @@ def measure_network(
         dtype: of gradients, for the all-reduce.
         most: bytes of the largest message that is of interest.
         seconds: about how long this may take.
+        busy: with every rank's processor at work, see :func:`~lightning_sparse.profiling.busy_processor`.
     """
+    if busy:
+        with busy_processor():
+            return measure_network(comm, device, dtype, most, seconds)
     if comm.world_size == 1:
         return Network(NOTHING, NOTHING, 1)
     lines: dict[str, Line] = {}
@@ -53,7 +59,8 @@ def measure_network(
             size *= 4
             if size > min(LARGEST, max(ENOUGH, most)) or (late and size > LEAST):
                 break
-        sizes = sorted(by_size)
-        points = [(float(s), t) for s in {sizes[0], *sizes[-KEPT:]} for t in by_size[s]]
-        lines[name] = Line.fit(*zip(*points, strict=True))
+        small = median(by_size.pop(SMALLEST))
+        large = sorted(by_size)[-KEPT:]
+        beta = max(0.0, median((median(by_size[size]) - small) / (size - SMALLEST) for size in large))
+        lines[name] = Line(max(0.0, small - beta * SMALLEST), beta)
     return Network(**lines, ranks=comm.world_size)

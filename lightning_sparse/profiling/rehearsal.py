@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.collective import Collective
 from lightning_sparse.exchanges import Exchange
-from lightning_sparse.grouping.cost import NOTHING, Line
+from lightning_sparse.grouping.cost import NOTHING, Curve, Line
 from lightning_sparse.grouping.profile import GroupCost, Traffic
 from lightning_sparse.memory import Memory
 from lightning_sparse.pipeline import init_group, reduce_group
@@ -124,7 +124,7 @@ def rehearse(
     repeats: int = 5,
     seconds: float = 0.5,
 ) -> GroupCost:
-    """Run some steps of groups of several sizes and put lines through the times.
+    """Run some steps of groups of several sizes: medians of computations, a line through the transfers.
 
     A step is what the engine does: from DDP's buckets into one vector, through the pipeline, and back.
     Ranks start each step together. Computation counts on the slowest rank. Of a transfer, the shortest time on any rank
@@ -171,10 +171,11 @@ def rehearse(
             step += 1
         by_size[numel] = samples
     every = [(numel, sample) for numel, samples in by_size.items() for sample in samples]
+    amounts = tuple(sorted(by_size))
     return GroupCost(
         density,
-        select=_line([(numel, sample.select) for numel, sample in every]),
-        process=_line([(numel, sample.process) for numel, sample in every]),
+        select=Curve(amounts, tuple(median(sample.select for sample in by_size[numel]) for numel in amounts)),
+        process=Curve(amounts, tuple(median(sample.process for sample in by_size[numel]) for numel in amounts)),
         transfer=_line([(numel, sample.transfer) for numel, sample in every]),
         traffic=_traffic(by_size),
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,3 +66,26 @@ def measure(
         if len(taken) > repeats:
             break
     return slowest(taken[1:], comm, device)
+
+
+@contextmanager
+def busy_processor() -> Iterator[None]:
+    """Keep this rank's processor at work meanwhile, as backward does where exchanges go on beside it.
+
+    Where ranks have to share processors, a message then waits until the other ranks' threads get their turn, which can
+    take several times as long as the message itself.
+    """
+    stop = threading.Event()
+
+    def work() -> None:
+        x = torch.ones(256, 256)
+        while not stop.is_set():
+            x @ x
+
+    thread = threading.Thread(target=work, name="busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

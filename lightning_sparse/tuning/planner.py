@@ -112,7 +112,9 @@ class Planner:
         comm, device, settings = engine.comm, engine.device, engine.settings
         layers, rest = timer.result(comm)
         dtype = next(iter(engine.parameters.values())).dtype
-        network = measure_network(comm, device, dtype, sum(p.nbytes for p in engine.parameters.values()))
+        beside = overlap(engine)
+        most = sum(p.nbytes for p in engine.parameters.values())
+        network = measure_network(comm, device, dtype, most, busy=beside == "transfer")
         sparse = sum(group.numel for group in engine.plan if not group.dense)
         costs = [
             rehearse(
@@ -127,7 +129,8 @@ class Planner:
             )
             for density in self._densities(settings)
         ]
-        beside = overlap(engine)
+        if beside == "transfer":
+            costs = [cost.on(network) for cost in costs]
         own = Profile(self._fingerprint, layers, rest, network, costs, beside, self._bucket_numels)
         # Sums of measurements may differ in their last digits: rank 0 decides.
         return Profile.from_dict(from_rank_zero(own.as_dict(), comm, device))

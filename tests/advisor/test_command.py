@@ -83,7 +83,8 @@ def test_options_reach_the_advisor_and_files_are_written(
         "data": "c.D",
     }
     files = sorted(path.name for path in (tmp_path / "x" / "y").iterdir())
-    assert files == ["advice.csv", "advice.md", "advice.png", "config.yaml"]
+    assert {"advice.csv", "advice.md", "advice.png", "config.yaml"} <= set(files)
+    assert len([name for name in files if name.startswith("config")]) == len(found.scenarios)
     shown = " ".join(capsys.readouterr().out.split())
     assert found.verdict() in shown
     assert "topk <- use this" in shown
@@ -212,7 +213,9 @@ def test_advice_for_two_devices_and_a_training_with_it(tmp_path: Path) -> None:
     options = ["--gbit", "1", "10", "--ranks", "8", "64", "--sparsifiers", "topk", "--densities", "0.01"]
     asked = run(str(scripts / "advise.py"), "advise", "--config", path, *options, "--steps=3", "--out=said")
     out = folder / "said"
-    assert sorted(file.name for file in out.iterdir()) == ["advice.csv", "advice.md", "advice.png", "config.yaml"]
+    configs = ["config.yaml", *(f"config-{n}-ranks-{rate}-gbit.yaml" for n in (8, 64) for rate in (1, 10))]
+    assert {file.name for file in out.iterdir()} == {"advice.csv", "advice.md", "advice.png", *configs}
+    assert all(f"/{name} (" in asked.stdout for name in configs)
     verdict = (out / "advice.md").read_text().splitlines()[0]
     assert verdict.startswith("- 2 ranks, measured: stay dense")
     assert verdict.removeprefix("- ") in asked.stdout

@@ -425,6 +425,20 @@ def test_a_16_bit_hook_is_preferred_where_no_sparsifier_is_5_percent_faster(hook
     assert chosen(predicted("fp16", 0.7), predicted("bf16", 0.8)) == ("fp16", 1.0)
 
 
+def test_where_hooks_are_ignored_they_do_not_stand_in_the_way() -> None:
+    rows = [predicted("dense", 1.0), predicted("bf16", 0.5), predicted("topk", 0.9)]
+    assert winner(rows, HERE, hooks=False).method == "topk"
+    assert winner(rows[:2], HERE, hooks=False).method == "dense"
+
+
+def test_other_groups_can_be_the_better_dense_way() -> None:
+    assert chosen(predicted("everything", 0.9, 1.0)) == ("everything", 1.0)
+    assert chosen(predicted("everything", 0.96, 1.0)) == ("dense", 1.0)
+    assert chosen(predicted("everything", 0.8, 1.0), predicted("topk", 0.77)) == ("everything", 1.0)
+    assert chosen(predicted("everything", 0.8, 1.0), predicted("topk", 0.75)) == ("topk", 0.01)
+    assert chosen(predicted("everything", 0.99, 1.0), predicted("topk", 0.94)) == ("topk", 0.01)
+
+
 def test_powersgd_is_never_chosen() -> None:
     assert chosen(predicted("powersgd", 0.1)) == ("dense", 1.0)
     assert chosen(predicted("powersgd", 0.1), predicted("topk", 0.9)) == ("topk", 0.01)

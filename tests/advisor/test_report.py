@@ -11,7 +11,15 @@ import pytest
 from lightning_sparse import grouping as groupings
 from lightning_sparse.advisor import Advice, Scenario
 from lightning_sparse.advisor.prediction import GROUPINGS, predict, scenarios
-from lightning_sparse.advisor.report import across, figure, markdown, overview, strategy_config, write_config, write_csv
+from lightning_sparse.advisor.report import (
+    across,
+    figure,
+    markdown,
+    overview,
+    strategy_config,
+    write_configs,
+    write_csv,
+)
 from tests.advisor.made_up import HERE, advice, measured, predicted
 
 THERE = Scenario(8, 1.0)
@@ -59,8 +67,12 @@ def test_the_table_of_all_networks() -> None:
     table = across(advice([*MIXED, predicted("topk", 1.4, scenario=THERE), predicted("bf16", 0.7, scenario=THERE)]))
     assert table.rows == [
         ["2 ranks, measured", "union_topk 0.01 (merge_below)", "10", "8.2", "0.80", "1.10", "0.97", "0.50"],
-        ["8 ranks, 1 Gbit/s", "dense, bf16", "10", "7", "1.40", "", "0.70", ""],
+        ["8 ranks, 1 Gbit/s", "stay dense", "10", "10", "1.40", "", "0.70", ""],
     ]
+    on_cuda = advice([predicted("topk", 1.4), predicted("bf16", 0.7)], kind="float32.cuda:0")
+    assert across(on_cuda).rows == [["2 ranks, measured", "dense, bf16", "10", "7", "1.40", "", "0.70", ""]]
+    in_groups = advice([predicted("topk", 1.4), predicted("everything", 0.7, 1.0, "layer")])
+    assert across(in_groups).rows == [["2 ranks, measured", "dense, layer", "10", "7", "1.40", "", "", ""]]
     assert across(advice([predicted("topk", 1.4)])).rows[0][1] == "stay dense"
     assert across(advice([predicted("fp16", 1.4)])).rows[0][4] == ""
 
@@ -71,10 +83,14 @@ def test_verdicts() -> None:
         "2 ranks, measured: union_topk at density 0.01, grouping merge_below, takes 0.82 times dense DDP's 10 ms a "
         "step (DDP with 16 bits: 0.97)."
     )
-    assert found.verdict(THERE) == (
-        "8 ranks, 1 Gbit/s: stay dense, with DDP's bf16 hook (0.70 times dense DDP's step): the fastest sparsifier, "
-        "topk at 0.01, takes 1.40 times dense DDP's 10 ms a step."
-    )
+    fastest = "The fastest sparsifier, topk at 0.01, takes 1.40 times dense DDP's 10 ms a step."
+    assert found.verdict(THERE) == f"8 ranks, 1 Gbit/s: stay dense. {fastest}"  # Lightning has hooks on CUDA only
+    on_cuda = advice([predicted("topk", 1.4), predicted("bf16", 0.7)], kind="float32.cuda:0")
+    hook = "stay dense, with DDP's bf16 hook (0.70 times dense DDP's 10 ms a step)"
+    assert on_cuda.verdict() == f"2 ranks, measured: {hook}. {fastest}"
+    in_groups = advice([predicted("topk", 1.4), predicted("everything", 0.7, 1.0, "layer")])
+    groups = "stay dense, with grouping layer (0.70 times dense DDP's 10 ms a step)"
+    assert in_groups.verdict() == f"2 ranks, measured: {groups}. {fastest}"
     assert advice([predicted("fp16", 1.4)]).verdict() == "2 ranks, measured: stay dense."
 
 
@@ -164,7 +180,7 @@ def given(**trainer: Any) -> dict[str, Any]:
 def test_a_configuration_for_each_grouping(trainer_of: Any, tmp_path: Path, name: str) -> None:
     path = tmp_path / "config.yaml"
     found = advice([predicted("shared_topk", 0.5, 0.003, name)])
-    write_config(found, path, given(max_steps=7))
+    write_configs(found, tmp_path, given(max_steps=7))
     assert path.read_text().startswith(f"# {found.verdict()}\n")
     trainer = trainer_of(path)
     strategy = trainer.strategy
@@ -173,6 +189,20 @@ def test_a_configuration_for_each_grouping(trainer_of: Any, tmp_path: Path, name
     assert strategy.settings.density(0) == 0.003
     assert strategy.grouping == groupings.GROUPINGS.resolve(name) == GROUPINGS[name]
     assert trainer.max_steps == 7
+
+
+def test_a_configuration_for_each_network(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
+    elsewhere = THERE._replace(gbit=None)
+    found = advice([predicted("topk", 1.5), *(predicted("dgc", 0.5, scenario=one) for one in (THERE, elsewhere))])
+    paths = write_configs(found, tmp_path, given())
+    assert [path.name for path in paths] == ["config.yaml", "config-8-ranks-1-gbit.yaml", "config-8-ranks.yaml"]
+    strategies = [yaml.safe_load(path.read_text())["trainer"]["strategy"] for path in paths]
+    assert strategies[0] == "ddp"
+    assert strategies[1] == strategies[2]
+    assert strategies[1]["init_args"]["sparsifier"] == "dgc"
+    for path, scenario in zip(paths, found.scenarios, strict=True):
+        assert path.read_text().startswith(f"# {found.verdict(scenario)}\n")
 
 
 @pytest.mark.parametrize("before", [None, "ddp", "auto", "sparse_ddp_dgc", {"class_path": "DDPStrategy"}])
@@ -202,9 +232,8 @@ STATIC = {"static_graph": True, "gradient_as_bucket_view": True, "broadcast_buff
 @pytest.mark.parametrize("best", ["dense", "bf16", "topk"])
 def test_what_ddp_is_told_stays(trainer_of: Any, tmp_path: Path, before: Any, kept: dict[str, Any], best: str) -> None:
     path = tmp_path / "config.yaml"
-    write_config(
-        advice([predicted("topk", 1.5), predicted(best, 0.5)], kind="float32.cuda:0"), path, given(strategy=before)
-    )
+    found = advice([predicted("topk", 1.5), predicted(best, 0.5)], kind="float32.cuda:0")
+    assert write_configs(found, tmp_path, given(strategy=before)) == [path]
     strategy = trainer_of(path).strategy
     package = "lightning_sparse.strategy.pytorch_lightning" if best == "topk" else "pytorch_lightning.strategies.ddp"
     assert type(strategy).__module__ == package
@@ -224,7 +253,7 @@ def test_other_sections_stay_as_they_were(tmp_path: Path) -> None:
     }
     for nested in (False, True):
         config = {"fit": before, "top": 5} if nested else before
-        write_config(advice([predicted("topk", 0.5)]), path, config)
+        write_configs(advice([predicted("topk", 0.5)]), tmp_path, config)
         after = yaml.safe_load(path.read_text())
         section = after["fit"] if nested else after
         assert section["trainer"].pop("strategy")["init_args"]["sparsifier"] == "topk"
@@ -237,5 +266,5 @@ def test_other_sections_stay_as_they_were(tmp_path: Path) -> None:
 
 def test_without_a_configuration_there_is_the_strategy(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
-    write_config(advice([predicted("topk", 1.5)]), tmp_path / "config.yaml")
+    write_configs(advice([predicted("topk", 1.5)]), tmp_path)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"trainer": {"strategy": "ddp"}}

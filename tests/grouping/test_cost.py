@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_sparse.grouping import CostModel, Line, Network
+from lightning_sparse.grouping import CostModel, Curve, Line, Network
 
 seconds = st.floats(0, 1e3)
 
@@ -174,7 +174,7 @@ def test_bad_prices_are_refused(value: float) -> None:
 def test_other_settings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Expected exchange to be a Line but got 1\.0"):
         CostModel(1.0)
-    with pytest.raises(ValueError, match="Expected selection to be a Line but got None"):
+    with pytest.raises(ValueError, match="Expected selection to be a Line or a Curve but got None"):
         CostModel(Line(1, 1), None)
     for ranks in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="Expected ranks to be a positive integer but got"):
@@ -260,3 +260,50 @@ def test_between_one_rank_nothing_is_known_and_nothing_takes_time() -> None:
             Network(Line(1, 1), Line(1, 1), ranks)
     with pytest.raises(ValueError, match="Expected bits_per_second to be a positive number but got 0"):
         NETWORK.between(4, 0)
+
+
+def test_a_curve_goes_through_what_was_measured() -> None:
+    curve = Curve((10, 100, 1000), (1.0, 2.0, 30.0))
+    for amount, seconds in [
+        (0, 0.0),
+        (1, 1.0),
+        (10, 1.0),
+        (55, 1.5),
+        (100, 2.0),
+        (550, 16.0),
+        (1000, 30.0),
+        (2000, 60.0),
+    ]:
+        assert curve(amount) == pytest.approx(seconds)
+    assert curve.line() == Line.fit(curve.amounts, curve.seconds)
+    assert Curve((5,), (2.0,)).line() == Line(2.0, 0.0)
+    assert Curve((5, 6), (0.0, 0.0)).line() == Line(0, 0)
+
+
+def test_curves_and_lines_add_up() -> None:
+    curve, other, line = Curve((10, 100), (1.0, 2.0)), Curve((20, 50, 100), (3.0, 5.0, 6.0)), Line(0.5, 0.1)
+    for amount in (3, 10, 20, 33, 50, 77, 100):
+        if amount >= 10:  # below its smallest amount, a curve is flat
+            assert (curve + line)(amount) == pytest.approx(curve(amount) + line(amount))
+            assert (line + curve)(amount) == pytest.approx(curve(amount) + line(amount))
+        assert (curve + other)(amount) == pytest.approx(curve(amount) + other(amount))
+    assert CostModel(Line(0, 1), curve).select_seconds(55) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("amounts", "seconds"),
+    [
+        ((), ()),
+        ((1, 2), (1,)),
+        ((2, 1), (1, 1)),
+        ((1, 1), (1, 1)),
+        ((0, 1), (1, 1)),
+        ((1,), (-1,)),
+        ((1,), (math.nan,)),
+    ],
+)
+def test_what_is_no_curve_is_refused(amounts: tuple[float, ...], seconds: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="Expected"):
+        Curve(amounts, seconds)
+    with pytest.raises(ValueError, match="Expected amount to be"):
+        Curve((1,), (1,))(-1)

@@ -134,7 +134,7 @@ def test_traffic_on_another_network_by_hand() -> None:
     by_hand = 2 * 30 + 6 * (8 + 500) + 100 + 4000 + 3 * 10 + 2 * (5 + 250)
     assert moved.transfer(x) == pytest.approx(by_hand)
     assert replace(moved, transfer=one.transfer) == one
-    assert cost(0.1, transfer=Line(3, 3)).on(network).transfer == NOTHING
+    assert cost(0.1, transfer=Line(3, 3)).on(network).transfer == Line(3, 3)  # nothing is known of what travels
 
 
 def drawn(generator: random.Random, count: int, overlap: str, buckets: tuple[float, float] = (0.0, 0.0)) -> Profile:

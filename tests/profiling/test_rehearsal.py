@@ -118,7 +118,7 @@ def test_what_ranks_ask_each_other_while_selecting_is_transfer(monkeypatch: pyte
     calls = {part.operation: part.calls for part in cost.traffic}
     assert calls["all_gather"] >= 2
     assert cost.transfer(1000) == pytest.approx(3e-3 * calls["all_gather"] + 7e-3 * calls["all_reduce"])
-    assert cost.select == cost.process == NOTHING
+    assert cost.compute(1000) == cost.compute(100_000) == 0
 
 
 @pytest.mark.parametrize(("alpha", "steps"), [(1e-4, 5), (0.15, 3), (100.0, 2)])
