@@ -15,8 +15,6 @@ SMALLEST, LEAST, LARGEST = 1 << 10, 1 << 16, 1 << 28
 """Bytes: of the message that tells the price of a message, of the largest one at least, and at most."""
 ENOUGH = 1 << 20
 """Bytes from which the price of a byte stands out; small models are timed with such messages, too."""
-KEPT = 2
-"""Largest sizes that tell the price of a byte; below them, links are often faster for a moment than for long."""
 
 
 def measure_network(
@@ -24,10 +22,10 @@ def measure_network(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     most: int = 1 << 25,
-    seconds: float = 4.0,
+    seconds: float = 8.0,
     busy: bool = False,
 ) -> Network:
-    """Time all-reduces and all-gathers: a small one for the price of a message, large ones for the price of a byte.
+    """Time all-reduces and all-gathers: a small one for the price of a message, a large one for the price of a byte.
 
     Ranks start each operation together and the slowest counts. Sizes grow fourfold up to what a model sends, or until
     time runs out, so that a slow link does not hold up training for long; small sizes alone would flatter links that
@@ -60,7 +58,7 @@ def measure_network(
             if size > min(LARGEST, max(ENOUGH, most)) or (late and size > LEAST):
                 break
         small = median(by_size.pop(SMALLEST))
-        large = sorted(by_size)[-KEPT:]
-        beta = max(0.0, median((median(by_size[size]) - small) / (size - SMALLEST) for size in large))
+        large = max(by_size)  # smaller ones are often faster for a moment than the link is for long
+        beta = max(0.0, (median(by_size[large]) - small) / (large - SMALLEST))
         lines[name] = Line(max(0.0, small - beta * SMALLEST), beta)
     return Network(**lines, ranks=comm.world_size)
