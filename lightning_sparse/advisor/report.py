@@ -11,6 +11,8 @@ from lightning_sparse.advisor.prediction import EVERYTHING, HALVED, Prediction, 
 from lightning_sparse.advisor.run import Advice, kept_settings
 from lightning_sparse.console import Table
 
+MARKERS = {"dense": "s", "fp16": "^", "bf16": "v", "powersgd": "D"}
+"""In the figure, of what comes with DDP."""
 SHOWN = 12
 """Rows of the table on the terminal; the file has all of them."""
 
@@ -114,14 +116,14 @@ def figure(advice: Advice, path: Path) -> None:
             names.setdefault(name, []).append(ratio)
     ordered = sorted(names, key=lambda name: sum(names[name]))
     colours = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
-    coloured = [name for name in ordered if name not in ("dense", "fp16", "bf16", "powersgd")][: len(colours)]
+    coloured = [name for name in ordered if name not in MARKERS][: len(colours)]
     for name in ordered:
         place = coloured.index(name) if name in coloured else None
-        builtin = name in ("dense", "fp16", "bf16", "powersgd")
+        builtin = name in MARKERS
         axes.plot(
             range(count),
             names[name],
-            marker="s" if builtin else "o",
+            marker=MARKERS.get(name, "o"),
             linestyle="--" if builtin else "-",
             color="#333333" if builtin else "#BBBBBB" if place is None else colours[place],
             zorder=1 if place is None and not builtin else 3,
@@ -129,6 +131,8 @@ def figure(advice: Advice, path: Path) -> None:
         )
     axes.axhline(1.0, color="#333333", linewidth=0.8)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_xticks(range(count), [scenario.label.replace(", ", "\n") for scenario in advice.scenarios])
     axes.set_ylabel("predicted step time / dense DDP")
     axes.set_title(
