@@ -159,7 +159,7 @@ def advise(
         config: a LightningCLI configuration, such as config.yaml in a run's log folder.
         ranks: other numbers of ranks to predict for; lists are written as in --ranks 8 64.
         gbit: rates of a link to predict for, in Gbit/s, as in --gbit 1 10 100.
-        sparsifiers: names such as topk; all but everything and random_k if left out.
+        sparsifiers: names such as topk; all but random_k if left out.
         densities: to predict for.
         model: import path of the LightningModule, if the configuration does not name its class.
         data: import path of the LightningDataModule, likewise.
@@ -200,10 +200,8 @@ def advise(
 
 def _tell(what: str, done: float) -> None:
     """Progress of profiling; a plain function, so that launchers can send it to other processes."""
-    end = "\r" if sys.stderr.isatty() else "\n"
-    print(
-        f"\x1b[2K[{done:4.0%}] {what}" if end == "\r" else f"[{done:4.0%}] {what}", end=end, file=sys.stderr, flush=True
-    )
+    start, end = ("\x1b[2K", "\r") if sys.stderr.isatty() else ("", "\n")
+    print(f"{start}[{done:4.0%}] {what}", end=end, file=sys.stderr, flush=True)
 
 
 COMMANDS: dict[str, Any] = {"simulate": simulate, "judge": judge, "advise": advise}

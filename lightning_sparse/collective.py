@@ -6,8 +6,10 @@ of one process (:func:`~lightning_sparse.simulate`) or one rank alone.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,9 @@ from torch.futures import Future
 
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+T = TypeVar("T")
 
 
 class Collective(Protocol):
@@ -173,18 +178,26 @@ class TorchCollective:
         return out
 
 
-class Metered:
-    """Counts the bytes that this rank puts on the wire, and passes everything on.
+class Observed(ABC):
+    """Passes every operation on, and lets a subclass look at it.
 
-    Ring algorithms are assumed, as in the papers. With b bytes given by each rank, an all-gather makes each rank send
-    ``(n - 1) b`` bytes, an all-reduce ``2 (n - 1) / n b``, a broadcast ``(n - 1) / n b`` on average over ranks and an
-    all-to-all ``(n - 1) / n b``. Sending on takes b from a rank that gives, nothing from one that only takes. What a
-    library really sends can differ (trees, shared memory).
+    Args:
+        comm: does the work.
     """
 
     def __init__(self, comm: Collective) -> None:
         self.comm = comm
-        self.bytes_sent = 0.0
+
+    @abstractmethod
+    def around(self, operation: str, x: Tensor, call: Callable[[], T], gives: bool = True) -> T:
+        """Run an operation and return what it gave.
+
+        Args:
+            operation: name of the method.
+            x: what this rank hands over; not to be read after the call.
+            call: the operation.
+            gives: False where this rank only takes.
+        """
 
     @property
     def rank(self) -> int:
@@ -197,29 +210,51 @@ class Metered:
         return self.comm.world_size
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Counted all-gather."""
-        self.bytes_sent += (self.world_size - 1) * x.nbytes
-        return self.comm.all_gather(x)
+        """Observed all-gather."""
+        return self.around("all_gather", x, lambda: self.comm.all_gather(x))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Counted all-reduce."""
-        self.bytes_sent += ring_all_reduce_bytes(x.nbytes, self.world_size)
-        return self.comm.all_reduce(x)
+        """Observed all-reduce."""
+        return self.around("all_reduce", x, lambda: self.comm.all_reduce(x))
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """Counted broadcast."""
-        self.bytes_sent += (self.world_size - 1) / self.world_size * x.nbytes
-        return self.comm.broadcast(x, src)
+        """Observed broadcast."""
+        return self.around("broadcast", x, lambda: self.comm.broadcast(x, src))
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Counted all-to-all."""
-        self.bytes_sent += (self.world_size - 1) / self.world_size * x.nbytes
-        return self.comm.all_to_all(x)
+        """Observed all-to-all."""
+        return self.around("all_to_all", x, lambda: self.comm.all_to_all(x))
 
     def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
-        """Counted where this rank gives."""
-        self.bytes_sent += 0 if to is None else x.nbytes
-        return self.comm.send_on(x, to, source)
+        """Observed sending on."""
+        return self.around("send_on", x, lambda: self.comm.send_on(x, to, source), gives=to is not None)
+
+
+class Metered(Observed):
+    """Counts the bytes that this rank puts on the wire, and passes everything on.
+
+    Ring algorithms are assumed, as in the papers. With b bytes given by each rank, an all-gather makes each rank send
+    ``(n - 1) b`` bytes, an all-reduce ``2 (n - 1) / n b``, a broadcast ``(n - 1) / n b`` on average over ranks and an
+    all-to-all ``(n - 1) / n b``. Sending on takes b from a rank that gives, nothing from one that only takes. What a
+    library really sends can differ (trees, shared memory).
+    """
+
+    def __init__(self, comm: Collective) -> None:
+        super().__init__(comm)
+        self.bytes_sent = 0.0
+
+    def around(self, operation: str, x: Tensor, call: Callable[[], T], gives: bool = True) -> T:
+        """Count, then pass on."""
+        n = self.world_size
+        if operation == "all_gather":
+            self.bytes_sent += (n - 1) * x.nbytes
+        elif operation == "all_reduce":
+            self.bytes_sent += ring_all_reduce_bytes(x.nbytes, n)
+        elif operation == "send_on":
+            self.bytes_sent += x.nbytes if gives else 0
+        else:
+            self.bytes_sent += (n - 1) / n * x.nbytes
+        return call()
 
 
 def ring_all_reduce_bytes(payload_bytes: float, world_size: int) -> float:

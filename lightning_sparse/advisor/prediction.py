@@ -25,6 +25,7 @@ from lightning_sparse.grouping import (
     make_plan,
     timeline,
 )
+from lightning_sparse.grouping.plan import DDP_BUCKET_MB, bucket_numels
 from lightning_sparse.types import Agreement
 
 GROUPINGS: dict[str, Grouping] = {
@@ -34,7 +35,6 @@ GROUPINGS: dict[str, Grouping] = {
     "model": Model(),
     "optimal_merge": OptimalMerge(),
 }
-DDP_BUCKET_MB = 25
 HALVED = ("fp16", "bf16")
 """DDP's hooks that send 16 bits of each value."""
 EVERYTHING = "everything"
@@ -124,27 +124,18 @@ class Measured:
         """Plain lists and numbers, for JSON."""
         return {
             "sizes": [list(size) for size in self.sizes],
-            "profile": self._profile([m.cost for m in self.methods[:1]], self.overlap).as_dict(),
-            "methods": [
-                [
-                    m.name,
-                    m.density,
-                    m.agreement.value,
-                    m.builtin,
-                    self._profile([m.cost], self.overlap).as_dict()["costs"][0],
-                ]
-                for m in self.methods
-            ],
+            "profile": self._profile(self.methods[0].cost).as_dict(),
+            "methods": [[m.name, m.density, m.agreement.value, m.builtin, m.cost.as_dict()] for m in self.methods],
         }
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Measured:
         """The inverse of :meth:`as_dict`."""
         first = Profile.from_dict(plain["profile"])
-        methods = []
-        for name, density, agreement, builtin, cost in plain["methods"]:
-            [one] = Profile.from_dict(plain["profile"] | {"costs": [cost]}).costs
-            methods.append(Method(name, density, Agreement(agreement), one, builtin))
+        methods = [
+            Method(name, density, Agreement(agreement), GroupCost.from_dict(cost), builtin)
+            for name, density, agreement, builtin, cost in plain["methods"]
+        ]
         return cls(
             [ParameterSize(*size) for size in plain["sizes"]],
             first.layers,
@@ -155,8 +146,8 @@ class Measured:
             methods,
         )
 
-    def _profile(self, costs: Sequence[GroupCost], overlap: Overlap) -> Profile:
-        return Profile("", self.layers, self.rest_seconds, self.network, costs, overlap, self.bucket_numels)
+    def _profile(self, cost: GroupCost) -> Profile:
+        return Profile("", self.layers, self.rest_seconds, self.network, [cost], self.overlap, self.bucket_numels)
 
     @property
     def on_cpu(self) -> bool:
@@ -170,12 +161,10 @@ class Measured:
 
     def step_seconds(self, method: Method, grouping: str) -> tuple[float, int]:
         """A whole step with a method's cost as it stands, and the number of groups."""
-        overlap: Overlap = self.overlap
-        profile = self._profile([method.cost], overlap)
+        profile = self._profile(method.cost)
         if method.builtin:  # DDP begins each of its buckets at once, and never waits for it in backward
-            element = self.sizes[0].element_size
-            buckets = (2**20 / element, DDP_BUCKET_MB * 2**20 / element)
-            profile = replace(profile, overlap="all" if overlap == "all" else "transfer", bucket_numels=buckets)
+            beside: Overlap = "all" if self.overlap == "all" else "transfer"
+            profile = replace(profile, overlap=beside, bucket_numels=bucket_numels(self.sizes, DDP_BUCKET_MB))
         rule = GROUPINGS[grouping]
         if isinstance(rule, OptimalMerge):
             rule = ProfiledMerge(profile, method.density)

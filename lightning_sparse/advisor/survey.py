@@ -16,11 +16,12 @@ from lightning_sparse.collective import Collective
 from lightning_sparse.density import check_density
 from lightning_sparse.exchanges import as_exchange
 from lightning_sparse.grouping import NOTHING, GroupCost, Line, Overlap, Traffic
+from lightning_sparse.grouping.plan import bucket_numels
 from lightning_sparse.hook import Engine
 from lightning_sparse.memory import Residual
 from lightning_sparse.profiling import BackwardTimer, from_rank_zero, measure, measure_network, rehearse, sizes_up_to
 from lightning_sparse.sparsifiers import SPARSIFIERS
-from lightning_sparse.tuning.planner import bucket_numels, overlap
+from lightning_sparse.tuning.planner import overlap
 from lightning_sparse.types import Agreement
 
 POWER_SGD_RANK = 4

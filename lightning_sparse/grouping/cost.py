@@ -75,6 +75,14 @@ class Line:
         return Line(self.alpha, self.beta * units)
 
     @classmethod
+    def through(cls, points: Sequence[tuple[float, float]]) -> Line:
+        """As :meth:`fit`, for any measurements: zeros are left out, and a single amount makes a constant."""
+        positive = [(amount, taken) for amount, taken in points if taken > 0]
+        if len({amount for amount, _ in positive}) < 2:
+            return cls(median(taken for _, taken in positive), 0.0) if positive else NOTHING
+        return cls.fit(*zip(*positive, strict=True))
+
+    @classmethod
     def fit(cls, amounts: Sequence[float], seconds: Sequence[float]) -> Line:
         """The line through measurements, with neither coefficient below 0, that outliers do not bend.
 
@@ -183,10 +191,7 @@ class Curve:
 
     def line(self) -> Line:
         """The nearest straight line, see :meth:`Line.fit`."""
-        points = [(amount, taken) for amount, taken in zip(self.amounts, self.seconds, strict=True) if taken > 0]
-        if len(points) < 2:
-            return Line(points[0][1], 0.0) if points else NOTHING
-        return Line.fit(*zip(*points, strict=True))
+        return Line.through(list(zip(self.amounts, self.seconds, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,8 @@ class Group(NamedTuple):
 
 
 MIB = 1 << 20
+DDP_BUCKET_MB = 25
+"""Size of DDP's buckets in MiB, where none is given."""
 LARGEST_GROUP = 2**31 - 2
 """Coordinates: indices travel as 32-bit words, and one of them stands for none."""
 
@@ -256,6 +258,12 @@ class ProfiledMerge(Grouping):
         return _join(layers, [part for group in groups for part in _split(group, numels)])
 
 
+def bucket_numels(sizes: Sequence[ParameterSize], delivery_mb: float, first_mb: float = 1.0) -> tuple[float, float]:
+    """Coordinates of DDP's first bucket, which is cut short, and of the others."""
+    element = sizes[0].element_size
+    return min(first_mb, delivery_mb) * MIB / element, delivery_mb * MIB / element
+
+
 def timeline(plan: Sequence[Group], profile: Profile) -> tuple[list[Group], Timeline]:
     """Sparsified groups in the order in which they are complete, and when.
 
@@ -302,7 +310,7 @@ def make_plan(
     parameters: Iterable[ParameterSize],
     grouping: Grouping | str = "bucket",
     dense: Sequence[str] = (),
-    bucket_cap_mb: float = 25,
+    bucket_cap_mb: float = DDP_BUCKET_MB,
 ) -> list[Group]:
     """Cut parameters into groups, in the order in which backward is expected to finish them.
 

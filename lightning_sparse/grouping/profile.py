@@ -105,6 +105,21 @@ class GroupCost:
             line(self.transfer, other.transfer),
         )
 
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists and numbers."""
+        return asdict(self) | {"traffic": [[part.operation, part.calls, asdict(part.nbytes)] for part in self.traffic]}
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Any]) -> GroupCost:
+        """The inverse of :meth:`as_dict`; KeyError or TypeError for anything else."""
+        return cls(
+            plain["density"],
+            _from_dict(plain["select"]),
+            _from_dict(plain["process"]),
+            Line(**plain["transfer"]),
+            tuple(Traffic(operation, calls, Line(**line)) for operation, calls, line in plain["traffic"]),
+        )
+
 
 def _from_dict(plain: dict[str, Any]) -> Line | Curve:
     return Curve(**plain) if "amounts" in plain else Line(**plain)
@@ -239,11 +254,8 @@ class Profile:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dictionaries, lists and numbers; for checkpoints and JSON."""
-        plain = asdict(self)
-        plain["layers"] = [list(layer) for layer in self.layers]
-        for cost, one in zip(plain["costs"], self.costs, strict=True):
-            cost["traffic"] = [[t.operation, t.calls, asdict(t.nbytes)] for t in one.traffic]
-        return plain
+        layers, costs = [list(layer) for layer in self.layers], [cost.as_dict() for cost in self.costs]
+        return asdict(self) | {"layers": layers, "costs": costs}
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Profile:
@@ -253,23 +265,13 @@ class Profile:
             ValueError: if something is missing or of another kind.
         """
         try:
-            costs = [
-                GroupCost(
-                    cost["density"],
-                    _from_dict(cost["select"]),
-                    _from_dict(cost["process"]),
-                    Line(**cost["transfer"]),
-                    tuple(Traffic(operation, calls, Line(**line)) for operation, calls, line in cost["traffic"]),
-                )
-                for cost in plain["costs"]
-            ]
             lines = {name: Line(**plain["network"][name]) for name in ("all_reduce", "all_gather")}
             return cls(
                 plain["fingerprint"],
                 [LayerTime(name, tuple(names), numel, seconds) for name, names, numel, seconds in plain["layers"]],
                 plain["rest_seconds"],
                 Network(**lines, ranks=plain["network"]["ranks"]),
-                costs,
+                [GroupCost.from_dict(cost) for cost in plain["costs"]],
                 plain["overlap"],
                 tuple(plain["bucket_numels"]),
             )

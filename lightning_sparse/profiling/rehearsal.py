@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_sparse.collective import Collective
+from lightning_sparse.collective import Collective, Observed
 from lightning_sparse.exchanges import Exchange
-from lightning_sparse.grouping.cost import NOTHING, Curve, Line
+from lightning_sparse.grouping.cost import Curve, Line
 from lightning_sparse.grouping.profile import GroupCost, Traffic
 from lightning_sparse.memory import Memory
 from lightning_sparse.pipeline import init_group, reduce_group
@@ -19,6 +19,8 @@ from lightning_sparse.profiling.together import gathered, slowest, start_togethe
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.statistics import Stamp
 from lightning_sparse.types import Context
+
+T = TypeVar("T")
 
 SMALLEST, LARGEST = 1 << 12, 1 << 24
 WARMUP = 3
@@ -44,61 +46,20 @@ class Message(NamedTuple):
     end: Stamp
 
 
-class Recorder:
-    """Passes everything on and notes what it was and when."""
+class Recorder(Observed):
+    """Notes what every operation was and when."""
 
     def __init__(self, comm: Collective, device: torch.device) -> None:
-        self.comm = comm
+        super().__init__(comm)
         self.device = device
         self.messages: list[Message] = []
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.comm.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.comm.world_size
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Recorded all-gather."""
-        begin = Stamp.now(self.device)
-        out = self.comm.all_gather(x)
-        self._note("all_gather", x.nbytes, begin)
-        return out
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """Recorded all-reduce."""
-        begin = Stamp.now(self.device)
-        out = self.comm.all_reduce(x)
-        self._note("all_reduce", x.nbytes, begin)
-        return out
-
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """Recorded broadcast."""
-        begin = Stamp.now(self.device)
-        out = self.comm.broadcast(x, src)
-        self._note("broadcast", x.nbytes, begin)
-        return out
-
-    def all_to_all(self, x: Tensor) -> Tensor:
-        """Recorded all-to-all."""
-        begin = Stamp.now(self.device)
-        out = self.comm.all_to_all(x)
-        self._note("all_to_all", x.nbytes, begin)
-        return out
-
-    def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
-        """Recorded sending on."""
-        begin = Stamp.now(self.device)
-        out = self.comm.send_on(x, to, source)
-        self._note("send_on", x.nbytes, begin)
-        return out
-
-    def _note(self, operation: str, nbytes: int, begin: Stamp) -> None:
+    def around(self, operation: str, x: Tensor, call: Callable[[], T], gives: bool = True) -> T:
+        """Stamps before and after."""
+        begin, nbytes = Stamp.now(self.device), x.nbytes
+        out = call()
         self.messages.append(Message(operation, nbytes, begin, Stamp.now(self.device)))
+        return out
 
 
 class Sample(NamedTuple):
@@ -176,17 +137,9 @@ def rehearse(
         density,
         select=Curve(amounts, tuple(median(sample.select for sample in by_size[numel]) for numel in amounts)),
         process=Curve(amounts, tuple(median(sample.process for sample in by_size[numel]) for numel in amounts)),
-        transfer=_line([(numel, sample.transfer) for numel, sample in every]),
+        transfer=Line.through([(numel, sample.transfer) for numel, sample in every]),
         traffic=_traffic(by_size),
     )
-
-
-def _line(points: Sequence[tuple[float, float]]) -> Line:
-    """Through what is not zero."""
-    positive = [(amount, value) for amount, value in points if value > 0]
-    if len({amount for amount, _ in positive}) < 2:
-        return Line(median(value for _, value in positive), 0.0) if positive else NOTHING
-    return Line.fit(*zip(*positive, strict=True))
 
 
 def _gradients(numel: int, dtype: torch.dtype, device: torch.device, rank: int) -> Tensor:
@@ -230,5 +183,5 @@ def _traffic(by_size: dict[int, list[Sample]]) -> tuple[Traffic, ...]:
             (numel, float(median(sample.traffic.get(name, (0, 0))[1] for sample in samples)))
             for numel, samples in by_size.items()
         ]
-        parts.append(Traffic(name, sum(calls) / len(calls), _line(points)))
+        parts.append(Traffic(name, sum(calls) / len(calls), Line.through(points)))
     return tuple(parts)

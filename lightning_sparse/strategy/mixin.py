@@ -17,7 +17,7 @@ from lightning_sparse.attach import attach, check_fallback
 from lightning_sparse.density import DensitySchedule
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.grouping import GROUPINGS, Grouping
-from lightning_sparse.grouping.plan import MIB
+from lightning_sparse.grouping.plan import DDP_BUCKET_MB, MIB
 from lightning_sparse.hook import Engine, Settings, Tuner
 from lightning_sparse.memory import Memory
 from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
@@ -33,8 +33,6 @@ DDP_KEYWORDS = (
 CHECKPOINT_KEY = "lightning_sparse"
 """Where checkpoints keep what belongs to this package."""
 OWN_KEYWORDS = ("sparsifier", "density", "memory", "exchange", "grouping", "dense", "executor", "fallback")
-DDP_BUCKET_MB = 25
-"""DDP's default."""
 DELIVERIES = 32
 """Buckets in which DDP hands over a large model, where exchanges go on beside backward: more cost more calls."""
 HALF_HOUR = timedelta(minutes=30)

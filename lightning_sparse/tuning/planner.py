@@ -27,7 +27,7 @@ from lightning_sparse.grouping import (
     make_plan,
     timeline,
 )
-from lightning_sparse.grouping.plan import MIB
+from lightning_sparse.grouping.plan import bucket_numels
 from lightning_sparse.hook import Engine, Settings
 from lightning_sparse.profiling import BackwardTimer, from_rank_zero, gathered, measure_network, rehearse, sizes_up_to
 
@@ -183,12 +183,6 @@ def overlap(engine: Engine) -> Overlap:
     neighbours = int((gathered([here], engine.comm, engine.device) == here).sum())
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return "all" if processors >= neighbours * (torch.get_num_threads() + 1) else "transfer"
-
-
-def bucket_numels(sizes: Sequence[ParameterSize], delivery_mb: float, first_mb: float = 1.0) -> tuple[float, float]:
-    """Coordinates of DDP's first bucket, which is cut short, and of the others."""
-    element = sizes[0].element_size
-    return min(first_mb, delivery_mb) * MIB / element, delivery_mb * MIB / element
 
 
 def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:
