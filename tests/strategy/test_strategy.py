@@ -61,7 +61,7 @@ def test_density_1_trains_like_ddp(two_ranks: Ranks, package: str, case: str) ->
     plain = two_ranks(fit_ddp, package, keywords, layers, options)
     for sparsifier in ("topk", "exdyna"):
         chosen = {"sparsifier": sparsifier, "density": 1.0, **keywords}
-        # Bit for bit: two ranks, see tests/test_hook.py.
+        # Bit for bit: two ranks, see tests/hook/test_engine.py.
         for (parameters, calls, _), reference in zip(
             two_ranks(fit, package, chosen, layers, options), plain, strict=True
         ):

@@ -319,7 +319,7 @@ def train(
 
 @pytest.mark.parametrize("executor", ["inline", "thread"])
 def test_density_1_trains_like_plain_ddp(two_ranks: Ranks, executor: str) -> None:
-    # Bit for bit, see tests/test_hook.py; in all modes and at all changes between them.
+    # Bit for bit, see tests/hook/test_engine.py; in all modes and at all changes between them.
     layouts: list[dict[str, Any]] = [
         {},
         {"gradient_as_bucket_view": True},

@@ -1,4 +1,4 @@
-"""From DDP's buckets to groups, through the pipeline, and back. Streams, threads and futures live only here.
+"""From DDP's buckets to groups, through the pipeline, and back.
 
 DDP hands over gradients in buckets whose composition changes after the first iteration. The engine keeps groups of its
 own over parameter names: a group runs as soon as its last piece has arrived, and a bucket is answered as soon as all
@@ -7,63 +7,24 @@ groups with a piece in it have run. *When and where* a group runs is up to an ex
 
 from __future__ import annotations
 
-import hashlib
-import queue
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
 
-from lightning_sparse.collective import Collective, Metered, TorchCollective, ring_all_reduce_bytes
-from lightning_sparse.density import Constant, DensitySchedule, as_schedule
-from lightning_sparse.exchanges import Dense, Exchange, as_exchange
+from lightning_sparse.collective import TorchCollective, ring_all_reduce_bytes
 from lightning_sparse.grouping import Group
-from lightning_sparse.kernels import static_shapes
-from lightning_sparse.memory import Memory, NoMemory, as_memory
-from lightning_sparse.pipeline import init_group, reduce_group
-from lightning_sparse.sparsifiers import SPARSIFIERS, Everything, Sparsifier
-from lightning_sparse.statistics import Stamp, Statistics, residual_norm, summarize, summarize_direct
-from lightning_sparse.types import Context, GroupState
-
-EXECUTORS = ("auto", "inline", "thread")
-
-
-class Settings(NamedTuple):
-    """What the user chose, checked and resolved."""
-
-    sparsifier: Sparsifier
-    density: DensitySchedule
-    memory: Memory
-    exchange: Exchange
-    executor: str
-
-    @classmethod
-    def check(
-        cls,
-        sparsifier: Sparsifier | str,
-        density: float | DensitySchedule,
-        memory: Memory | None,
-        exchange: Exchange | str | None,
-        executor: str,
-    ) -> Settings:
-        """Resolve names and check that the parts go together.
-
-        Raises:
-            ValueError: for an unknown name, a density outside (0, 1], something that is no memory, or an exchange that
-                does not accept the sparsifier.
-        """
-        resolved = SPARSIFIERS.resolve(sparsifier)
-        memory = as_memory(memory)
-        if executor not in EXECUTORS:
-            raise ValueError(f"Expected executor to be one of {', '.join(map(repr, EXECUTORS))}, but got {executor!r}.")
-        return cls(resolved, as_schedule(density), memory, as_exchange(exchange, resolved), executor)
+from lightning_sparse.hook.executors import Executor, Inline, Threaded
+from lightning_sparse.hook.running import Delivery, Running
+from lightning_sparse.hook.settings import Settings, check_equal_on_ranks
+from lightning_sparse.memory import NoMemory
+from lightning_sparse.statistics import Stamp, summarize, summarize_direct
+from lightning_sparse.types import Context
 
 
 class Tuner(Protocol):
@@ -105,7 +66,7 @@ class Engine:
         self._device = next(iter(parameters.values())).device
         self._used: set[str] | None = set() if watch_usage else None
         self._watchers = [
-            p.register_post_accumulate_grad_hook(_Watcher(name, self._used))  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(Watcher(name, self._used))  # type: ignore[no-untyped-call]
             for name, p in parameters.items()
             if self._used is not None
         ]
@@ -116,7 +77,7 @@ class Engine:
         threaded = settings.executor == "thread" or (
             settings.executor == "auto" and not on_cuda and comm.world_size > 1
         )
-        self._executor: Executor = _Threaded(self._device) if threaded else _Inline()
+        self._executor: Executor = Threaded(self._device) if threaded else Inline()
         self._exposed: Callable[[], float] = lambda: 0.0
         self._held_up_before = 0.0
         self._begun = False
@@ -145,7 +106,7 @@ class Engine:
     @property
     def beside_backward(self) -> bool:
         """Whether exchanges go on beside backward: on a stream or a thread of their own."""
-        return self._stream is not None or isinstance(self._executor, _Threaded)
+        return self._stream is not None or isinstance(self._executor, Threaded)
 
     @property
     def direct(self) -> bool:
@@ -226,11 +187,11 @@ class Engine:
         self._adopt(groups)
         self._direct = False
 
-    def _start(self, group: Group, flush: bool = False) -> _Running:
+    def _start(self, group: Group, flush: bool = False) -> Running:
         ctx = Context(self.step, self.settings.density(self.step), self.comm.rank, self.comm.world_size)
-        return _Running(group, self._parameters, self.settings, ctx, flush)
+        return Running(group, self._parameters, self.settings, ctx, flush)
 
-    def _adopt(self, groups: list[_Running]) -> None:
+    def _adopt(self, groups: list[Running]) -> None:
         self.groups = groups
         self._group_of = {p.name: group for group in groups for p in group.plan.parameters}
         self._model_numel = sum(g.plan.numel for g in groups if not g.plan.dense) or None
@@ -245,7 +206,7 @@ class Engine:
                 tuner.before_step(self)
         if self._direct:
             return self._pass_on(bucket)
-        delivery = _Delivery(buffer)
+        delivery = Delivery(buffer)
         for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
             name = self._names[id(parameter)]
             start = view.storage_offset() - buffer.storage_offset()
@@ -262,7 +223,7 @@ class Engine:
         """Where groups run."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _submit(self, group: _Running) -> None:
+    def _submit(self, group: Running) -> None:
         ctx = Context(
             step=self.step,
             density=group.density(self.step),
@@ -363,7 +324,7 @@ class Engine:
         return self.comm.all_reduce(x.to(self._device)).cpu() / self.comm.world_size
 
 
-class _Watcher:
+class Watcher:
     """Notes that a parameter's gradient was computed since the last synchronised backward."""
 
     def __init__(self, name: str, used: set[str]) -> None:
@@ -372,240 +333,3 @@ class _Watcher:
 
     def __call__(self, parameter: Tensor) -> None:
         self.used.add(self.name)
-
-
-class _Delivery:
-    """A bucket that waits for the groups that have a piece in it."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
-        self.future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        self.waiting: set[str] = set()
-
-    def done(self, group: str) -> None:
-        """A group has written its pieces."""
-        self.waiting.discard(group)
-        if not self.waiting:
-            self.future.set_result(self.buffer)
-
-
-class _Running:
-    """A group at work: its state, and the pieces of its gradient that have arrived."""
-
-    def __init__(
-        self,
-        plan: Group,
-        parameters: dict[str, Parameter],
-        settings: Settings,
-        first: Context,
-        flush: bool,
-    ) -> None:
-        self.plan = plan
-        self.spans = plan.offsets()
-        schedule = settings.density if plan.density is None else Constant(plan.density)
-        self.density = schedule.for_group()
-        # A group that becomes dense must be able to send what it remembers.
-        self.memory: Memory = settings.memory.for_dense() if plan.dense and not flush else settings.memory
-        self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
-        self.exchange: Exchange = Dense() if plan.dense else settings.exchange
-        example = parameters[plan.parameters[0].name]
-        self.device, self.dtype = example.device, example.dtype
-        self.state: GroupState = init_group(
-            plan.numel, self.dtype, self.device, first, memory=self.memory, sparsifier=self.sparsifier
-        )
-        self.statistics: Statistics | None = None
-        self.arrived: dict[str, tuple[_Delivery, int]] = {}
-        self._scratch: Tensor | None = None
-
-    @property
-    def remembers(self) -> bool:
-        """Whether anything of earlier gradients is left; waits for the device."""
-        return any(bool(vector.any()) for vector in self.memory.vectors(self.state.memory).values())
-
-    @property
-    def sent(self) -> bool:
-        """Whether nothing is remembered, or a valid step went by since the group was formed; waits for the device."""
-        stepped = self.state.counts is not None and bool((self.state.counts >= 0).all())
-        return stepped or not self.remembers
-
-    def carry(self, name: str, old: _Running) -> None:
-        """Take over what another group remembers of a parameter; a group without memory is only made of empty ones."""
-        if self.memory.vectors(self.state.memory):
-            self.memory.carry_(self.state.memory, self.spans[name], old.memory, old.state.memory, old.spans[name])
-
-    def receive(self, name: str, delivery: _Delivery, start: int) -> None:
-        """The gradient of a parameter lies in a bucket from ``start`` on."""
-        self.arrived[name] = (delivery, start)
-        delivery.waiting.add(self.plan.name)
-
-    @property
-    def complete(self) -> bool:
-        """All pieces are here."""
-        return len(self.arrived) == len(self.plan.parameters)
-
-    def run(self, ctx: Context, comm: Collective, used: list[bool] | None) -> None:
-        """Exchange the group and answer the buckets.
-
-        Args:
-            ctx: the step.
-            comm: the ranks.
-            used: which parameters took part in this backward on this rank; None: all did, on all ranks.
-        """
-        untouched: list[slice] = []
-        asking = Metered(comm)
-        if used is not None:
-            flags = torch.tensor(used, dtype=torch.uint8, device=self.device)
-            # DDP itself waits for the device in this mode, to learn which parameters no rank used.
-            anywhere = asking.all_gather(flags).amax(0).tolist()
-            untouched = [span for span, touched in zip(self.spans.values(), anywhere, strict=True) if not touched]
-        if len(untouched) < len(self.spans):
-            flat, in_place = self._gather()
-            aside = self._set_aside(flat, untouched)
-            self.state, statistics = reduce_group(
-                flat,
-                self.state,
-                ctx,
-                memory=self.memory,
-                sparsifier=self.sparsifier,
-                exchange=self.exchange,
-                comm=comm,
-            )
-            self.statistics = statistics._replace(bytes_sent=statistics.bytes_sent + asking.bytes_sent)
-            self.density.observe(ctx.step, flat[: self.plan.numel])
-            self._bring_back(flat, untouched, aside)
-            if not in_place:
-                for span, piece in self._pieces():
-                    piece.copy_(flat[span])
-        arrived, self.arrived = self.arrived, {}
-        for delivery in dict.fromkeys(delivery for delivery, _ in arrived.values()):
-            delivery.done(self.plan.name)
-
-    def residual_norm(self) -> float:
-        """Euclidean norm of this rank's residual; waits for the device."""
-        return residual_norm(self.memory.residual(self.state.memory))
-
-    def _pieces(self) -> list[tuple[slice, Tensor]]:
-        pieces = []
-        for name, span in self.spans.items():
-            delivery, start = self.arrived[name]
-            pieces.append((span, delivery.buffer[start : start + span.stop - span.start]))
-        return pieces
-
-    def _gather(self) -> tuple[Tensor, bool]:
-        """The flat gradient: a view of the bucket if it lies there in one run (CPU), else a copy with a spare slot."""
-        first, begin = self.arrived[self.plan.parameters[0].name]
-        in_one_run = all(
-            delivery is first and start == begin + self.spans[name].start
-            for name, (delivery, start) in self.arrived.items()
-        )
-        if in_one_run and not static_shapes(self.device):
-            return first.buffer[begin : begin + self.plan.numel], True
-        if self._scratch is None:
-            self._scratch = torch.zeros(self.plan.numel + 1, dtype=self.dtype, device=self.device)
-        for span, piece in self._pieces():
-            self._scratch[span].copy_(piece)
-        return self._scratch, False
-
-    def _set_aside(self, flat: Tensor, untouched: list[slice]) -> tuple[list[Tensor], list[Tensor]]:
-        """Keep parameters that no rank used out of this step.
-
-        Their slot in the bucket holds zeros or an old average, which must neither be accumulated nor changed; and DDP
-        throws the result for them away, so that nothing of their residual may be sent.
-        """
-        grads = [flat[span].clone() for span in untouched]
-        for span in untouched:
-            flat[span].zero_()
-        return grads, self.memory.set_aside_(self.state.memory, untouched)
-
-    def _bring_back(self, flat: Tensor, untouched: list[slice], aside: tuple[list[Tensor], list[Tensor]]) -> None:
-        grads, memory = aside
-        for span, grad in zip(untouched, grads, strict=True):
-            flat[span].copy_(grad)
-        self.memory.bring_back_(self.state.memory, untouched, memory)
-
-
-class Executor(Protocol):
-    """Decides when and where groups run; always one after another, in the order in which they were submitted."""
-
-    blocked_seconds: float
-    """Time that backward was held up since this was last set to zero."""
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run a job now or later."""
-
-    def drain(self) -> None:
-        """Return when all jobs have run; raise what a job raised."""
-
-    def close(self) -> None:
-        """End."""
-
-
-class _Inline:
-    """Inside the hook."""
-
-    def __init__(self) -> None:
-        self.blocked_seconds = 0.0
-
-    def submit(self, job: Callable[[], None]) -> None:
-        begin = time.perf_counter()
-        job()
-        self.blocked_seconds += time.perf_counter() - begin
-
-    def drain(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class _Threaded:
-    """On one communication thread, while autograd goes on."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.blocked_seconds = 0.0
-        self._device = device
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="sparse-exchange", daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
-    def drain(self) -> None:
-        begin = time.perf_counter()
-        self._jobs.join()
-        self.blocked_seconds += time.perf_counter() - begin
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-    def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join(timeout=10)
-
-    def _work(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        while (job := self._jobs.get()) is not None:
-            try:
-                if self._error is None:
-                    job()
-            except BaseException as error:  # raised again in drain(), on the thread that trains
-                self._error = error
-            finally:
-                self._jobs.task_done()
-        self._jobs.task_done()
-
-
-def check_equal_on_ranks(what: Any, comm: Collective, device: torch.device) -> None:
-    """Raise on all ranks if they were not given the same."""
-    digest = hashlib.sha256(repr(what).encode()).digest()[:8]
-    own = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
-    digests = comm.all_gather(own).flatten().tolist()
-    if len(set(digests)) > 1:
-        differ = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        raise RuntimeError(
-            f"The ranks disagree: rank(s) {differ} have other settings or other parameters than rank 0. Every rank "
-            f"must build the same model and the same sparsifier settings. Here, on rank {comm.rank}: {what[0]}."
-        )

@@ -1,0 +1,85 @@
+"""When and where groups run: inside DDP's hook, or on a communication thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Executor(Protocol):
+    """Decides when and where groups run; always one after another, in the order in which they were submitted."""
+
+    blocked_seconds: float
+    """Time that backward was held up since this was last set to zero."""
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job now or later."""
+
+    def drain(self) -> None:
+        """Return when all jobs have run; raise what a job raised."""
+
+    def close(self) -> None:
+        """End."""
+
+
+class Inline:
+    """Inside the hook."""
+
+    def __init__(self) -> None:
+        self.blocked_seconds = 0.0
+
+    def submit(self, job: Callable[[], None]) -> None:
+        begin = time.perf_counter()
+        job()
+        self.blocked_seconds += time.perf_counter() - begin
+
+    def drain(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Threaded:
+    """On one communication thread, while autograd goes on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.blocked_seconds = 0.0
+        self._device = device
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name="sparse-exchange", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def drain(self) -> None:
+        begin = time.perf_counter()
+        self._jobs.join()
+        self.blocked_seconds += time.perf_counter() - begin
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(timeout=10)
+
+    def _work(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self._error is None:
+                    job()
+            except BaseException as error:  # raised again in drain(), on the thread that trains
+                self._error = error
+            finally:
+                self._jobs.task_done()
+        self._jobs.task_done()
