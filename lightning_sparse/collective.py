@@ -7,7 +7,8 @@ of one process (:func:`~lightning_sparse.simulate`) or one rank alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -21,6 +22,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 T = TypeVar("T")
+
+
+class LostRankError(RuntimeError):
+    """Another rank ended, failed or did not come in time, so that this one cannot go on."""
 
 
 class Collective(Protocol):
@@ -68,6 +73,8 @@ class TorchCollective:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
+        self.timeout: timedelta | None = None
+        """How long this rank waits for the others; None: the group's default."""
         self._owned = False
         self._averages: bool | None = None
         alone = not (dist.is_available() and dist.is_initialized())
@@ -85,7 +92,30 @@ class TorchCollective:
             ranks = dist.get_process_group_ranks(group)
             made = cls(dist.new_group(ranks, timeout=timeout, use_local_synchronization=True))
         made._owned = True
+        made.timeout = timeout
         return made
+
+    @contextmanager
+    def _together(self, operation: str) -> Iterator[None]:
+        """Say what it means when a collective fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            waited = f" within {self.timeout.total_seconds():.6g} s" if self.timeout else ""
+            raise LostRankError(
+                f"Rank {self.rank} lost another rank in {operation}: it has ended or failed, or did not come{waited}. "
+                f"The first error is the one to look at, most likely another rank's. Here: {error}"
+            ) from error
+
+    def abort(self) -> None:
+        """Let the others know at once that this rank cannot go on: their collectives fail, instead of waiting for it.
+
+        Only for a group of its own, see :meth:`of_its_own`; a shared one stays as it is.
+        """
+        if self._owned and self.group is not None and dist.is_initialized():
+            if dist.get_backend(self.group) == "nccl":
+                self.group.abort()  # would otherwise be waited for
+            self.close()
 
     def close(self) -> None:
         """Give the group back if it was made by :meth:`of_its_own`."""
@@ -111,13 +141,15 @@ class TorchCollective:
             return x.unsqueeze(0)
         x = x.contiguous()
         out = x.new_empty(self.world_size * x.numel())
-        _all_gather(out, x.view(-1), group=self.group)
+        with self._together("all_gather"):
+            _all_gather(out, x.view(-1), group=self.group)
         return out.view(self.world_size, *x.shape)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.world_size > 1:
-            dist.all_reduce(x, group=self.group)
+            with self._together("all_reduce"):
+                dist.all_reduce(x, group=self.group)
         return x
 
     def start_average(self, x: Tensor, wait: bool = False) -> Future[Tensor]:
@@ -153,7 +185,8 @@ class TorchCollective:
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """What rank ``src`` gave, in place."""
         if self.world_size > 1:
-            dist.broadcast(x, group=self.group, group_src=src)
+            with self._together("broadcast"):
+                dist.broadcast(x, group=self.group, group_src=src)
         return x
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -161,7 +194,8 @@ class TorchCollective:
         if self.world_size == 1:
             return x
         out = torch.empty_like(x)
-        dist.all_to_all_single(out, x.contiguous(), group=self.group)
+        with self._together("all_to_all"):
+            dist.all_to_all_single(out, x.contiguous(), group=self.group)
         return out
 
     def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
@@ -173,8 +207,9 @@ class TorchCollective:
             moves.append(dist.P2POp(dist.isend, x, group=self.group, group_peer=to))
         if out is not None:
             moves.append(dist.P2POp(dist.irecv, out, group=self.group, group_peer=source))
-        for move in dist.batch_isend_irecv(moves) if moves else []:
-            move.wait()
+        with self._together("send_on"):
+            for move in dist.batch_isend_irecv(moves) if moves else []:
+                move.wait()
         return out
 
 

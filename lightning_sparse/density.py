@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,8 +66,21 @@ class GroupDensity:
         """Density in (0, 1] at a step."""
         return self.schedule(step)
 
-    def observe(self, step: int, update: Tensor) -> None:
-        """Take note of a step's update, (numel,); NaN throughout if the step was void."""
+    def observe(self, step: int, update: Tensor, void: Tensor | None = None) -> None:
+        """Take note of a step's update, (numel,).
+
+        Args:
+            step: its number.
+            update: NaN throughout if this group's gradient was not finite.
+            void: () whether the step counts for nothing; None: only if the update is NaN.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been learned from the updates, as plain data and tensors on the CPU."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Go on where another one of the same schedule and group was."""
 
 
 @dataclass(frozen=True)
@@ -237,12 +251,30 @@ class AccordionDensity(GroupDensity):
         fresh = latest > 0 and step < milestones[latest - 1] + self.schedule.interval
         return float(self.schedule.high if self.critical or fresh else self.schedule.low)
 
-    def observe(self, step: int, update: Tensor) -> None:
+    def observe(self, step: int, update: Tensor, void: Tensor | None = None) -> None:
         """Add the update up."""
         self.seen.add(self(step))
         if self.total is None:
             self.total = torch.zeros_like(update, dtype=torch.promote_types(update.dtype, torch.float32))
-        self.total.add_(torch.nan_to_num(update, nan=0.0))
+        update = torch.nan_to_num(update, nan=0.0)
+        self.total.add_(update if void is None else update.masked_fill(void, 0.0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The interval so far, and what the next one will be compared with."""
+        return {
+            "total": None if self.total is None else self.total.to("cpu", copy=True),
+            "number": self.number,
+            "seen": sorted(self.seen),
+            "before": list(self.before.items()),
+            "critical": self.critical,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Go on within an interval."""
+        self.total = None if state["total"] is None else state["total"].to(device, copy=True)
+        self.number, self.seen = state["number"], set(state["seen"])
+        self.before = dict(state["before"])
+        self.critical = state["critical"]
 
     def _decide(self) -> None:
         """Compare the interval that is over with the one before it."""

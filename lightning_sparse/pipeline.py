@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -63,36 +61,94 @@ def reduce_group(
     Returns:
         The next state and what happened.
     """
+    after, statistics, void = exchange_group(
+        grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, comm=comm
+    )
+    return take_back(state, after, void, memory), statistics
+
+
+def exchange_group(
+    grad: Tensor,
+    state: GroupState,
+    ctx: Context,
+    *,
+    memory: Memory,
+    sparsifier: Sparsifier,
+    exchange: Exchange,
+    comm: Collective,
+    scale: Tensor | None = None,
+) -> tuple[GroupState, Statistics, Tensor]:
+    """As :func:`reduce_group`, but a step that is void is left for :func:`take_back`: other groups decide, too.
+
+    Args:
+        grad: as there.
+        state: as there.
+        ctx: as there.
+        memory: as there.
+        sparsifier: as there.
+        exchange: as there.
+        comm: as there.
+        scale: () factor that the loss was multiplied by; what is remembered is free of it, the average has it again.
+
+    Returns:
+        The next state, what happened, and () whether a gradient of this group was not finite on any rank.
+    """
     comm = Metered(comm)
     ctx = ctx._replace(counts=state.counts, union=state.union, gather=comm.all_gather)
     begin = Stamp.now(grad.device)
+    if scale is not None:
+        grad.div_(scale)
     acc = memory.accumulate_(state.memory, grad, ctx)
     finite = all_finite(acc)
     fill_if_(acc, ~finite, 0.0)  # a rank in trouble takes part in the survey like the others
     selection, selector = sparsifier.select(acc[:-1], state.selector, ctx)
     selected = Stamp.now(grad.device)
     update = exchange(*_raise_alarm(acc, selection, finite), ctx, comm)
-    values = update.values.to(grad.dtype)
-    void = ~all_finite(values)  # also where an average is too large for the gradient's dtype
-    memory.forget_(state.memory, update, void)
+    values, sent = _as_gradient(update.values, grad.dtype, scale)
+    void = ~all_finite(values if values.dtype == acc.dtype else update.values)  # narrow ones are held in their range
+    memory.forget_(state.memory, update)
     if grad.dtype != acc.dtype:
-        memory.keep_(state.memory, update, update.values - values, void)
+        memory.keep_(state.memory, update, update.values - sent)
     _scatter_(grad, update, values)
     fill_if_(grad, void, float("nan"))
     stamps = begin, selected, Stamp.now(grad.device)
     numel = acc.numel() - 1
     statistics = measure(grad, numel, sparsifier.agreement, selection, update, ctx, comm.bytes_sent, stamps)
-    return _next_state(state, selector, update, void), statistics
+    return GroupState(state.memory, selector, update.counts, update.union), statistics, void
 
 
-def _next_state(state: GroupState, selector: Any, update: Update, void: Tensor) -> GroupState:
-    counts, union = state.counts, state.union
+def take_back(before: GroupState, after: GroupState, void: Tensor, memory: Memory) -> GroupState:
+    """The state that counts: the one before the step if it is void, the one after it otherwise.
+
+    Args:
+        before: what the step began with.
+        after: what it ended with; the memory's own state is one and the same object in both.
+        void: () whether the step counts for nothing, equal on all ranks.
+        memory: whose it is.
+    """
+    memory.undo_(after.memory, void)
+    counts, union = before.counts, before.union
     if counts is None and static_shapes(void.device):
-        counts, union = torch.full_like(update.counts, -1), torch.full_like(update.union, -1)
-    before = GroupState(None, state.selector, counts, union)
-    after = GroupState(None, selector, update.counts, update.union)
-    kept: GroupState = choose(void, before, after)
-    return kept._replace(memory=state.memory)
+        assert after.counts is not None and after.union is not None
+        counts, union = torch.full_like(after.counts, -1), torch.full_like(after.union, -1)
+    old = GroupState(None, before.selector, counts, union)
+    new = GroupState(None, after.selector, after.counts, after.union)
+    kept: GroupState = choose(void, old, new)
+    return kept._replace(memory=after.memory)
+
+
+def _as_gradient(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The average in the gradient's dtype and scale, and what of it that is without the scale.
+
+    A value beyond the dtype's range is sent as far as the range goes: the step counts, and the rest follows.
+    """
+    if scale is not None:
+        values = values * scale
+    if dtype != values.dtype:
+        limit = torch.finfo(dtype).max
+        values = values.clamp(-limit, limit)
+    values = values.to(dtype)
+    return values, values if scale is None else values / scale
 
 
 def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> tuple[Tensor, Selection]:

@@ -32,6 +32,7 @@ QUANTITIES: Mapping[str, str] = {
     "select_ms": "milliseconds from the gradient to the selection, a survey among ranks included; mean over ranks",
     "exchange_ms": "milliseconds from the selection to the new gradient; mean over ranks",
     "exposed_ms": "milliseconds that backward stood still for it, slowing down beside it not counted; mean over ranks",
+    "void_steps": "steps so far that counted for nothing, because a gradient was not finite on some rank",
     "direct": "1 where gradients are averaged as DDP does, because fallback='dense' found that faster; else 0",
 }
 """Logged names (under ``sparse/``) and what they mean; all but bytes and times over the sparsified groups only."""
@@ -130,6 +131,7 @@ def summarize(
     residual_norms: Sequence[float],
     exposed_ms: float,
     mean_over_ranks: Callable[[Tensor], Tensor],
+    void_steps: int = 0,
 ) -> dict[str, float]:
     """The logged quantities of a step, over all groups and ranks.
 
@@ -138,6 +140,7 @@ def summarize(
         residual_norms: Euclidean norm of each group's residual on this rank.
         exposed_ms: milliseconds that this rank's backward waited.
         mean_over_ranks: averages a float64 vector; called once.
+        void_steps: so far.
 
     Returns:
         Names of :data:`QUANTITIES` to numbers; equal on all ranks. ``threshold`` is missing where no group has one.
@@ -172,6 +175,7 @@ def summarize(
         "select_ms": select_ms,
         "exchange_ms": exchange_ms,
         "exposed_ms": exposed_ms,
+        "void_steps": float(void_steps),
         "direct": 0.0,
     }
     if thresholds:
@@ -180,7 +184,10 @@ def summarize(
 
 
 def summarize_direct(
-    dense_bytes: float, residual_norms: Sequence[float], mean_over_ranks: Callable[[Tensor], Tensor]
+    dense_bytes: float,
+    residual_norms: Sequence[float],
+    mean_over_ranks: Callable[[Tensor], Tensor],
+    void_steps: int = 0,
 ) -> dict[str, float]:
     """The logged quantities of a step in which DDP averaged everything by itself; nobody looked at the clock.
 
@@ -188,6 +195,7 @@ def summarize_direct(
         dense_bytes: what a dense ring all-reduce sends.
         residual_norms: Euclidean norm of each group's residual on this rank.
         mean_over_ranks: averages a float64 vector; called once.
+        void_steps: so far, but for those of such steps, which nobody looks at.
     """
     norm = torch.tensor([math.hypot(*residual_norms)], dtype=torch.float64)
     return {
@@ -197,5 +205,6 @@ def summarize_direct(
         "residual_norm": float(mean_over_ranks(norm)),
         "bytes_sent": dense_bytes,
         "traffic_ratio": 1.0,
+        "void_steps": float(void_steps),
         "direct": 1.0,
     }

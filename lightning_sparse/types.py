@@ -11,7 +11,7 @@ indices have a spare slot there, so that no mask is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -56,6 +56,9 @@ class Context(NamedTuple):
     """() int64: different coordinates in the previous step's update; None or -1 like ``counts``."""
     model_numel: int | None = None
     """Coordinates of all sparsified groups together; None where only this group is known."""
+    parameters: Sequence[tuple[slice, Tensor]] | None = None
+    """Where the parameters of the group lie in it, and they themselves; None where there is no model, or where the
+    memory does not read them."""
     gather: Callable[[Tensor], Tensor] = alone
     """Share a small tensor while selecting: ``(*shape)`` on each rank becomes ``(n, *shape)`` on all. Every rank must
     call it equally often with equal shapes."""

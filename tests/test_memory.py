@@ -36,11 +36,11 @@ every_memory = pytest.mark.parametrize("memory", MEMORIES, ids=repr)
 
 @pytest.fixture(params=["host", "static"], autouse=True)
 def formulation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of committing a step, the second without looking at the flag."""
+    """Both ways of taking a step back, the second without looking at the flag."""
     if request.param == "static":
         memories = [module for name, module in sys.modules.items() if name.startswith("lightning_sparse.memory")]
         asking = [module for module in memories if "static_shapes" in vars(module)]
-        assert len(asking) == 4
+        assert len(asking) == 3
         for module in asking:
             monkeypatch.setattr(module, "static_shapes", lambda device: True)
 
@@ -91,7 +91,7 @@ def test_accumulating_changes_nothing_that_is_remembered(memory: ls.Memory) -> N
         before = snapshot(memory, state)
         memory.accumulate_(state, noise(1, 5, seed=seed, dtype=torch.float32)[0], CTX)
         assert snapshot(memory, state) == before
-        memory.forget_(state, release([1, 3]), GO)
+        memory.forget_(state, release([1, 3]))
     assert isinstance(memory, NoMemory) or all(any(bits) for bits in before.values())
 
 
@@ -104,7 +104,7 @@ def test_the_spare_slot_is_zero_whatever_was_there(memory: ls.Memory) -> None:
         assert bool(acc[:2].isfinite().all())
         assert acc[2] == 0
         acc[2] = float("nan")
-        memory.forget_(state, release([0, 2, 2]), GO)
+        memory.forget_(state, release([0, 2, 2]))
 
 
 @every_memory
@@ -115,7 +115,8 @@ def test_a_gradient_that_is_not_finite_shows_in_the_accumulator(memory: ls.Memor
         acc = memory.accumulate_(state, torch.tensor([0.0, spoilt, 0.0]), CTX)
         assert not bool(acc.isfinite().all())
         acc.fill_(float("nan"))
-        memory.forget_(state, release([1]), VOID)
+        memory.forget_(state, release([1]))
+        memory.undo_(state, VOID)
 
 
 @every_memory
@@ -129,13 +130,34 @@ def test_a_void_step_leaves_no_trace(memory: ls.Memory, rest: Update) -> None:
             spoilt = gradient.clone()
             spoilt[2] = float("nan")
             memory.accumulate_(disturbed, spoilt, CTX).fill_(float("nan"))
-            memory.forget_(disturbed, rest, VOID)
-            memory.keep_(disturbed, rest, torch.full_like(rest.values, float("nan")), VOID)
+            memory.forget_(disturbed, rest)
+            memory.keep_(disturbed, rest, torch.full_like(rest.values, float("nan")))
+            memory.undo_(disturbed, VOID)
             assert snapshot(memory, disturbed) == before
         accs = [memory.accumulate_(state, gradient.clone(), CTX).clone() for state in (disturbed, calm)]
         assert torch.equal(*accs)
         for state in (disturbed, calm):
-            memory.forget_(state, release([seed % 4]), GO)
+            memory.forget_(state, release([seed % 4]))
+            memory.undo_(state, GO)
+        assert snapshot(memory, disturbed) == snapshot(memory, calm)
+
+
+@every_memory
+def test_a_committed_step_can_be_taken_back(memory: ls.Memory) -> None:
+    """The gradient was fine here; another group's was not."""
+    disturbed, calm = (memory.init(4, CPU, torch.float32) for _ in range(2))
+    for seed in range(6):
+        gradient = noise(1, 4, seed=seed, dtype=torch.float32)[0]
+        if seed % 2:
+            memory.accumulate_(disturbed, 3 * gradient, CTX)
+            memory.forget_(disturbed, release([3, 1, 0]))
+            memory.keep_(disturbed, release([2]), torch.tensor([0.5]))
+            memory.undo_(disturbed, VOID)
+        accs = [memory.accumulate_(state, gradient.clone(), CTX).clone() for state in (disturbed, calm)]
+        assert torch.equal(*accs)
+        for state in (disturbed, calm):
+            memory.forget_(state, release([seed % 4]))
+            memory.undo_(state, GO)
         assert snapshot(memory, disturbed) == snapshot(memory, calm)
 
 
@@ -144,13 +166,13 @@ def test_spans_set_aside_are_empty_until_they_are_brought_back(memory: ls.Memory
     state, spans = memory.init(5, CPU, torch.float32), [slice(0, 1), slice(2, 4)]
     for seed in range(3):
         memory.accumulate_(state, noise(1, 5, seed=seed, dtype=torch.float32)[0], CTX)
-        memory.forget_(state, release([seed]), GO)
+        memory.forget_(state, release([seed]))
     before = {name: vector.clone() for name, vector in memory.vectors(state).items()}
     aside = memory.set_aside_(state, spans)
     # A step in between goes on without them, and swaps buffers.
     acc = memory.accumulate_(state, torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0]), CTX)
     assert acc[[0, 2, 3]].tolist() == [0.0, 0.0, 0.0]
-    memory.forget_(state, release([1]), GO)
+    memory.forget_(state, release([1]))
     memory.bring_back_(state, spans, aside)
     for name, vector in memory.vectors(state).items():
         for span in spans:
@@ -172,7 +194,7 @@ def test_narrow_gradients_enter_wide_accumulators(memory: ls.Memory) -> None:
         assert narrow.dtype == torch.float32
         torch.testing.assert_close(narrow, wide, rtol=2.0**-6 if clips else 0, atol=2.0**-7 if clips else 0)
         for state in states:
-            memory.forget_(state, release([1, 4]), GO)
+            memory.forget_(state, release([1, 4]))
 
 
 @every_memory
@@ -196,7 +218,7 @@ def test_accumulate_adds_the_gradient() -> None:
 def test_a_residual_that_decays_counts_less_from_step_to_step() -> None:
     memory, state = Residual(decay=0.5), remembering(8.0, 4.0)
     assert memory.accumulate_(state, torch.tensor([1.0, 1.0]), CTX).tolist() == [5.0, 3.0, 0.0]
-    memory.forget_(state, release([1]), GO)
+    memory.forget_(state, release([1]))
     assert residual(state) == [5.0, 0.0]
     assert memory.accumulate_(state, torch.tensor([0.0, 0.0]), CTX).tolist() == [2.5, 0.0, 0.0]
 
@@ -207,9 +229,9 @@ def test_a_narrow_gradient_enters_a_wide_accumulator_exactly() -> None:
     assert Residual().accumulate_(state, grad, CTX).tolist() == [1.0 + 2.0**-20, 3.0, 0.0]
 
 
-def step(state: FeedbackState, grad: list[float], what: Update, void: Tensor = GO) -> list[float]:
+def step(state: FeedbackState, grad: list[float], what: Update) -> list[float]:
     Residual().accumulate_(state, torch.tensor(grad), CTX)
-    Residual().forget_(state, what, void)
+    Residual().forget_(state, what)
     return residual(state)
 
 
@@ -236,10 +258,10 @@ def test_what_a_cast_of_the_average_lost_is_added_once_for_each_coordinate() -> 
     state = remembering(1.0, 2.0, 3.0)
     rounding = torch.tensor([0.25, 0.5, 0.5, 7.0])
     # Coordinate 2 appears twice with the same value, and coordinate 3 is the padding index.
-    Residual().keep_(state, update([0, 2, 2, 3], [9.0] * 4, sent=[0]), rounding, GO)
+    Residual().keep_(state, update([0, 2, 2, 3], [9.0] * 4, sent=[0]), rounding)
     assert residual(state) == [1.25, 2.0, 3.5]
     assert Residual().accumulate_(state, torch.zeros(3), CTX).tolist() == [1.25, 2.0, 3.5, 0.0]
-    Residual().keep_(state, update(None, [9.0] * 3, sent=None), torch.tensor([1.0, 1.0, 1.0]), GO)
+    Residual().keep_(state, update(None, [9.0] * 3, sent=None), torch.tensor([1.0, 1.0, 1.0]))
     assert residual(state) == [2.25, 3.0, 4.5]
 
 
@@ -247,8 +269,8 @@ def test_no_memory_remembers_nothing() -> None:
     memory = NoMemory()
     state = memory.init(3, CPU, torch.float64)
     first = memory.accumulate_(state, torch.tensor([1.0, 2.0, 3.0]), CTX).tolist()
-    memory.forget_(state, update([0], [1.0], sent=[0]), GO)
-    memory.keep_(state, update([0], [1.0], sent=[0]), torch.tensor([5.0]), GO)
+    memory.forget_(state, update([0], [1.0], sent=[0]))
+    memory.keep_(state, update([0], [1.0], sent=[0]), torch.tensor([5.0]))
     aside = memory.set_aside_(state, [slice(0, 2)])
     memory.bring_back_(state, [slice(0, 2)], aside)
     assert first == [1.0, 2.0, 3.0, 0.0]
@@ -270,11 +292,11 @@ def test_the_low_pass_follows_its_formula(beta: float) -> None:
         assert acc[:-1].tolist() == pytest.approx(list(e + gradient), abs=1e-12)
         sent, released = np.zeros(7), rng.choice(7, 3, replace=False)
         sent[released] = (e + gradient)[released].round()  # on the wire
-        memory.forget_(state, wide(release(released.tolist(), sent[released].tolist())), GO)
+        memory.forget_(state, wide(release(released.tolist(), sent[released].tolist())))
         e = e + beta * (gradient - sent)
         assert residual(state) == pytest.approx(list(e), abs=1e-12)
         # What the cast of the mean loses counts like what was not sent.
-        memory.keep_(state, release([2]), torch.tensor([0.125], dtype=torch.float64), GO)
+        memory.keep_(state, release([2]), torch.tensor([0.125], dtype=torch.float64))
         e[2] += beta * 0.125
         assert residual(state) == pytest.approx(list(e), abs=1e-12)
 
@@ -285,7 +307,7 @@ def test_the_low_pass_at_1_is_the_residual() -> None:
         gradient = torch.randn(9, generator=torch.Generator().manual_seed(seed))
         for memory, state in zip((ls.LowPass(1.0), Residual()), states, strict=True):
             memory.accumulate_(state, gradient, CTX)
-            memory.forget_(state, release([seed, 8]), GO)
+            memory.forget_(state, release([seed, 8]))
         assert torch.equal(states[0].residual, states[1].residual)
 
 
@@ -330,7 +352,7 @@ def test_momentum_correction_follows_the_paper(nesterov: bool, masking: bool) ->
         places = sorted(rng.choice(6, rng.integers(0, 7), replace=False).tolist())
         values = [expected[j] if number % 3 else math.ceil(expected[j]) for j in places]
         plain.send(places, values)
-        memory.forget_(state, wide(release(places, None if number % 3 else [float(v) for v in values])), GO)
+        memory.forget_(state, wide(release(places, None if number % 3 else [float(v) for v in values])))
         assert residual(state) == pytest.approx(plain.v, abs=1e-12)
         assert memory.vectors(state)["momentum"][:-1].tolist() == pytest.approx(plain.u, abs=1e-12)
 
@@ -349,7 +371,7 @@ def test_without_masking_every_velocity_is_sent_or_kept(nesterov: bool) -> None:
         released = sorted(set(places))
         sent = sent.double()
         sent[released] += acc[released]
-        memory.forget_(state, release(released), GO)
+        memory.forget_(state, release(released))
         assert torch.equal(velocities, sent + state.residual[:-1])  # halves of multiples of 1/256: exact
 
 
@@ -371,7 +393,7 @@ def test_where_everything_is_sent_momentum_is_that_of_sgd(nesterov: bool, maskin
     for seed in range(20):
         theirs.grad = noise(1, 4, seed=seed)[0]
         acc = memory.accumulate_(state, theirs.grad.clone(), CTX)[:-1].clone()
-        memory.forget_(state, everything, GO)
+        memory.forget_(state, everything)
         sgd.step()
         with torch.no_grad():
             ours -= acc
@@ -383,7 +405,7 @@ def momentum_after(what: Update) -> list[float]:
     memory = ls.MomentumCorrection(0.5)
     state = memory.init(4, CPU, torch.float32)
     memory.accumulate_(state, torch.tensor([1.0, 2.0, 3.0, 4.0]), CTX)
-    memory.forget_(state, what, GO)
+    memory.forget_(state, what)
     return memory.vectors(state)["momentum"][:-1].tolist()
 
 
@@ -442,8 +464,8 @@ def test_a_clipping_memory_is_the_memory_inside_for_all_else() -> None:
     for seed in range(4):
         for memory, state in zip((clipping, plain), states, strict=True):
             memory.accumulate_(state, noise(1, 5, seed=seed, dtype=torch.float32)[0], CTX)
-            memory.forget_(state, release([seed]), GO)
-            memory.keep_(state, release([4]), torch.tensor([0.5]), GO)
+            memory.forget_(state, release([seed]))
+            memory.keep_(state, release([4]), torch.tensor([0.5]))
         assert snapshot(clipping, states[0]) == snapshot(plain, states[1])
         assert torch.equal(clipping.residual(states[0]), plain.residual(states[1]))
 
@@ -470,7 +492,7 @@ def adam_steps(kind: str, memory: ls.AdamCorrection, steps: int, **settings: Any
         theirs.grad = noise(1, 7, seed=seed)[0] * 10.0 ** (seed % 5 - 3)
         acc = memory.accumulate_(state, theirs.grad.clone(), CTX._replace(world_size=1))
         ours.grad = acc[:-1].clone()
-        memory.forget_(state, release(None), GO)
+        memory.forget_(state, release(None))
         adam.step()
         sgd.step()
     return ours.detach(), theirs.detach()
@@ -577,3 +599,75 @@ def test_a_parameter_group_with_momentum_of_its_own_is_noticed() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "momentum": m} for m in (0.0, 0.9)]
     with pytest.raises(ValueError, match="but got SGD with momentum"):
         ls.AdamCorrection().check_optimizer(torch.optim.SGD(groups, lr=0.1))
+
+
+# ---- WeightDecay
+
+
+def decayed(memory: ls.Memory, parameters: list[tuple[slice, Tensor]] | None, grad: list[float]) -> list[float]:
+    state = memory.init(len(grad), CPU, torch.float32)
+    return memory.accumulate_(state, torch.tensor(grad), CTX._replace(parameters=parameters))[:-1].tolist()
+
+
+def test_decay_is_added_to_the_gradients_of_matrices_and_vectors() -> None:
+    matrix, vector = torch.tensor([[8.0, -4.0]]), torch.tensor([16.0])
+    parameters = [(slice(0, 2), matrix), (slice(2, 3), vector)]
+    assert decayed(ls.WeightDecay(0.25), parameters, [1.0, 1.0, 1.0]) == [3.0, 0.0, 5.0]
+    assert decayed(ls.WeightDecay(0.25, min_ndim=2), parameters, [1.0, 1.0, 1.0]) == [3.0, 0.0, 1.0]
+    inside = ls.ClipByNorm(5.0, ls.WeightDecay(0.25, ls.Residual()))
+    assert decayed(inside, parameters, [30.0, 0.0, 40.0]) == pytest.approx(
+        [3 / CTX.world_size**0.5 + 2, -1, 4 / CTX.world_size**0.5 + 4]
+    )
+    assert matrix.tolist() == [[8.0, -4.0]]
+
+
+def test_decay_follows_the_order_of_memory_as_gradients_in_buckets_do() -> None:
+    parameter = torch.arange(2 * 3 * 2 * 2, dtype=torch.float32).view(2, 3, 2, 2)
+    last = parameter.to(memory_format=torch.channels_last)
+    expected = parameter.permute(0, 2, 3, 1).flatten().tolist()
+    assert decayed(ls.WeightDecay(1.0), [(slice(0, 24), last)], [0.0] * 24) == expected
+    gaps = torch.arange(12, dtype=torch.float32).view(3, 4)[:, ::2]
+    assert decayed(ls.WeightDecay(1.0), [(slice(0, 6), gaps)], [0.0] * 6) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+
+
+def test_decay_with_momentum_is_that_of_sgd() -> None:
+    memory, ours = ls.WeightDecay(0.125, ls.MomentumCorrection(0.5)), torch.zeros(4, dtype=torch.float64)
+    theirs = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    sgd = torch.optim.SGD([theirs], lr=0.5, momentum=0.5, weight_decay=0.125)
+    state = memory.init(4, CPU, torch.float64)
+    assert memory.reads_parameters and ls.ClipByNorm(1.0, memory).reads_parameters
+    for seed in range(8):
+        theirs.grad = noise(1, 4, seed=seed)[0]
+        ctx = CTX._replace(parameters=[(slice(0, 4), ours)])
+        acc = memory.accumulate_(state, theirs.grad.clone(), ctx)[:-1].clone()
+        memory.forget_(state, wide(release(None)))
+        sgd.step()
+        ours -= 0.5 * acc
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-14, atol=1e-14)
+
+
+def test_decay_needs_a_model_and_no_second_decay() -> None:
+    with pytest.raises(ValueError, match="WeightDecay needs the parameters of a model"):
+        decayed(ls.WeightDecay(0.1), None, [1.0])
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with pytest.warns(UserWarning, match="WeightDecay adds the decay.*SGD would apply its own"):
+        ls.WeightDecay(0.1).check_optimizer(torch.optim.SGD([parameter], 0.1, weight_decay=0.1))
+    ls.WeightDecay(0.1).check_optimizer(torch.optim.SGD([parameter], 0.1))
+    with pytest.warns(UserWarning, match="MomentumCorrection sends velocities"):
+        memory = ls.WeightDecay(0.1, ls.MomentumCorrection(0.9))
+        memory.check_optimizer(torch.optim.SGD([parameter], 0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"decay": -0.1}, "Expected decay to be a number of at least 0, but got -0.1"),
+        ({"decay": float("nan")}, "but got nan"),
+        ({"decay": True}, "but got True"),
+        ({"decay": 0.1, "min_ndim": -1}, "Expected min_ndim to be an integer of at least 0, but got -1"),
+        ({"decay": 0.1, "memory": "residual"}, "Expected memory to be a Memory"),
+    ],
+)
+def test_decays_that_make_no_sense_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ls.WeightDecay(**settings)

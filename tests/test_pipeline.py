@@ -8,7 +8,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.collective import TorchCollective
-from lightning_sparse.pipeline import init_group, reduce_group
+from lightning_sparse.pipeline import exchange_group, init_group, reduce_group
 from lightning_sparse.types import Context
 from tests.lockstep import Ranks, equal_states, noise
 
@@ -71,28 +71,40 @@ def test_finite_gradients_whose_sum_is_not_make_the_step_void(exchange: str) -> 
 
 
 @pytest.mark.parametrize("sparsifier", [ls.TopK(), ls.MiCRO()])
-def test_an_average_that_overflows_the_dtype_of_the_gradient_does_not_spoil_the_residual(
-    sparsifier: ls.Sparsifier,
-) -> None:
+def test_an_average_beyond_the_range_of_the_gradient_is_sent_in_parts(sparsifier: ls.Sparsifier) -> None:
     # float16 ends at 65504, the float32 accumulator does not. Coordinates wait while others are sent, one each step,
     # and are beyond float16 when their turn comes.
     ranks = Ranks(1, 8, sparsifier=sparsifier, density=0.125, dtype=torch.float16)
     gradient = torch.full((1, 8), 40_000.0, dtype=torch.float16)
-    outcomes = [ranks.step(gradient) for _ in range(3)]
-    assert [bool(torch.isfinite(outcome.averages).all()) for outcome in outcomes] == [True, False, False]
-    assert torch.equal(outcomes[0].averages[0].float() + outcomes[0].after[0], gradient[0].float())
-    for void in outcomes[1:]:
-        assert torch.equal(void.after[0], outcomes[0].after[0])
+    arrived = torch.zeros(8)
+    largest = 0.0
+    for step in range(40):
+        outcome = ranks.step(gradient if step < 4 else torch.zeros_like(gradient))
+        assert bool(torch.isfinite(outcome.averages).all())
+        largest = max(largest, float(outcome.averages.abs().max()))
+        arrived += outcome.averages[0].float()
+        assert torch.equal(arrived + outcome.after[0], torch.full((8,), 40_000.0 * min(step + 1, 4)))
+    assert largest == 65504
+    assert arrived.tolist() == [160_000.0] * 8
 
 
-def test_after_an_average_that_overflows_the_dtype_of_the_gradient_steps_count_again() -> None:
-    ranks = Ranks(1, 2, sparsifier=ls.TopK(), density=0.5, dtype=torch.float16)
-    ranks.step(torch.tensor([[60_000.0, 60_000.0]], dtype=torch.float16))  # sends coordinate 0, keeps 60 000 at 1
-    overflow = ranks.step(torch.tensor([[0.0, 60_000.0]], dtype=torch.float16))  # sends 120 000
-    assert not bool(torch.isfinite(overflow.averages).all())  # the loss scaler must see it
-    # What happens under a loss scaler: the scale is lowered until the sum fits.
-    later = ranks.step(torch.tensor([[1.0, -60_000.0]], dtype=torch.float16))
-    assert bool(torch.isfinite(later.averages).all())
+def test_a_step_is_void_in_the_units_of_a_scaled_loss_and_residuals_are_not() -> None:
+    state = init_group(2, torch.float32, CPU, ALONE, memory=ls.Residual(), sparsifier=ls.TopK())
+    parts = {"memory": ls.Residual(), "sparsifier": ls.TopK(), "exchange": ls.GatherPairs(), "comm": TorchCollective()}
+    ctx = ALONE._replace(density=0.5)
+    for scale, expected in ((1024.0, [3072.0, 0.0]), (2.0, [6.0, 0.0]), (0.5, [1.5, 0.0])):
+        grad = torch.tensor([3.0, 1.0]) * scale
+        state, _, void = exchange_group(grad, state, ctx, scale=torch.tensor(scale), **parts)
+        assert not void
+        assert grad.tolist() == expected
+    assert ls.Residual().residual(state.memory).tolist() == [0.0, 3.0]
+    # 2e38 fits into float32, and so does the average; four times as much does not.
+    *_, void = exchange_group(torch.tensor([2e38, 0.0]), state, ctx, scale=torch.tensor(1.0), **parts)
+    assert not void
+    state = init_group(2, torch.float32, CPU, ALONE, memory=ls.Residual(), sparsifier=ls.TopK())
+    ls.Residual().residual(state.memory).fill_(2e38)
+    *_, void = exchange_group(torch.tensor([1.0, 0.0]), state, ctx, scale=torch.tensor(4.0), **parts)
+    assert void
 
 
 def test_the_feedback_that_a_sparsifier_sees_are_the_counts_of_the_step_before() -> None:

@@ -1,15 +1,17 @@
 """From DDP's buckets to groups, through the pipeline, and back.
 
 DDP hands over gradients in buckets whose composition changes after the first iteration. The engine keeps groups of its
-own over parameter names: a group runs as soon as its last piece has arrived, and a bucket is answered as soon as all
-groups with a piece in it have run. *When and where* a group runs is up to an executor.
+own over parameter names: a group runs as soon as its last piece has arrived. When the last one has run, the step is
+concluded: if a gradient of any group was not finite on any rank, all groups take back what they did. Then the buckets
+are answered. *When and where* groups run is up to an executor.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -20,11 +22,16 @@ from torch.nn import Parameter
 from lightning_sparse.collective import TorchCollective, ring_all_reduce_bytes
 from lightning_sparse.grouping import Group
 from lightning_sparse.hook.executors import Executor, Inline, Threaded
+from lightning_sparse.hook.learning_rates import LearningRates
 from lightning_sparse.hook.running import Delivery, Running
 from lightning_sparse.hook.settings import Settings, check_equal_on_ranks
+from lightning_sparse.hook.verdict import Verdict
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.statistics import Stamp, summarize, summarize_direct
 from lightning_sparse.types import Context
+
+STATE_FORMAT = 1
+"""Of what :meth:`Engine.state_dict` gives; changed when its meaning does."""
 
 
 class Tuner(Protocol):
@@ -46,6 +53,7 @@ class Engine:
         settings: checked choices.
         comm: the ranks; the engine's own, closed with it.
         watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
+        frozen: parameters that need no gradient, by name.
     """
 
     def __init__(
@@ -55,15 +63,34 @@ class Engine:
         settings: Settings,
         comm: TorchCollective,
         watch_usage: bool = False,
+        frozen: Mapping[str, Parameter] | None = None,
     ) -> None:
         self.settings = settings
         self.comm = comm
-        self.step = 0
-        """Synchronised backward passes so far."""
         self.hook_calls = 0
+        self.void_steps = 0
+        """Exchanges so far that counted for nothing, because a gradient was not finite on some rank."""
+        self.void_streak = 0
+        """Of these, the latest ones without a step that counted."""
+        self.loss_scale: Callable[[], Tensor | None] = lambda: None
+        """() tensor that the loss is multiplied by, or None; asked in every backward."""
+        self._step = 0
+        self._verdict: Verdict | None = None
+        self._last_void = False
+        self._spoilt: set[str] = set()
+        self._touched: Callable[[], set[str]] = set
+        self._flushing = False
+        self.frozen = dict(frozen or {})
+        """Parameters of the model that needed no gradient when it was wrapped."""
+        self._parked: dict[str, dict[str, Tensor]] = {}
+        self._deliveries: list[Delivery] = []
+        self._firsts: dict[tuple[int, ...], Tensor] = {}
         self._closed = False
         self._names = {id(p): name for name, p in parameters.items()}
+        self._rates = LearningRates(self._names)
         self._device = next(iter(parameters.values())).device
+        self.run_id = self._agree_on_id()
+        """Equal on all ranks, and different for every engine."""
         self._used: set[str] | None = set() if watch_usage else None
         self._watchers = [
             p.register_post_accumulate_grad_hook(Watcher(name, self._used))  # type: ignore[no-untyped-call]
@@ -83,6 +110,56 @@ class Engine:
         self._begun = False
         self.tuners: list[Tuner] = []
         self._direct = False
+
+    def _agree_on_id(self) -> str:
+        number = torch.tensor([secrets.randbits(62)], device=self._device)
+        return f"{int(self.comm.broadcast(number, 0)):016x}"
+
+    @property
+    def step(self) -> int:
+        """Synchronised backward passes so far that counted; void ones do not, see :attr:`void`."""
+        self._hear_verdict()
+        return self._step
+
+    @property
+    def void(self) -> bool:
+        """Whether the latest exchange counted for nothing, because a gradient was not finite on some rank.
+
+        All ranks then hold NaN gradients, and residuals are as they were before. The optimizer must skip the step, as a
+        ``GradScaler`` does and as the strategies do with ``nonfinite="skip"``. On a device, asking waits for the
+        exchange; with ``nonfinite="nan"`` and no loss scale, nobody asks, and the answer there is always False.
+        """
+        self._hear_verdict()
+        return self._last_void
+
+    def drop_void(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Set gradients to None that a void step has left in this optimizer's parameters, so that it skips them.
+
+        Returns:
+            Whether there were any.
+        """
+        self._hear_verdict()
+        if not self._spoilt:
+            return False
+        dropped = False
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if self._names.get(id(parameter)) in self._spoilt:
+                    parameter.grad = None
+                    dropped = True
+        return dropped
+
+    def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Look at the optimizers that apply the averages; with ``lr_aware`` their rates are read in every step.
+
+        Raises:
+            ValueError: if one does not go with the memory or with ``lr_aware``.
+        """
+        chosen = list(optimizers)
+        for optimizer in chosen:
+            self.settings.memory.check_optimizer(optimizer)
+        if self.settings.lr_aware:
+            self._rates.follow(chosen)
 
     def tune(self, tuner: Tuner) -> None:
         """Let something look on, and change groups, at the start of every exchange; until the engine is closed."""
@@ -107,6 +184,11 @@ class Engine:
     def beside_backward(self) -> bool:
         """Whether exchanges go on beside backward: on a stream or a thread of their own."""
         return self._stream is not None or isinstance(self._executor, Threaded)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine has ended."""
+        return self._closed
 
     @property
     def direct(self) -> bool:
@@ -154,12 +236,12 @@ class Engine:
             >>> from torch.nn.parallel import DistributedDataParallel
             >>> from lightning_sparse.grouping import make_plan
             >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
-            >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+            >>> model = torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20))
             >>> engine = ls.attach(DistributedDataParallel(model), grouping="model")
             >>> sizes = [p for group in engine.plan for p in group.parameters][::-1]
             >>> engine.regroup(make_plan(sizes, "layer"))
             >>> [group.name for group in engine.plan]
-            ['1', '0']
+            ['1', '0', 'dense.bucket0']
             >>> engine.close()
             >>> dist.destroy_process_group()
         """
@@ -188,7 +270,8 @@ class Engine:
         self._direct = False
 
     def _start(self, group: Group, flush: bool = False) -> Running:
-        ctx = Context(self.step, self.settings.density(self.step), self.comm.rank, self.comm.world_size)
+        density = group.density or self.settings.density(self.step)
+        ctx = Context(self.step, density, self.comm.rank, self.comm.world_size)
         return Running(group, self._parameters, self.settings, ctx, flush)
 
     def _adopt(self, groups: list[Running]) -> None:
@@ -201,16 +284,15 @@ class Engine:
         self.hook_calls += 1
         buffer = bucket.buffer()
         if not self._begun:
-            self._begun = True
-            for tuner in self.tuners:
-                tuner.before_step(self)
+            self._begin()
         if self._direct:
             return self._pass_on(bucket)
         delivery = Delivery(buffer)
+        self._deliveries.append(delivery)
         for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
             name = self._names[id(parameter)]
             start = view.storage_offset() - buffer.storage_offset()
-            self._group_of[name].receive(name, delivery, start)
+            self._group_of[name].receive(name, delivery.add(name, start, view.numel()))
         begin = Stamp.now(self._device)
         for group in dict.fromkeys(self._group_of[self._names[id(p)]] for p in bucket.parameters()):
             if group.complete:
@@ -218,6 +300,31 @@ class Engine:
         if bucket.is_last():
             self._finish(begin)
         return delivery.future
+
+    def _begin(self) -> None:
+        """The first gradients of a step are here."""
+        self._begun = True
+        self._hear_verdict()
+        thawed = [name for name, p in self.frozen.items() if p.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"The parameter {thawed[0]} needs gradients now, and did not when DistributedDataParallel was built, "
+                "which therefore would not average them. Wrap the model again, attach a new engine and give it the "
+                "state_dict() of this one. (The strategies do so by themselves, between two steps.)"
+            )
+        with self._failing_together("before the first exchange"):
+            for tuner in self.tuners:
+                tuner.before_step(self)
+            if self.settings.lr_aware:
+                self._rescale()
+
+    def _rescale(self) -> None:
+        if not self._rates.known:
+            raise RuntimeError("lr_aware=True needs the optimizers: call engine.follow([optimizer]) before training.")
+        with self._on_stream():
+            for name, factor in self._rates.factors().items():
+                if (residual := self.residual(name)) is not None:
+                    residual.mul_(factor)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         """Where groups run."""
@@ -230,28 +337,82 @@ class Engine:
             rank=self.comm.rank,
             world_size=self.comm.world_size,
             model_numel=self._model_numel,
+            parameters=self._parameters_of(group) if self.settings.memory.reads_parameters else None,
         )
         used = None if self._used is None else [p.name in self._used for p in group.plan.parameters]
+        scale = self.loss_scale()
+        flush = self._flushing
         ready = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
         def job() -> None:
-            with self._on_stream():
+            with self._on_stream(), self._failing_together(f"in the exchange of group {group.plan.name!r}"):
                 if self._stream is not None and ready is not None:
                     self._stream.wait_event(ready)
-                group.run(ctx, self.comm, used)
+                group.run(ctx, self.comm, used, scale, flush)
 
         self._executor.submit(job)
 
+    @contextmanager
+    def _failing_together(self, where: str) -> Iterator[None]:
+        """An error on this rank ends the exchange for all: the others must not wait for it."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"sparse_ddp: {where}, step {self._step}, rank {self.comm.rank}")
+            self.comm.abort()
+            raise
+
+    def _parameters_of(self, group: Running) -> list[tuple[slice, Tensor]]:
+        return [(span, self._parameters[name].detach()) for name, span in group.spans.items()]
+
     def _finish(self, begin: Stamp) -> None:
         """The last bucket is here: backward has nothing left to compute, so nothing is lost by waiting."""
-        self._executor.drain()
-        incomplete = [group.plan.name for group in self.groups if group.arrived]
+        incomplete = [g.plan.name for g in self.groups if g.arrived and not g.complete]
         assert not incomplete, f"DDP delivered only some gradients of the groups {incomplete}"
+        deliveries, self._deliveries = self._deliveries, []
+        self._executor.submit(lambda: self._conclude(deliveries))
+        self._executor.drain()
+        with self._on_stream():
+            for delivery in deliveries:
+                delivery.future.set_result(delivery.buffer)
         self._exposed = self._measure_exposed(begin)
         self._end_step()
 
+    def _conclude(self, deliveries: Sequence[Delivery]) -> None:
+        """All groups have run: does the step count? What is not finite is so on all ranks, so that nothing is sent."""
+        with self._on_stream():
+            flags = [group.void for group in self.groups if group.void is not None]
+            void = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool, device=self._device)
+            untouched = {name for group in self.groups for name in group.untouched}
+            for group in self.groups:
+                group.conclude(void)
+            for delivery in deliveries:
+                delivery.spoil_(void, untouched, self._firsts)
+            asked = self.settings.nonfinite == "skip" or self.loss_scale() is not None
+            if self._stream is None or asked:
+                self._verdict = Verdict(void, self._stream)
+            else:
+                self._verdict = Verdict(torch.zeros((), dtype=torch.bool), None)
+        names = [name for delivery in deliveries for name in delivery.spans]
+        self._touched = lambda: set(names) - untouched
+
+    def _hear_verdict(self) -> None:
+        """Count the latest step, if that has not happened yet."""
+        if self._verdict is None:
+            return
+        self._last_void, self._verdict = bool(self._verdict), None
+        if self._last_void:
+            self.void_steps += 1
+            self.void_streak += 1
+            self._spoilt |= self._touched()
+            return
+        self._step += 1
+        self.void_streak = 0
+        self._flushing = False
+        if self._spoilt:
+            self._spoilt -= self._touched()
+
     def _end_step(self) -> None:
-        self.step += 1
         self._begun = False
         if self._used is not None:
             self._used.clear()
@@ -260,6 +421,7 @@ class Engine:
         """Average a bucket just as DDP does without a hook."""
         last = bucket.is_last()
         if last:
+            self._step += 1
             self._end_step()
         return self.comm.start_average(bucket.buffer(), wait=last)
 
@@ -281,21 +443,23 @@ class Engine:
         """
         if self._direct:
             sent = ring_all_reduce_bytes(sum(p.nbytes for p in self._parameters.values()), self.comm.world_size)
-            return summarize_direct(sent, [group.residual_norm() for group in self.groups], self._mean_over_ranks)
+            return summarize_direct(
+                sent, [group.residual_norm() for group in self.groups], self._mean_over_ranks, self.void_steps
+            )
         seen = [group for group in self.groups if group.statistics is not None]
         if not seen:
             return {}
         norms = [group.residual_norm() for group in seen]
         statistics = [group.statistics for group in seen if group.statistics is not None]
-        return summarize(statistics, norms, self._exposed(), self._mean_over_ranks)
+        return summarize(statistics, norms, self._exposed(), self._mean_over_ranks, self.void_steps)
 
     def group_summaries(self) -> dict[str, dict[str, float]]:
-        """Like :meth:`summary`, for each group by name; without ``exposed_ms``, which no single group causes."""
+        """Like :meth:`summary`, for each group by name; without ``exposed_ms`` and ``void_steps``, which they share."""
         summaries: dict[str, dict[str, float]] = {}
         for group in [] if self._direct else self.groups:
             if group.statistics is not None:
                 summary = summarize([group.statistics], [group.residual_norm()], 0.0, self._mean_over_ranks)
-                del summary["exposed_ms"]
+                del summary["exposed_ms"], summary["void_steps"]
                 summaries[group.plan.name] = summary
         return summaries
 
@@ -304,6 +468,108 @@ class Engine:
         group = self._group_of[name]
         residual = group.memory.residual(group.state.memory)
         return None if residual is None else residual[group.spans[name]]
+
+    def flush_next_step(self) -> None:
+        """Exchange everything densely in the next step that counts, so that no residual is left; on all ranks.
+
+        What a parameter remembers that the step does not use stays.
+        """
+        self._hear_verdict()  # of the step before, which is not the one that is meant
+        self._flushing = True
+
+    def take_pending(self) -> dict[str, Tensor]:
+        """What all ranks together have not sent yet, ``(1/n) sum_i residual_i``, and forget it; collective.
+
+        Outside backward. The momentum of memories that have one is kept. See :func:`~lightning_sparse.flush`, which
+        gives this to the optimizers.
+
+        Returns:
+            The pending average of each parameter that has a residual, of the parameter's shape and dtype.
+        """
+        pending = {}
+        with self._on_stream():
+            residuals = [group.memory.residual(group.state.memory) for group in self.groups]
+            have = torch.tensor([r is not None for r in residuals], dtype=torch.uint8, device=self._device)
+            anywhere = self.comm.all_gather(have).amax(0).tolist()
+            for group, residual, wanted in zip(self.groups, residuals, anywhere, strict=True):
+                if not wanted:
+                    continue
+                if residual is None:
+                    residual = torch.zeros(group.plan.numel, device=self._device, dtype=group.wide)
+                average = self.comm.all_reduce(residual.clone()) / self.comm.world_size
+                residual.zero_()
+                for name, span in group.spans.items():
+                    parameter = self._parameters[name]
+                    pending[name] = in_shape(average[span].to(parameter.dtype), parameter)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return pending
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that this rank needs to go on exactly where it is: plain data and tensors on the CPU; copies.
+
+        Every rank has its own: residuals differ. Take it between two steps, not within a backward. Where the number of
+        ranks has changed, see :func:`~lightning_sparse.merge_states`.
+
+        Returns:
+            ``step``, ``rank``, ``world_size``, ``settings``; ``parameters``: what is remembered of each, by name;
+            ``groups``: what sparsifiers and schedules have learned; ``rates``: latest learning rates (``lr_aware``).
+        """
+        if self._stream is not None:
+            self._stream.synchronize()
+        remembered = {name: self._group_of[name].remembered(name) for name in self._parameters}
+        return {
+            "format": STATE_FORMAT,
+            "step": self.step,
+            "rank": self.comm.rank,
+            "world_size": self.comm.world_size,
+            "settings": self.settings.algorithm,
+            "parameters": remembered | {name: dict(vectors) for name, vectors in self._parked.items()},
+            "groups": [group.state_dict() for group in self.groups],
+            "rates": dict(self._rates.latest),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on where an engine of the same model was; on all ranks, before the first step or between two steps.
+
+        What is remembered goes by names of parameters. What has been learned about groups is taken over where settings,
+        number of ranks and the group are the same; elsewhere it starts anew.
+
+        Args:
+            state: what :meth:`state_dict` gave on this rank, or :func:`~lightning_sparse.merge_states` made.
+
+        Returns:
+            Sentences about what did not fit; none where the two engines are alike.
+
+        Raises:
+            ValueError: if this is no such state.
+        """
+        if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
+            raise ValueError(f"Expected a state of format {STATE_FORMAT}, as Engine.state_dict() gives it.")
+        self._hear_verdict()
+        notes = []
+        self._step = state["step"]
+        self._rates.latest = dict(state["rates"])
+        given = dict(state["parameters"])
+        alike = state["settings"] == self.settings.algorithm and state["world_size"] == self.comm.world_size
+        if state["settings"] != self.settings.algorithm:
+            notes.append(f"The settings were {state['settings']}, and are {self.settings.algorithm}.")
+        learned = {group["name"]: group for group in state["groups"]} if alike else {}
+        groups = []
+        with self._on_stream():
+            for group in self.plan:
+                parts = {p.name: given.pop(p.name, {}) for p in group.parameters}
+                remembers = any(bool(vector.any()) for vectors in parts.values() for vector in vectors.values())
+                running = self._start(group, flush=remembers)
+                notes += running.load(parts, learned.get(group.name))
+                groups.append(running)
+        self._adopt(groups)
+        self._direct = False
+        self._parked = {name: vectors for name, vectors in given.items() if name in self.frozen}
+        notes += [f"There is no parameter {name} any more." for name in given if name not in self.frozen]
+        if self._stream is not None:
+            self._stream.synchronize()
+        return notes
 
     def close(self) -> None:
         """Stop the communication thread, give the process group back, stop watching parameters."""
@@ -333,3 +599,12 @@ class Watcher:
 
     def __call__(self, parameter: Tensor) -> None:
         self.used.add(self.name)
+
+
+def in_shape(flat: Tensor, parameter: Tensor) -> Tensor:
+    """A flat gradient in the parameter's shape, its coordinates in the order of memory, as in DDP's buckets."""
+    shaped = torch.empty_like(parameter, requires_grad=False)
+    if shaped.stride() != parameter.stride():  # overlapping, or with gaps
+        return flat.view(parameter.shape)
+    shaped.as_strided((flat.numel(),), (1,)).copy_(flat)
+    return shaped

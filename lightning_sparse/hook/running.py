@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.futures import Future
@@ -11,28 +14,48 @@ from lightning_sparse.collective import Collective, Metered
 from lightning_sparse.density import Constant
 from lightning_sparse.exchanges import Dense, Exchange
 from lightning_sparse.grouping import Group
+from lightning_sparse.hook.plain import from_plain, to_plain
 from lightning_sparse.hook.settings import Settings
 from lightning_sparse.kernels import static_shapes
 from lightning_sparse.memory import Memory
-from lightning_sparse.pipeline import init_group, reduce_group
+from lightning_sparse.pipeline import exchange_group, init_group, take_back
 from lightning_sparse.sparsifiers import Everything, Sparsifier
 from lightning_sparse.statistics import Statistics, residual_norm
 from lightning_sparse.types import Context, GroupState
 
 
 class Delivery:
-    """A bucket that waits for the groups that have a piece in it."""
+    """A bucket of DDP, to be answered in its own buffer when the step is over."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
         self.future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        self.waiting: set[str] = set()
+        self.spans: dict[str, slice] = {}
+        """Where the gradients of parameters lie."""
 
-    def done(self, group: str) -> None:
-        """A group has written its pieces."""
-        self.waiting.discard(group)
-        if not self.waiting:
-            self.future.set_result(self.buffer)
+    def add(self, name: str, start: int, numel: int) -> Tensor:
+        """The gradient of a parameter, from ``start`` on."""
+        self.spans[name] = slice(start, start + numel)
+        return self.buffer[start : start + numel]
+
+    def spoil_(self, void: Tensor, untouched: Set[str], firsts: dict[tuple[int, ...], Tensor]) -> None:
+        """Put NaN into the gradients of a step that is void, so that whoever looks at any of them knows.
+
+        Args:
+            void: () flag. On a device, where nobody knows whether it is set, one coordinate of each gradient has to do.
+            untouched: parameters whose gradient is not of this step.
+            firsts: first coordinates as tensors on the device, kept from step to step.
+        """
+        spans = [span for name, span in self.spans.items() if name not in untouched]
+        if not static_shapes(void.device):
+            for span in spans if void else ():
+                self.buffer[span].fill_(float("nan"))
+        elif spans:
+            starts = tuple(span.start for span in spans)
+            if starts not in firsts:
+                firsts[starts] = torch.tensor(starts, device=self.buffer.device)
+            places = firsts[starts]
+            self.buffer.index_copy_(0, places, self.buffer[places].masked_fill_(void, float("nan")))
 
 
 class Running:
@@ -56,11 +79,17 @@ class Running:
         self.exchange: Exchange = Dense() if plan.dense else settings.exchange
         example = parameters[plan.parameters[0].name]
         self.device, self.dtype = example.device, example.dtype
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        """Of what is remembered."""
         self.state: GroupState = init_group(
             plan.numel, self.dtype, self.device, first, memory=self.memory, sparsifier=self.sparsifier
         )
         self.statistics: Statistics | None = None
-        self.arrived: dict[str, tuple[Delivery, int]] = {}
+        self.arrived: dict[str, Tensor] = {}
+        """Pieces of the gradient, in the buckets, from their arrival to the end of the step."""
+        self.untouched: set[str] = set()
+        """Parameters that no rank used in this step."""
+        self._begun: _Begun | None = None
         self._scratch: Tensor | None = None
 
     @property
@@ -79,76 +108,153 @@ class Running:
         if self.memory.vectors(self.state.memory):
             self.memory.carry_(self.state.memory, self.spans[name], old.memory, old.state.memory, old.spans[name])
 
-    def receive(self, name: str, delivery: Delivery, start: int) -> None:
-        """The gradient of a parameter lies in a bucket from ``start`` on."""
-        self.arrived[name] = (delivery, start)
-        delivery.waiting.add(self.plan.name)
+    def remembered(self, name: str) -> dict[str, Tensor]:
+        """What is remembered of a parameter: copies on the CPU, by name of the vector."""
+        vectors = self.memory.vectors(self.state.memory)
+        return {vector: buffer[self.spans[name]].to("cpu", copy=True) for vector, buffer in vectors.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What belongs to the group and not to its parameters, as plain data and tensors on the CPU."""
+        learned = (self.state.selector, self.state.counts, self.state.union)
+        return {
+            "name": self.plan.name,
+            "parameters": [p.name for p in self.plan.parameters],
+            "numel": self.plan.numel,
+            "state": {
+                "selector": to_plain(learned),
+                "memory": to_plain(list(self.memory.counters(self.state.memory).items())),
+                "density": self.density.state_dict(),
+            },
+        }
+
+    def load(self, remembered: dict[str, dict[str, Tensor]], learned: dict[str, Any] | None) -> list[str]:
+        """Fill a group that has just been formed.
+
+        Args:
+            remembered: of each parameter, see :meth:`remembered`.
+            learned: what :meth:`state_dict` gave for a group of this name; None: it starts anew.
+
+        Returns:
+            Sentences about what did not fit.
+        """
+        notes = []
+        vectors = self.memory.vectors(self.state.memory)
+        for name, span in self.spans.items():
+            for vector, values in remembered[name].items():
+                if vector in vectors and values.numel() == span.stop - span.start:
+                    vectors[vector][span].copy_(values)
+                elif vector in vectors:
+                    numel = span.stop - span.start
+                    notes.append(f"{name} had {values.numel()} coordinates and has {numel}: its {vector} is dropped.")
+                elif bool(values.any()):
+                    notes.append(f"{type(self.memory).__name__} keeps no {vector}: that of {name} is dropped.")
+        if learned is None or learned["parameters"] != [p.name for p in self.plan.parameters]:
+            return [*notes, f"What was learned about the group {self.plan.name} starts anew."]
+        state = learned["state"]
+        like = (self.state.selector, None, None)
+        try:
+            selector, counts, union = from_plain(state["selector"], like)
+            counters = self.memory.counters(self.state.memory)
+            saved = dict(state["memory"])
+            for name, counter in counters.items():
+                counter.copy_(saved[name])
+            self.density.load_state_dict(state["density"], self.device)
+        except (KeyError, ValueError) as error:
+            return [*notes, f"What was learned about the group {self.plan.name} does not fit and starts anew: {error}"]
+        on_device = [None if x is None else x.to(self.device, copy=True) for x in (counts, union)]
+        self.state = GroupState(self.state.memory, selector, *on_device)
+        return notes
+
+    def receive(self, name: str, piece: Tensor) -> None:
+        """The gradient of a parameter is here, in a bucket."""
+        self.arrived[name] = piece
 
     @property
     def complete(self) -> bool:
         """All pieces are here."""
         return len(self.arrived) == len(self.plan.parameters)
 
-    def run(self, ctx: Context, comm: Collective, used: list[bool] | None) -> None:
-        """Exchange the group and answer the buckets.
+    def run(
+        self, ctx: Context, comm: Collective, used: list[bool] | None, scale: Tensor | None, flush: bool = False
+    ) -> None:
+        """Exchange the group; :meth:`conclude` decides whether that counts.
 
         Args:
             ctx: the step.
             comm: the ranks.
             used: which parameters took part in this backward on this rank; None: all did, on all ranks.
+            scale: of the loss, see :func:`~lightning_sparse.pipeline.exchange_group`.
+            flush: send everything, this time.
         """
-        untouched: list[slice] = []
+        untouched: dict[str, slice] = {}
         asking = Metered(comm)
         if used is not None:
             flags = torch.tensor(used, dtype=torch.uint8, device=self.device)
             # DDP itself waits for the device in this mode, to learn which parameters no rank used.
             anywhere = asking.all_gather(flags).amax(0).tolist()
-            untouched = [span for span, touched in zip(self.spans.values(), anywhere, strict=True) if not touched]
-        if len(untouched) < len(self.spans):
-            flat, in_place = self._gather()
-            aside = self._set_aside(flat, untouched)
-            self.state, statistics = reduce_group(
-                flat,
-                self.state,
-                ctx,
-                memory=self.memory,
-                sparsifier=self.sparsifier,
-                exchange=self.exchange,
-                comm=comm,
-            )
-            self.statistics = statistics._replace(bytes_sent=statistics.bytes_sent + asking.bytes_sent)
-            self.density.observe(ctx.step, flat[: self.plan.numel])
-            self._bring_back(flat, untouched, aside)
-            if not in_place:
-                for span, piece in self._pieces():
-                    piece.copy_(flat[span])
-        arrived, self.arrived = self.arrived, {}
-        for delivery in dict.fromkeys(delivery for delivery, _ in arrived.values()):
-            delivery.done(self.plan.name)
+            untouched = {
+                name: span for (name, span), touched in zip(self.spans.items(), anywhere, strict=True) if not touched
+            }
+        self.untouched = set(untouched)
+        if len(untouched) == len(self.spans):
+            return
+        flat, in_place = self._gather()
+        spans = list(untouched.values())
+        grads, aside = self._set_aside(flat, spans)
+        after, statistics, void = exchange_group(
+            flat,
+            self.state,
+            ctx,
+            memory=self.memory,
+            sparsifier=Everything() if flush else self.sparsifier,
+            exchange=Dense() if flush else self.exchange,
+            comm=comm,
+            scale=scale,
+        )
+        if flush:  # nothing to be learned from it
+            after = self.state
+        self._begun = _Begun(ctx.step, after, void, flat, spans, aside)
+        self.statistics = statistics._replace(bytes_sent=statistics.bytes_sent + asking.bytes_sent)
+        for span, grad in zip(spans, grads, strict=True):
+            flat[span].copy_(grad)
+        if not in_place:
+            for name, span in self.spans.items():
+                self.arrived[name].copy_(flat[span])
+
+    @property
+    def void(self) -> Tensor | None:
+        """() whether this group's gradient was not finite on some rank; None if no rank used it."""
+        return None if self._begun is None else self._begun.void
+
+    def conclude(self, void: Tensor) -> None:
+        """End the step: all groups have run, and if it is void for any of them, it is for this one."""
+        self.arrived = {}
+        if self._begun is None:
+            return
+        begun, self._begun = self._begun, None
+        self.state = take_back(self.state, begun.after, void, self.memory)
+        self.memory.bring_back_(self.state.memory, begun.untouched, begun.aside)
+        if static_shapes(self.device) or not void:
+            self.density.observe(begun.step, begun.flat[: self.plan.numel], void)
 
     def residual_norm(self) -> float:
         """Euclidean norm of this rank's residual; waits for the device."""
         return residual_norm(self.memory.residual(self.state.memory))
 
-    def _pieces(self) -> list[tuple[slice, Tensor]]:
-        pieces = []
-        for name, span in self.spans.items():
-            delivery, start = self.arrived[name]
-            pieces.append((span, delivery.buffer[start : start + span.stop - span.start]))
-        return pieces
-
     def _gather(self) -> tuple[Tensor, bool]:
         """The flat gradient: a view of the bucket if it lies there in one run (CPU), else a copy with a spare slot."""
-        first, begin = self.arrived[self.plan.parameters[0].name]
+        pieces = [self.arrived[name] for name in self.spans]
+        first = pieces[0]
         in_one_run = all(
-            delivery is first and start == begin + self.spans[name].start
-            for name, (delivery, start) in self.arrived.items()
+            piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and piece.storage_offset() == first.storage_offset() + span.start
+            for piece, span in zip(pieces, self.spans.values(), strict=True)
         )
         if in_one_run and not static_shapes(self.device):
-            return first.buffer[begin : begin + self.plan.numel], True
+            return first.as_strided((self.plan.numel,), (1,)), True
         if self._scratch is None:
             self._scratch = torch.zeros(self.plan.numel + 1, dtype=self.dtype, device=self.device)
-        for span, piece in self._pieces():
+        for piece, span in zip(pieces, self.spans.values(), strict=True):
             self._scratch[span].copy_(piece)
         return self._scratch, False
 
@@ -163,8 +269,15 @@ class Running:
             flat[span].zero_()
         return grads, self.memory.set_aside_(self.state.memory, untouched)
 
-    def _bring_back(self, flat: Tensor, untouched: list[slice], aside: tuple[list[Tensor], list[Tensor]]) -> None:
-        grads, memory = aside
-        for span, grad in zip(untouched, grads, strict=True):
-            flat[span].copy_(grad)
-        self.memory.bring_back_(self.state.memory, untouched, memory)
+
+class _Begun(NamedTuple):
+    """A step of a group that has been exchanged and may still be taken back."""
+
+    step: int
+    after: GroupState
+    void: Tensor
+    flat: Tensor
+    """The average; (numel,) and maybe a spare slot."""
+    untouched: list[slice]
+    aside: list[Tensor]
+    """What is remembered of these."""

@@ -3,6 +3,7 @@
 from lightning_sparse.memory.adam import AdamCorrection
 from lightning_sparse.memory.base import FeedbackState, Memory, NoMemory
 from lightning_sparse.memory.clip import ClipByNorm
+from lightning_sparse.memory.decay import WeightDecay
 from lightning_sparse.memory.low_pass import LowPass
 from lightning_sparse.memory.momentum import MomentumCorrection
 from lightning_sparse.memory.residual import Residual, as_memory
@@ -16,5 +17,6 @@ __all__ = [
     "MomentumCorrection",
     "NoMemory",
     "Residual",
+    "WeightDecay",
     "as_memory",
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import static_shapes
-from lightning_sparse.memory.base import Feedback, FeedbackState, Memory, check_share, zeros
+from lightning_sparse.memory.base import Feedback, FeedbackState, Memory, check_share, take_back, zeros
 from lightning_sparse.memory.momentum import has_momentum
 from lightning_sparse.types import Context, Update
 
@@ -22,14 +22,14 @@ ADAPTING = {"betas", "rho", "alpha", "etas", "lr_decay", "beta2_decay", "history
 
 @dataclass
 class AdamState(FeedbackState):
-    """Buffers of numel + 1 slots, the number of committed steps, and the gradient between halves of a step."""
+    """Buffers of numel + 1 slots in pairs, and the number of committed steps, now and before the latest."""
 
-    first: Tensor | None
-    """None if ``beta1`` is 0: the first moment is then the gradient."""
-    second: Tensor
+    first: tuple[Tensor, Tensor] | None
+    """Now and before; None if ``beta1`` is 0: the first moment is then the gradient."""
+    second: tuple[Tensor, Tensor]
     steps: Tensor
     """() float64."""
-    grad: Tensor | None = None
+    other_steps: Tensor
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class AdamCorrection(Feedback):
     A first moment is off by default: a residual averages over steps by itself, and ``beta1=0.9`` made it worse at both
     densities (56.0 and 90.6).
 
-    Costs three vectors of ``numel`` accumulator elements a rank, one more than :class:`Residual`, and another one with
-    a first moment; SGD keeps none where AdamW keeps two.
+    Costs four vectors of ``numel`` accumulator elements a rank, two more than :class:`Residual`, and another two with
+    a first moment, because a step that is void is taken back; SGD keeps none where AdamW keeps two.
 
     The optimizer must be ``torch.optim.SGD(lr, momentum=0, weight_decay)``, which is checked when training starts. Its
     weight decay is AdamW's: it is added to a direction, not to a gradient. Start from the rate that AdamW has in dense
@@ -97,47 +97,54 @@ class AdamCorrection(Feedback):
             raise ValueError(f"Expected eps to be a positive number but got {self.eps!r}.")
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> AdamState:
-        """Zero vectors of ``numel + 1`` slots: three, or four with a first moment."""
-        residual, acc, second, *first = zeros(4 if self.beta1 else 3, numel, device, dtype)
+        """Zero vectors of ``numel + 1`` slots: four, or six with a first moment."""
+        residual, acc, second, following, *first = zeros(6 if self.beta1 else 4, numel, device, dtype)
         steps = torch.zeros((), device=device, dtype=torch.float64)
-        return AdamState(residual, acc, first[0] if first else None, second, steps)
+        return AdamState(residual, acc, (first[0], first[1]) if first else None, (second, following), steps, steps)
 
     def accumulate_(self, state: AdamState, grad: Tensor, ctx: Context) -> Tensor:
-        """``acc = residual + direction``; the moments are formed again when the step is committed."""
+        """``acc = residual + direction``, by the next moments."""
         numel = state.acc.numel() - 1
-        state.grad = grad[:numel]
         steps = state.steps + 1
         for piece in _pieces(numel, grad.device):
-            first, second = self._moments(state, piece)
-            first /= 1 - torch.pow(self.beta1, steps)
-            second /= 1 - torch.pow(self.beta2, steps)
+            first, second = self._advance(state, grad[:numel][piece], piece)
+            first = first / (1 - torch.pow(self.beta1, steps))
+            second = second / (1 - torch.pow(self.beta2, steps))
             direction = self._direction(first, second, ctx.world_size)
             torch.add(state.residual[piece], direction, out=state.acc[piece])
         state.acc[numel:].zero_()
         return state.acc
 
-    def forget_(self, state: AdamState, update: Update, void: Tensor) -> None:  # type: ignore[override]
+    def forget_(self, state: AdamState, update: Update) -> None:  # type: ignore[override]
         """What was sent leaves the residual; the moments move on."""
-        super().forget_(state, update, void)
-        on_device = static_shapes(void.device)
-        if on_device or not void:
-            for piece in _pieces(state.acc.numel() - 1, void.device):
-                for old, new in zip((state.first, state.second), self._moments(state, piece), strict=True):
-                    if old is not None:
-                        old[piece] = torch.where(void, old[piece], new) if on_device else new
-            state.steps += ~void
-        state.grad = None
+        super().forget_(state, update)
+        if state.first is not None:
+            state.first = state.first[::-1]
+        state.second = state.second[::-1]
+        state.steps, state.other_steps = state.steps + 1, state.steps
+
+    def undo_(self, state: AdamState, void: Tensor) -> None:  # type: ignore[override]
+        """All pairs."""
+        super().undo_(state, void)
+        if state.first is not None:
+            state.first = take_back(*state.first, void)
+        state.second = take_back(*state.second, void)
+        state.steps = torch.where(void, state.other_steps, state.steps)
 
     def vectors(self, state: AdamState) -> dict[str, Tensor]:  # type: ignore[override]
         """Residual and moments."""
-        first = {} if state.first is None else {"first": state.first}
-        return {"residual": state.residual, **first, "second": state.second}
+        first = {} if state.first is None else {"first": state.first[0]}
+        return {"residual": state.residual, **first, "second": state.second[0]}
 
     def carry_(self, state: AdamState, target: slice, memory: Memory, other: Any, source: slice) -> None:
         """Vectors, and the number of steps: the largest, where groups that become one have counted differently."""
         super().carry_(state, target, memory, other, source)
         if isinstance(other, AdamState):
             state.steps = torch.maximum(state.steps, other.steps)
+
+    def counters(self, state: AdamState) -> dict[str, Tensor]:
+        """The number of steps."""
+        return {"steps": state.steps}
 
     def for_dense(self) -> Memory:
         """The same: the optimizer behind it is no Adam for dense groups either."""
@@ -157,14 +164,15 @@ class AdamCorrection(Feedback):
                 "would give AdamW>, momentum=0, weight_decay=<AdamW's>)."
             )
 
-    def _moments(self, state: AdamState, piece: slice) -> tuple[Tensor, Tensor]:
-        """The next moments of a piece of the group."""
-        assert state.grad is not None
-        grad = state.grad[piece].to(state.second.dtype)
-        second = (state.second[piece] * self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
+    def _advance(self, state: AdamState, grad: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
+        """Form the next moments of a piece of the group, and return them."""
+        now, following = (moment[piece] for moment in state.second)
+        grad = grad.to(now.dtype)
+        second = torch.mul(now, self.beta2, out=following).addcmul_(grad, grad, value=1 - self.beta2)
         if state.first is None:
-            return grad.clone(), second
-        return (state.first[piece] * self.beta1).add_(grad, alpha=1 - self.beta1), second
+            return grad, second
+        now, following = (moment[piece] for moment in state.first)
+        return torch.mul(now, self.beta1, out=following).add_(grad, alpha=1 - self.beta1), second
 
     def _direction(self, first: Tensor, second: Tensor, n: int) -> Tensor:
         """From bias-corrected moments."""

@@ -1,8 +1,8 @@
 """What a memory is, and the two buffers that most of them keep.
 
-The ``residual`` and the ``acc`` of a group are swapped when a step is committed. The residual before the step therefore
-stays whole until the ranks have agreed that the step counts: a step that is void (a non-finite gradient somewhere)
-leaves it untouched, bit for bit.
+The ``residual`` and the ``acc`` of a group are swapped when a step is committed. What was remembered before the step
+therefore stays whole until the next one begins, and a step that turns out to be void (a non-finite gradient on some
+rank, in this group or in another one) is taken back bit for bit.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from lightning_sparse.types import Context, Update
 
 class Memory(ABC):
     """Turns gradients into accumulators and forgets what was sent. A frozen dataclass of settings, nothing else."""
+
+    @property
+    def reads_parameters(self) -> bool:
+        """Whether :meth:`accumulate_` needs ``ctx.parameters``."""
+        return False
 
     @abstractmethod
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> Any:
@@ -40,12 +45,16 @@ class Memory(ABC):
         """
 
     @abstractmethod
-    def forget_(self, state: Any, update: Update, void: Tensor) -> None:
-        """Commit the step: take what was sent out of acc and remember the rest; change nothing if ``void``."""
+    def forget_(self, state: Any, update: Update) -> None:
+        """Commit the step: take what was sent out of acc and remember the rest."""
 
     @abstractmethod
-    def keep_(self, state: Any, update: Update, rounding: Tensor, void: Tensor) -> None:
+    def keep_(self, state: Any, update: Update, rounding: Tensor) -> None:
         """Take back what casting the average to the gradient's dtype lost: (u,) at the update's coordinates."""
+
+    @abstractmethod
+    def undo_(self, state: Any, void: Tensor) -> None:
+        """Take the latest commit back, bit for bit, where the flag is set; once, before the next step begins."""
 
     @abstractmethod
     def vectors(self, state: Any) -> dict[str, Tensor]:
@@ -84,6 +93,10 @@ class Memory(ABC):
         for name, vector in memory.vectors(other).items():
             vectors[name][target].copy_(vector[source])
 
+    def counters(self, state: Any) -> dict[str, Tensor]:
+        """What is remembered of the group as a whole, by name; the live tensors, to be read and overwritten."""
+        return {}
+
     def for_dense(self) -> Memory:
         """The memory of groups that are kept dense, where nothing is left unsent."""
         return NoMemory()
@@ -114,10 +127,13 @@ class NoMemory(Memory):
         state[numel:].zero_()
         return state
 
-    def forget_(self, state: Tensor, update: Update, void: Tensor) -> None:
+    def forget_(self, state: Tensor, update: Update) -> None:
         """Nothing is remembered."""
 
-    def keep_(self, state: Tensor, update: Update, rounding: Tensor, void: Tensor) -> None:
+    def keep_(self, state: Tensor, update: Update, rounding: Tensor) -> None:
+        """Nothing is remembered."""
+
+    def undo_(self, state: Tensor, void: Tensor) -> None:
         """Nothing is remembered."""
 
     def vectors(self, state: Tensor) -> dict[str, Tensor]:
@@ -134,6 +150,7 @@ class FeedbackState:
 
     residual: Tensor
     acc: Tensor
+    """Between steps, the residual before the latest one."""
 
 
 StateT = TypeVar("StateT", bound=FeedbackState)
@@ -146,18 +163,17 @@ class Feedback(Memory):
         """Two zero vectors of ``numel + 1`` slots."""
         return FeedbackState(*zeros(2, numel, device, dtype))
 
-    def forget_(self, state: FeedbackState, update: Update, void: Tensor) -> None:
+    def forget_(self, state: FeedbackState, update: Update) -> None:
         """``residual = acc`` with the sent coordinates at zero, or at the rounding error of what was sent."""
-        on_device = static_shapes(void.device)
-        if not on_device and void:
-            return
         self.settle_(state, update)
-        if on_device:
-            torch.where(void, state.residual, state.acc, out=state.acc)
         state.residual, state.acc = state.acc, state.residual
 
+    def undo_(self, state: FeedbackState, void: Tensor) -> None:
+        """Swap back."""
+        state.residual, state.acc = take_back(state.residual, state.acc, void)
+
     def settle_(self, state: FeedbackState, update: Update) -> None:
-        """Turn acc into the next residual, as if the step were valid: leave in it what did not travel."""
+        """Turn acc into the next residual: leave in it what did not travel."""
         acc = state.acc
         if update.sent is None:
             if update.sent_values is None:
@@ -169,9 +185,8 @@ class Feedback(Memory):
         else:
             acc.index_copy_(0, update.sent, acc[update.sent] - update.sent_values)
 
-    def keep_(self, state: FeedbackState, update: Update, rounding: Tensor, void: Tensor) -> None:
+    def keep_(self, state: FeedbackState, update: Update, rounding: Tensor) -> None:
         """Each rank keeps the rounding error of the mean; over n ranks that is n times it, what the sum lost."""
-        rounding = torch.where(void, torch.zeros_like(rounding), rounding)
         if update.indices is None:
             state.residual[:-1].add_(rounding)
             return
@@ -191,6 +206,13 @@ class Feedback(Memory):
 def zeros(count: int, numel: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Vectors of ``numel + 1`` slots."""
     return [torch.zeros(numel + 1, device=device, dtype=dtype) for _ in range(count)]
+
+
+def take_back(now: Tensor, before: Tensor, void: Tensor) -> tuple[Tensor, Tensor]:
+    """The buffer that counts, and the other one: ``before`` takes the place of ``now`` where the flag is set."""
+    if static_shapes(void.device):
+        return torch.where(void, before, now, out=now), before
+    return (before, now) if void else (now, before)
 
 
 def check_share(value: float, name: str, *, zero: bool = False, one: bool = True) -> None:

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import static_shapes
+from lightning_sparse.memory.around import Around, check_inside
 from lightning_sparse.memory.base import Memory
 from lightning_sparse.memory.residual import Residual
-from lightning_sparse.types import Context, Update
+from lightning_sparse.types import Context
 
 CHUNK = 1 << 16
 """Elements of which norms are taken at once: float32 sums of millions of squares are off in the fourth digit."""
 
 
-@dataclass
-class ClippedState:
-    """The state of the memory inside."""
-
-    numel: int
-    inner: Any
-
-
 @dataclass(frozen=True)
-class ClipByNorm(Memory):
+class ClipByNorm(Around):
     """Clip each rank's gradient before it is accumulated; around any other memory.
 
     Clipping the average, as the Trainer's ``gradient_clip_val`` does, would clip what has gathered in residuals for
@@ -64,50 +56,13 @@ class ClipByNorm(Memory):
     def __post_init__(self) -> None:
         if isinstance(self.max_norm, bool) or not isinstance(self.max_norm, (int, float)) or not self.max_norm > 0:
             raise ValueError(f"Expected max_norm to be a positive number but got {self.max_norm!r}.")
-        if not isinstance(self.memory, Memory):
-            raise ValueError(f"Expected memory to be a Memory such as Residual() but got {self.memory!r}.")
+        check_inside(self.memory)
 
-    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> ClippedState:
-        """As the memory inside."""
-        return ClippedState(numel, self.memory.init(numel, device, dtype))
-
-    def accumulate_(self, state: ClippedState, grad: Tensor, ctx: Context) -> Tensor:
-        """Scale the gradient in place and pass it on."""
-        grad = grad[: state.numel]
+    def change_(self, grad: Tensor, ctx: Context) -> None:
+        """Scale the gradient in place."""
         scale = (self.max_norm / math.sqrt(ctx.world_size) / norm(grad)).clamp(max=1)
         if static_shapes(grad.device) or scale < 1:
             grad.mul_(scale)
-        return self.memory.accumulate_(state.inner, grad, ctx)
-
-    def forget_(self, state: ClippedState, update: Update, void: Tensor) -> None:
-        """As the memory inside."""
-        self.memory.forget_(state.inner, update, void)
-
-    def keep_(self, state: ClippedState, update: Update, rounding: Tensor, void: Tensor) -> None:
-        """As the memory inside."""
-        self.memory.keep_(state.inner, update, rounding, void)
-
-    def vectors(self, state: ClippedState) -> dict[str, Tensor]:
-        """As the memory inside."""
-        return self.memory.vectors(state.inner)
-
-    def residual(self, state: ClippedState) -> Tensor | None:
-        """As the memory inside."""
-        return self.memory.residual(state.inner)
-
-    def carry_(self, state: ClippedState, target: slice, memory: Memory, other: Any, source: slice) -> None:
-        """As the memories inside."""
-        if isinstance(memory, ClipByNorm):
-            memory, other = memory.memory, other.inner
-        self.memory.carry_(state.inner, target, memory, other, source)
-
-    def for_dense(self) -> Memory:
-        """Dense groups are clipped, too."""
-        return ClipByNorm(self.max_norm, self.memory.for_dense())
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """As the memory inside."""
-        self.memory.check_optimizer(optimizer)
 
 
 def norm(x: Tensor) -> Tensor:

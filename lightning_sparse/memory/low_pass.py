@@ -60,6 +60,6 @@ class LowPass(Feedback):
         super().settle_(state, update)
         torch.lerp(state.residual, state.acc, self.beta, out=state.acc)
 
-    def keep_(self, state: FeedbackState, update: Update, rounding: Tensor, void: Tensor) -> None:
+    def keep_(self, state: FeedbackState, update: Update, rounding: Tensor) -> None:
         """What the cast of the mean lost was not sent either, and counts like it."""
-        super().keep_(state, update, self.beta * rounding, void)
+        super().keep_(state, update, self.beta * rounding)

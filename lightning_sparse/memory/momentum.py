@@ -8,17 +8,17 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.kernels import static_shapes
-from lightning_sparse.memory.base import Feedback, FeedbackState, Memory, check_share, zeros
+from lightning_sparse.memory.base import Feedback, FeedbackState, Memory, check_share, take_back, zeros
 from lightning_sparse.types import Context, Update
 
 
 @dataclass
 class MomentumState(FeedbackState):
-    """Three buffers of numel + 1 slots that change places, and the gradient between the two halves of a step."""
+    """Four buffers of numel + 1 slots, in two pairs."""
 
     momentum: Tensor
-    grad: Tensor | None = None
+    other: Tensor
+    """Between steps, the momentum before the latest."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class MomentumCorrection(Feedback):
     everything was sent (density 1, dense groups) it is left out: the result is momentum SGD. The weight decay of the
     optimizer is added to the averaged velocity and has no momentum.
 
-    Without masking nothing is lost: the velocities of all steps are ``sum_t m_t = sent + residual``. Costs three
-    vectors of ``numel`` accumulator elements a rank.
+    Without masking nothing is lost: the velocities of all steps are ``sum_t m_t = sent + residual``. Costs four
+    vectors of ``numel`` accumulator elements a rank: a step that is void can be taken back.
 
     Args:
         momentum: in [0, 1).
@@ -66,31 +66,31 @@ class MomentumCorrection(Feedback):
         check_share(self.momentum, "momentum", zero=True, one=False)
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> MomentumState:
-        """Three zero vectors of ``numel + 1`` slots."""
-        return MomentumState(*zeros(3, numel, device, dtype))
+        """Four zero vectors of ``numel + 1`` slots."""
+        return MomentumState(*zeros(4, numel, device, dtype))
 
     def accumulate_(self, state: MomentumState, grad: Tensor, ctx: Context) -> Tensor:
-        """``acc = residual + m`` with the next m, which is formed again when the step is committed."""
+        """``acc = residual + m`` with the next m."""
         numel = state.acc.numel() - 1
-        state.grad = grad[:numel]
-        acc = self._advance(state, out=state.acc)
-        acc[:numel].add_(state.residual[:numel])
+        grad = grad[:numel]
+        following = self._advance(state, grad)
+        torch.add(state.residual[:numel], following[:numel], out=state.acc[:numel])
         if self.nesterov:
-            acc[:numel].add_(state.grad)
-        return acc
+            state.acc[:numel].add_(grad)
+        state.acc[numel:].zero_()
+        return state.acc
 
-    def forget_(self, state: MomentumState, update: Update, void: Tensor) -> None:  # type: ignore[override]
+    def forget_(self, state: MomentumState, update: Update) -> None:  # type: ignore[override]
         """What was sent leaves the residual and, with masking, the momentum."""
-        super().forget_(state, update, void)
-        on_device = static_shapes(void.device)
-        if on_device or not void:
-            momentum = self._advance(state, out=state.acc)  # the old residual, free until the next step
-            if self.masking:
-                _mask_(momentum, update)
-            if on_device:
-                torch.where(void, state.momentum, momentum, out=momentum)
-            state.momentum, state.acc = momentum, state.momentum
-        state.grad = None
+        super().forget_(state, update)
+        state.momentum, state.other = state.other, state.momentum
+        if self.masking:
+            _mask_(state.momentum, update)
+
+    def undo_(self, state: MomentumState, void: Tensor) -> None:  # type: ignore[override]
+        """Both pairs."""
+        super().undo_(state, void)
+        state.momentum, state.other = take_back(state.momentum, state.other, void)
 
     def vectors(self, state: MomentumState) -> dict[str, Tensor]:  # type: ignore[override]
         """Residual and momentum."""
@@ -108,16 +108,16 @@ class MomentumCorrection(Feedback):
                 "second time. Use torch.optim.SGD with momentum=0, or memory=Residual()."
             )
 
-    def _advance(self, state: MomentumState, out: Tensor) -> Tensor:
-        """The next m, formed in ``out``."""
-        assert state.grad is not None
-        numel = state.grad.numel()
+    def _advance(self, state: MomentumState, grad: Tensor) -> Tensor:
+        """The next m."""
+        numel = grad.numel()
+        following = state.other
         if self.nesterov:
-            torch.add(state.momentum[:numel], state.grad, out=out[:numel]).mul_(self.momentum)
+            torch.add(state.momentum[:numel], grad, out=following[:numel]).mul_(self.momentum)
         else:
-            torch.add(state.grad, state.momentum[:numel], alpha=self.momentum, out=out[:numel])
-        out[numel:].zero_()
-        return out
+            torch.add(grad, state.momentum[:numel], alpha=self.momentum, out=following[:numel])
+        following[numel:].zero_()
+        return following
 
 
 def _mask_(momentum: Tensor, update: Update) -> None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.grouping import make_plan
+from lightning_sparse.grouping import Group, ParameterSize, make_plan
 from lightning_sparse.hook import Engine
 from tests.ranks import RankError, Ranks
+from tests.trainers import EVERYTHING_SPARSE
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -57,7 +58,7 @@ class Branches(nn.Module):
 def wrapped(layout: str = "default", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Engine | None]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Branches().to(dtype), **LAYOUTS[layout])
-    return ddp, ls.attach(ddp, **options) if options else None
+    return ddp, ls.attach(ddp, **{"rules": EVERYTHING_SPARSE, **options}) if options else None
 
 
 def batches(steps: int, dtype: torch.dtype = torch.float32, rank: int | None = None) -> list[Tensor]:
@@ -184,7 +185,7 @@ def regroup(engine: Engine, number: int) -> None:
     grouping, dense = PLANS[number % len(PLANS)]
     order = {name: place for place, (name, _) in enumerate(Branches().named_parameters())}
     sizes = sorted((p for group in engine.plan for p in group.parameters), key=lambda p: order[p.name])
-    engine.regroup(make_plan(sizes, grouping, dense))
+    engine.regroup(make_plan(sizes, grouping, EVERYTHING_SPARSE.also_dense(dense)))
 
 
 def train_with_changing_groups(options: dict[str, Any]) -> Tensor:
@@ -267,25 +268,29 @@ def test_all_that_is_remembered_of_a_parameter_moves_with_it(two_ranks: Ranks, m
         assert torch.equal(changing, steady)
 
 
+def sparse_plan(sizes: list[ParameterSize], grouping: str) -> list[Group]:
+    return make_plan(sizes, grouping, EVERYTHING_SPARSE)
+
+
 def bad_plans() -> list[str]:
     ddp, engine = wrapped("default", sparsifier="topk")
     assert engine is not None
     sizes = [p for group in engine.plan for p in group.parameters][::-1]
     told = []
     for plan in (
-        make_plan(sizes[1:], "layer"),
-        [*make_plan(sizes, "layer"), *make_plan(sizes[:1], "model")],
-        [group._replace(name="same") for group in make_plan(sizes, "layer")],
-        make_plan([sizes[0]._replace(name="trunc.weight"), *sizes[1:]], "model"),
+        sparse_plan(sizes[1:], "layer"),
+        [*sparse_plan(sizes, "layer"), *sparse_plan(sizes[:1], "model")],
+        [group._replace(name="same") for group in sparse_plan(sizes, "layer")],
+        sparse_plan([sizes[0]._replace(name="trunc.weight"), *sizes[1:]], "model"),
     ):
         with pytest.raises(ValueError, match="Expected") as caught:
             engine.regroup(plan)
         told.append(str(caught.value))
     with pytest.raises(RuntimeError, match="The ranks disagree") as disagreement:
-        engine.regroup(make_plan(sizes, "layer" if dist.get_rank() else "model"))
+        engine.regroup(sparse_plan(sizes, "layer" if dist.get_rank() else "model"))
     told.append(str(disagreement.value))
     with pytest.raises(RuntimeError, match="The ranks disagree"):  # on the rank whose plan is right, too
-        engine.regroup(make_plan(sizes[dist.get_rank() :], "layer"))
+        engine.regroup(sparse_plan(sizes[dist.get_rank() :], "layer"))
     before = engine.plan
     ddp(batches(1)[0]).square().mean().backward()  # still at work, with the old groups
     assert engine.plan == before

@@ -1,0 +1,28 @@
+"""Whether a step counted, as the host learns it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Verdict:
+    """A flag that the host may not know yet; on a CUDA stream it is on its way, and only asking waits for it.
+
+    Args:
+        void: () whether the step counts for nothing.
+        stream: on which the flag is formed; None where the host knows it.
+    """
+
+    def __init__(self, void: Tensor, stream: torch.cuda.Stream | None) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._flag = void
+        if stream is not None:
+            self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._flag.copy_(void, non_blocking=True)
+            self._event = stream.record_event()
+
+    def __bool__(self) -> bool:
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._flag)

@@ -1,0 +1,96 @@
+"""What memories have in common that change the gradient and leave the rest to another memory."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.memory.base import Memory
+from lightning_sparse.types import Context, Update
+
+
+@dataclass
+class AroundState:
+    """The state of the memory inside."""
+
+    numel: int
+    inner: Any
+
+
+class Around(Memory):
+    """Changes each rank's gradient before another memory accumulates it; dense groups' gradients, too."""
+
+    memory: Memory
+    """The memory inside; a field of every subclass."""
+
+    @abstractmethod
+    def change_(self, grad: Tensor, ctx: Context) -> None:
+        """Change the gradient, (numel,), in place."""
+
+    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> AroundState:
+        """As the memory inside."""
+        return AroundState(numel, self.memory.init(numel, device, dtype))
+
+    def accumulate_(self, state: AroundState, grad: Tensor, ctx: Context) -> Tensor:
+        """Change the gradient and pass it on."""
+        grad = grad[: state.numel]
+        self.change_(grad, ctx)
+        return self.memory.accumulate_(state.inner, grad, ctx)
+
+    def forget_(self, state: AroundState, update: Update) -> None:
+        """As the memory inside."""
+        self.memory.forget_(state.inner, update)
+
+    def keep_(self, state: AroundState, update: Update, rounding: Tensor) -> None:
+        """As the memory inside."""
+        self.memory.keep_(state.inner, update, rounding)
+
+    def undo_(self, state: AroundState, void: Tensor) -> None:
+        """As the memory inside."""
+        self.memory.undo_(state.inner, void)
+
+    def vectors(self, state: AroundState) -> dict[str, Tensor]:
+        """As the memory inside."""
+        return self.memory.vectors(state.inner)
+
+    def residual(self, state: AroundState) -> Tensor | None:
+        """As the memory inside."""
+        return self.memory.residual(state.inner)
+
+    def carry_(self, state: AroundState, target: slice, memory: Memory, other: Any, source: slice) -> None:
+        """As the memories inside."""
+        if isinstance(memory, Around):
+            memory, other = memory.memory, other.inner
+        self.memory.carry_(state.inner, target, memory, other, source)
+
+    def counters(self, state: AroundState) -> dict[str, Tensor]:
+        """As the memory inside."""
+        return self.memory.counters(state.inner)
+
+    def for_dense(self) -> Memory:
+        """Dense groups' gradients are changed in the same way."""
+        changed: Memory = replace(self, memory=self.memory.for_dense())  # type: ignore[type-var]  # all are dataclasses
+        return changed
+
+    @property
+    def reads_parameters(self) -> bool:
+        """Whether this memory or the one inside needs them."""
+        return self.memory.reads_parameters
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """As the memory inside."""
+        self.memory.check_optimizer(optimizer)
+
+
+def check_inside(memory: object) -> None:
+    """Raise unless this is a memory.
+
+    Raises:
+        ValueError: saying what came.
+    """
+    if not isinstance(memory, Memory):
+        raise ValueError(f"Expected memory to be a Memory such as Residual() but got {memory!r}.")

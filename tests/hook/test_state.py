@@ -1,0 +1,328 @@
+"""What an engine saves and loads, what it empties, and how ranks fail together."""
+
+from __future__ import annotations
+
+import io
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.hook import Engine
+from lightning_sparse.hook.plain import from_plain, to_plain
+from lightning_sparse.sparsifiers import SPARSIFIERS
+from tests.ranks import Ranks
+
+SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
+MEMORIES = [
+    ls.Residual(),
+    ls.LowPass(0.3),
+    ls.MomentumCorrection(0.9),
+    ls.AdamCorrection(beta1=0.5),
+    ls.ClipByNorm(0.5, ls.MomentumCorrection(0.5)),
+    ls.WeightDecay(0.01),
+    ls.NoMemory(),
+]
+
+
+class Run:
+    """A small model that trains on its own data; the step's number decides about the batch."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(20, 40), nn.ReLU(), nn.Linear(40, 10))
+        self.ddp = DistributedDataParallel(self.model)
+        chosen = {"sparsifier": "topk", "density": 0.02, "rules": SPARSE, "grouping": "layer", "watch": None}
+        self.engine = ls.attach(self.ddp, **chosen | options)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.step = 0
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(100 * self.step + dist.get_rank())
+            self.optimizer.zero_grad()
+            self.ddp(torch.randn(8, 20, generator=generator)).square().mean().backward()
+            self.optimizer.step()
+            self.step += 1
+
+    def save(self) -> bytes:
+        file = io.BytesIO()
+        state = {"model": self.model.state_dict(), "engine": self.engine.state_dict(), "step": self.step}
+        torch.save(state, file)
+        return file.getvalue()
+
+    def load(self, saved: bytes) -> list[str]:
+        state = torch.load(io.BytesIO(saved), weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.step = state["step"]
+        return self.engine.load_state_dict(state["engine"])
+
+    def digest(self) -> list[Tensor]:
+        parameters = [p.detach().clone() for p in self.model.parameters()]
+        state = self.engine.state_dict()
+        remembered = [vector for vectors in state["parameters"].values() for vector in vectors.values()]
+        return parameters + remembered + tensors(state["groups"])
+
+
+def tensors(plain: Any) -> list[Tensor]:
+    if isinstance(plain, Tensor):
+        return [plain]
+    if isinstance(plain, dict):
+        return [x for value in plain.values() for x in tensors(value)]
+    return [x for value in plain for x in tensors(value)] if isinstance(plain, list) else []
+
+
+def go_on(options: dict[str, Any]) -> tuple[bool, list[str], int]:
+    """Whether a run that is saved and loaded goes on exactly like one that is not."""
+    whole = Run(**options)
+    whole.train(7)
+    saved = whole.save()
+    whole.train(6)
+    expected, step = whole.digest(), whole.engine.step
+    whole.engine.close()
+    resumed = Run(**options)
+    notes = resumed.load(saved)
+    resumed.train(6)
+    found = resumed.digest()
+    same = len(found) == len(expected) and all(map(torch.equal, found, expected)) and resumed.engine.step == step
+    resumed.engine.close()
+    return same, notes, len(found)
+
+
+DENSITIES = [ls.Warmup(0.25, 0.01, 10), ls.Accordion(0.02, 0.2, interval=3), ls.Accordion(0.02, 0.2, interval=4)]
+RUNS: list[dict[str, Any]] = [
+    *({"sparsifier": sparsifier} for sparsifier, _ in SPARSIFIERS.items()),
+    {"sparsifier": ls.MiCRO(variant="published")},
+    {"sparsifier": ls.ExDyna(variant="published", num_blocks=4), "density": 0.1},
+    *({"memory": memory, "sparsifier": "union_topk"} for memory in MEMORIES),
+    *({"density": density} for density in DENSITIES),
+    *({"grouping": grouping} for grouping in ("bucket", "model", ls.MergeBelow(500))),
+    {"rules": ls.Rules(densities={"0.*": 0.1}), "executor": "inline"},
+]
+
+
+@pytest.mark.parametrize("options", RUNS, ids=lambda options: "-".join(map(str, options.values())))
+def test_a_run_that_was_saved_goes_on_bit_for_bit(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    for same, notes, size in two_ranks(go_on, options):
+        assert same
+        assert notes == []
+        assert size >= 8
+
+
+def load_into_others() -> list[list[str]]:
+    first = Run(sparsifier="exdyna", memory=ls.MomentumCorrection(0.9))
+    first.train(4)
+    saved = first.save()
+    residuals = {name: first.engine.residual(name).clone() for name in ("0.weight", "2.bias")}
+    first.engine.close()
+    notes = []
+    for options in ({"sparsifier": "topk"}, {"grouping": "model", "sparsifier": "exdyna"}, {"rules": ls.Rules()}):
+        other = Run(**options)
+        notes.append(other.load(saved))
+        for name, residual in residuals.items():
+            assert torch.equal(other.engine.residual(name), residual), (options, name)
+        other.train(2)
+        other.engine.close()
+    return notes
+
+
+def test_residuals_move_to_engines_with_other_settings_and_what_does_not_is_named(two_ranks: Ranks) -> None:
+    for topk, model, default in two_ranks(load_into_others):
+        assert any("ExDyna" in note and "TopK" in note for note in topk)
+        assert "Residual keeps no momentum: that of 0.weight is dropped." in topk
+        assert any("group 0 starts anew" in note for note in topk)
+        assert any("group model starts anew" in note for note in model)
+        assert any("group dense.bucket0 starts anew" in note for note in default)
+
+
+def load_another_model() -> list[str]:
+    first = Run()
+    first.train(2)
+    state = first.engine.state_dict()
+    first.engine.close()
+    state["parameters"]["gone.weight"] = {"residual": torch.ones(3)}
+    state["parameters"]["0.bias"] = {"residual": torch.ones(7)}
+    other = Run()
+    notes = other.engine.load_state_dict(state)
+    assert not other.engine.residual("0.bias").any()
+    other.engine.close()
+    try:
+        other.engine.load_state_dict({"format": 77})
+    except ValueError as error:
+        notes.append(str(error))
+    return notes
+
+
+def test_parameters_that_have_changed_are_named(two_ranks: Ranks) -> None:
+    for notes in two_ranks(load_another_model):
+        assert notes == [
+            "0.bias had 7 coordinates and has 40: its residual is dropped.",
+            "There is no parameter gone.weight any more.",
+            "Expected a state of format 1, as Engine.state_dict() gives it.",
+        ]
+
+
+def test_plain_data_is_made_into_the_same_state_again() -> None:
+    device = torch.device("cpu")
+    for _, kind in SPARSIFIERS.items():
+        state = kind().init(10_000, 4, 0.01, device)
+        back = from_plain(to_plain(state), state)
+        assert type(back) is type(state)
+        assert repr(back) == repr(state)
+    with pytest.raises(ValueError, match="Expected 2 parts"):
+        from_plain([1], (1, 2))
+    with pytest.raises(ValueError, match="Expected a tensor of shape"):
+        from_plain(torch.zeros(3), torch.zeros(2))
+    with pytest.raises(ValueError, match="got 1 parts"):
+        from_plain([1], None)
+
+
+# ---- Emptying residuals
+
+
+def empty(executor: str) -> tuple[Tensor, Tensor, Tensor, list[bool]]:
+    """Sum of all averages, and of all gradients, after a dense step; what residuals hold then."""
+    run = Run(executor=executor, memory=ls.Residual())
+    local = torch.zeros(sum(p.numel() for p in run.model.parameters()))
+    averages = torch.zeros_like(local)
+    pieces: dict[int, Tensor] = {}
+    for number, parameter in enumerate(run.model.parameters()):
+        parameter.register_hook(lambda grad, number=number: pieces.__setitem__(number, grad.clone()))
+    sparse = []
+    for step in range(5):
+        if step == 4:
+            run.engine.flush_next_step()
+        run.train(1)
+        local += torch.cat([pieces[i].flatten() for i in range(len(pieces))])
+        averages += torch.cat([p.grad.flatten() for p in run.model.parameters()])
+        sparse.append(bool((run.model[0].weight.grad == 0).any()))
+    left = torch.cat([run.engine.residual(name) for name, _ in run.model.named_parameters()])
+    run.train(1)
+    sparse.append(bool((run.model[0].weight.grad == 0).any()))
+    run.engine.close()
+    dist.all_reduce(local)
+    return averages, local / dist.get_world_size(), left, sparse
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_a_dense_step_sends_all_that_is_left(two_ranks: Ranks, executor: str) -> None:
+    for averages, gradients, left, sparse in two_ranks(empty, executor):
+        assert not left.any()
+        torch.testing.assert_close(averages, gradients, rtol=1e-5, atol=1e-7)
+        assert sparse == [True] * 4 + [False, True]
+
+
+def take_pending() -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    run = Run(rules=ls.Rules(dense=["2.weight"], dense_ndim=0, dense_numel=0))
+    run.model[0].weight.data = run.model[0].weight.data.clone()
+    run.train(4)
+    own = {name: run.engine.residual(name) for name, _ in run.model.named_parameters()}
+    mean = {}
+    for name, residual in own.items():
+        if residual is not None:
+            mean[name] = residual.clone()
+            dist.all_reduce(mean[name])
+            mean[name] /= dist.get_world_size()
+    pending = run.engine.take_pending()
+    left = any(residual.any() for residual in own.values() if residual is not None)
+    run.engine.close()
+    return {name: value.flatten() for name, value in pending.items()}, mean, bool(left)
+
+
+def test_what_is_pending_is_the_mean_of_residuals_and_is_taken_once(two_ranks: Ranks) -> None:
+    for pending, mean, left in two_ranks(take_pending):
+        assert not left
+        assert set(pending) == set(mean) == {"0.weight", "0.bias", "2.bias"}
+        for name, value in pending.items():
+            assert value.any()
+            torch.testing.assert_close(value, mean[name])
+
+
+# ---- Frozen parameters
+
+
+def thaw() -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20))
+    model[0].requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    engine = ls.attach(ddp, rules=SPARSE)
+    ddp(torch.ones(1, 20)).sum().backward()
+    model[0].requires_grad_(True)
+    try:
+        ddp(torch.ones(1, 20)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "nothing"
+
+
+def test_a_parameter_that_would_not_be_averaged_is_an_error(two_ranks: Ranks) -> None:
+    for message in two_ranks(thaw):
+        assert "0.weight needs gradients now, and did not when DistributedDataParallel was built" in message
+
+
+# ---- Errors
+
+
+@dataclass(frozen=True)
+class FailsOnRank1(ls.TopK):
+    """Top-k with an error on one rank, in one step."""
+
+    def select(self, acc: Tensor, state: Any, ctx: Any) -> Any:
+        if ctx.rank == 1 and ctx.step == 2:
+            raise ZeroDivisionError("only here")
+        return super().select(acc, state, ctx)
+
+
+class FailingTuner:
+    """Something that looks on and has an error on one rank."""
+
+    def before_step(self, engine: Engine) -> None:
+        if engine.comm.rank == 1 and engine.step == 2:
+            raise ZeroDivisionError("only here")
+
+    def close(self) -> None:
+        pass
+
+
+def fail(options: dict[str, Any]) -> tuple[str, str, list[str], float]:
+    run = Run(timeout=timedelta(seconds=30), **options)
+    begin = time.monotonic()
+    try:
+        run.train(5)
+    except Exception as error:
+        taken = time.monotonic() - begin
+        if dist.get_rank() == 1:
+            time.sleep(1)  # alive, and not waited for
+        return type(error).__name__, str(error), error.__notes__, taken
+    finally:
+        run.engine.close()
+    return "", "", [], 0.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sparsifier": FailsOnRank1(), "executor": "inline"},
+        {"sparsifier": FailsOnRank1(), "executor": "thread"},
+        {"tuners": [FailingTuner()]},
+    ],
+    ids=["inline", "thread", "tuner"],
+)
+def test_an_error_on_one_rank_ends_the_others_at_once(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    (other, message, notes, taken), (kind, _, own_notes, _) = two_ranks(fail, options)
+    assert (other, kind) == ("LostRankError", "ZeroDivisionError")
+    assert "Rank 0 lost another rank in" in message
+    assert "The first error is the one to look at" in message
+    assert "step 2, rank 0" in notes[0]
+    assert "step 2, rank 1" in own_notes[0]
+    assert taken < 30
