@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,25 @@ def test_every_configuration_builds_its_sparsifier(parse: Any, name: str) -> Non
 
 def test_the_dense_configuration_is_plain_ddp(parse: Any) -> None:
     assert type(parse("dense").strategy).__module__ == "pytorch_lightning.strategies.ddp"
+
+
+def test_rules_are_read_from_a_file_and_toggled_on_the_command_line(parse: Any, tmp_path: Path) -> None:
+    file = tmp_path / "rules.yaml"
+    file.write_text(
+        "trainer:\n  strategy:\n    class_path: lightning_sparse.SparseDDPStrategy\n    init_args:\n"
+        '      dense: ["head.*"]\n      rules: {dense_numel: 0, densities: {"embed*": 0.001, "*.1.*": 1}}\n'
+    )
+
+    def rules(*overrides: str) -> ls.Rules:
+        found: ls.Rules = parse("topk", f"--config={file}", *overrides).strategy.rules
+        return found
+
+    expected = ls.Rules(["head.*"], densities={"embed*": 0.001, "*.1.*": 1.0}, dense_numel=0)
+    assert repr(rules()) == repr(expected)
+    assert rules("--trainer.strategy.rules.dense_numel=7") == replace(expected, dense_numel=7)
+    assert rules('--trainer.strategy.rules.sparse=["*.bias"]') == replace(expected, sparse=("*.bias",))
+    assert parse("topk", "--trainer.strategy.rules.dense_ndim=0").strategy.rules == ls.Rules(dense_ndim=0)
+    assert parse("topk").strategy.rules == ls.Rules()
 
 
 def test_sparsifier_and_density_are_toggled_on_the_command_line(parse: Any) -> None:

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_sparse as ls
+
 PACKAGES = ["pytorch_lightning", "lightning.pytorch"]
+EVERYTHING_SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
+"""For models so small that nothing would be left to sparsify."""
 
 
 def make_module(package: str, layers: str = "plain", lr: float = 0.1) -> Any:

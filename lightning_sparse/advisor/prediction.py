@@ -21,6 +21,7 @@ from lightning_sparse.grouping import (
     ParameterSize,
     Profile,
     ProfiledMerge,
+    Rules,
     Traffic,
     make_plan,
     timeline,
@@ -35,6 +36,8 @@ GROUPINGS: dict[str, Grouping] = {
     "model": Model(),
     "optimal_merge": OptimalMerge(),
 }
+ALL_SPARSE = Rules(dense_ndim=0, dense_numel=0)
+"""Small parameters are counted as sparsified: kept dense, they are one short message more."""
 HALVED = ("fp16", "bf16")
 """DDP's hooks that send 16 bits of each value."""
 EVERYTHING = "everything"
@@ -168,7 +171,7 @@ class Measured:
         rule = GROUPINGS[grouping]
         if isinstance(rule, OptimalMerge):
             rule = ProfiledMerge(profile, method.density)
-        groups, times = timeline(make_plan(self.sizes, rule, (), DDP_BUCKET_MB), profile)
+        groups, times = timeline(make_plan(self.sizes, rule, ALL_SPARSE, DDP_BUCKET_MB), profile)
         return profile.timeline_seconds(times, method.density), len(groups)
 
 

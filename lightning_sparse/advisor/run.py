@@ -15,6 +15,7 @@ from typing import Any
 
 from lightning_sparse import packages
 from lightning_sparse.advisor.prediction import (
+    ALL_SPARSE,
     BEST_TRAINED,
     EVERYTHING,
     HALVED,
@@ -138,6 +139,7 @@ class Advice:
             f"{measured.overlap}.",
             "Every rank computes as fast as here, whatever their number, and none waits for another.",
             "Gradients for the rehearsal are made up: heavy-tailed, ranks agree on half of their variance.",
+            "Small parameters are counted as sparsified; by default they stay dense, which is one short message more.",
             "One exchange after the other goes over the network; DDP hands gradients over in buckets.",
             f"A sparsifier must shorten the step by {MARGIN:.0%} at least. Of those within {MARGIN:.0%} of the "
             "fastest, the mildest density wins, then the order of docs/comparison.md "
@@ -238,7 +240,8 @@ def advise(
     package = importlib.import_module(name)
     strategy_class = importlib.import_module(f"lightning_sparse.strategy.{packages_file(name)}").SparseDDPStrategy
     options = dict(trainer or {})
-    strategy = strategy_class(grouping="model", **kept_settings(options.pop("strategy", None)))
+    kept = kept_settings(options.pop("strategy", None))
+    strategy = strategy_class(grouping="model", rules=ALL_SPARSE, watch=None, **kept)
     every = [name for name, _ in SPARSIFIERS.items() if name not in LEFT_OUT]
     names = every if sparsifiers is None else list(sparsifiers)
     with tempfile.TemporaryDirectory() as folder:

@@ -18,6 +18,7 @@ from lightning_sparse.grouping.plan import (
     timeline,
 )
 from lightning_sparse.grouping.profile import GroupCost, LayerTime, Overlap, Profile, Timeline, Traffic
+from lightning_sparse.grouping.rules import Rules, as_rules
 
 __all__ = [
     "GROUPINGS",
@@ -39,8 +40,10 @@ __all__ = [
     "ParameterSize",
     "Profile",
     "ProfiledMerge",
+    "Rules",
     "Timeline",
     "Traffic",
+    "as_rules",
     "budget_density",
     "greedy_merge",
     "hidden_densities",

@@ -6,13 +6,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from lightning_sparse.grouping.cost import CostModel
 from lightning_sparse.grouping.profile import Profile, Timeline
 
 HALVINGS = 40
+Groups = Sequence[tuple[int, float | None]]
+"""Coordinates of each, and the density that it has in any case."""
 
 
-def hidden_densities(timeline: Timeline, profile: Profile, floor: float, cap: float) -> list[float]:
+def hidden_densities(
+    timeline: Timeline, profile: Profile, floor: float, cap: float, own: Sequence[float | None] = ()
+) -> list[float]:
     """The largest density of each group whose exchange hides behind the backward pass of the next group.
 
     LAGS-SGD: a layer's compression ratio ``c = 1 / d`` is ``min(c_u, min {c: exchange(c) + select <= backward})``, with
@@ -27,6 +30,7 @@ def hidden_densities(timeline: Timeline, profile: Profile, floor: float, cap: fl
         profile: what exchanges cost.
         floor: smallest density, in (0, 1].
         cap: largest density, in (0, 1], at least ``floor``.
+        own: of each group, the density that it has in any case, or None; empty: none has any.
 
     Returns:
         A density for each group.
@@ -39,12 +43,14 @@ def hidden_densities(timeline: Timeline, profile: Profile, floor: float, cap: fl
     ready = done = 0.0
     runs = list(_delivered_together(timeline))
     windows = [*(backward for _, backward in runs), 0.0][1:]
+    fixed = iter(own or [None] * len(timeline[0]))
     for (numels, backward), window in zip(runs, windows, strict=True):
+        groups = [(numel, next(fixed)) for numel in numels]
         ready += backward
-        fits = partial(_ends_by, ready + window, profile, numels, ready, done)
+        fits = partial(_ends_by, ready + window, profile, groups, ready, done)
         density = floor if profile.overlap == "nothing" else _largest(fits, floor, cap) or floor
-        ready, done = _exchanged(profile.cost(density), numels, ready, done)
-        densities += [density] * len(numels)
+        ready, done = _exchanged(profile, groups, ready, done, density)
+        densities += [density if given is None else given for _, given in groups]
     return densities
 
 
@@ -63,28 +69,27 @@ def _delivered_together(timeline: Timeline) -> Iterator[tuple[list[int], float]]
         yield run, seconds
 
 
-def _exchanged(cost: CostModel, numels: Sequence[int], ready: float, done: float) -> tuple[float, float]:
+def _exchanged(profile: Profile, groups: Groups, ready: float, done: float, density: float) -> tuple[float, float]:
     """When the last selection and the last exchange of these groups are done."""
-    for numel in numels:
+    for numel, given in groups:
+        cost = profile.cost(density if given is None else given)
         ready += cost.select_seconds(numel)
         done = max(ready, done) + cost.exchange_seconds(numel)
     return ready, done
 
 
-def _ends_by(
-    deadline: float, profile: Profile, numels: Sequence[int], ready: float, done: float, density: float
-) -> bool:
-    return _exchanged(profile.cost(density), numels, ready, done)[1] <= deadline
+def _ends_by(deadline: float, profile: Profile, groups: Groups, ready: float, done: float, density: float) -> bool:
+    return _exchanged(profile, groups, ready, done, density)[1] <= deadline
 
 
 def budget_density(
-    timeline: Callable[[float], Timeline], profile: Profile, exposed: float, floor: float, cap: float
+    step_seconds: Callable[[float], float], profile: Profile, exposed: float, floor: float, cap: float
 ) -> float:
     """The largest density of the whole model that keeps exposed communication below a share of the step.
 
     Args:
-        timeline: of the groups that would be used at a density.
-        profile: what backward and exchanges take.
+        step_seconds: of a whole step with the groups that would be used at a density.
+        profile: what a step takes without any exchange.
         exposed: share of the whole step that may be exposed communication, in (0, 1).
         floor: smallest density, in (0, 1].
         cap: largest density, in (0, 1], at least ``floor``.
@@ -94,7 +99,7 @@ def budget_density(
     """
 
     def share(density: float) -> float:
-        step = profile.timeline_seconds(timeline(density), density)
+        step = step_seconds(density)
         return (step - profile.compute_seconds) / step
 
     density = _largest(lambda density: share(density) <= exposed, floor, cap)

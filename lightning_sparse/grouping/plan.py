@@ -7,18 +7,17 @@ finishes them, so that the first groups are complete while backward still runs.
 
 from __future__ import annotations
 
-import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, get_args
 
 from lightning_sparse.density import count
 from lightning_sparse.grouping.merge import merge_below
 from lightning_sparse.grouping.profile import MergeRule, Profile, Timeline
+from lightning_sparse.grouping.rules import Rules, as_rules
 from lightning_sparse.registry import Registry
 
 
@@ -31,6 +30,8 @@ class ParameterSize(NamedTuple):
     """Bytes of one element."""
     kind: Hashable
     """Parameters of different kinds (dtype, device) are never in one group."""
+    ndim: int = 2
+    """Dimensions of its shape."""
 
 
 class Group(NamedTuple):
@@ -41,7 +42,7 @@ class Group(NamedTuple):
     dense: bool
     """True if the group is averaged as DDP would, without sparsification."""
     density: float | None = None
-    """Of this group alone, in (0, 1]; None: what the schedule says."""
+    """Of this group alone, in (0, 1]; None: what the schedule says. None for dense groups."""
 
     @property
     def numel(self) -> int:
@@ -149,9 +150,9 @@ class MergeBelow(Grouping):
 
     Example:
         >>> sizes = [ParameterSize(name, numel, 4, "float32") for name, numel in
-        ...          [("a.weight", 9000), ("b.weight", 5000), ("c.weight", 5000), ("d.weight", 10)]]
+        ...          [("a.weight", 9000), ("b.weight", 5000), ("c.weight", 5000), ("d.weight", 300)]]
         >>> [(g.name, g.numel) for g in make_plan(sizes, MergeBelow(8192))]
-        [('d..b', 10010), ('a', 9000)]
+        [('d..b', 10300), ('a', 9000)]
 
     References:
         Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs
@@ -309,43 +310,56 @@ def _join(layers: Cut, groups: Sequence[Sequence[int]]) -> Cut:
 def make_plan(
     parameters: Iterable[ParameterSize],
     grouping: Grouping | str = "bucket",
-    dense: Sequence[str] = (),
+    rules: Rules | None = None,
     bucket_cap_mb: float = DDP_BUCKET_MB,
 ) -> list[Group]:
     """Cut parameters into groups, in the order in which backward is expected to finish them.
+
+    Parameters with a density of their own are cut apart from the others, by the same grouping, into groups such as
+    ``density0.001.bucket0``; dense ones by bucket, whatever the grouping, into groups such as ``dense.bucket0``, which
+    come last.
 
     Args:
         parameters: in order of registration, as ``named_parameters()`` gives them.
         grouping: an instance such as ``MergeBelow(8192)``, or a name: "layer" (one group per module), "bucket" (about
             ``bucket_cap_mb`` each), "model" (all together), "merge_below" (layers of 8192 coordinates and more) or
             "optimal_merge".
-        dense: shell-style patterns of parameter names that stay dense, such as ``"*.bias"``. Dense parameters get
-            groups of their own, by bucket whatever the grouping.
+        rules: which parameters stay dense, and which have densities of their own; None: the default ones, which keep
+            small parameters dense, see :class:`~lightning_sparse.grouping.Rules`.
         bucket_cap_mb: size of a bucket in MiB.
 
     Raises:
-        ValueError: for an unknown grouping, or a pattern that matches no parameter.
+        ValueError: for an unknown grouping, a pattern that matches no parameter, or a parameter that is to be dense and
+            sparsified.
 
     Example:
         >>> sizes = [ParameterSize(name, numel, 4, "float32") for name, numel in
-        ...          [("conv.weight", 900), ("conv.bias", 10), ("head.weight", 500), ("head.bias", 5)]]
-        >>> [(g.name, g.numel, g.dense) for g in make_plan(sizes, "layer", dense=["*.bias"])]
-        [('head', 500, False), ('conv', 900, False), ('dense.bucket0', 15, True)]
+        ...          [("embed", 5000), ("conv.weight", 900), ("conv.bias", 10), ("head.weight", 500), ("head.bias", 5)]]
+        >>> [(g.name, g.numel, g.dense) for g in make_plan(sizes, "layer", Rules(densities={"embed": 0.001}))]
+        [('head', 500, False), ('conv', 900, False), ('density0.001.embed', 5000, False), ('dense.bucket0', 15, True)]
     """
-    wanted = GROUPINGS.resolve(grouping)
+    wanted, rules = GROUPINGS.resolve(grouping), as_rules(rules)
     ordered = list(parameters)[::-1]
-    for pattern in dense:
-        if not any(fnmatchcase(p.name, pattern) for p in ordered):
-            close = difflib.get_close_matches(pattern, [p.name for p in ordered], n=3, cutoff=0.3)
-            names = f" Names that are close: {', '.join(close)}." if close else ""
-            raise ValueError(f"The pattern {pattern!r} in dense matches no parameter.{names}")
+    rules.check([p.name for p in ordered])
+    apart: dict[tuple[bool, float | None, Hashable], list[ParameterSize]] = {}
+    for p in ordered:
+        keep_dense = rules.keeps_dense(p.name, p.numel, p.ndim)
+        apart.setdefault((keep_dense, rules.density_of(p.name), p.kind), []).append(p)
     kinds = list(dict.fromkeys(p.kind for p in ordered))
     plan = []
-    for keep_dense in (False, True):
-        for kind in kinds:
-            chosen = [p for p in ordered if p.kind == kind and any(fnmatchcase(p.name, d) for d in dense) == keep_dense]
-            rule = Bucket() if keep_dense else wanted
-            prefix = ("dense." if keep_dense else "") + (f"{kind}." if len(kinds) > 1 else "")
-            for name, group in rule.cut(chosen, bucket_cap_mb):
-                plan.append(Group(prefix + name, tuple(group), keep_dense))
+    # First what follows the schedule, then own densities, then what is dense; otherwise in the order of backward.
+    for keep_dense, own, kind in sorted(apart, key=lambda key: (key[0], key[1] is not None, kinds.index(key[2]))):
+        prefix = "dense." if keep_dense else "" if own is None else f"density{own}."
+        prefix += f"{kind}." if len(kinds) > 1 else ""
+        for name, group in _rule(wanted, keep_dense, own).cut(apart[keep_dense, own, kind], bucket_cap_mb):
+            plan.append(Group(prefix + name, tuple(group), keep_dense, own))
     return plan
+
+
+def _rule(wanted: Grouping, keep_dense: bool, own: float | None) -> Grouping:
+    """The grouping for parameters that are dense, or have a density of their own."""
+    if keep_dense:
+        return Bucket()
+    if own is not None and isinstance(wanted, ProfiledMerge):
+        return replace(wanted, density=own)
+    return wanted

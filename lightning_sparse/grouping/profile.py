@@ -241,12 +241,16 @@ class Profile:
         iteration = iteration_seconds(groups, self.numels, self.delivery_seconds, self.cost(density))
         return self.rest_seconds + iteration
 
-    def timeline_seconds(self, timeline: Timeline, density: float) -> float:
-        """A whole step with these groups, whatever they are made of."""
+    def timeline_seconds(self, timeline: Timeline, density: float | Sequence[float]) -> float:
+        """A whole step with these groups, whatever they are made of; at one density, or each at its own."""
         numels, backward = timeline
-        groups = [[i] for i in range(len(numels))]
-        iteration = iteration_seconds(groups, numels, backward, self.cost(density)) if numels else 0.0
-        return self.rest_seconds + max(iteration, sum(self.backward_seconds))
+        densities = density if isinstance(density, Sequence) else [density] * len(numels)
+        costs = {one: self.cost(one) for one in densities}
+        ready = done = 0.0
+        for numel, seconds, one in zip(numels, backward, densities, strict=True):
+            ready += seconds + costs[one].select_seconds(numel)
+            done = max(ready, done) + costs[one].exchange_seconds(numel)
+        return self.rest_seconds + max(done, sum(self.backward_seconds))
 
     def exposed_seconds(self, groups: Sequence[Sequence[int]], density: float) -> float:
         """How much longer a step is than one without any exchange."""

@@ -8,6 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse.collective import ring_all_reduce_bytes
 from lightning_sparse.console import print_table
+from lightning_sparse.grouping import Rules
 from lightning_sparse.hook import Engine
 
 LONGEST_TABLE = 40
@@ -54,7 +55,7 @@ class SparsityMonitorMixin:
         if not trainer.is_global_zero:
             return
         if self.table:
-            print_plan(engine)
+            print_plan(engine, trainer.strategy.rules)
         for logger in trainer.loggers:
             define = getattr(logger.experiment, "define_metric", None)
             if define is not None:
@@ -84,17 +85,21 @@ def _is_logging_step(trainer: Any) -> bool:
     return bool(trainer._logger_connector.should_update_logs) and not trainer.fit_loop._should_accumulate()
 
 
-def print_plan(engine: Engine) -> None:
-    """Print the groups: sizes, picks, how they travel, what stays dense; MB that a dense ring would send per rank.
+def print_plan(engine: Engine, rules: Rules) -> None:
+    """Print the groups: sizes, picks, how they travel, MB that a dense ring would send per rank; then what stays dense.
 
     Plain text where rich is missing.
+
+    Args:
+        engine: whose groups.
+        rules: by which some of them are dense.
     """
     settings, n = engine.settings, engine.comm.world_size
     density = settings.density(engine.step)
     title = f"sparse_ddp: {settings.sparsifier}, {settings.density}, {settings.memory}, " + (
         f"{n} ranks" if n > 1 else "1 rank: nothing is sent"
     )
-    header = ["group", "parameters", "coordinates", "k now", "exchange", "dense MB"]
+    header = ["group", "parameters", "coordinates", "density now", "k now", "exchange", "dense MB"]
     rows = []
     for group in engine.plan[:LONGEST_TABLE]:
         size = group.parameters[0].element_size
@@ -103,11 +108,16 @@ def print_plan(engine: Engine) -> None:
                 group.name,
                 str(len(group.parameters)),
                 f"{group.numel:,}",
+                "" if group.dense else f"{group.density or density:.3g}",
                 f"{group.picks(density):,}",
                 "dense" if group.dense else type(settings.exchange).__name__,
                 f"{ring_all_reduce_bytes(group.numel * size, n) / 1e6:.3g}",
             ]
         )
     if rest := engine.plan[LONGEST_TABLE:]:
-        rows.append([f"{len(rest)} more", "", f"{sum(g.numel for g in rest):,}", "", "", ""])
-    print_table(title, header, rows, left=(0, 4))
+        rows.append([f"{len(rest)} more", "", f"{sum(g.numel for g in rest):,}", "", "", "", ""])
+    print_table(title, header, rows, left=(0, 5))
+    if dense := [p for group in engine.plan if group.dense for p in group.parameters]:
+        numel, all_numel = sum(p.numel for p in dense), sum(group.numel for group in engine.plan)
+        share = f"{len(dense)} parameters, {numel:,} coordinates ({100 * numel / all_numel:.2g} %)"
+        print(f"dense: {share}" + (f": {rules.reasons()}" if rules.reasons() else ""), flush=True)

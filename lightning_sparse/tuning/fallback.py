@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from lightning_sparse.grouping import Group, ParameterSize, make_plan
+from lightning_sparse.grouping import Group, ParameterSize, Rules, make_plan
 from lightning_sparse.hook import Engine
 from lightning_sparse.profiling import slowest
 from lightning_sparse.tuning.planner import Planner
@@ -45,7 +45,7 @@ class Fallback:
         self.mode: Mode = "sparse"
         self.seconds: dict[Mode, float] = {}
         """Median step times of the latest comparison, of the slowest rank."""
-        self._dense_plan = make_plan(sizes, "bucket", ["*"], bucket_cap_mb)
+        self._dense_plan = make_plan(sizes, "bucket", Rules(dense=["*"]), bucket_cap_mb)
         self._sparse_plan: list[Group] = []
         self._planner = planner
         self._turn: int | None = 0

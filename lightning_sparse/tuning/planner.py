@@ -22,6 +22,7 @@ from lightning_sparse.grouping import (
     ParameterSize,
     Profile,
     ProfiledMerge,
+    Rules,
     budget_density,
     hidden_densities,
     make_plan,
@@ -46,7 +47,7 @@ class Planner:
         engine: works with the groups to begin with.
         sizes: of all parameters, in order of registration.
         grouping: what the user asked for.
-        dense: patterns of parameters that stay dense.
+        rules: which parameters stay dense, and which have densities of their own; these keep them.
         bucket_cap_mb: size of groups by bucket.
         delivery_mb: sizes of DDP's first bucket and of the others, in which gradients are handed over.
         profile: of an earlier run, as :attr:`saved` gave it; used if it fits this one.
@@ -58,7 +59,7 @@ class Planner:
         engine: Engine,
         sizes: Sequence[ParameterSize],
         grouping: Grouping,
-        dense: Sequence[str],
+        rules: Rules,
         bucket_cap_mb: float,
         delivery_mb: tuple[float, float],
         profile: dict[str, Any] | None = None,
@@ -66,17 +67,31 @@ class Planner:
         self.profile: Profile | None = None
         first, others = delivery_mb
         self._bucket_numels = bucket_numels(sizes, others, first)
-        self._sizes, self._grouping, self._dense, self._cap = list(sizes), grouping, list(dense), bucket_cap_mb
+        self._sizes, self._grouping, self._rules, self._cap = list(sizes), grouping, rules, bucket_cap_mb
         merge = grouping if isinstance(grouping, OptimalMerge) else OptimalMerge()
         self._warmup, self._steps = merge.warmup, merge.steps
         self._seen = 0
         self._timer: BackwardTimer | None = None
         self._fingerprint = fingerprint(sizes, engine)
-        known = from_rank_zero(profile, engine.comm, engine.device)
-        if isinstance(known, dict) and known.get("fingerprint") == self._fingerprint:
-            self._apply(replace(Profile.from_dict(known), bucket_numels=self._bucket_numels), engine)
-        else:
+        if not self.resume(profile, engine):
             self._timer = BackwardTimer(module, engine.parameters, engine.device, lambda: engine.held_up_seconds)
+
+    def resume(self, profile: dict[str, Any] | None, engine: Engine) -> bool:
+        """Use the profile of an earlier run instead of measuring, if it fits this one; collective, between two steps.
+
+        Args:
+            profile: as :attr:`saved` gave it; what rank 0 has decides.
+            engine: whose groups change.
+
+        Returns:
+            Whether it fits.
+        """
+        known = from_rank_zero(profile, engine.comm, engine.device)
+        if not isinstance(known, dict) or known.get("fingerprint") != self._fingerprint:
+            return False
+        self.close()
+        self._apply(replace(Profile.from_dict(known), bucket_numels=self._bucket_numels), engine)
+        return True
 
     @staticmethod
     def wanted(grouping: Grouping, settings: Settings) -> bool:
@@ -137,7 +152,8 @@ class Planner:
 
     def _densities(self, settings: Settings) -> list[float]:
         schedule = settings.density
-        return schedule.tried if isinstance(schedule, ProfiledDensity) else [schedule(LAST_STEP)]
+        tried = schedule.tried if isinstance(schedule, ProfiledDensity) else [schedule(LAST_STEP)]
+        return sorted({*tried, *self._rules.densities.values()})
 
     def _apply(self, profile: Profile, engine: Engine) -> None:
         plan = self._plan(profile, engine.settings)
@@ -153,17 +169,23 @@ class Planner:
             grouping = self._grouping
             if isinstance(grouping, OptimalMerge):
                 grouping = ProfiledMerge(profile, density, grouping.rule)
-            return make_plan(self._sizes, grouping, self._dense, self._cap)
+            return make_plan(self._sizes, grouping, self._rules, self._cap)
+
+        def step_seconds(density: float) -> float:
+            groups, times = timeline(plan_at(density), profile)
+            return profile.timeline_seconds(times, [group.density or density for group in groups])
 
         if isinstance(schedule, TimeBudget):
-            density = budget_density(
-                lambda d: timeline(plan_at(d), profile)[1], profile, schedule.exposed, schedule.floor, schedule.cap
-            )
-            return [group if group.dense else group._replace(density=density) for group in plan_at(density)]
+            density = budget_density(step_seconds, profile, schedule.exposed, schedule.floor, schedule.cap)
+            return [
+                group if group.dense or group.density is not None else group._replace(density=density)
+                for group in plan_at(density)
+            ]
         plan = plan_at(schedule(LAST_STEP))
         if isinstance(schedule, HiddenDensity):
             groups, times = timeline(plan, profile)
-            densities = hidden_densities(times, profile, schedule.floor, schedule.cap)
+            own = [group.density for group in groups]
+            densities = hidden_densities(times, profile, schedule.floor, schedule.cap, own)
             found = {group.name: density for group, density in zip(groups, densities, strict=True)}
             return [group._replace(density=found.get(group.name)) for group in plan]
         return plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -174,7 +175,7 @@ def test_whatever_was_measured_densities_keep_their_bounds(
     for density in hidden_densities(timeline, profile, floor, cap):
         assert floor <= density <= cap
     try:
-        assert floor <= budget_density(lambda _: timeline, profile, 0.3, floor, cap) <= cap
+        assert floor <= budget_density(partial(profile.timeline_seconds, timeline), profile, 0.3, floor, cap) <= cap
     except ValueError as error:
         assert "Expected exposed communication of at most 30.0%" in str(error)
 
@@ -203,10 +204,10 @@ def test_a_budget_is_spent(overlap: str) -> None:
         within = [d for d in coarse if exposed_share(profile, timeline, d) <= exposed]
         if not within:
             with pytest.raises(ValueError, match=rf"at most {exposed:.1%} of a step, but it is .* density 0.001"):
-                budget_density(lambda _: timeline, profile, exposed, FLOOR, CAP)  # noqa: B023  # called at once
+                budget_density(partial(profile.timeline_seconds, timeline), profile, exposed, FLOOR, CAP)
             outcomes["raised"] += 1
             continue
-        found = budget_density(lambda _: timeline, profile, exposed, FLOOR, CAP)  # noqa: B023
+        found = budget_density(partial(profile.timeline_seconds, timeline), profile, exposed, FLOOR, CAP)
         if found == CAP:
             assert exposed_share(profile, timeline, CAP) <= exposed * (1 + 1e-9)
             outcomes["cap"] += 1
@@ -225,20 +226,21 @@ def test_a_budget_looks_at_the_groups_of_each_density() -> None:
     profile = Profile("", layers, 1.0, Network.ring(2, 0, 1e9), costs, "nothing")
     asked: list[float] = []
 
-    def timeline(density: float) -> Timeline:
+    def step_seconds(density: float) -> float:
         asked.append(density)
-        return ([3], [3.0]) if density > 0.1 else ([1, 1, 1], [1.0, 1.0, 1.0])
+        timeline: Timeline = ([3], [3.0]) if density > 0.1 else ([1, 1, 1], [1.0, 1.0, 1.0])
+        return profile.timeline_seconds(timeline, density)
 
     # Of 4 + 1.5 seconds, 1.5 are exposed.
-    assert budget_density(timeline, profile, 1.5 / 5.5 + 1e-12, 0.2, 1.0) == pytest.approx(0.5)
+    assert budget_density(step_seconds, profile, 1.5 / 5.5 + 1e-12, 0.2, 1.0) == pytest.approx(0.5)
     assert {0.2, 1.0} <= set(asked)
     with pytest.raises(ValueError, match=r"at most 25\.0% of a step, but it is 43\.1%"):  # 3.03 of 7.03
-        budget_density(timeline, profile, 0.25, 0.01, 1.0)
+        budget_density(step_seconds, profile, 0.25, 0.01, 1.0)
 
 
 def test_a_model_without_sparse_groups_exposes_nothing() -> None:
     profile = rising(random.Random(4), "nothing", 1.0, ([10], [1.0]))
-    assert budget_density(lambda _: ([], []), profile, 0.1, 0.01, 0.2) == 0.2
+    assert budget_density(partial(profile.timeline_seconds, ([], [])), profile, 0.1, 0.01, 0.2) == 0.2
 
 
 def test_the_error_says_what_may_help() -> None:
@@ -246,4 +248,4 @@ def test_the_error_says_what_may_help() -> None:
     for overlap, hint in (("nothing", "executor='thread' may help"), ("all", "A faster network, larger batches")):
         profile = rising(random.Random(5), overlap, 1.0, timeline)
         with pytest.raises(ValueError, match=rf"raise the budget or lower the floor\. .*{hint}"):
-            budget_density(lambda _: timeline, profile, 1e-9, 0.01, math.nextafter(0.01, 1))
+            budget_density(partial(profile.timeline_seconds, timeline), profile, 1e-9, 0.01, math.nextafter(0.01, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from lightning_sparse.grouping import (
     GROUPINGS,
     Group,
     GroupCost,
+    Grouping,
     LayerTime,
     Line,
     MergeBelow,
@@ -23,13 +25,24 @@ from lightning_sparse.grouping import (
     make_plan,
     timeline,
 )
-from lightning_sparse.grouping.plan import LARGEST_GROUP
+from lightning_sparse.grouping.plan import DDP_BUCKET_MB, LARGEST_GROUP
+from tests.trainers import EVERYTHING_SPARSE
 
 MIB = 2**20
 
 
 def sizes(*named: tuple[str, int], kind: str = "float32", element_size: int = 4) -> list[ParameterSize]:
     return [ParameterSize(name, numel, element_size, kind) for name, numel in named]
+
+
+def cut(
+    parameters: list[ParameterSize],
+    grouping: Grouping | str = "bucket",
+    dense: Sequence[str] = (),
+    bucket_cap_mb: float = DDP_BUCKET_MB,
+) -> list[Group]:
+    """A plan in which names alone decide what stays dense; sizes: tests/grouping/test_rules.py."""
+    return make_plan(parameters, grouping, EVERYTHING_SPARSE.also_dense(dense), bucket_cap_mb)
 
 
 def names(plan: list[Group]) -> list[tuple[str, list[str]]]:
@@ -42,7 +55,7 @@ MODEL = sizes(
 
 
 def test_layers_are_modules_in_reverse_order() -> None:
-    assert names(make_plan(MODEL, "layer")) == [
+    assert names(cut(MODEL, "layer")) == [
         ("head", ["head.weight"]),
         ("block.norm", ["block.norm.weight"]),
         ("block.fc", ["block.fc.bias", "block.fc.weight"]),
@@ -51,14 +64,14 @@ def test_layers_are_modules_in_reverse_order() -> None:
 
 
 def test_the_model_is_one_group_in_reverse_order() -> None:
-    assert names(make_plan(MODEL, "model")) == [("model", [p.name for p in MODEL][::-1])]
+    assert names(cut(MODEL, "model")) == [("model", [p.name for p in MODEL][::-1])]
 
 
 def test_buckets_are_closed_when_they_are_full_and_the_first_is_small() -> None:
     # In reverse order, of 4 bytes: 1 MiB closes the first bucket; then 4 MiB each.
     quarter = MIB // 4
     model = sizes(("a", 9 * quarter), ("b", quarter), ("c", 2 * quarter), ("d", 2 * quarter), ("e", quarter))
-    assert names(make_plan(model, "bucket", bucket_cap_mb=4)) == [
+    assert names(cut(model, "bucket", bucket_cap_mb=4)) == [
         ("bucket0", ["e"]),
         ("bucket1", ["d", "c"]),
         ("bucket2", ["b", "a"]),  # not yet full when the 9 MiB parameter comes
@@ -67,7 +80,7 @@ def test_buckets_are_closed_when_they_are_full_and_the_first_is_small() -> None:
 
 def test_a_small_cap_applies_to_the_first_bucket_too() -> None:
     model = sizes(("a", 100), ("b", 100), ("c", 100))
-    assert names(make_plan(model, "bucket", bucket_cap_mb=300 / MIB)) == [
+    assert names(cut(model, "bucket", bucket_cap_mb=300 / MIB)) == [
         ("bucket0", ["c"]),
         ("bucket1", ["b"]),
         ("bucket2", ["a"]),
@@ -77,12 +90,12 @@ def test_a_small_cap_applies_to_the_first_bucket_too() -> None:
 def test_bytes_decide_about_buckets_not_elements() -> None:
     wide = sizes(("a", MIB // 8), ("b", MIB // 8), kind="float64", element_size=8)
     narrow = sizes(("a", MIB // 8), ("b", MIB // 8), kind="bfloat16", element_size=2)
-    assert [len(group.parameters) for group in make_plan(wide)] == [1, 1]
-    assert [len(group.parameters) for group in make_plan(narrow)] == [2]
+    assert [len(group.parameters) for group in cut(wide)] == [1, 1]
+    assert [len(group.parameters) for group in cut(narrow)] == [2]
 
 
 def test_dense_parameters_get_buckets_of_their_own_at_the_end() -> None:
-    plan = make_plan(MODEL, "layer", dense=["*.bias", "*norm*"])
+    plan = cut(MODEL, "layer", dense=["*.bias", "*norm*"])
     assert names(plan) == [
         ("head", ["head.weight"]),
         ("block.fc", ["block.fc.weight"]),
@@ -90,16 +103,16 @@ def test_dense_parameters_get_buckets_of_their_own_at_the_end() -> None:
         ("dense.bucket0", ["block.norm.weight", "block.fc.bias"]),
     ]
     assert [group.dense for group in plan] == [False, False, False, True]
-    assert all(group.dense for group in make_plan(MODEL, "model", dense=["*"]))
+    assert all(group.dense for group in cut(MODEL, "model", dense=["*"]))
 
 
 def test_kinds_are_never_mixed_and_named_where_there_are_several() -> None:
     model = [*sizes(("a.weight", 10)), *sizes(("a.scale", 4), kind="bfloat16", element_size=2), *sizes(("b", 5))]
-    assert names(make_plan(model, "model")) == [
+    assert names(cut(model, "model")) == [
         ("float32.model", ["b", "a.weight"]),
         ("bfloat16.model", ["a.scale"]),
     ]
-    assert names(make_plan(model, "model", dense=["b"])) == [
+    assert names(cut(model, "model", dense=["b"])) == [
         ("float32.model", ["a.weight"]),
         ("bfloat16.model", ["a.scale"]),
         ("dense.float32.bucket0", ["b"]),
@@ -107,11 +120,11 @@ def test_kinds_are_never_mixed_and_named_where_there_are_several() -> None:
 
 
 def test_a_model_without_parameters_has_no_groups() -> None:
-    assert [make_plan([], grouping) for grouping, _ in GROUPINGS.items()] == [[]] * 5
+    assert [cut([], grouping) for grouping, _ in GROUPINGS.items()] == [[]] * 5
 
 
 def test_offsets_lay_the_parameters_end_to_end() -> None:
-    (group,) = make_plan(MODEL, "model")
+    (group,) = cut(MODEL, "model")
     assert group.numel == 1540
     assert group.offsets() == {
         "head.weight": slice(0, 100),
@@ -123,7 +136,7 @@ def test_offsets_lay_the_parameters_end_to_end() -> None:
 
 
 def test_picks_are_a_share_of_sparse_groups_and_all_of_dense_ones() -> None:
-    sparse, dense = make_plan(sizes(("weight", 250), ("bias", 7)), "model", dense=["bias"])
+    sparse, dense = cut(sizes(("weight", 250), ("bias", 7)), "model", dense=["bias"])
     assert (sparse.picks(0.01), dense.picks(0.01)) == (2, 7)
     assert sparse.picks(0.001) == 1
 
@@ -131,20 +144,20 @@ def test_picks_are_a_share_of_sparse_groups_and_all_of_dense_ones() -> None:
 def test_an_unknown_grouping_is_answered_with_the_known_ones() -> None:
     known = r"Known names: bucket, layer, merge_below, model, optimal_merge\."
     with pytest.raises(ValueError, match=rf"Unknown grouping 'layers'\. Did you mean 'layer'\? {known}$"):
-        make_plan(MODEL, "layers")
+        cut(MODEL, "layers")
     with pytest.raises(ValueError, match=rf"Unknown grouping 'zzz'\. {known}$"):
-        make_plan(MODEL, "zzz")
+        cut(MODEL, "zzz")
 
 
 def test_small_layers_are_merged_and_large_ones_stay_alone() -> None:
-    assert names(make_plan(MODEL, MergeBelow(120))) == [
+    assert names(cut(MODEL, MergeBelow(120))) == [
         ("head..block.norm", ["head.weight", "block.norm.weight"]),
         ("block.fc", ["block.fc.bias", "block.fc.weight"]),
         ("embed", ["embed"]),
     ]
-    assert names(make_plan(MODEL, "merge_below")) == [("head..embed", [p.name for p in MODEL][::-1])]
-    assert names(make_plan(MODEL, MergeBelow(0))) == names(make_plan(MODEL, "layer"))
-    assert len(make_plan(MODEL, MergeBelow(float("inf")))) == 1
+    assert names(cut(MODEL, "merge_below")) == [("head..embed", [p.name for p in MODEL][::-1])]
+    assert names(cut(MODEL, MergeBelow(0))) == names(cut(MODEL, "layer"))
+    assert len(cut(MODEL, MergeBelow(float("inf")))) == 1
 
 
 @pytest.mark.parametrize("numel", [-1, float("nan"), "8192", True, None])
@@ -155,9 +168,9 @@ def test_a_threshold_that_is_no_number_of_coordinates_is_refused(numel: object) 
 
 def test_a_pattern_that_matches_nothing_is_answered_with_names_that_are_close() -> None:
     with pytest.raises(ValueError, match=r"'\*\.biases' in dense matches no parameter\. Names that are close: .*bias"):
-        make_plan(MODEL, dense=["*.biases"])
+        cut(MODEL, dense=["*.biases"])
     with pytest.raises(ValueError, match=r"'\*\.BIAS' in dense matches no parameter"):
-        make_plan(MODEL, dense=["*.BIAS"])  # names are case-sensitive on every system
+        cut(MODEL, dense=["*.BIAS"])  # names are case-sensitive on every system
 
 
 @settings(deadline=None, max_examples=80)
@@ -177,7 +190,7 @@ def test_every_parameter_is_in_one_group_of_its_kind(
         for i, (numel, kind) in enumerate(zip(numels, kinds, strict=False))
     ]
     try:
-        plan = make_plan(model, grouping, dense, cap)
+        plan = cut(model, grouping, dense, cap)
     except ValueError as error:
         assert "matches no parameter" in str(error)  # the drawn pattern may miss a small model
         return
@@ -210,28 +223,28 @@ def profile_of(layers: list[LayerTime], *exchanges: Line, buckets: tuple[float, 
 
 
 def test_before_there_is_a_profile_all_is_one_group() -> None:
-    assert names(make_plan(MODEL, OptimalMerge())) == names(make_plan(MODEL, "model"))
+    assert names(cut(MODEL, OptimalMerge())) == names(cut(MODEL, "model"))
     huge = sizes(("a", LARGEST_GROUP - 1), ("b", 1), element_size=1)
-    assert names(make_plan(huge, OptimalMerge())) == [("model", ["b", "a"])]
+    assert names(cut(huge, OptimalMerge())) == [("model", ["b", "a"])]
     larger = sizes(("a", LARGEST_GROUP), ("b", 2 * MIB), element_size=1)
-    assert names(make_plan(larger, OptimalMerge())) == names(make_plan(larger, "bucket"))
-    assert len(make_plan(larger, OptimalMerge())) == 2
+    assert names(cut(larger, OptimalMerge())) == names(cut(larger, "bucket"))
+    assert len(cut(larger, OptimalMerge())) == 2
 
 
 def test_layers_come_in_the_order_in_which_backward_was_seen() -> None:
-    each = make_plan(MODEL, ProfiledMerge(profile_of(OBSERVED, APART), 0.1))
+    each = cut(MODEL, ProfiledMerge(profile_of(OBSERVED, APART), 0.1))
     assert names(each) == [
         ("block.norm", ["block.norm.weight"]),
         ("head", ["head.weight"]),
         ("block.fc", ["block.fc.weight", "block.fc.bias"]),  # as seen, not in reverse order of registration
         ("embed", ["embed"]),
     ]
-    whole = make_plan(MODEL, ProfiledMerge(profile_of(OBSERVED, TOGETHER), 0.1))
+    whole = cut(MODEL, ProfiledMerge(profile_of(OBSERVED, TOGETHER), 0.1))
     assert names(whole) == [("block.norm..embed", [name for layer in OBSERVED for name in layer.parameters])]
     # The density decides at which prices.
     both = profile_of(OBSERVED, APART, TOGETHER)
-    assert names(make_plan(MODEL, ProfiledMerge(both, 0.1))) == names(each)
-    assert names(make_plan(MODEL, ProfiledMerge(both, 0.2))) == names(whole)
+    assert names(cut(MODEL, ProfiledMerge(both, 0.1))) == names(each)
+    assert names(cut(MODEL, ProfiledMerge(both, 0.2))) == names(whole)
 
 
 def test_the_published_rule_merges_otherwise() -> None:
@@ -239,8 +252,8 @@ def test_the_published_rule_merges_otherwise() -> None:
     model = sizes(("c.p", 1), ("b.p", 1), ("a.p", 2))
     layers = [LayerTime(p.name[0], (p.name,), p.numel, time) for p, time in zip(model[::-1], (1, 2, 3), strict=True)]
     profile = profile_of(layers, Line(3, 1))
-    assert [name for name, _ in names(make_plan(model, ProfiledMerge(profile, 0.1)))] == ["a", "b..c"]
-    assert [name for name, _ in names(make_plan(model, ProfiledMerge(profile, 0.1, "published")))] == ["a..b", "c"]
+    assert [name for name, _ in names(cut(model, ProfiledMerge(profile, 0.1)))] == ["a", "b..c"]
+    assert [name for name, _ in names(cut(model, ProfiledMerge(profile, 0.1, "published")))] == ["a..b", "c"]
 
 
 def test_parameters_that_stay_dense_leave_their_time_to_the_layers_that_follow() -> None:
@@ -248,44 +261,42 @@ def test_parameters_that_stay_dense_leave_their_time_to_the_layers_that_follow()
     layers = [LayerTime(p.name[0], (p.name,), 1, time) for p, time in zip(model[::-1], (5.0, 1.0, 1.0), strict=True)]
     profile = profile_of(layers, Line(1, 1))
     # c from 5 to 7, then both from 7 to 10; three messages would wait for each other until 11.
-    assert names(make_plan(model, ProfiledMerge(profile, 0.1))) == [("c", ["c.p"]), ("b..a", ["b.p", "a.p"])]
+    assert names(cut(model, ProfiledMerge(profile, 0.1))) == [("c", ["c.p"]), ("b..a", ["b.p", "a.p"])]
     # c from 5 to 7, a from 7 to 9. Were a complete at 6, it could as well travel with c, from 6 to 9.
-    assert names(make_plan(model, ProfiledMerge(profile, 0.1), dense=["b.p"])) == [
+    assert names(cut(model, ProfiledMerge(profile, 0.1), dense=["b.p"])) == [
         ("c", ["c.p"]),
         ("a", ["a.p"]),
         ("dense.bucket0", ["b.p"]),
     ]
     # Part of a layer, and all of the model.
     halves = [LayerTime("m", ("m.weight", "m.bias"), 110, 1.0)]
-    split = make_plan(
+    split = cut(
         sizes(("m.weight", 100), ("m.bias", 10)), ProfiledMerge(profile_of(halves, APART), 0.1), dense=["*.bias"]
     )
     assert names(split) == [("m", ["m.weight"]), ("dense.bucket0", ["m.bias"])]
-    assert names(make_plan(model, ProfiledMerge(profile, 0.1), dense=["*"])) == [
-        ("dense.bucket0", ["c.p", "b.p", "a.p"])
-    ]
+    assert names(cut(model, ProfiledMerge(profile, 0.1), dense=["*"])) == [("dense.bucket0", ["c.p", "b.p", "a.p"])]
 
 
 def test_what_the_profile_does_not_know_is_refused() -> None:
     merge = ProfiledMerge(profile_of(OBSERVED, APART), 0.1)
     model = [*MODEL, *sizes(("tail.weight", 3), ("tail.bias", 3))]
     with pytest.raises(ValueError, match=r"does not know the parameters tail\.bias, tail\.weight\.$"):
-        make_plan(model, merge)
-    assert len(make_plan(model, merge, dense=["tail.*"])) == 5  # nobody asks
-    assert names(make_plan(MODEL[:1], merge)) == [("embed", ["embed"])]
-    assert make_plan([], merge) == []
+        cut(model, merge)
+    assert len(cut(model, merge, dense=["tail.*"])) == 5  # nobody asks
+    assert names(cut(MODEL[:1], merge)) == [("embed", ["embed"])]
+    assert cut([], merge) == []
 
 
 def test_groups_are_never_too_large_for_32_bit_indices() -> None:
     third = LARGEST_GROUP // 3
     model = sizes(*((f"m{i}.p", third) for i in range(7)))
     layers = [LayerTime(p.name[:2], (p.name,), p.numel, 1.0) for p in model[::-1]]
-    plan = make_plan(model, ProfiledMerge(profile_of(layers, TOGETHER), 0.1))
+    plan = cut(model, ProfiledMerge(profile_of(layers, TOGETHER), 0.1))
     assert [name for name, _ in names(plan)] == ["m6..m4", "m3..m1", "m0"]
     assert all(group.numel <= LARGEST_GROUP for group in plan)
     exact = sizes(("a.p", 1), ("b.p", LARGEST_GROUP - 1), ("c.p", 1))
     layers = [LayerTime(p.name[0], (p.name,), p.numel, 1.0) for p in exact[::-1]]
-    assert [group.name for group in make_plan(exact, ProfiledMerge(profile_of(layers, TOGETHER), 0.1))] == ["c..b", "a"]
+    assert [group.name for group in cut(exact, ProfiledMerge(profile_of(layers, TOGETHER), 0.1))] == ["c..b", "a"]
 
 
 def test_layers_of_one_bucket_are_merged_where_messages_have_a_price() -> None:
@@ -293,7 +304,7 @@ def test_layers_of_one_bucket_are_merged_where_messages_have_a_price() -> None:
     layers = [LayerTime(p.name[0], (p.name,), 10, time) for p, time in zip(model[::-1], (10, 10, 20), strict=True)]
     for buckets, expected in (((0.0, 0.0), ["c", "b", "a"]), ((20.0, 20.0), ["c..b", "a"]), ((1e9, 1e9), ["c..a"])):
         profile = profile_of(layers, Line(1e-3, 1.0), buckets=buckets)
-        assert [group.name for group in make_plan(model, ProfiledMerge(profile, 0.1))] == expected
+        assert [group.name for group in cut(model, ProfiledMerge(profile, 0.1))] == expected
 
 
 @pytest.mark.parametrize(
@@ -313,20 +324,20 @@ def test_other_ways_to_profile_are_refused(options: dict[str, object], sentence:
 
 def test_groups_are_complete_with_their_last_layer() -> None:
     profile = profile_of(OBSERVED, APART)
-    groups, times = timeline(make_plan(MODEL, "layer", dense=["embed"]), profile)
+    groups, times = timeline(cut(MODEL, "layer", dense=["embed"]), profile)
     assert [group.name for group in groups] == ["block.norm", "head", "block.fc"]  # registration says head first
     assert times == ([20, 100, 420], [1.0, 20.0, 100.0])
     # A group waits for the last of its layers, and the embedding has seen all of backward.
-    pair = [group for group in make_plan(MODEL, MergeBelow(120)) if group.name != "block.fc"]
+    pair = [group for group in cut(MODEL, MergeBelow(120)) if group.name != "block.fc"]
     assert timeline(pair, profile)[1] == ([120, 1000], [21.0, 520.0])
-    assert timeline(make_plan(MODEL, "model"), profile)[1] == ([1540], [541.0])
-    assert timeline(make_plan(MODEL, "model", dense=["*"]), profile) == ([], ([], []))
-    assert timeline(make_plan(sizes(("other", 5))), profile)[1] == ([5], [0.0])
+    assert timeline(cut(MODEL, "model"), profile)[1] == ([1540], [541.0])
+    assert timeline(cut(MODEL, "model", dense=["*"]), profile) == ([], ([], []))
+    assert timeline(cut(sizes(("other", 5))), profile)[1] == ([5], [0.0])
     # Handed over in two buckets.
     buckets = profile_of(OBSERVED, APART, buckets=(50.0, 1e9))
-    assert timeline(make_plan(MODEL, "layer"), buckets)[1] == ([100, 20, 420, 1000], [21.0, 0.0, 520.0, 0.0])
+    assert timeline(cut(MODEL, "layer"), buckets)[1] == ([100, 20, 420, 1000], [21.0, 0.0, 520.0, 0.0])
     first = profile_of(OBSERVED, APART, buckets=(20.0, 1e9))
-    assert timeline(make_plan(MODEL, "layer"), first)[1] == ([20, 100, 420, 1000], [1.0, 540.0, 0.0, 0.0])
+    assert timeline(cut(MODEL, "layer"), first)[1] == ([20, 100, 420, 1000], [1.0, 540.0, 0.0, 0.0])
 
 
 @settings(deadline=None, max_examples=60)
@@ -350,7 +361,7 @@ def test_profiled_groups_hold_every_parameter_once(
     layers = [LayerTime(p.name[:-2], (p.name,), p.numel, order.random()) for p in model]
     order.shuffle(layers)
     profile = profile_of(layers, Line(*prices), buckets=buckets)
-    plan = make_plan(model, ProfiledMerge(profile, 0.1, rule), ["m0*"] if dense else [])  # type: ignore[arg-type]
+    plan = cut(model, ProfiledMerge(profile, 0.1, rule), ["m0*"] if dense else [])  # type: ignore[arg-type]
     assert sorted(p.name for group in plan for p in group.parameters) == sorted(p.name for p in model)
     assert len({group.name for group in plan}) == len(plan)
     sparse = [p.name for group in plan if not group.dense for p in group.parameters]

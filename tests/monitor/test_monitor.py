@@ -69,9 +69,9 @@ def test_every_quantity_is_logged_on_logging_steps_only(two_ranks: Ranks, tmp_pa
     for row in logged.values():
         own = {key.removeprefix("sparse/") for key in row if "/group/" not in key}
         assert own == set(QUANTITIES)
-        assert row["sparse/density"] == pytest.approx(4 / 423)  # floor(0.01 * 423)
+        assert row["sparse/density"] == pytest.approx(3 / 300)  # the first weight; everything else is small
         assert {key for key in row if key.startswith("sparse/group/bucket0/")} == {
-            f"sparse/group/bucket0/{name}" for name in set(QUANTITIES) - {"exposed_ms"}
+            f"sparse/group/bucket0/{name}" for name in set(QUANTITIES) - {"exposed_ms", "void_steps"}
         }
         assert row["sparse/group/bucket0/density"] == row["sparse/density"]
     assert result[0]["progress"]["sparse/density"] == pytest.approx(logged[5]["sparse/density"])
@@ -176,7 +176,13 @@ def table(density: float, rich: bool) -> str:
         with contextlib.redirect_stdout(out):
             trainer = make_trainer(
                 "pytorch_lightning",
-                strategy=ls.SparseDDPStrategy(sparsifier="topk", density=density, dense=["*.bias"], grouping="layer"),
+                strategy=ls.SparseDDPStrategy(
+                    sparsifier="topk",
+                    density=density,
+                    dense=["*.0.bias"],
+                    rules=ls.Rules(densities={"net.2.weight": 0.5}),
+                    grouping="layer",
+                ),
                 callbacks=[monitor("pytorch_lightning")],
                 max_epochs=1,
             )
@@ -196,12 +202,18 @@ def test_the_table_names_groups_sizes_and_what_stays_dense(two_ranks: Ranks, ric
     assert "TopK()" in printed[0]
     assert "2 ranks" in printed[0]
     lines = printed[0].splitlines()
-    [head] = [line for line in lines if "net.2" in line and "dense" not in line]
-    assert "90" in head
-    assert " 9 " in head
-    assert "GatherPairs" in head
-    [dense] = [line for line in lines if "dense.bucket0" in line]
-    assert "33" in dense
+    # Parameters, coordinates, density now, k now, exchange.
+    expected = {
+        "net.0": ["1", "300", "0.1", "30", "GatherPairs"],
+        "density0.5.net.2": ["1", "90", "0.5", "45", "GatherPairs"],
+        "dense.bucket0": ["2", "33", "33", "dense"],
+    }
+    rows = [line.replace("│", " ").split() for line in lines]
+    for name, cells in expected.items():
+        [row] = [row for row in rows if row[:1] == [name]]
+        assert row[1 : 1 + len(cells)] == cells
+    reasons = "fewer than 2 dimensions, fewer than 256 coordinates or named"
+    assert f"dense: 2 parameters, 33 coordinates (7.8 %): {reasons}" in lines
     assert "sparse_ddp" not in printed[1], "rank zero alone prints"
 
 

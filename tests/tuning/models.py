@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.grouping import GroupCost, Line
 from lightning_sparse.hook import Engine
+from tests.trainers import EVERYTHING_SPARSE
 
 
 class Net(nn.Module):
@@ -38,7 +39,7 @@ def wrapped(
 ) -> tuple[Any, Any]:
     """The model and its engine; None: plain DDP without one. Each layer fills a bucket."""
     model = DistributedDataParallel(Net().to(dtype), **{"bucket_cap_mb": 0.001, **(ddp or {})})
-    return model, None if options is None else ls.attach(model, **options)
+    return model, None if options is None else ls.attach(model, **{"rules": EVERYTHING_SPARSE, **options})
 
 
 def batches(steps: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -22,6 +22,7 @@ from lightning_sparse.grouping import Group, ParameterSize, make_plan
 from lightning_sparse.tuning import Fallback
 from lightning_sparse.tuning import fallback as module
 from tests.ranks import Ranks
+from tests.trainers import EVERYTHING_SPARSE
 from tests.tuning.models import Balance, batches, flat, grads, residuals, wrapped
 
 SIZES = [ParameterSize("a.weight", 30, 4, "float32"), ParameterSize("b.weight", 20, 4, "float32")]
@@ -51,7 +52,7 @@ class Training:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, planner: Any = None, willing: bool = True) -> None:
         self.now = 0.0
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        self.engine = Engine(make_plan(SIZES, "layer"), willing)
+        self.engine = Engine(make_plan(SIZES, "layer", EVERYTHING_SPARSE), willing)
         self.fallback = Fallback(SIZES, 25, planner)
         self.modes: list[str] = []
 
@@ -88,7 +89,9 @@ def test_both_take_turns_and_the_faster_one_stays(
     assert modes[-TURN:] == [wins] * TURN
     assert training.fallback.seconds == {"sparse": sparse, "dense": dense}
     assert training.engine.direct == (wins == "dense")
-    assert training.engine.plan == make_plan(SIZES, *(["layer"] if wins == "sparse" else ["bucket", ["*"]]))
+    assert training.engine.plan == make_plan(
+        SIZES, *(["layer", EVERYTHING_SPARSE] if wins == "sparse" else ["bucket", ls.Rules(["*"])])
+    )
     told = capsys.readouterr().out
     assert told.count("training goes on") == 1
     assert f"training goes on {wins} (fallback='dense')" in told
@@ -113,7 +116,7 @@ def test_nothing_is_measured_before_there_is_a_profile(monkeypatch: pytest.Monke
     training = Training(monkeypatch, planner)
     assert set(training.run(10 * TURN, either(99.0, 99.0))) == {"sparse"}
     planner.profile = "here"
-    merged = make_plan(SIZES, "model")
+    merged = make_plan(SIZES, "model", EVERYTHING_SPARSE)
     training.engine.regroup(merged)
     training.run(6 * TURN, either(1.0, 2.0))
     assert training.fallback.seconds == {"sparse": 1.0, "dense": 2.0}

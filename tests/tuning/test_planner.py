@@ -20,6 +20,7 @@ from lightning_sparse.grouping import Group, Line, Profile, ProfiledMerge, hidde
 from lightning_sparse.tuning import Planner
 from lightning_sparse.tuning.planner import overlap
 from tests.ranks import Ranks
+from tests.trainers import EVERYTHING_SPARSE
 from tests.tuning.models import Balance, Net, batches, fix_costs, flat, residuals, wrapped
 
 APART = Line(1e-9, 1.0)
@@ -75,10 +76,10 @@ def test_groups_follow_the_profile(two_ranks: Ranks, rule: Any, executor: str) -
         assert first[key] == second[key]
     assert torch.equal(first["parameters"], second["parameters"])
     plans, sizes = first["plans"], first["sizes"]
-    assert plans[:3] == [make_plan(sizes, "model", ["left.bias"])] * 3
+    assert plans[:3] == [make_plan(sizes, "model", EVERYTHING_SPARSE.also_dense(["left.bias"]))] * 3
     profile = Profile.from_dict(first["saved"])
     merge = ProfiledMerge(profile, 0.05, rule)
-    assert plans[3:] == [make_plan(sizes, merge, ["left.bias"], 0.001)] * 3
+    assert plans[3:] == [make_plan(sizes, merge, EVERYTHING_SPARSE.also_dense(["left.bias"]), 0.001)] * 3
     # In the order of backward, which is not that of registration.
     layers = [layer.name for layer in profile.layers]
     assert (layers[0], layers[-1]) == ("head", "trunk")
@@ -106,7 +107,7 @@ def test_what_is_measured_without_help_is_a_profile(two_ranks: Ranks) -> None:
     assert profile.costs[0].transfer(8880) > 0
     assert profile.network.ranks == 2
     assert profile.rest_seconds > 0
-    assert first["plans"][-1] == make_plan(first["sizes"], ProfiledMerge(profile, 0.05), [], 0.001)
+    assert first["plans"][-1] == make_plan(first["sizes"], ProfiledMerge(profile, 0.05), EVERYTHING_SPARSE, 0.001)
 
 
 @pytest.mark.parametrize("executor", ["inline", "thread"])
@@ -167,7 +168,9 @@ def attached(options: dict[str, Any], profile: Any, extra: bool, cap: float, sai
         if extra:
             module.add_module("extra", nn.Linear(2, 2))
         model = DistributedDataParallel(module, bucket_cap_mb=cap)
-        engine = ls.attach(model, **options, profile=profile if dist.get_rank() in said_by else None)
+        engine = ls.attach(
+            model, **options, rules=EVERYTHING_SPARSE, profile=profile if dist.get_rank() in said_by else None
+        )
         timed = bool(model._forward_hooks)
         seen = engine.plan, timed, planner_of(engine).saved
         engine.close()
@@ -319,6 +322,34 @@ def test_groups_send_what_hides(two_ranks: Ranks, grouping: Any) -> None:
         low = Line(0.0, 0.0) if executor == "inline" else Line(1e3, 0.0)
         for plan, _, _ in two_ranks(shortened, options | {"executor": executor}, low, high):
             assert {group.density for group in plan if not group.dense} == {0.05}
+
+
+@pytest.mark.parametrize(
+    ("grouping", "schedule"),
+    [
+        ("layer", ls.HiddenDensity(0.05, 0.5)),
+        ("layer", ls.TimeBudget(0.05, 0.5)),
+        (ls.OptimalMerge(**SOON), ls.HiddenDensity(0.05, 0.5)),
+        (ls.OptimalMerge(**SOON), ls.TimeBudget(0.05, 0.5)),
+        (ls.OptimalMerge(**SOON), 0.1),
+    ],
+    ids=repr,
+)
+def test_densities_of_their_own_are_kept(two_ranks: Ranks, grouping: Any, schedule: Any) -> None:
+    own = {"trunk.*": 0.9, "head.weight": 0.001}
+    options = {"sparsifier": "striped_topk", "density": schedule, "grouping": grouping, "executor": "thread"}
+    options["rules"] = ls.Rules(["left.bias"], densities=own)
+    for plan, saved, _ in two_ranks(shortened, options, Line(0.0, 0.0), None):
+        tried = [0.1] if schedule == 0.1 else [0.05, math.sqrt(0.025), 0.5]
+        measured = [cost["density"] for cost in saved["costs"]]
+        assert measured == pytest.approx(sorted([*tried, 0.001, 0.9]))
+        found = {p.name: (group.name, group.density) for group in plan for p in group.parameters}
+        assert found["trunk.weight"] == found["trunk.bias"] == ("density0.9.trunk", 0.9)
+        assert found["head.weight"] == ("density0.001.head", 0.001)
+        assert {found[name][1] for name in ("left.bias", "right.bias")} == {None}
+        # What is free takes the cap; the last group, behind which nothing is computed, is the trunk.
+        others = {found[name][1] for name in ("left.weight", "right.weight")}
+        assert others == {None if schedule == 0.1 else 0.5}
 
 
 def shortened(options: dict[str, Any], low: Line, high: Line | None) -> Any:

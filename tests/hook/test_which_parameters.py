@@ -1,0 +1,112 @@
+"""Rules at work: what stays dense is DDP's average, and what has a density of its own gets its share."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from tests.ranks import Ranks
+
+
+def model() -> nn.Sequential:
+    """Weights of 1200, 2400 and 160 coordinates, and their biases."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 40), nn.Tanh(), nn.Linear(40, 4))
+
+
+def gradients(ddp: DistributedDataParallel, batch: Tensor) -> dict[str, Tensor]:
+    ddp.zero_grad()
+    ddp(batch).square().mean().backward()
+    return {name: p.grad.clone() for name, p in ddp.module.named_parameters() if p.grad is not None}
+
+
+def side_by_side(rules: ls.Rules | None, grouping: str, executor: str) -> Any:
+    """Averages by name of plain DDP and of ours in each of some steps, at DDP's parameters; and the groups."""
+    plain, ours = DistributedDataParallel(model()), DistributedDataParallel(model())
+    engine = ls.attach(ours, sparsifier="exdyna", density=0.05, rules=rules, grouping=grouping, executor=executor)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    seen = []
+    for _ in range(5):
+        batch = torch.randn(8, 20, generator=generator)
+        seen.append((gradients(plain, batch), gradients(ours, batch)))
+        for p in [*plain.parameters(), *ours.parameters()]:
+            p.data.mul_(0.9)
+    plan = engine.plan
+    engine.close()
+    return seen, plan
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("grouping", ["layer", "model"])
+def test_small_parameters_are_averaged_as_ddp_does_and_the_others_are_sparse(
+    two_ranks: Ranks, grouping: str, executor: str
+) -> None:
+    for rules, densities in (
+        (None, {"0.weight": 0.05, "2.weight": 0.05}),
+        (ls.Rules(densities={"2.*": 0.25}), {"0.weight": 0.05, "2": 0.25}),
+        (
+            ls.Rules(["0.*"], ["4.bias"], {"4.weight": 0.5, "2.bias": 1.0}),
+            {"2.weight": 0.05, "4.bias": 0.05, "4.weight": 0.5, "2.bias": 1.0},
+        ),
+    ):
+        for steps, plan in two_ranks(side_by_side, rules, grouping, executor):
+            sparse = [group for group in plan if not group.dense]
+            names = [[p.name for p in group.parameters] for group in sparse]
+            wanted = {name for given in densities for name in model().state_dict() if name.startswith(given)}
+            assert {name for group in names for name in group} == wanted
+            for plain, ours in steps:
+                for name, average in plain.items():
+                    if name not in wanted:
+                        assert torch.equal(ours[name], average), name
+                for group in names:
+                    numel = sum(plain[name].numel() for name in group)
+                    [density] = {d for given, d in densities.items() for name in group if name.startswith(given)}
+                    # What ExDyna sends is k, whatever the gradients; none of them is 0.
+                    sent = sum(int(ours[name].count_nonzero()) for name in group)
+                    assert sent == max(1, math.floor(density * numel)), group
+
+
+def differing() -> str:
+    rules = ls.Rules(densities={"0.weight": (0.1, 0.2)[dist.get_rank()]})
+    with pytest.raises(RuntimeError, match="The ranks disagree") as caught:
+        ls.attach(DistributedDataParallel(model()), rules=rules, grouping="layer")
+    return str(caught.value)
+
+
+def test_ranks_with_other_densities_are_told(two_ranks: Ranks) -> None:
+    for rank, told in enumerate(two_ranks(differing)):
+        assert f"Here, on rank {rank}" in told
+
+
+def said(options: dict[str, Any], module: Any = None) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            ls.attach(DistributedDataParallel(module or nn.Linear(3, 3)), **options).close()
+    return [str(w.message) for w in caught]
+
+
+def test_a_model_that_is_too_small_to_sparsify_is_said_so_once(two_ranks: Ranks) -> None:
+    first, second = two_ranks(said, {"dense": ["bias"]})
+    assert first == [
+        "Nothing is sparsified: all 2 parameters stay dense (fewer than 2 dimensions, fewer than 256 coordinates or "
+        "named). Set rules=Rules(dense_ndim=0, dense_numel=0) to sparsify small parameters, too."
+    ]
+    assert second == []
+    for options in (
+        {"dense": ["*"]},
+        {"sparsifier": "everything"},
+        {"rules": ls.Rules(dense_ndim=0, dense_numel=0)},
+        {"rules": ls.Rules(sparse=["bias"])},
+        {"rules": ls.Rules(densities={"weight": 0.5})},
+    ):
+        assert two_ranks(said, options) == [[], []]
+    assert two_ranks(said, {}, nn.Linear(16, 16)) == [[], []]
