@@ -32,7 +32,7 @@ class Variant:
         torch.manual_seed(0)
         layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())]
         self.ddp = DistributedDataParallel(nn.Sequential(*layers))
-        self.engine = ls.attach(self.ddp, fallback="dense") if fallback else None
+        self.engine = ls.attach(self.ddp, fallback="dense", watch=None) if fallback else None
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
 
     def step(self, batch: torch.Tensor) -> float:
