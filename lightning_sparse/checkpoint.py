@@ -1,0 +1,496 @@
+"""Error feedback next to checkpoints: what each rank remembers, in a file of its own.
+
+A checkpoint is one file, written by rank 0. What error feedback holds differs from rank to rank and is as large as the
+model, or larger, so that every rank writes a *side file* of its own, in a directory beside the checkpoint::
+
+    last.ckpt                                         the checkpoint, with a marker that names the save
+    last.ckpt.sparse/rank-0-of-2.<save>.pt            what rank 0 remembers
+    last.ckpt.sparse/rank-1-of-2.<save>.pt
+
+Side files are complete on all ranks before the checkpoint is begun, and those of the save before stay: whenever a run
+is killed, the checkpoint that lies there finds the files of its own save. On the way back, either all ranks continue
+with what they remembered or all of them start empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
+
+from lightning_sparse.collective import Collective
+from lightning_sparse.hook import Engine
+
+FORMAT = 1
+NOTE_BYTES = 1024
+"""What a rank can tell the others in one gather."""
+REASON_CHARACTERS = 300
+"""Of an error of a file system, which can be very long."""
+SHOWN = 8
+"""Reasons in a message."""
+
+Resize = Literal["merge", "flush", "zero"]
+Path = str | os.PathLike[str]
+State = dict[str, Any]
+"""What ``Engine.state_dict()`` gives."""
+
+
+def check_resize(resize: str) -> None:
+    """Raise unless there is such a way to continue with another number of ranks.
+
+    Raises:
+        ValueError: saying which there are.
+    """
+    if resize not in get_args(Resize):
+        raise ValueError(f"Expected resize to be one of {', '.join(map(repr, get_args(Resize)))}, but got {resize!r}.")
+
+
+class SideFile(NamedTuple):
+    """What the name of a side file says."""
+
+    rank: int
+    world_size: int
+    run: str
+    """Drawn anew for each engine."""
+    number: int
+    """Of the save within the run."""
+
+    @property
+    def save(self) -> str:
+        """Equal on all ranks, different for each save."""
+        return f"{self.run}-{self.number}"
+
+    @property
+    def name(self) -> str:
+        """Within the directory."""
+        return f"rank-{self.rank}-of-{self.world_size}.{self.save}.pt"
+
+    @classmethod
+    def parse(cls, name: str) -> SideFile | None:
+        """None for any other file.
+
+        Example:
+            >>> SideFile.parse("rank-1-of-4.3f2a-17.pt")
+            SideFile(rank=1, world_size=4, run='3f2a', number=17)
+        """
+        match = re.fullmatch(r"rank-(\d+)-of-(\d+)\.(.+)-(\d+)\.pt", name)
+        return cls(int(match[1]), int(match[2]), match[3], int(match[4])) if match else None
+
+
+def side_directory(path: Path) -> str:
+    """Where the side files of a checkpoint are written."""
+    return f"{os.fspath(path)}.sparse"
+
+
+class SideFiles:
+    """The side files that a strategy writes and clears away.
+
+    Writing may go on in the background, as with Lightning's ``AsyncCheckpointIO``, if it is done in the order in which
+    it was asked for.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._latest: dict[str, str] = {}
+        self._late: list[tuple[str, str]] = []
+
+    @contextmanager
+    def beside(
+        self, path: Path, engine: Engine, write: Callable[[State, str], None], comm: Collective | None
+    ) -> Iterator[dict[str, Any]]:
+        """Write this rank's side file, then let the checkpoint be written, then remove older side files.
+
+        All ranks must enter this together. What is in the way of one rank is an error on all of them, before the
+        checkpoint is touched.
+
+        Args:
+            path: of the checkpoint, the same on all ranks.
+            engine: whose state is saved.
+            write: saves a dict at a path or URL.
+            comm: the ranks; None: this rank goes ahead alone, because something has failed already and the others may
+                not come. It only warns of failures then, and removes nothing.
+
+        Yields:
+            The marker, which the checkpoint must carry for :func:`restore`.
+
+        Raises:
+            RuntimeError: on all ranks, if any of them could not write.
+        """
+        self._number += 1
+        own = SideFile(engine.comm.rank, engine.comm.world_size, engine.run_id, self._number)
+        problem = self._write(own, path, engine, write)
+        oldest = ""
+        if comm is not None:
+            notes = _gather_notes(Note(_oldest_needed(path, own), problem), comm, engine.device)
+            oldest = notes[0].fact
+            if trouble := _by_reason(notes):
+                raise RuntimeError(
+                    f"The residuals for checkpoint {os.fspath(path)} could not be saved: {trouble}. The checkpoint was "
+                    "not written; what was there before is unchanged. Set save_residuals=False to do without them."
+                )
+        elif problem:
+            warnings.warn(f"Rank {own.rank} could not save its residuals: {problem}.", stacklevel=3)
+        yield {
+            "format": FORMAT,
+            "save": own.save,
+            "world_size": own.world_size,
+            "step": engine.step,
+            "directory": os.path.basename(side_directory(path)),
+        }
+        if oldest:
+            _remove(path, own.rank, own.world_size, lambda file: file.run != own.run or file.number < int(oldest))
+
+    def _write(self, own: SideFile, path: Path, engine: Engine, write: Callable[[State, str], None]) -> str:
+        """Write the file; returns what went wrong."""
+        target = self._latest[os.fspath(path)] = f"{side_directory(path)}/{own.name}"
+        try:
+            content = {"save": own.save, "state": engine.state_dict()}
+            try:
+                write(content, target)
+            except FileNotFoundError:
+                # Another rank has removed the empty directory after it was made and before the file was in it.
+                write(content, target)
+        except Exception as error:  # of any plugin and any file system
+            return _reason(error)
+        return ""
+
+    def remove(self, path: Path, rank: int, world_size: int) -> None:
+        """Remove the side files of a checkpoint that rank 0 has removed; there may be none.
+
+        Callbacks may not agree on what to remove where they follow metrics that differ from rank to rank. As for
+        checkpoints, rank 0 decides: it removes the files of all ranks, and others only what it cannot see, on disks of
+        their own.
+
+        Args:
+            path: of the checkpoint. Of a link, nothing is removed: the files belong to what it points to.
+            rank: of this process.
+            world_size: number of ranks.
+        """
+        latest = self._latest.pop(os.fspath(path), None)
+        if latest is not None and not _exists(latest):
+            self._late.append((os.fspath(path), latest))  # still to be written in the background
+        if rank == 0:
+            _remove(path, 0, 1)
+        elif not _exists(os.fspath(path)):
+            _remove(path, rank, world_size)
+
+    def sweep(self) -> None:
+        """Remove what was written after it had been removed; call this when nothing is written any more."""
+        late, self._late = self._late, []
+        _remove_files([place for path, place in late if not _exists(path)])
+
+
+def restore(
+    engine: Engine,
+    path: Path,
+    marker: dict[str, Any] | None,
+    load: Callable[[str], Any],
+    resize: Resize = "merge",
+    strict: bool = False,
+) -> None:
+    """Let a new engine continue with what the ranks remembered when a checkpoint was written; collective.
+
+    With the same number of ranks, each reads its own file and continues bit for bit. With another number, all files are
+    read: see ``resize``. If any rank cannot, none does: error feedback starts empty on all of them, at the step at
+    which the checkpoint was written.
+
+    Args:
+        engine: before its first step.
+        path: of the checkpoint; links are followed.
+        marker: from the checkpoint; None: it has none.
+        load: reads a file that ``write`` of :meth:`SideFiles.beside` has written.
+        resize: with another number of ranks, "merge" gives each the mean of what all remembered, which leaves the
+            pending update ``1/n sum_i residual_i`` unchanged; "flush" sends all of that in the first step, densely;
+            "zero" drops it, and says how much that is.
+        strict: raise where something is in the way, instead of starting empty.
+
+    Raises:
+        RuntimeError: on all ranks, if ``strict`` and not everything fits.
+    """
+    comm = engine.comm
+    state, fact, problem = None, "", ""
+    try:
+        if marker is None:
+            raise SideFileError("it was saved without them")
+        fact = str(marker["step"])
+        state = _read_state(path, marker, comm, load)
+        fact += f" {_outline(state)}"
+    except Exception as error:  # of any plugin and any file system
+        problem = _reason(error)
+    notes = _gather_notes(Note(fact, problem), comm, engine.device)
+    trouble = _by_reason(notes)
+    if not trouble and len({note.fact for note in notes}) > 1:
+        trouble = "the side files of the ranks do not belong together"
+    if trouble or state is None or marker is None:
+        step = notes[0].fact.partition(" ")[0]
+        text = (
+            f"The residuals of the sparsified exchange were not restored from checkpoint {os.fspath(path)}: {trouble}."
+        )
+        if strict:
+            where = f"{side_directory(path)} belongs to the checkpoint and must be where that is. " if marker else ""
+            raise RuntimeError(f"{text} {where}With strict_resume=False, error feedback starts empty.")
+        if comm.rank == 0:
+            warnings.warn(
+                f"{text} Error feedback starts empty on all ranks, and what was not sent before the checkpoint was "
+                "written is lost. Expect a small dent in the curve.",
+                stacklevel=2,
+            )
+        if step:
+            engine.load_state_dict(engine.state_dict() | {"step": int(step), "parameters": {}, "groups": []})
+        return
+    resized = marker["world_size"] != comm.world_size
+    if resized and resize == "zero":
+        state = _emptied(state, comm)
+    remarks = engine.load_state_dict(state)
+    # With other ranks, all groups start anew, of course.
+    notes = _gather_notes(Note("", "" if resized else " ".join(remarks)), comm, engine.device)
+    if trouble := _by_reason(notes):
+        text = f"The residuals in checkpoint {os.fspath(path)} do not fit in every respect. On {trouble}"
+        if strict:
+            raise RuntimeError(f"{text} With strict_resume=False, training continues with what fits.")
+        if comm.rank == 0:
+            warnings.warn(text, stacklevel=2)
+    if resized and resize == "flush":
+        engine.flush_next_step()
+
+
+def merge_states(states: Iterable[State]) -> State:
+    """One state for any number of ranks, from the states of all ranks of a run.
+
+    Every vector becomes its mean over the old ranks, ``1/W sum_i v_i``, in double precision and then in its own. If all
+    of n new ranks load it, their mean residual is that mean again: the update that was still to be sent is unchanged,
+    and so are sums of momenta. What was learned about groups, such as thresholds, starts anew.
+
+    Args:
+        states: of ``Engine.state_dict()``, one of each old rank, in any order. Taken one at a time: a
+            generator need not hold all of them.
+
+    Returns:
+        A state for ``Engine.load_state_dict`` on every new rank.
+
+    Raises:
+        ValueError: if these are not the states of all ranks at one step.
+
+    Example:
+        Plain PyTorch, from 2 ranks to any other number. ``engine`` is what ``ls.attach`` returns.
+
+        >>> import tempfile, torch, lightning_sparse as ls
+        >>> folder = tempfile.mkdtemp()
+        >>> def save(engine, rank):                                      # on every rank
+        ...     torch.save(engine.state_dict(), f"{folder}/{rank}.pt")
+        >>> def resume(engine, world_size):                              # on every rank; world_size: when it was saved
+        ...     files = (f"{folder}/{rank}.pt" for rank in range(world_size))
+        ...     engine.load_state_dict(ls.merge_states(torch.load(file) for file in files))
+        >>> for rank, value in enumerate([1.0, 2.0]):
+        ...     state = {"format": 1, "step": 7, "rank": rank, "world_size": 2, "settings": "", "groups": [],
+        ...              "parameters": {"weight": {"residual": torch.full((3,), value)}}}
+        ...     torch.save(state, f"{folder}/{rank}.pt")
+        >>> merged = ls.merge_states(torch.load(f"{folder}/{rank}.pt") for rank in range(2))
+        >>> merged["parameters"]["weight"]["residual"].tolist(), merged["step"]
+        ([1.5, 1.5, 1.5], 7)
+    """
+    head: State = {}
+    sums: dict[str, dict[str, Tensor]] = {}
+    dtypes: dict[tuple[str, str], torch.dtype] = {}
+    ranks: list[int] = []
+    for state in states:
+        shapes = {name: {key: v.shape for key, v in vectors.items()} for name, vectors in state["parameters"].items()}
+        if not ranks:
+            head = {key: value for key, value in state.items() if key not in ("parameters", "groups")}
+            sums = {
+                name: {key: torch.zeros(shape, dtype=torch.float64) for key, shape in vectors.items()}
+                for name, vectors in shapes.items()
+            }
+            dtypes = {(name, key): v.dtype for name, vs in state["parameters"].items() for key, v in vs.items()}
+        known = {name: {key: v.shape for key, v in vectors.items()} for name, vectors in sums.items()}
+        if (state["step"], state["world_size"], shapes) != (head["step"], head["world_size"], known):
+            raise ValueError(
+                "Expected states of one run at one step, but those of ranks "
+                f"{head['rank']} and {state['rank']} differ in step, number of ranks or parameters."
+            )
+        ranks.append(state["rank"])
+        for name, vectors in state["parameters"].items():
+            for key, vector in vectors.items():
+                sums[name][key] += vector
+    if not ranks or sorted(ranks) != list(range(head["world_size"])):
+        raise ValueError(
+            f"Expected the states of all {head.get('world_size', 'old')} ranks, each once, but got those of {ranks}."
+        )
+    means = {
+        name: {key: (total / len(ranks)).to(dtypes[name, key]) for key, total in vectors.items()}
+        for name, vectors in sums.items()
+    }
+    return {**head, "parameters": means, "groups": []}
+
+
+class Note(NamedTuple):
+    """What a rank tells the others."""
+
+    fact: str
+    """One line."""
+    problem: str
+    """Empty: none."""
+
+
+def _gather_notes(own: Note, comm: Collective, device: torch.device) -> list[Note]:
+    text = "\n".join(own).encode()[:NOTE_BYTES]
+    message = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
+    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    texts = [
+        bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in comm.all_gather(message.to(device)).cpu()
+    ]
+    return [Note(*text.split("\n", 1)) for text in texts]
+
+
+def _by_reason(notes: list[Note]) -> str:
+    """Which ranks have which problem; empty if none has one."""
+    ranks: dict[str, list[int]] = {}
+    for rank, note in enumerate(notes):
+        if note.problem:
+            ranks.setdefault(note.problem, []).append(rank)
+    shown = [
+        f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}: {problem}"
+        for problem, those in list(ranks.items())[:SHOWN]
+    ]
+    hidden = sum(len(those) for those in list(ranks.values())[SHOWN:])
+    return "; ".join(shown) + (f"; and {hidden} more ranks" if hidden else "")
+
+
+class SideFileError(Exception):
+    """A side file that cannot be used; the text says why."""
+
+
+def _reason(error: Exception) -> str:
+    own = isinstance(error, SideFileError)
+    text = " ".join((str(error) if own else f"{type(error).__name__}: {error}").split())
+    return text if len(text) <= REASON_CHARACTERS else f"{text[:REASON_CHARACTERS]} ..."
+
+
+def _read_state(path: Path, marker: dict[str, Any], comm: Collective, load: Callable[[str], Any]) -> State:
+    """This rank's own state, or what became of all of them if there were more or fewer ranks."""
+    if marker["format"] != FORMAT:
+        raise SideFileError(
+            f"they are in format {marker['format']}, and this version of lightning-sparse knows {FORMAT}"
+        )
+    if marker["world_size"] == comm.world_size:
+        return _read(path, marker, comm.rank, load)
+    return merge_states(_read(path, marker, rank, load) for rank in range(marker["world_size"]))
+
+
+def _read(path: Path, marker: dict[str, Any], rank: int, load: Callable[[str], Any]) -> State:
+    run, _, number = marker["save"].rpartition("-")
+    file = SideFile(rank, marker["world_size"], run, int(number))
+    location = _locate(path, marker["directory"], file)
+    try:
+        content = load(location)
+        state: State = content["state"]
+        expected = {"format": FORMAT, "rank": rank, "world_size": marker["world_size"], "step": marker["step"]}
+        found = {key: state[key] for key in expected}
+        vectors = [vector for vectors in state["parameters"].values() for vector in vectors.values()]
+        sound = all(vector.dim() == 1 and bool(vector.isfinite().all()) for vector in vectors)
+    except Exception as error:  # whatever a damaged file makes of a plugin
+        raise SideFileError(f"{file.name} cannot be read ({_reason(error)})") from error
+    if content["save"] != marker["save"] or found != expected:
+        raise SideFileError(f"{file.name} holds something else than its name says")
+    if not sound:
+        raise SideFileError(f"{file.name} is damaged: it holds numbers that are not finite")
+    return state
+
+
+def _locate(path: Path, directory: str, file: SideFile) -> str:
+    """Beside the checkpoint, beside what it links to, or where it was copied from in the same folder."""
+    places = [side_directory(path)]
+    file_system, local = url_to_fs(os.fspath(path))
+    if isinstance(file_system, LocalFileSystem):
+        places.append(side_directory(os.path.realpath(local)))
+    places.append(os.path.join(os.path.dirname(os.fspath(path)), os.path.basename(directory)))
+    for place in places:
+        if _exists(f"{place}/{file.name}"):
+            return f"{place}/{file.name}"
+    others = sorted({other.save for _, other in _listing(path)})
+    if not others:
+        raise SideFileError(f"there are no side files in {places[0]}")
+    raise SideFileError(
+        f"{file.name} is missing from {places[0]}, where there are files of the saves {', '.join(others)}"
+    )
+
+
+def _outline(state: State) -> str:
+    """Of everything that must be equal on all ranks."""
+    sizes = {name: {key: v.numel() for key, v in vectors.items()} for name, vectors in state["parameters"].items()}
+    groups = [(group["name"], group["parameters"]) for group in state["groups"]]
+    return hashlib.sha256(repr((state["step"], state["settings"], sizes, groups)).encode()).hexdigest()[:16]
+
+
+def _emptied(state: State, comm: Collective) -> State:
+    """A merged state with nothing in it, and a warning that says what is lost."""
+    pending = [vectors["residual"] for vectors in state["parameters"].values() if "residual" in vectors]
+    norm = sum(float(residual.double().square().sum()) for residual in pending) ** 0.5
+    if comm.rank == 0:
+        warnings.warn(
+            f"Training continues with {comm.world_size} ranks instead of {state['world_size']} and resize='zero': the "
+            f"residuals, an update of norm {norm:.4g} that was still to be sent, are dropped.",
+            stacklevel=3,
+        )
+    empty = {name: {key: v.zero_() for key, v in vectors.items()} for name, vectors in state["parameters"].items()}
+    return {**state, "parameters": empty}
+
+
+def _oldest_needed(path: Path, own: SideFile) -> str:
+    """Number of the oldest save of this run that may still be needed; empty: keep everything.
+
+    Rank 0 writes side file, checkpoint, side file, checkpoint, ... of a path one after the other. Where its newest side
+    file is there, complete or not, the checkpoint of the one before is complete.
+    """
+    if own.rank != 0:
+        return ""
+    numbers = sorted(file.number for _, file in _listing(path) if (file.rank, file.run) == (own.rank, own.run))
+    return str(numbers[-2]) if len(numbers) > 1 else ""
+
+
+def _listing(path: Path) -> list[tuple[str, SideFile]]:
+    """Side files of a checkpoint, with their paths."""
+    directory = side_directory(path)
+    try:
+        file_system, root = url_to_fs(directory)
+        file_system.invalidate_cache(root)
+        names = [os.path.basename(found) for found in file_system.ls(root, detail=False)]
+    except (OSError, NotImplementedError):  # none, or where files cannot be listed
+        return []
+    parsed = [(f"{directory}/{name}", SideFile.parse(name)) for name in names]
+    return [(location, file) for location, file in parsed if file is not None]
+
+
+def _remove(path: Path, rank: int, world_size: int, which: Callable[[SideFile], bool] = lambda file: True) -> None:
+    """Remove this rank's share, which is that of ranks that no longer exist, too."""
+    _remove_files([place for place, file in _listing(path) if file.rank % world_size == rank and which(file)])
+
+
+def _remove_files(places: list[str]) -> None:
+    """Remove files, and the directory with the last one. Failures must not stop one rank alone: they are warnings."""
+    for place in places:
+        file_system, root = url_to_fs(place)
+        try:
+            with suppress(FileNotFoundError):
+                file_system.rm_file(root)
+        except (OSError, NotImplementedError) as error:
+            warnings.warn(f"Could not remove {place}: {_reason(error)}.", stacklevel=2)
+    for directory in {os.path.dirname(place) for place in places}:
+        file_system, root = url_to_fs(directory)
+        with suppress(OSError, ValueError, NotImplementedError):  # not empty, or there are no directories
+            file_system.rmdir(root)
+
+
+def _exists(place: str) -> bool:
+    file_system, root = url_to_fs(place)
+    file_system.invalidate_cache(os.path.dirname(root))
+    return bool(file_system.exists(root))
