@@ -101,7 +101,7 @@ class SideFiles:
     def __init__(self) -> None:
         self._number = 0
         self._latest: dict[str, str] = {}
-        self._late: list[tuple[str, str]] = []
+        self._late: dict[str, tuple[int, int]] = {}
 
     @contextmanager
     def beside(
@@ -152,6 +152,7 @@ class SideFiles:
     def _write(self, own: SideFile, path: Path, engine: Engine, write: Callable[[State, str], None]) -> str:
         """Write the file; returns what went wrong."""
         target = self._latest[os.fspath(path)] = f"{side_directory(path)}/{own.name}"
+        self._late.pop(os.fspath(path), None)
         try:
             content = {"save": own.save, "state": engine.state_dict()}
             try:
@@ -177,16 +178,14 @@ class SideFiles:
         """
         latest = self._latest.pop(os.fspath(path), None)
         if latest is not None and not _exists(latest):
-            self._late.append((os.fspath(path), latest))  # still to be written in the background
-        if rank == 0:
-            _remove(path, 0, 1)
-        elif not _exists(os.fspath(path)):
-            _remove(path, rank, world_size)
+            self._late[os.fspath(path)] = rank, world_size  # still to be written in the background
+        _clear(path, rank, world_size)
 
     def sweep(self) -> None:
         """Remove what was written after it had been removed; call this when nothing is written any more."""
-        late, self._late = self._late, []
-        _remove_files([place for path, place in late if not _exists(path)])
+        late, self._late = self._late, {}
+        for path, (rank, world_size) in late.items():
+            _clear(path, rank, world_size)
 
 
 def restore(
@@ -245,14 +244,14 @@ def restore(
                 stacklevel=2,
             )
         if step:
-            engine.load_state_dict(engine.state_dict() | {"step": int(step), "parameters": {}, "groups": []})
+            nothing: State = {"parameters": {}, "counters": {}, "groups": []}
+            engine.load_state_dict({**engine.state_dict(), **nothing, "step": int(step)})
         return
     resized = marker["world_size"] != comm.world_size
     if resized and resize == "zero":
         state = _emptied(state, comm)
     remarks = engine.load_state_dict(state)
-    # With other ranks, all groups start anew, of course.
-    notes = _gather_notes(Note("", "" if resized else " ".join(remarks)), comm, engine.device)
+    notes = _gather_notes(Note("", " ".join(remarks)), comm, engine.device)
     if trouble := _by_reason(notes):
         text = f"The residuals in checkpoint {os.fspath(path)} do not fit in every respect. On {trouble}"
         if strict:
@@ -442,7 +441,7 @@ def _emptied(state: State, comm: Collective) -> State:
             stacklevel=3,
         )
     empty = {name: {key: v.zero_() for key, v in vectors.items()} for name, vectors in state["parameters"].items()}
-    return {**state, "parameters": empty}
+    return {**state, "parameters": empty, "counters": {}}
 
 
 def _oldest_needed(path: Path, own: SideFile) -> str:
@@ -468,6 +467,14 @@ def _listing(path: Path) -> list[tuple[str, SideFile]]:
         return []
     parsed = [(f"{directory}/{name}", SideFile.parse(name)) for name in names]
     return [(location, file) for location, file in parsed if file is not None]
+
+
+def _clear(path: Path, rank: int, world_size: int) -> None:
+    """Remove all that rank 0 sees; on other ranks their own, where there is no checkpoint any more."""
+    if rank == 0:
+        _remove(path, 0, 1)
+    elif not _exists(os.fspath(path)):
+        _remove(path, rank, world_size)
 
 
 def _remove(path: Path, rank: int, world_size: int, which: Callable[[SideFile], bool] = lambda file: True) -> None:

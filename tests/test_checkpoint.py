@@ -53,14 +53,14 @@ class Engine:
                 for name, vectors in SHAPES.items()
             },
             "groups": [{"name": "all", "parameters": list(SHAPES), "numel": 9, "state": {"threshold": torch.ones(())}}],
+            "counters": {},
             "rates": {},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         self.loaded = state
         self.step = state["step"]
-        anew = [] if state["groups"] else ["What was learned about the group all starts anew."]
-        return self.remarks + anew
+        return self.remarks
 
     def flush_next_step(self) -> None:
         self.flushing = True
@@ -578,7 +578,9 @@ def test_what_is_written_after_its_removal_is_swept_away(tmp_path: Path) -> None
     assert len(files(run.path)) == 1
     side_files.sweep()
     assert not Path(side_directory(run.path)).exists()
-    # What is saved again after that stays.
+    # What is saved again after its removal stays.
+    results(run.save())
+    run.remove()
     run.write = write
     results(run.save())
     side_files.sweep()

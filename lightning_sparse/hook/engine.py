@@ -512,8 +512,8 @@ class Engine:
         ranks has changed, see :func:`~lightning_sparse.merge_states`.
 
         Returns:
-            ``step``, ``rank``, ``world_size``, ``settings``; ``parameters``: what is remembered of each, by name;
-            ``groups``: what sparsifiers and schedules have learned; ``rates``: latest learning rates (``lr_aware``).
+            ``step``, ``rank``, ``world_size``, ``settings``; ``parameters`` and ``counters``: what is remembered of
+            each, by name; ``groups``: what sparsifiers and schedules have learned; ``rates``: latest learning rates.
         """
         if self._stream is not None:
             self._stream.synchronize()
@@ -525,6 +525,7 @@ class Engine:
             "world_size": self.comm.world_size,
             "settings": self.settings.algorithm,
             "parameters": remembered | {name: dict(vectors) for name, vectors in self._parked.items()},
+            "counters": {name: self._group_of[name].counters() for name in self._parameters},
             "groups": [group.state_dict() for group in self.groups],
             "rates": dict(self._rates.latest),
         }
@@ -561,7 +562,9 @@ class Engine:
                 parts = {p.name: given.pop(p.name, {}) for p in group.parameters}
                 remembers = any(bool(vector.any()) for vectors in parts.values() for vector in vectors.values())
                 running = self._start(group, flush=remembers)
-                notes += running.load(parts, learned.get(group.name))
+                notes += running.load(parts, {name: state["counters"].get(name, {}) for name in parts})
+                if state["groups"]:
+                    notes += running.learn(learned.get(group.name))
                 groups.append(running)
         self._adopt(groups)
         self._direct = False

@@ -113,26 +113,26 @@ class Running:
         vectors = self.memory.vectors(self.state.memory)
         return {vector: buffer[self.spans[name]].to("cpu", copy=True) for vector, buffer in vectors.items()}
 
+    def counters(self) -> dict[str, float]:
+        """What is remembered of the group as a whole, and with it of each of its parameters."""
+        return {name: float(counter) for name, counter in self.memory.counters(self.state.memory).items()}
+
     def state_dict(self) -> dict[str, Any]:
-        """What belongs to the group and not to its parameters, as plain data and tensors on the CPU."""
+        """What has been learned about the group, as plain data and tensors on the CPU."""
         learned = (self.state.selector, self.state.counts, self.state.union)
         return {
             "name": self.plan.name,
             "parameters": [p.name for p in self.plan.parameters],
             "numel": self.plan.numel,
-            "state": {
-                "selector": to_plain(learned),
-                "memory": to_plain(list(self.memory.counters(self.state.memory).items())),
-                "density": self.density.state_dict(),
-            },
+            "state": {"selector": to_plain(learned), "density": self.density.state_dict()},
         }
 
-    def load(self, remembered: dict[str, dict[str, Tensor]], learned: dict[str, Any] | None) -> list[str]:
-        """Fill a group that has just been formed.
+    def load(self, remembered: dict[str, dict[str, Tensor]], counters: dict[str, dict[str, float]]) -> list[str]:
+        """Fill a group that has just been formed with what is remembered of its parameters.
 
         Args:
             remembered: of each parameter, see :meth:`remembered`.
-            learned: what :meth:`state_dict` gave for a group of this name; None: it starts anew.
+            counters: of each parameter, see :meth:`counters`; of different ones, the largest count.
 
         Returns:
             Sentences about what did not fit.
@@ -148,22 +148,28 @@ class Running:
                     notes.append(f"{name} had {values.numel()} coordinates and has {numel}: its {vector} is dropped.")
                 elif bool(values.any()):
                     notes.append(f"{type(self.memory).__name__} keeps no {vector}: that of {name} is dropped.")
+        for name, counter in self.memory.counters(self.state.memory).items():
+            counter.fill_(max(counters[p].get(name, 0.0) for p in self.spans))
+        return notes
+
+    def learn(self, learned: dict[str, Any] | None) -> list[str]:
+        """Take over what has been learned about a group of this name, see :meth:`state_dict`; None: there is none.
+
+        Returns:
+            A sentence, if it starts anew.
+        """
+        anew = f"What was learned about the group {self.plan.name} starts anew"
         if learned is None or learned["parameters"] != [p.name for p in self.plan.parameters]:
-            return [*notes, f"What was learned about the group {self.plan.name} starts anew."]
+            return [f"{anew}."]
         state = learned["state"]
-        like = (self.state.selector, None, None)
         try:
-            selector, counts, union = from_plain(state["selector"], like)
-            counters = self.memory.counters(self.state.memory)
-            saved = dict(state["memory"])
-            for name, counter in counters.items():
-                counter.copy_(saved[name])
+            selector, counts, union = from_plain(state["selector"], (self.state.selector, None, None))
             self.density.load_state_dict(state["density"], self.device)
         except (KeyError, ValueError) as error:
-            return [*notes, f"What was learned about the group {self.plan.name} does not fit and starts anew: {error}"]
+            return [f"{anew}, because it does not fit: {error}"]
         on_device = [None if x is None else x.to(self.device, copy=True) for x in (counts, union)]
         self.state = GroupState(self.state.memory, selector, *on_device)
-        return notes
+        return []
 
     def receive(self, name: str, piece: Tensor) -> None:
         """The gradient of a parameter is here, in a bucket."""
@@ -232,9 +238,10 @@ class Running:
         if self._begun is None:
             return
         begun, self._begun = self._begun, None
-        self.state = take_back(self.state, begun.after, void, self.memory)
+        counts = not static_shapes(self.device) and not void
+        self.state = begun.after if counts else take_back(self.state, begun.after, void, self.memory)
         self.memory.bring_back_(self.state.memory, begun.untouched, begun.aside)
-        if static_shapes(self.device) or not void:
+        if counts or static_shapes(self.device):
             self.density.observe(begun.step, begun.flat[: self.plan.numel], void)
 
     def residual_norm(self) -> float:

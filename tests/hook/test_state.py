@@ -142,6 +142,28 @@ def test_residuals_move_to_engines_with_other_settings_and_what_does_not_is_name
         assert any("group dense.bucket0 starts anew" in note for note in default)
 
 
+def merge_adam() -> tuple[float, float, list[str]]:
+    first = Run(memory=ls.AdamCorrection(), rules=ls.Rules())
+    first.train(5)
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, first.engine.state_dict())
+    first.engine.close()
+    other = Run(memory=ls.AdamCorrection(), grouping="model")
+    notes = other.engine.load_state_dict(ls.merge_states(states))
+    [group] = other.engine.groups
+    second = sum(float(s["parameters"]["0.weight"]["second"].sum()) for s in states) / len(states)
+    other.engine.close()
+    found = float(group.memory.vectors(group.state.memory)["second"][group.spans["0.weight"]].sum())
+    return float(group.memory.counters(group.state.memory)["steps"]), found / second, notes
+
+
+def test_moments_keep_the_number_of_their_steps_in_other_groups_and_on_other_ranks(two_ranks: Ranks) -> None:
+    for steps, share, notes in two_ranks(merge_adam):
+        assert steps == 5
+        assert share == pytest.approx(1)
+        assert notes == []
+
+
 def load_another_model() -> list[str]:
     first = Run()
     first.train(2)
