@@ -7,6 +7,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -225,3 +227,30 @@ def test_a_rank_that_fails_ends_the_others(launch: Any, tmp_path: Path, behaviou
         assert run.processes[1].exitcode == 1
     run.end()
     check_resume(launch, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("not_launched")
+def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "--master-port=0",
+        "--standalone",
+    ]
+    done = subprocess.run(
+        [sys.executable, *command, "-m", "tests.strategy.elastic", str(tmp_path / "ckpt")],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told[-3000:]
+    for rank in range(2):
+        assert f"rank {rank} starts at 0 with False" in told
+        assert f"rank {rank} starts at 6 with True" in told
+        assert f"rank {rank} ends at 18" in told

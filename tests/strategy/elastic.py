@@ -1,0 +1,58 @@
+"""What `torchrun --max-restarts` starts in test_failures.py: a training in which rank 1 dies once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+from pytorch_lightning import Callback
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+import lightning_sparse as ls
+from tests.trainers import EVERYTHING_SPARSE, make_data, make_module, make_trainer
+
+FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+
+
+class Story(Callback):
+    """Says where training starts and ends; kills rank 1 in the first attempt."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        residual = float(trainer.strategy.engine.residual("net.0.weight").abs().sum())
+        print(f"rank {trainer.global_rank} starts at {trainer.global_step} with {residual > 0}", flush=True)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if FIRST_ATTEMPT and trainer.global_step == 8 and trainer.global_rank == 1:
+            os.kill(os.getpid(), 9)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        print(f"rank {trainer.global_rank} ends at {trainer.global_step}", flush=True)
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    strategy = ls.SparseDDPStrategy(
+        sparsifier="topk",
+        density=0.05,
+        rules=EVERYTHING_SPARSE,
+        timeout=timedelta(seconds=20),
+        strict_resume=not FIRST_ATTEMPT,
+    )
+    saver = ModelCheckpoint(folder, save_last=True, every_n_train_steps=3)
+    trainer = make_trainer(
+        "pytorch_lightning", strategy=strategy, enable_checkpointing=True, callbacks=[Story(), saver], max_epochs=3
+    )
+    resume = os.path.join(folder, "last.ckpt")
+    trainer.fit(
+        make_module("pytorch_lightning"),
+        make_data(),
+        ckpt_path=resume if os.path.exists(resume) else None,
+        weights_only=False,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
