@@ -142,13 +142,18 @@ def figure(advice: Advice, path: Path) -> None:
     sheet.savefig(path, dpi=120)
 
 
+CHOSEN = ("dense", "rules", "nonfinite", "lr_aware", "save_residuals", "strict_resume", "resize", "watch")
+"""Settings of our strategy that an advice leaves as they are."""
+
+
 def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any = None) -> Any:
     """``trainer.strategy`` of the configuration to use: DDP, or ours with its settings.
 
     Args:
         advice: what to follow.
         scenario: None: the first one.
-        given: the strategy so far; the start of processes and what DDP is told is taken from it.
+        given: the strategy so far; the start of processes and what DDP is told is taken from it. Of ours, so is what
+            does not matter for speed: which parameters stay dense, and what happens to void steps and checkpoints.
     """
     kept = kept_settings(given)
     best = advice.best(scenario)
@@ -166,6 +171,9 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any
         "density": best.density,
         "grouping": groupings.get(best.grouping, best.grouping),
     }
+    ours = isinstance(given, dict) and "SparseDDPStrategy" in str(given.get("class_path"))
+    own = (given.get("init_args") or {}) if ours else {}
+    settings |= {name: own[name] for name in CHOSEN if name in own}
     return {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": settings | kept}
 
 

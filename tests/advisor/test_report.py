@@ -268,3 +268,13 @@ def test_without_a_configuration_there_is_the_strategy(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml", reason="pyyaml is not installed")
     write_configs(advice([predicted("topk", 1.5)]), tmp_path)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"trainer": {"strategy": "ddp"}}
+
+
+def test_what_stays_dense_and_what_becomes_of_residuals_is_left_as_it_is() -> None:
+    own = {"rules": {"dense_numel": 1000}, "dense": ["*.bias"], "resize": "flush", "watch": None}
+    before = {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": own | {"sparsifier": "dgc"}}
+    after = strategy_config(advice([predicted("shared_topk", 0.5, 0.003, "layer")]), given=before)
+    chosen = {"sparsifier": "shared_topk", "density": 0.003, "grouping": "layer"}
+    assert after["init_args"] == chosen | own
+    other = {"class_path": "DDPStrategy", "init_args": own}
+    assert strategy_config(advice([predicted("shared_topk", 0.5, 0.003, "layer")]), given=other)["init_args"] == chosen
