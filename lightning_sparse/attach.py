@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,12 +15,13 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.density import DensitySchedule
 from lightning_sparse.exchanges import Exchange
-from lightning_sparse.grouping import GROUPINGS, Grouping, ParameterSize, make_plan
+from lightning_sparse.grouping import GROUPINGS, Group, Grouping, ParameterSize, Rules, as_rules, make_plan
 from lightning_sparse.grouping.plan import MIB
 from lightning_sparse.hook import Engine, Settings, Tuner, check_equal_on_ranks
 from lightning_sparse.memory import Memory
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers import Everything, Sparsifier
 from lightning_sparse.tuning import Fallback, Planner
+from lightning_sparse.watch import WATCH, Watch, Watchdog, check_watch
 
 
 def attach(
@@ -30,8 +33,13 @@ def attach(
     exchange: Exchange | str | None = None,
     grouping: Grouping | str = "bucket",
     dense: Sequence[str] = (),
+    rules: Rules | None = None,
     executor: str = "auto",
     fallback: Literal["dense"] | None = None,
+    nonfinite: str = "skip",
+    lr_aware: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
+    watch: Watch | None = WATCH,
     bucket_cap_mb: float | None = None,
     timeout: timedelta | None = None,
     profile: dict[str, Any] | None = None,
@@ -43,16 +51,27 @@ def attach(
         ddp: the wrapped model, before its first backward, without a communication hook of its own.
         sparsifier: an instance or a name.
         density: target in (0, 1], or a schedule over synchronised backward passes.
-        memory: error feedback; None: :class:`~lightning_sparse.Residual`. The optimizer is not seen here: with
-            ``MomentumCorrection`` or ``AdamCorrection`` it is up to the caller to give it no momentum of its own.
+        memory: error feedback; None: :class:`~lightning_sparse.Residual`. The optimizer is not seen here: call
+            ``engine.follow([optimizer])`` to have it checked, most of all with memories that bring their own momentum.
         exchange: an instance, a name, or None for the sparsifier's natural one.
         grouping: an instance such as ``MergeBelow(8192)`` or a name such as "layer"; see
             :func:`~lightning_sparse.grouping.make_plan`.
-        dense: patterns of parameter names that stay dense.
+        dense: patterns of parameter names that stay dense, next to those of ``rules``.
+        rules: which parameters stay dense, and which have densities of their own; None: the default ones, which keep
+            small parameters dense, see :class:`~lightning_sparse.grouping.Rules`.
         executor: "inline" runs groups inside the hook (on CUDA on a stream of its own); "thread" on a communication
             thread while backward goes on; "auto" is "thread" between ranks on CPUs, else "inline".
         fallback: "dense" measures some sparse and some dense steps at the start, and again when the step time changes
             by much, and goes on with what is faster.
+        nonfinite: where a gradient is not finite on some rank, residuals stay as they were and all ranks get NaN.
+            "skip": that step is not counted, and the caller has to skip it as well, where no ``scaler`` does: call
+            ``engine.drop_void(optimizer)`` before ``optimizer.step()``, or ask ``engine.void``. "nan": whatever then
+            happens is up to the caller, and on CUDA nobody waits to learn about it.
+        lr_aware: keep what residuals are worth when the learning rate changes, see
+            :class:`~lightning_sparse.hook.learning_rates.LearningRates`; needs ``engine.follow([optimizer])``.
+        scaler: the ``GradScaler`` that scales the loss; residuals are then kept free of its factor.
+        watch: warns, on rank 0, of ranks that drift apart, residuals that grow, thresholds that are off, see
+            :class:`~lightning_sparse.Watch`; None: does not.
         bucket_cap_mb: size in MiB of groups that are cut by bucket; None: that of DDP's buckets, in which gradients are
             handed over. Where exchanges go on beside backward, small buckets of DDP start them early.
         timeout: of the engine's own process group.
@@ -68,9 +87,10 @@ def attach(
             :func:`~lightning_sparse.grouping.make_plan`.
         RuntimeError: on all ranks, if the ranks' settings or models differ.
     """
-    settings = Settings.check(sparsifier, density, memory, exchange, executor)
-    grouping = GROUPINGS.resolve(grouping)
+    settings = Settings.check(sparsifier, density, memory, exchange, executor, nonfinite, lr_aware)
+    grouping, rules = GROUPINGS.resolve(grouping), as_rules(rules, dense)
     check_fallback(fallback)
+    check_watch(watch)
     if getattr(torch._dynamo.config, "optimize_ddp", None) == "python_reducer":
         raise ValueError(
             "torch._dynamo.config.optimize_ddp = 'python_reducer' bypasses DDP's buckets, so nothing would be "
@@ -95,17 +115,24 @@ def attach(
             )
     sizes = sizes_of(parameters)
     cap = ddp.bucket_bytes_cap / MIB if bucket_cap_mb is None else bucket_cap_mb
-    plan = make_plan(sizes, grouping, dense, cap)
+    plan = make_plan(sizes, grouping, rules, cap)
     comm = TorchCollective.of_its_own(ddp.process_group, timeout)
     device = next(iter(parameters.values())).device
-    check_equal_on_ranks((settings, grouping, fallback, [(g.name, g.parameters, g.dense) for g in plan]), comm, device)
+    check_equal_on_ranks((settings, grouping, fallback, watch, plan), comm, device)
+    if comm.rank == 0 and not isinstance(settings.sparsifier, Everything):
+        _warn_if_nothing_is_left(plan, rules)
     usage = bool(ddp.find_unused_parameters or ddp.static_graph)
-    engine = Engine(plan, parameters, settings, comm, watch_usage=usage)
+    frozen = {name: p for name, p in ddp.module.named_parameters() if not p.requires_grad and name not in ignored}
+    engine = Engine(plan, parameters, settings, comm, watch_usage=usage, frozen=frozen)
+    if scaler is not None:
+        engine.loss_scale = partial(getattr, scaler, "_scale", None)  # its public get_scale() waits for the device
     ddp.register_comm_hook(engine, _hook)
+    if watch is not None:
+        engine.tune(Watchdog(watch))
     try:
         planner = None
         if Planner.wanted(grouping, settings):
-            planner = Planner(ddp, engine, sizes, grouping, dense, cap, delivery_mb(ddp), profile)
+            planner = Planner(ddp, engine, sizes, grouping, rules, cap, delivery_mb(ddp), profile)
             engine.tune(planner)
         if fallback is not None:
             engine.tune(Fallback(sizes, cap, planner))
@@ -127,9 +154,22 @@ def delivery_mb(ddp: DistributedDataParallel) -> tuple[float, float]:
 def sizes_of(parameters: dict[str, Parameter]) -> list[ParameterSize]:
     """What plans need to know of parameters, by name."""
     return [
-        ParameterSize(name, p.numel(), p.element_size(), f"{p.dtype}.{p.device}".removeprefix("torch."))
+        ParameterSize(name, p.numel(), p.element_size(), f"{p.dtype}.{p.device}".removeprefix("torch."), p.dim())
         for name, p in parameters.items()
     ]
+
+
+def _warn_if_nothing_is_left(plan: Sequence[Group], rules: Rules) -> None:
+    """Warn if the sizes of a model's parameters keep all of it dense; to name all of them is a decision."""
+    parameters = [p for group in plan for p in group.parameters]
+    named = Rules(rules.dense, dense_ndim=0, dense_numel=0)
+    unnamed = [p for p in parameters if not named.keeps_dense(p.name, p.numel, p.ndim)]
+    if unnamed and all(group.dense for group in plan):
+        warnings.warn(
+            f"Nothing is sparsified: all {len(parameters)} parameters stay dense ({rules.reasons()}). Set "
+            "rules=Rules(dense_ndim=0, dense_numel=0) to sparsify small parameters, too.",
+            stacklevel=3,
+        )
 
 
 def check_fallback(fallback: str | None) -> None:

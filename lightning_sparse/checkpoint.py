@@ -243,9 +243,8 @@ def restore(
                 "written is lost. Expect a small dent in the curve.",
                 stacklevel=2,
             )
-        if step:
-            nothing: State = {"parameters": {}, "counters": {}, "groups": []}
-            engine.load_state_dict({**engine.state_dict(), **nothing, "step": int(step)})
+        nothing: State = {"parameters": {}, "counters": {}, "groups": []}
+        engine.load_state_dict({**engine.state_dict(), **nothing, "step": int(step or 0)})
         return
     resized = marker["world_size"] != comm.world_size
     if resized and resize == "zero":

@@ -9,7 +9,7 @@ PYTORCH_LIGHTNING = "pytorch_lightning"
 LIGHTNING = "lightning.pytorch"
 
 # Looked at once, now: registering the strategies imports both.
-_loaded_before = [name for name in (PYTORCH_LIGHTNING, LIGHTNING) if name in sys.modules]
+_loaded_before = [name for name in (PYTORCH_LIGHTNING, LIGHTNING) if sys.modules.get(name)]
 
 
 def installed() -> list[str]:

@@ -22,6 +22,10 @@ JOB_SECONDS = 40
 """A job that takes longer has hung: its ranks are killed and the test fails."""
 
 
+START_SECONDS = 100
+"""Importing torch and Lightning takes ten on a quiet machine."""
+
+
 class RankError(AssertionError):
     """A job raised on at least one rank; the message holds every rank's traceback."""
 
@@ -72,6 +76,11 @@ class Ranks:
             process.start()
             theirs.close()
             self.workers.append((process, ours))
+        for _, pipe in self.workers:  # what follows is the time of jobs alone
+            if not pipe.poll(START_SECONDS):
+                self.stop()
+                raise RankError(f"ranks did not start within {START_SECONDS} s")
+            pipe.recv()
 
     def stop(self) -> None:
         """End the processes; the next job starts new ones."""
@@ -111,6 +120,7 @@ def _work(pipe: Any, rank: int, world_size: int, port: int) -> None:
     import pytorch_lightning  # noqa: F401  # once, outside the time of any job
 
     strict_warnings()
+    pipe.send("ready")
     while True:
         try:
             job, args = pipe.recv()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/design.md", "docs/adam.md", "docs/grouping.md"]
+PAGES = ["README.md", "docs/design.md", "docs/adam.md", "docs/checkpoints.md", "docs/fabric.md", "docs/grouping.md"]
 
 
 def programs(page: str) -> list[str]:
@@ -31,7 +31,8 @@ def test_examples_run(page: str) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [*PAGES, "docs/advise.md", "docs/comparison.md", "docs/metrics.md", "CHANGELOG.md"]:
+    others = ["advise", "comparison", "metrics", "watchdogs"]
+    for page in [*PAGES, *(f"docs/{name}.md" for name in others), "CHANGELOG.md"]:
         for target in re.findall(r"\]\(([^)#][^)]*)\)", (ROOT / page).read_text()):
             file = (ROOT / page).parent / target.partition("#")[0]
             assert target.startswith("https://") or file.exists(), (page, target)

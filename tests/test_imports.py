@@ -19,9 +19,9 @@ FLOORS = [
     {"pipeline"},
     {"simulation", "profiling"},
     {"hook"},
-    {"tuning"},
+    {"tuning", "watch"},
     {"attach"},
-    {"checkpoint"},
+    {"checkpoint", "flushing"},
     {"strategy"},
     {"monitor"},
     {"advisor", "report", "bench"},
@@ -75,7 +75,7 @@ def test_the_network_and_the_framework_are_touched_in_their_rooms_only(path: Pat
     names = set(imported(path))
     if room_of(path) not in {"collective", "hook", "attach"}:
         assert not any(name.startswith(("torch.distributed", "torch.nn.parallel")) for name in names)
-    if room_of(path) not in {"strategy", "monitor", "cli"}:
+    if room_of(path) not in {"strategy", "flushing", "monitor", "cli"}:
         packages = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"}
         assert not any(name.split(".")[0] in packages for name in names)
 
@@ -117,5 +117,7 @@ def test_no_room_is_bound_to_one_lightning_package_but_the_files_named_after_it(
     tops = {name.split(".")[0] for name in imported(path)}
     if "pytorch_lightning" in tops:
         assert path.stem == "pytorch_lightning"
+    if "lightning_fabric" in tops:
+        assert path.stem == "lightning_fabric"
     if "lightning" in tops:
-        assert path.stem == "lightning"
+        assert path.stem in {"lightning", "fabric"}

@@ -26,6 +26,7 @@ from lightning_sparse.hook.learning_rates import LearningRates
 from lightning_sparse.hook.running import Delivery, Running
 from lightning_sparse.hook.settings import Settings, check_equal_on_ranks
 from lightning_sparse.hook.verdict import Verdict
+from lightning_sparse.kernels import all_finite
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.statistics import Stamp, summarize, summarize_direct
 from lightning_sparse.types import Context
@@ -84,6 +85,7 @@ class Engine:
         """Parameters of the model that needed no gradient when it was wrapped."""
         self._parked: dict[str, dict[str, Tensor]] = {}
         self._deliveries: list[Delivery] = []
+        self._passed_on: list[tuple[Future[Tensor], Tensor, list[str]]] = []
         self._firsts: dict[tuple[int, ...], Tensor] = {}
         self._closed = False
         self._names = {id(p): name for name, p in parameters.items()}
@@ -419,11 +421,26 @@ class Engine:
 
     def _pass_on(self, bucket: Any) -> Future[Tensor]:
         """Average a bucket just as DDP does without a hook."""
-        last = bucket.is_last()
+        buffer, last = bucket.buffer(), bucket.is_last()
+        future = self.comm.start_average(buffer, wait=last)
+        self._passed_on.append((future, buffer, [self._names[id(p)] for p in bucket.parameters()]))
         if last:
-            self._step += 1
+            passed, self._passed_on = self._passed_on, []
+            self._touched = lambda: {name for *_, names in passed for name in names}
+            self._verdict = self._look_at(passed)
             self._end_step()
-        return self.comm.start_average(bucket.buffer(), wait=last)
+        return future
+
+    def _look_at(self, passed: Sequence[tuple[Future[Tensor], Tensor, list[str]]]) -> Verdict:
+        """Whether averages that nobody has looked at are finite; a loss scaler looks at them itself."""
+        if self.settings.nonfinite != "skip" or self.loss_scale() is not None:
+            return Verdict(torch.zeros((), dtype=torch.bool), None)
+        finite = []
+        for future, buffer, _ in passed:
+            future.wait()
+            finite.append(all_finite(buffer))
+        stream = torch.cuda.current_stream(self._device) if self._stream is not None else None
+        return Verdict(~torch.stack(finite).all(), stream)
 
     def _measure_exposed(self, begin: Stamp) -> Callable[[], float]:
         """Time since the last bucket came; groups that ran inside earlier hooks held backward up, too."""
@@ -486,6 +503,8 @@ class Engine:
         Returns:
             The pending average of each parameter that has a residual, of the parameter's shape and dtype.
         """
+        if self.settings.lr_aware and self._rates.known:
+            self._rescale()
         pending = {}
         with self._on_stream():
             residuals = [group.memory.residual(group.state.memory) for group in self.groups]
@@ -512,8 +531,9 @@ class Engine:
         ranks has changed, see :func:`~lightning_sparse.merge_states`.
 
         Returns:
-            ``step``, ``rank``, ``world_size``, ``settings``; ``parameters`` and ``counters``: what is remembered of
-            each, by name; ``groups``: what sparsifiers and schedules have learned; ``rates``: latest learning rates.
+            ``step``, ``void_steps``, ``rank``, ``world_size``, ``settings``; ``parameters`` and ``counters``: what is
+            remembered of each, by name; ``groups``: what sparsifiers and schedules have learned; ``rates``: latest
+            learning rates.
         """
         if self._stream is not None:
             self._stream.synchronize()
@@ -521,6 +541,7 @@ class Engine:
         return {
             "format": STATE_FORMAT,
             "step": self.step,
+            "void_steps": self.void_steps,
             "rank": self.comm.rank,
             "world_size": self.comm.world_size,
             "settings": self.settings.algorithm,
@@ -549,7 +570,7 @@ class Engine:
             raise ValueError(f"Expected a state of format {STATE_FORMAT}, as Engine.state_dict() gives it.")
         self._hear_verdict()
         notes = []
-        self._step = state["step"]
+        self._step, self.void_steps = state["step"], state["void_steps"]
         self._rates.latest = dict(state["rates"])
         given = dict(state["parameters"])
         alike = state["settings"] == self.settings.algorithm and state["world_size"] == self.comm.world_size

@@ -44,7 +44,7 @@ class Settings(NamedTuple):
 
         Raises:
             ValueError: for an unknown name, a density outside (0, 1], something that is no memory, an exchange that
-                does not accept the sparsifier, or ``lr_aware`` with a memory that keeps no residual of gradients.
+                does not accept the sparsifier, or ``lr_aware`` with a memory that keeps no residual.
         """
         resolved = SPARSIFIERS.resolve(sparsifier)
         memory = as_memory(memory)

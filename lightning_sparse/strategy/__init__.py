@@ -1,4 +1,4 @@
-"""Lightning strategies: one mixin, and one thin class for each Lightning package.
+"""Lightning strategies: one mixin each for Trainer and Fabric, and one thin class of each for every Lightning package.
 
 Importing this registers the strategy names in every Lightning package that is installed.
 """
@@ -6,6 +6,8 @@ Importing this registers the strategy names in every Lightning package that is i
 from lightning_sparse import packages
 
 if packages.LIGHTNING in packages.installed():
+    import lightning_sparse.strategy.fabric
     import lightning_sparse.strategy.lightning
 if packages.PYTORCH_LIGHTNING in packages.installed():
+    import lightning_sparse.strategy.lightning_fabric
     import lightning_sparse.strategy.pytorch_lightning  # noqa: F401

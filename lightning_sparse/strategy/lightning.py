@@ -2,7 +2,8 @@
 
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_sparse.strategy.mixin import SparseDDPMixin, register
+from lightning_sparse.strategy.door import register
+from lightning_sparse.strategy.mixin import SparseDDPMixin
 
 
 class SparseDDPStrategy(SparseDDPMixin, DDPStrategy):

@@ -6,40 +6,25 @@ between Lightning and the engine and decides nothing.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
-from lightning_sparse.attach import attach, check_fallback
+from lightning_sparse.checkpoint import Resize
+from lightning_sparse.collective import TorchCollective
 from lightning_sparse.density import DensitySchedule
 from lightning_sparse.exchanges import Exchange
-from lightning_sparse.grouping import GROUPINGS, Grouping
-from lightning_sparse.grouping.plan import DDP_BUCKET_MB, MIB
-from lightning_sparse.hook import Engine, Settings, Tuner
+from lightning_sparse.grouping import Grouping, Rules
+from lightning_sparse.hook import Engine
 from lightning_sparse.memory import Memory
-from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
-from lightning_sparse.tuning import Planner
-
-DDP_KEYWORDS = (
-    "broadcast_buffers",
-    "bucket_cap_mb",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "static_graph",
-)
-CHECKPOINT_KEY = "lightning_sparse"
-"""Where checkpoints keep what belongs to this package."""
-OWN_KEYWORDS = ("sparsifier", "density", "memory", "exchange", "grouping", "dense", "executor", "fallback")
-DELIVERIES = 32
-"""Buckets in which DDP hands over a large model, where exchanges go on beside backward: more cost more calls."""
-HALF_HOUR = timedelta(minutes=30)
-"""Lightning's default for process groups."""
+from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.strategy.door import CHECKPOINT_KEY, TIMEOUT, Door, profile_of, refuse_unknown, without_defaults
+from lightning_sparse.watch import WATCH, Watch
 
 
-class SparseDDPMixin:
+class SparseDDPMixin(Door):
     """DDP whose gradient all-reduce is a sparsified exchange with error feedback.
 
     Everything else is Lightning's ``DDPStrategy``: launchers, cluster environments, SyncBatchNorm, accumulation. With
@@ -55,11 +40,28 @@ class SparseDDPMixin:
         grouping: which gradients are looked at together: "layer", "bucket" (about ``bucket_cap_mb`` each), "model",
             or an instance such as ``MergeBelow(8192)``, which merges small layers, or ``OptimalMerge()``, which
             measures the first steps and merges layers so that a step ends soonest.
-        dense: shell-style patterns of parameter names that stay dense, such as ``["*.bias"]``.
+        dense: shell-style patterns of parameter names that stay dense, such as ``["*.bias"]``, next to those of
+            ``rules``.
+        rules: which parameters stay dense, and which have densities of their own; None: the default ones, which keep
+            parameters with fewer than 2 dimensions or fewer than 256 coordinates dense, see
+            :class:`~lightning_sparse.Rules`.
         executor: "inline" exchanges inside DDP's hook (on CUDA on a stream of its own), "thread" on a communication
             thread while backward goes on; "auto" is "thread" between ranks on CPUs, else "inline".
         fallback: "dense" measures some sparse and some dense steps at the start of fit, and again when the step time
             changes by much, and goes on with what is faster.
+        nonfinite: where a gradient is not finite on some rank, all ranks agree, and residuals stay as they were. With
+            loss scaling the scaler skips the step. Without: "skip" leaves the optimizer's step out on all ranks (on
+            CUDA, the host waits for backward to learn about it), "nan" hands NaN to it, as plain DDP does.
+        lr_aware: keep what residuals are worth when the learning rate changes: multiply those of each parameter group
+            by ``lr_old / lr_new``. For SGD; refused with optimizers that scale gradients by themselves, such as Adam.
+        save_residuals: save what each rank remembers beside every checkpoint that holds optimizer states, so that a
+            resumed run continues bit for bit; see docs/checkpoints.md for what that takes.
+        strict_resume: raise, on all ranks, where a checkpoint comes without residuals that fit, instead of starting
+            with empty ones and a warning.
+        resize: what becomes of residuals when a run is resumed with another number of ranks: "merge" gives every rank
+            their mean, "flush" sends them in the first step, densely, "zero" drops them.
+        watch: warns, on rank 0, of ranks that drift apart, residuals that grow, thresholds that are off, see
+            :class:`~lightning_sparse.Watch`; None: does not.
         find_unused_parameters: as in ``DistributedDataParallel``.
         static_graph: as in ``DistributedDataParallel``.
         gradient_as_bucket_view: as in ``DistributedDataParallel``.
@@ -72,7 +74,8 @@ class SparseDDPMixin:
         checkpoint_io: as in Lightning's ``DDPStrategy``.
         precision_plugin: filled in by the Trainer.
         process_group_backend: as in Lightning's ``DDPStrategy``; None: by device.
-        timeout: of the process groups; None: Lightning's half an hour.
+        timeout: how long ranks wait for each other, in the exchange and elsewhere, before they end with an error; None:
+            10 minutes.
         start_method: how Lightning starts the processes.
         ddp_comm_hook: refused, as are the next three: the sparsified exchange is the communication hook.
         ddp_comm_state: refused.
@@ -82,8 +85,8 @@ class SparseDDPMixin:
 
     Raises:
         ValueError: for settings that cannot work: unknown names, a density outside (0, 1], an exchange that does not
-            accept the sparsifier, a second communication hook; at the start of fit, for a precision that scales the
-            loss and for an optimizer that does not go with the memory.
+            accept the sparsifier, a second communication hook; at the start of fit, for an optimizer that does not go
+            with the memory or with ``lr_aware``.
         TypeError: for keywords that this strategy does not know.
 
     Example:
@@ -97,7 +100,7 @@ class SparseDDPMixin:
         ValueError: Unknown sparsifier 'exdina'. Did you mean 'exdyna'? Known names: clt_k, dgc, ...
     """
 
-    _ddp_kwargs: dict[str, Any]
+    model: Any
     package: ClassVar[str]
     """The Lightning package whose Trainer takes this class."""
 
@@ -109,8 +112,15 @@ class SparseDDPMixin:
         exchange: Exchange | str | None = None,
         grouping: Grouping | str = "bucket",
         dense: Sequence[str] = (),
+        rules: Rules | None = None,
         executor: str = "auto",
         fallback: Literal["dense"] | None = None,
+        nonfinite: Literal["skip", "nan"] = "skip",
+        lr_aware: bool = False,
+        save_residuals: bool = True,
+        strict_resume: bool = False,
+        resize: Resize = "merge",
+        watch: Watch | None = WATCH,
         *,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
@@ -138,26 +148,28 @@ class SparseDDPMixin:
             ddp_comm_wrapper=ddp_comm_wrapper,
             model_averaging_period=model_averaging_period,
         )
-        self.settings = Settings.check(sparsifier, density, memory, exchange, executor)
-        self.grouping = GROUPINGS.resolve(grouping)
-        self.dense = [dense] if isinstance(dense, str) else list(dense)
-        check_fallback(fallback)
-        self.fallback = fallback
-        self.tuners: list[Tuner] = []
-        """More that look on while the engine works, from the next fit on."""
+        self._choose(
+            sparsifier=sparsifier,
+            density=density,
+            memory=memory,
+            exchange=exchange,
+            grouping=grouping,
+            dense=dense,
+            rules=rules,
+            executor=executor,
+            fallback=fallback,
+            nonfinite=nonfinite,
+            lr_aware=lr_aware,
+            save_residuals=save_residuals,
+            strict_resume=strict_resume,
+            resize=resize,
+            watch=watch,
+            bucket_cap_mb=bucket_cap_mb,
+        )
         self._profile: dict[str, Any] | None = None
-        self._resuming = False
+        self._resume: tuple[Any, dict[str, Any] | None] | None = None
         self.engine: Engine | None = None
         """At work during fit; ``step`` and ``hook_calls`` can still be read afterwards."""
-        ddp = {
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "bucket_cap_mb": bucket_cap_mb,
-            "broadcast_buffers": broadcast_buffers,
-        }
-        self._bucket_cap_mb = bucket_cap_mb
-        defaults = {"bucket_cap_mb": None, "broadcast_buffers": True}
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -165,81 +177,146 @@ class SparseDDPMixin:
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
-            timeout=timeout or HALF_HOUR,
+            timeout=timeout or TIMEOUT,
             start_method=start_method,
-            **{name: value for name, value in ddp.items() if value != defaults.get(name, False)},
+            **without_defaults(
+                find_unused_parameters=find_unused_parameters,
+                static_graph=static_graph,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                bucket_cap_mb=bucket_cap_mb,
+                broadcast_buffers=broadcast_buffers,
+            ),
         )  # type: ignore[call-arg]  # the next class in line is a DDPStrategy
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engine, if there is one."""
+        return [] if self.engine is None else [self.engine]
 
     def _setup_model(self, model: Any) -> Any:
         """As in Lightning; DDP hands gradients over in small buckets where exchanges can begin beside backward."""
-        given = self._ddp_kwargs
-        beside = self.settings.executor != "inline" or self.root_device.type == "cuda"  # type: ignore[attr-defined]
-        # A fallback to dense exchanges DDP's buckets as they are: large ones are faster then.
-        if beside and self._bucket_cap_mb is None and self.fallback is None:
-            size = sum(p.nbytes for p in model.parameters() if p.requires_grad) / MIB
-            self._ddp_kwargs = given | {"bucket_cap_mb": min(DDP_BUCKET_MB, max(1.0, size / DELIVERIES))}
-        try:
+        with self._small_deliveries(model):
             return super()._setup_model(model)  # type: ignore[misc]
-        finally:
-            self._ddp_kwargs = given
 
     def _register_ddp_hooks(self) -> None:
         """Lightning calls this right after it wrapped the model; its own version does nothing on a CPU."""
-        refuse_loss_scaling(self.precision_plugin)  # type: ignore[attr-defined]
-        if self._resuming:
-            rank_zero_warn(
-                "Residuals of the sparsified exchange are not part of checkpoints: error feedback starts empty, and "
-                "what was not sent before the checkpoint was written is lost. Expect a small dent in the curve."
-            )
         profile = self._profile or self.profile  # from a checkpoint, or from an earlier fit
         self._close_engine()
-        self.engine = attach(
-            self.model,  # type: ignore[attr-defined]
-            **self.settings._asdict(),
-            grouping=self.grouping,
-            dense=self.dense,
-            fallback=self.fallback,
-            bucket_cap_mb=self._bucket_cap_mb or DDP_BUCKET_MB,
-            timeout=self._timeout,  # type: ignore[attr-defined]
-            profile=profile,
-            tuners=self.tuners,
-        )
+        self.engine = self._attach(self.model, self.precision_plugin, profile)  # type: ignore[attr-defined]
+        self._continue()
+
+    def _continue(self) -> None:
+        """Give the engine the residuals of the checkpoint that was loaded last, once."""
+        resume, self._resume = self._resume, None
+        if resume is not None and self.engine is not None and not self.engine.closed:
+            self._restore(self.engine, *resume)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """As in Lightning; residuals go with optimizers, also where a callback goes back to a checkpoint within fit."""
+        super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
+        self._continue()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """As in Lightning; then the memory has a look at the optimizers.
+        """As in Lightning; then the engine has a look at the optimizers.
 
         Raises:
-            ValueError: if one does not go with the memory.
+            ValueError: if one does not go with the memory or with ``lr_aware``.
         """
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        for optimizer in self.optimizers:  # type: ignore[attr-defined]
-            self.settings.memory.check_optimizer(optimizer)
+        if self.engine is not None:
+            self.engine.follow(self.optimizers)  # type: ignore[attr-defined]
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As in Lightning; remembers that a fit which follows is a continued one, and what an earlier one measured."""
-        self._resuming = True
-        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        self._profile = checkpoint.get(CHECKPOINT_KEY, {}).get("profile")
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """As in Lightning; a void step is left out where no loss scaler does so."""
+
+        def then_drop() -> Any:
+            result = closure()
+            self._drop_void(optimizer, self.precision_plugin)  # type: ignore[attr-defined]
+            return result
+
+        return super().optimizer_step(optimizer, then_drop, model, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Lightning; parameters that were frozen or unfrozen since the last step leave or join the exchange."""
+        if self._membership_changed():
+            self._wrap_again()
+        return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def _membership_changed(self) -> bool:
+        engine = self.engine
+        if engine is None or engine.closed:
+            return False
+        thawed = any(p.requires_grad for p in engine.frozen.values())
+        if self._ddp_kwargs.get("find_unused_parameters", False):
+            return thawed  # what is frozen is unused, for as long as it is
+        return thawed or not all(p.requires_grad for p in engine.parameters.values())
+
+    def _wrap_again(self) -> None:
+        """A new DDP, for the parameters that need gradients now; what is remembered of all of them moves on."""
+        assert self.engine is not None
+        state = self.engine.state_dict()
+        self._close_engine()
+        wrapped = self.model
+        model, self.model, self.engine = wrapped.module, None, None
+        del wrapped
+        gc.collect()  # the old reducer hears of every backward until it is gone
+        self.model = self._setup_model(model)
+        self._register_ddp_hooks()
+        assert self.engine is not None
+        self.engine.load_state_dict(state)
+        self.engine.follow(self.optimizers)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As in Lightning; remembers where a fit that follows finds residuals, and what an earlier one measured."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        own = checkpoint.get(CHECKPOINT_KEY, {})
+        self._profile = own.get("profile")
+        self._resume = checkpoint_path, own.get("residuals")
         return checkpoint
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As in Lightning, with the profile in it if there is one."""
-        if self.profile is not None:
-            checkpoint[CHECKPOINT_KEY] = {"profile": self.profile}
-        super().save_checkpoint(checkpoint, *args, **kwargs)  # type: ignore[misc]
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """As in Lightning, with the profile in it if there is one, and with every rank's residuals beside it."""
+        own = {} if self.profile is None else {"profile": self.profile}
+        with self._residuals_beside(checkpoint, filepath, storage_options) as marker:
+            if marker is not None:
+                own["residuals"] = marker
+            if own:
+                checkpoint[CHECKPOINT_KEY] = own
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)  # type: ignore[misc]
+
+    def _residuals_beside(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any
+    ) -> AbstractContextManager[dict[str, Any] | None]:
+        if not self.save_residuals or self.engine is None or "optimizer_states" not in checkpoint:
+            return nullcontext()
+
+        def write(content: dict[str, Any], place: str) -> None:
+            self.checkpoint_io.save_checkpoint(content, place, storage_options=storage_options)  # type: ignore[attr-defined]
+
+        # After an error, Lightning lets callbacks save on the ranks that had it; others may not come.
+        if self.lightning_module.trainer.interrupted:  # type: ignore[attr-defined]
+            return self._side_files.beside(path, self.engine, write, None)
+        # Names may hold metrics, which may differ from rank to rank: the checkpoint is where rank 0 writes it.
+        path = self.broadcast(path)  # type: ignore[attr-defined]
+        return self._side_files.beside(path, self.engine, write, TorchCollective())
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """As in Lightning, with the residuals beside it."""
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+        self._side_files.remove(filepath, self.global_rank, self.world_size)  # type: ignore[attr-defined]
 
     @property
     def profile(self) -> dict[str, Any] | None:
         """What was measured for groups and densities, see :class:`~lightning_sparse.grouping.Profile`; None without."""
-        planners = [tuner for tuner in self.engine.tuners if isinstance(tuner, Planner)] if self.engine else []
-        return planners[0].saved if planners else None
+        return profile_of(self.engine)
 
     def teardown(self) -> None:
         """Close the engine, then everything else."""
         self._close_engine()
-        self._resuming = False
+        self._resume = None
         self._profile = None
         super().teardown()  # type: ignore[misc]
+        self._side_files.sweep()
 
     def _close_engine(self) -> None:
         if self.engine is not None:
@@ -267,65 +344,3 @@ def refuse_second_hook(**given: Any) -> None:
             f"SparseDDPStrategy does not take {', '.join(names)}: DDP has room for one communication hook, and the "
             "sparsified exchange is it. Use Lightning's DDPStrategy for other hooks."
         )
-
-
-def refuse_loss_scaling(precision: Any) -> None:
-    """Raise if a precision plugin scales the loss.
-
-    Raises:
-        ValueError: saying what to use instead.
-    """
-    if getattr(precision, "scaler", None) is not None:
-        raise ValueError(
-            "precision='16-mixed' scales the loss by a factor that changes, and a residual kept from one step to the "
-            "next would be in the units of an old factor. Use precision='bf16-mixed' or '32-true' with sparse_ddp."
-        )
-
-
-def refuse_unknown(others: dict[str, Any]) -> None:
-    """Raise if anything is left over.
-
-    Raises:
-        TypeError: naming it, what is close, and the DDP keywords that are passed on.
-    """
-    for name in others:
-        close = difflib.get_close_matches(name, [*OWN_KEYWORDS, *DDP_KEYWORDS], n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        raise TypeError(
-            f"SparseDDPStrategy does not know the keyword {name!r}.{hint} Of DistributedDataParallel's keywords it "
-            f"passes on {', '.join(DDP_KEYWORDS)}; others would be ignored or conflict with the sparsified exchange."
-        )
-
-
-def register(registry: Any, strategy: type) -> None:
-    """Make the strategy known by name, in all the variants that DDP has.
-
-    ``sparse_ddp`` and ``sparse_ddp_<sparsifier>``, each with ``_spawn``, ``_fork`` or ``_notebook`` and with
-    ``_find_unused_parameters_true`` or ``_false``.
-
-    Args:
-        registry: a Lightning package's StrategyRegistry.
-        strategy: that package's class.
-    """
-    launches: list[tuple[str, str]] = [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")]
-    unused: list[tuple[str, dict[str, bool]]] = [
-        ("", {}),
-        ("_find_unused_parameters_false", {"find_unused_parameters": False}),
-        ("_find_unused_parameters_true", {"find_unused_parameters": True}),
-    ]
-    sparsifiers: list[tuple[str, dict[str, str]]] = [("", {})] + [
-        (f"_{name}", {"sparsifier": name}) for name, _ in SPARSIFIERS.items()
-    ]
-    for method, choice in sparsifiers:
-        for launch, start_method in launches:
-            for ending, flag in unused:
-                name = f"sparse_ddp{method}{launch}{ending}"
-                registry.register(
-                    name,
-                    strategy,
-                    description=f"DDP with a sparsified gradient exchange ({name})",
-                    override=True,
-                    start_method=start_method,
-                    **choice,
-                    **flag,
-                )

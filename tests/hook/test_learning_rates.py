@@ -113,3 +113,23 @@ def test_rates_that_nobody_knows_are_asked_for(two_ranks: Ranks) -> None:
 def test_a_memory_without_residual_has_nothing_to_rescale() -> None:
     with pytest.raises(ValueError, match=r"lr_aware=True rescales residuals, and NoMemory has none"):
         ls.SparseDDPStrategy(memory=ls.NoMemory(), lr_aware=True)
+
+
+def take_after_a_change(lr_aware: bool) -> Tensor:
+    model = nn.Linear(20, 20, bias=False)
+    ddp = DistributedDataParallel(model)
+    engine = ls.attach(ddp, sparsifier="topk", density=0.05, rules=SPARSE, lr_aware=lr_aware)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    engine.follow([optimizer])
+    ddp(torch.ones(1, 20)).sum().backward()
+    optimizer.param_groups[0]["lr"] = 0.125
+    pending = engine.take_pending()["weight"]
+    engine.close()
+    return pending.flatten().unique()
+
+
+def test_what_is_pending_is_worth_what_it_was(two_ranks: Ranks) -> None:
+    for pending in two_ranks(take_after_a_change, True):
+        assert pending.tolist() == [0.0, 4.0]
+    for pending in two_ranks(take_after_a_change, False):
+        assert pending.tolist() == [0.0, 1.0]

@@ -93,7 +93,7 @@ class Fit:
             strategy=strategy_of(package, options),
             max_epochs=epochs,
             devices=world_size,
-            enable_checkpointing=True,
+            enable_checkpointing=any("Checkpoint" in type(callback).__name__ for callback in callbacks),
             callbacks=[listening, looking, *callbacks],
             **trainer_options,
         )

@@ -12,7 +12,8 @@ from lightning_sparse import packages
 PROGRAM = """
 {first}
 import lightning_sparse as ls
-print(ls.SparseDDPStrategy.__module__, ls.SparsityMonitor.__module__)
+print(ls.SparseDDPStrategy.__module__, ls.SparsityMonitor.__module__, ls.FlushResidual.__module__)
+print(ls.FabricSparseDDPStrategy.__module__)
 """
 
 
@@ -24,10 +25,15 @@ def run(first: str) -> str:
 
 @pytest.mark.slow
 def test_the_package_that_was_imported_first_is_meant() -> None:
-    ours = "lightning_sparse.strategy.{0} lightning_sparse.monitor.{0}"
-    assert run("import lightning.pytorch") == ours.format("lightning")
-    assert run("import pytorch_lightning, lightning.pytorch") == ours.format("pytorch_lightning")
-    assert run("") == ours.format("pytorch_lightning")
+    ours = "lightning_sparse.strategy.{0} lightning_sparse.monitor.{0} lightning_sparse.flushing.{0}"
+    lightning = ours.format("lightning") + "\nlightning_sparse.strategy.fabric"
+    pytorch_lightning = ours.format("pytorch_lightning") + "\nlightning_sparse.strategy.lightning_fabric"
+    assert run("import lightning.pytorch") == lightning
+    assert run("import pytorch_lightning, lightning.pytorch") == pytorch_lightning
+    assert run("") == pytorch_lightning
+    # Where the other one is not installed:
+    assert run("import sys; sys.modules['pytorch_lightning'] = sys.modules['lightning_fabric'] = None") == lightning
+    assert run("import sys; sys.modules['lightning'] = None") == pytorch_lightning
 
 
 @pytest.mark.slow

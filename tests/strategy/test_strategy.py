@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -267,46 +266,6 @@ def test_a_strategy_for_the_other_package_says_which_import_is_meant(package: st
         make_trainer(other, strategy=strategy_class(package)())
     with pytest.raises(ValueError, match="invalid strategy name"):
         make_trainer(package, strategy="sparse_ddp_exdina")
-
-
-def fit_with_loss_scaling(package: str) -> str:
-    precision = importlib.import_module(package + ".plugins").MixedPrecision(
-        "16-mixed", "cpu", torch.amp.GradScaler("cpu")
-    )
-    try:
-        fit(package, {}, options={"plugins": [precision]})
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_loss_scaling_is_refused(two_ranks: Ranks) -> None:
-    for package in PACKAGES:
-        for message in two_ranks(fit_with_loss_scaling, package):
-            assert "Use precision='bf16-mixed' or '32-true'" in message
-
-
-def resume(package: str, folder: str) -> list[str]:
-    path = f"{folder}/{package}.ckpt"
-    data, module = make_data(), make_module(package)
-    trainer = make_trainer(package, strategy="sparse_ddp")
-    trainer.fit(module, data, make_data(16))
-    trainer.save_checkpoint(path)
-    before = flat(module)
-    again = make_trainer(package, strategy="sparse_ddp", max_epochs=3)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        again.fit(make_module(package), data, make_data(16), ckpt_path=path)
-    assert not torch.equal(flat(again.lightning_module), before)
-    assert again.strategy.engine.hook_calls == 6
-    return [str(w.message) for w in caught if "error feedback" in str(w.message)]
-
-
-def test_a_resumed_run_is_told_that_residuals_start_empty(two_ranks: Ranks, tmp_path: Path) -> None:
-    for package in PACKAGES:
-        messages = two_ranks(resume, package, str(tmp_path))
-        assert [len(m) for m in messages] == [1, 0]
-        assert "error feedback starts empty" in messages[0][0]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
