@@ -71,7 +71,16 @@ class Variant:
         self.ddp = DistributedDataParallel(model, bucket_cap_mb=arguments.bucket_cap_mb)
         self.engine: ls.Engine | None = None
         if name in EXECUTORS:
-            self.engine = ls.attach(self.ddp, sparsifier=case.sparsifier, density=arguments.density, executor=name)
+            # Biases, too: the sparsified exchange alone is to be measured, without a dense group beside it.
+            every = ls.Rules(dense_ndim=0, dense_numel=0)
+            self.engine = ls.attach(
+                self.ddp,
+                sparsifier=case.sparsifier,
+                density=arguments.density,
+                executor=name,
+                rules=every,
+                watch=None,
+            )
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
         self.exposed: list[float] = []
 

@@ -200,6 +200,8 @@ class Variant:
                 density=job["density"],
                 grouping=spec.grouping,
                 executor=spec.executor,
+                rules=ls.Rules(dense_ndim=0, dense_numel=0),  # as the predictions that are compared assume
+                watch=None,
                 bucket_cap_mb=25,
             )
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 
 import pytest
+
+from tests.forked import forked
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "docs/design.md", "docs/adam.md", "docs/checkpoints.md", "docs/fabric.md", "docs/grouping.md"]
@@ -19,15 +21,27 @@ def programs(page: str) -> list[str]:
     return [block for block in blocks if "import " in block]
 
 
+def run(program: str, log: str) -> None:
+    """In a process that has just begun."""
+    sink = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    os.chdir(ROOT)
+    warnings.simplefilter("error", SyntaxWarning)
+    exec(compile(program, "<example>", "exec"), {"__name__": "__main__"})
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_examples_run(page: str) -> None:
+def test_examples_run(page: str, tmp_path: Path) -> None:
     found = programs(page)
     assert found
     for program in found:
         # A process of its own: an example may register a sparsifier.
-        command = [sys.executable, "-W", "error::SyntaxWarning", "-c", program]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-        assert result.returncode == 0, result.stderr
+        log = tmp_path / "log"
+        process = forked().Process(target=run, args=(program, str(log)), daemon=False)
+        process.start()
+        process.join(100)
+        assert process.exitcode == 0, log.read_text()
 
 
 def test_links_lead_somewhere() -> None:

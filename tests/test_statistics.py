@@ -54,6 +54,7 @@ def test_one_group_by_hand() -> None:
             "select_ms": 2.0,
             "exchange_ms": 3.0,
             "exposed_ms": 7.0,
+            "void_steps": 0.0,
             "direct": 0.0,
         }
     )
@@ -98,6 +99,7 @@ def test_groups_are_weighted_by_their_coordinates_and_dense_ones_count_for_bytes
             "select_ms": 3.0,
             "exchange_ms": 4.0,
             "exposed_ms": 0.0,
+            "void_steps": 0.0,
             "direct": 0.0,
         }
     )

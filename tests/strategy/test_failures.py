@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -18,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.forked import forked
 
 TIMEOUT = 6.0
 """Seconds that ranks wait for each other."""
@@ -97,7 +98,6 @@ class Launch:
 
     def __init__(
         self,
-        context: Any,
         folder: Path,
         name: str,
         *,
@@ -111,7 +111,7 @@ class Launch:
             port = free.getsockname()[1]
         self.logs = [folder / f"{name}-{rank}.log" for rank in range(RANKS)]
         self.processes = [
-            context.Process(
+            forked().Process(
                 target=run_rank,
                 args=(rank, port, str(folder / "ckpt"), str(self.logs[rank]), epochs, resume, behaviour, executor),
                 daemon=True,
@@ -144,21 +144,13 @@ class Launch:
             process.join()
 
 
-@pytest.fixture(scope="module")
-def context() -> Iterator[Any]:
-    """Processes that come with torch and Lightning imported: starting one takes a moment instead of ten seconds."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["pytorch_lightning", "lightning_sparse", "tests.trainers"])
-    yield made
-
-
 @pytest.fixture
-def launch(context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     launched: list[Launch] = []
 
     def start(name: str, **options: Any) -> Launch:
-        launched.append(Launch(context, tmp_path, name, **options))
+        launched.append(Launch(tmp_path, name, **options))
         return launched[-1]
 
     yield start
@@ -203,13 +195,13 @@ def kill_one(launch: Any, tmp_path: Path, seed: int) -> None:
     check_resume(launch, tmp_path)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_survivors_of_a_killed_rank_end_and_training_resumes(launch: Any, tmp_path: Path, seed: int) -> None:
     kill_one(launch, tmp_path, seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 20))
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(2, 20))
 def test_survivors_of_a_killed_rank_end_at_any_moment(launch: Any, tmp_path: Path, seed: int) -> None:
     kill_one(launch, tmp_path, seed)
 
@@ -236,17 +228,18 @@ def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path: Path) -> None:
         "-m",
         "torch.distributed.run",
         "--nproc-per-node=2",
-        "--max-restarts=1",
+        "--max-restarts=3",
         "--master-port=0",
         "--standalone",
     ]
     done = subprocess.run(
-        [sys.executable, *command, "-m", "tests.strategy.elastic", str(tmp_path / "ckpt")],
+        [sys.executable, *command, "-m", "tests.strategy.elastic", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=110,
         cwd=Path(__file__).parents[2],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # Else torch 2.13 gives ranks that start again a store with the addresses of those before.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )
     told = done.stdout + done.stderr
     assert done.returncode == 0, told[-3000:]

@@ -165,7 +165,10 @@ CHOICES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("choice", "seed"), [(choice, seed) for seed, choice in enumerate(CHOICES)])
+@pytest.mark.parametrize(
+    ("choice", "seed"),
+    [pytest.param(choice, seed, marks=[pytest.mark.thorough] * (seed > 0)) for seed, choice in enumerate(CHOICES)],
+)
 def test_a_run_with_overflows_ends_where_one_without_these_batches_does(
     two_ranks: Ranks, choice: str, seed: int
 ) -> None:
@@ -388,7 +391,7 @@ def train_with_and_without(executor: str, seed: int, number: int) -> tuple[bool,
     return bool(b[0].isfinite().all()), torch.equal(a[0], b[0]), same(a[1], b[1]), same(a[2], b[2])
 
 
-@pytest.mark.parametrize(("executor", "seed"), [("inline", 11), ("thread", 14)])
+@pytest.mark.parametrize(("executor", "seed"), [pytest.param("inline", 11, marks=pytest.mark.thorough), ("thread", 14)])
 def test_every_memory_forgets_an_overflow(two_ranks: Ranks, executor: str, seed: int) -> None:
     for number, memory in enumerate(MEMORIES):
         for result in two_ranks(train_with_and_without, executor, seed, number):
