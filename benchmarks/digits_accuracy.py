@@ -4,8 +4,8 @@ Trains the digits network of `examples/train_digits.py` with dense DDP and with 
 seeds, on two CPU processes (gloo) that both run Lightning's Trainer.
 
 Held fixed over all runs: model, data, split, batch size, learning rate, momentum and number of steps, all as in
-`configs/dense.yaml`; error feedback, exchange, grouping and the rest of each strategy at its defaults, and the fixed
-threshold of Hard-threshold as in `configs/hard_threshold.yaml`. Only the strategy and the seed differ. A seed decides
+`configs/dense.yaml`; error feedback, exchange, grouping and the rest of each strategy at its defaults, but for biases
+and small tensors, which are sparsified as well, and the fixed threshold of Hard-threshold as in `configs/hard_threshold.yaml`. Only the strategy and the seed differ. A seed decides
 the initial weights and the order of the images, equally for all methods; the 360 validation images never change.
 
 Accuracy is that of the last step, over all validation images. Density, padding ratio f(t) and bytes are means over all
@@ -91,7 +91,8 @@ def make_strategy(method: str, density: float) -> DDPStrategy:
     if method == "hard_threshold":
         chosen = read_config(method)["trainer"]["strategy"]["init_args"]["sparsifier"]
         sparsifier = ls.HardThreshold(**chosen["init_args"])
-    return ls.SparseDDPStrategy(sparsifier=sparsifier, density=density, timeout=TIMEOUT)
+    every = ls.Rules(dense_ndim=0, dense_numel=0)
+    return ls.SparseDDPStrategy(sparsifier=sparsifier, density=density, rules=every, timeout=TIMEOUT)
 
 
 def train(method: str, seed: int, density: float, steps: int) -> dict[str, float]:

@@ -31,6 +31,7 @@ from lightning_sparse.memory import NoMemory
 from lightning_sparse.statistics import Stamp, summarize, summarize_direct
 from lightning_sparse.types import Context
 
+NO = torch.zeros((), dtype=torch.bool)
 STATE_FORMAT = 1
 """Of what :meth:`Engine.state_dict` gives; changed when its meaning does."""
 
@@ -372,8 +373,8 @@ class Engine:
         incomplete = [g.plan.name for g in self.groups if g.arrived and not g.complete]
         assert not incomplete, f"DDP delivered only some gradients of the groups {incomplete}"
         deliveries, self._deliveries = self._deliveries, []
-        self._executor.submit(lambda: self._conclude(deliveries))
         self._executor.drain()
+        self._conclude(deliveries)
         with self._on_stream():
             for delivery in deliveries:
                 delivery.future.set_result(delivery.buffer)
@@ -384,19 +385,20 @@ class Engine:
         """All groups have run: does the step count? What is not finite is so on all ranks, so that nothing is sent."""
         with self._on_stream():
             flags = [group.void for group in self.groups if group.void is not None]
-            void = torch.stack(flags).any() if flags else torch.zeros((), dtype=torch.bool, device=self._device)
+            fine = self._stream is None and not any(map(bool, flags))
+            void = torch.stack(flags).any() if flags and not fine else NO.to(self._device)
             untouched = {name for group in self.groups for name in group.untouched}
             for group in self.groups:
                 group.conclude(void)
-            for delivery in deliveries:
+            for delivery in () if fine else deliveries:
                 delivery.spoil_(void, untouched, self._firsts)
             asked = self.settings.nonfinite == "skip" or self.loss_scale() is not None
             if self._stream is None or asked:
                 self._verdict = Verdict(void, self._stream)
             else:
-                self._verdict = Verdict(torch.zeros((), dtype=torch.bool), None)
-        names = [name for delivery in deliveries for name in delivery.spans]
-        self._touched = lambda: set(names) - untouched
+                self._verdict = Verdict(NO, None)
+        spans = [delivery.spans for delivery in deliveries]
+        self._touched = lambda: {name for names in spans for name in names} - untouched
 
     def _hear_verdict(self) -> None:
         """Count the latest step, if that has not happened yet."""
@@ -434,7 +436,7 @@ class Engine:
     def _look_at(self, passed: Sequence[tuple[Future[Tensor], Tensor, list[str]]]) -> Verdict:
         """Whether averages that nobody has looked at are finite; a loss scaler looks at them itself."""
         if self.settings.nonfinite != "skip" or self.loss_scale() is not None:
-            return Verdict(torch.zeros((), dtype=torch.bool), None)
+            return Verdict(NO, None)
         finite = []
         for future, buffer, _ in passed:
             future.wait()

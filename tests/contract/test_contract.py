@@ -65,7 +65,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for n in (RANKS if "n" in wanted else SOME_RANKS)
         if n in FEW_RANKS or is_typical(*pair)
     ]
-    names, values = zip(*runs, strict=True)
+    names, chosen = zip(*runs, strict=True)
+    values = [pytest.param(pair, n, marks=[pytest.mark.thorough] * (n > 4)) for pair, n in chosen]
     if "pair" in wanted and ("n" in wanted or "some_n" in wanted):
         metafunc.parametrize(("pair", "n" if "n" in wanted else "some_n"), values, ids=names, scope="module")
     elif "pair" in wanted:

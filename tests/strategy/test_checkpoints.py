@@ -42,10 +42,12 @@ def listener(package: str) -> Any:
 
     class Listener(importlib.import_module(package).Callback):  # type: ignore[misc]
         def __init__(self) -> None:
-            self.losses: list[float] = []
+            self.losses: list[Any] = []
 
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            self.losses.append(float(trainer.callback_metrics["loss"]))
+            summary = trainer.strategy.engine.summary() if hasattr(trainer.strategy, "engine") else {}
+            metrics = {name: value for name, value in summary.items() if not name.endswith("_ms")}
+            self.losses.append((float(trainer.callback_metrics["loss"]), metrics))
 
     return Listener()
 
