@@ -5,8 +5,9 @@ seeds, on two CPU processes (gloo) that both run Lightning's Trainer.
 
 Held fixed over all runs: model, data, split, batch size, learning rate, momentum and number of steps, all as in
 `configs/dense.yaml`; error feedback, exchange, grouping and the rest of each strategy at its defaults, but for biases
-and small tensors, which are sparsified as well, and the fixed threshold of Hard-threshold as in `configs/hard_threshold.yaml`. Only the strategy and the seed differ. A seed decides
-the initial weights and the order of the images, equally for all methods; the 360 validation images never change.
+and small tensors, which are sparsified as well; the fixed threshold of Hard-threshold as in
+`configs/hard_threshold.yaml`. Only the strategy and the seed differ. A seed decides the initial weights and the order
+of the images, equally for all methods; the 360 validation images never change.
 
 Accuracy is that of the last step, over all validation images. Density, padding ratio f(t) and bytes are means over all
 steps and seeds; the bytes are what a rank sends under ring collectives, of dense DDP too.
