@@ -114,7 +114,8 @@ def exchange_group(
     stamps = begin, selected, Stamp.now(grad.device)
     numel = acc.numel() - 1
     statistics = measure(grad, numel, sparsifier.agreement, selection, update, ctx, comm.bytes_sent, stamps)
-    return GroupState(state.memory, selector, update.counts, update.union), statistics, void
+    named = update.union if update.named is None else update.named
+    return GroupState(state.memory, selector, update.counts, named), statistics, void
 
 
 def take_back(before: GroupState, after: GroupState, void: Tensor, memory: Memory) -> GroupState:
@@ -157,7 +158,8 @@ def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> tuple[Ten
     indices = selection.indices if selection.indices.numel() else selection.indices.new_zeros(1)
     indices = torch.full_like(indices, acc.numel() - 1)
     indices[0] = 0
-    alarm = selection._replace(indices=indices, count=torch.ones_like(selection.count))
+    spare = None if selection.spare is None else torch.zeros_like(indices, dtype=torch.bool)
+    alarm = selection._replace(indices=indices, count=torch.ones_like(selection.count), spare=spare)
     return acc, choose(finite | (selection.count > 0), selection, alarm)
 
 

@@ -53,7 +53,8 @@ class Context(NamedTuple):
     """(n,) int64: picks of each rank in the previous step, or None before the first one; -1 each, where only the device
     knows that all steps so far were void."""
     union: Tensor | None = None
-    """() int64: different coordinates in the previous step's update; None or -1 like ``counts``."""
+    """() int64: different coordinates that the ranks named in the previous step, also those beyond
+    :attr:`Selection.limit`; None or -1 like ``counts``."""
     model_numel: int | None = None
     """Coordinates of all sparsified groups together; None where only this group is known."""
     parameters: Sequence[tuple[slice, Tensor]] | None = None
@@ -81,6 +82,8 @@ class Selection(NamedTuple):
     """Upper bound of the picks of all ranks together, where it is known without asking."""
     limit: int | None = None
     """Thin the union evenly to this many coordinates, for exchanges that form one; what is left out is not sent."""
+    spare: Tensor | None = None
+    """(c,) bool: picks that only fill a union up to ``limit``; left out first where no other rank needs them."""
 
 
 class Update(NamedTuple):
@@ -99,6 +102,8 @@ class Update(NamedTuple):
     """(n,) int64 picks per rank."""
     union: Tensor
     """() int64 number of different coordinates in ``indices``."""
+    named: Tensor | None = None
+    """() int64 different coordinates that the ranks named, where these may be more than ``union``."""
 
 
 class GroupState(NamedTuple):
@@ -111,4 +116,4 @@ class GroupState(NamedTuple):
     counts: Tensor | None
     """(n,) picks per rank in the latest step."""
     union: Tensor | None = None
-    """() different coordinates in the latest step's update."""
+    """() different coordinates that the ranks named in the latest step, see :class:`Context`."""

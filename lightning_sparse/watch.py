@@ -38,6 +38,7 @@ class Watch:
     - *Starving parameters*: gradients arrive at a parameter, and nothing of it is ever sent.
     - *Dead threshold*: nothing at all is selected in a group, though its residual is not empty.
     - *Saturation*: far more is selected than the density asks for.
+    - *Shortage*: far less is selected than the density asks for, though the residual is not empty.
     - *Void steps*: step after step, a gradient was not finite on some rank.
 
     The residual of a group grows by itself at first: a coordinate waits for about ``1 / density`` steps between two
@@ -57,8 +58,9 @@ class Watch:
         every: exchanges between two looks, at least 1.
         growth: times that a residual may grow over its reference, above 1; at three looks in a row.
         missed: coordinates of a parameter that must have been expected in vain, at least 1; at five looks or more.
-        excess: times the density that may be selected, above 1; at three looks in a row. What counts is the rank that
-            picks most for methods whose ranks pick by themselves, the union for all others.
+        excess: factor by which what is selected may differ from the density, up or down, above 1; at three looks in a
+            row. What counts is the rank that picks most for methods whose ranks pick by themselves, the union for all
+            others.
         voids: void steps in a row, at least 1.
 
     Raises:
@@ -227,6 +229,17 @@ class Watchdog:
                 f"{IN_A_ROW} looks in a row{others(saturated)}. Messages are longer than planned. Use a method that "
                 "holds the density, such as the default 'union_topk', or set a higher threshold.",
             )
+        if short := [trail for trail in trails if trail.shortage >= IN_A_ROW]:
+            worst = min(short, key=lambda trail: trail.selected / trail.target)
+            self._tell(
+                engine,
+                "short",
+                f"in group {worst.name!r}, only {worst.selected} coordinates were selected {worst.by}, where a density "
+                f"of {worst.density:g} stands for {worst.target}; less than a share of 1/{settings.excess:g} at "
+                f"{IN_A_ROW} looks in a row{others(short)}. What is not sent waits in residuals, training is slower "
+                "than the density lets expect: ranks select the same coordinates, or a threshold is too high. Use a "
+                "method that holds the density, such as the default 'union_topk', or set a lower threshold.",
+            )
 
     def _tell(self, engine: Engine, kind: str, sentence: str) -> None:
         if kind not in self._told and engine.comm.rank == 0:
@@ -248,7 +261,7 @@ class Trail:
         """Of the residual, mean over ranks."""
         self.reference: float | None = None
         self.reference_step = 0
-        self.grown = self.silent = self.excess = 0
+        self.grown = self.silent = self.excess = self.shortage = 0
         """Looks in a row."""
         self.selected = 0
         self._independent = group.sparsifier.agreement is Agreement.INDEPENDENT
@@ -320,7 +333,10 @@ class Trail:
                 self.reference, self.reference_step = self.norm, step
         else:
             self.grown = self.grown + 1 if self.norm > settings.growth * self.reference else 0
-        self.silent = self.silent + 1 if self.norm > 0 and not int(statistics.counts.sum()) else 0
+        silent = self.norm > 0 and not int(statistics.counts.sum())
+        self.silent = self.silent + 1 if silent else 0
+        short = self.norm > 0 and not silent and self.selected * settings.excess < statistics.target
+        self.shortage = self.shortage + 1 if short else 0
         self._noted = {}
         self._wait(group.spans, statistics, moved - group.untouched)  # with lr_aware, all residuals move
 

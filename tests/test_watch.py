@@ -235,6 +235,13 @@ def test_far_more_than_the_density_is_noticed(two_ranks: Ranks, executor: str) -
     assert "selected by all ranks together, where a density of 0.1 stands for 180;" in message
 
 
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_far_less_than_the_density_is_noticed(two_ranks: Ranks, executor: str) -> None:
+    message = one_warning(two_ranks(selecting, ls.HardThreshold(12.0), executor, 1.0))
+    assert "at step 30: in group 'bucket0', only " in message  # residuals reach it at some steps
+    assert "selected by a single rank, where a density of 0.1 stands for 180; less than a share of 1/3" in message
+
+
 def failing(pattern: str, voids: int) -> list[str]:
     """A letter a step: n is not finite on rank 1."""
     training = Training(watch=ls.Watch(every=1000, voids=voids))

@@ -104,10 +104,10 @@ METHODS = [
     Method("exdyna", ExDyna(), _exclusive, _survey),
     Method("striped_topk", StripedTopK(), _indices_and_sums),
     Method("shared_topk", SharedTopK(), _indices_and_sums),
-    Method("shared_topk+packed", SharedTopK(), lambda n: 1.5, _blocks, exchange=PackedUnion()),
-    # Half the words as before, and up to twice as many indices as its union holds.
-    Method("union_topk", UnionTopK(), lambda n: 1.7, _blocks),
-    Method("union_topk+momentum", UnionTopK(), lambda n: 1.7, _blocks, memory=MomentumCorrection()),
+    Method("shared_topk+packed", SharedTopK(), lambda n: 1.6, _blocks, exchange=PackedUnion()),
+    # About half the words as before, and up to twice as many indices as its union holds.
+    Method("union_topk", UnionTopK(), lambda n: 1.95, _blocks),
+    Method("union_topk+momentum", UnionTopK(), lambda n: 1.95, _blocks, memory=MomentumCorrection()),
 ]
 """Published methods first, then ours from ``striped_topk`` on. A memory with momentum wants an optimizer without."""
 

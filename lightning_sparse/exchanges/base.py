@@ -76,6 +76,8 @@ class Picks(NamedTuple):
     """n tensors like ``indices``, if values were sent along."""
     counts: Tensor
     """(n,) int64."""
+    spare: list[Tensor] | None = None
+    """n tensors of bool like ``indices``: which picks are spare, see :class:`~lightning_sparse.types.Selection`."""
 
     def joined(self) -> Tensor:
         """All coordinates, in rank order."""
@@ -84,21 +86,24 @@ class Picks(NamedTuple):
 
 def same_length(
     selection: Selection, values: Tensor | None, padding: int, comm: Collective
-) -> tuple[Tensor, Tensor | None]:
-    """Coordinates, and values if there are any, padded to the longest selection where lengths may differ."""
-    indices = selection.indices
+) -> tuple[Selection, Tensor | None]:
+    """The selection, and values if there are any, padded to the longest one where lengths may differ."""
     if selection.aligned:
-        return indices, values
+        return selection, values
+    indices, spare = selection.indices, selection.spare
     missing = int(comm.all_gather(selection.count).max()) - indices.numel()
     indices = torch.cat([indices, indices.new_full((missing,), padding)])
-    return indices, None if values is None else torch.cat([values, values.new_zeros(missing)])
+    spare = None if spare is None else torch.cat([spare, spare.new_zeros(missing)])
+    padded = selection._replace(indices=indices, spare=spare)
+    return padded, None if values is None else torch.cat([values, values.new_zeros(missing)])
 
 
 def gather_picks(selection: Selection, values: Tensor | None, padding: int, comm: Collective) -> Picks:
     """All-gather selections, and optionally one value per pick, in one message per rank.
 
-    The message is int32 words: the count, the coordinates, the bits of the values. Selections of different lengths
-    (only on the CPU) are padded to the longest, whose length costs one more all-gather of 8 bytes a rank.
+    The message is int32 words: the count, the coordinates (inverted, and so negative, where a pick is spare), the bits
+    of the values. Selections of different lengths (only on the CPU) are padded to the longest, whose length costs one
+    more all-gather of 8 bytes a rank.
 
     Args:
         selection: this rank's picks.
@@ -106,8 +111,10 @@ def gather_picks(selection: Selection, values: Tensor | None, padding: int, comm
         padding: the padding index; must fit into 31 bits.
         comm: the ranks.
     """
-    indices, values = same_length(selection, values, padding, comm)
-    slots = indices.numel()
+    selection, values = same_length(selection, values, padding, comm)
+    indices, slots = selection.indices, selection.indices.numel()
+    if selection.spare is not None:
+        indices = torch.where(selection.spare, ~indices, indices)
     parts = [selection.count.view(1).int(), indices.int()]
     if values is not None:
         parts.append(values.view(torch.int32))
@@ -115,8 +122,12 @@ def gather_picks(selection: Selection, values: Tensor | None, padding: int, comm
     counts = rows[:, 0].long()
     ends = [slots] * comm.world_size if static_shapes(counts.device) else counts.tolist()
     picked = [row[1 : 1 + end].long() for row, end in zip(rows, ends, strict=True)]
+    spare = None
+    if selection.spare is not None:
+        spare = [places < 0 for places in picked]
+        picked = [torch.where(places < 0, ~places, places) for places in picked]
     sent = None
     if values is not None:
         bits = [row[1 + slots :].clone().view(values.dtype) for row in rows]
         sent = [row[:end] for row, end in zip(bits, ends, strict=True)]
-    return Picks(picked, sent, counts)
+    return Picks(picked, sent, counts, spare)

@@ -1,4 +1,4 @@
-"""The union of all picks in half the bytes: 16-bit indices, and 16-bit integers for values."""
+"""The union of all picks in about half the bytes: 16-bit indices, and 16-bit integers for values."""
 
 from __future__ import annotations
 
@@ -21,27 +21,38 @@ LANE = (1 << 15) - 1
 """Largest magnitude of a sum in half of a 32-bit word."""
 FEWEST_LEVELS = 64
 """With so many ranks that each has fewer levels than this, values travel unrounded."""
-TROUBLE = 1 << 20
-"""Stands for the exponent of a value that is not finite."""
+CLASSES, CLASS_BITS = 8, 3
+"""Classes of magnitude of a rank's picks, each 2**3 times smaller than the one before."""
+LOWEST = -1100
+"""A *level* is the exponent of a step, counted from here, below that of any number."""
+SILENT, TROUBLE = 0, (1 << 20) - 1
+"""Levels of a rank that has picked nothing but zeros, and of one with a value that is not finite."""
 
 
 @EXCHANGES.register
 @dataclass(frozen=True)
 class PackedUnion(Exchange):
-    """What :class:`ReduceUnion` does, with half the bytes for indices and for values.
+    """What :class:`ReduceUnion` does, with a bit more than half the bytes for indices and half of those for values.
 
-    ``update[U] = (1/n) sum_i q_i s`` with ``q_i = round(acc_i[U] / s)``: all ranks round their values to multiples
-    of one step s, and keep what rounding took away (``acc_i[U] - q_i s``) in their residuals, so that nothing is
-    lost. s is a power of two, chosen in each step so that the largest value that any rank picked has at least
-    ``2**12 / n`` of the ``32767 / n`` levels on either side of zero that each rank may use. Two such integers share
-    a 32-bit word: n of them add up without overflow, exactly and in any order, so that the result is equal on all
-    ranks. A value beyond the last level, which is possible where a rank has more at a coordinate than any rank has
-    at its own picks, is sent as the last level; the rest follows later.
+    ``update[U_j] = (1/n) s_j sum_i q_ij``: at coordinate j all ranks round their values to multiples ``q_ij`` of one
+    step ``s_j``, with ``|q_ij| <= floor(32767 / n)``, and keep what rounding took away (``acc_i - q_i s``) in their
+    residuals, so that nothing is lost. Two such integers share a 32-bit word: n of them add up without overflow,
+    exactly and in any order, so that the result is equal on all ranks.
+
+    Picks of one step differ by orders of magnitude, and one step for all would round the small ones to zero for as long
+    as the large one is there. Therefore each rank tells, next to the coordinate, how large its pick is in one of eight
+    classes: class c reaches up to ``8**-c`` times its largest pick. The step ``s_j`` is that of the largest class that
+    any rank has told for j, and a power of two, so that ``q s`` and ``acc - q s`` are exact. A rank's largest pick has
+    more than half of the levels, and each other one more than a sixteenth, down to ``8**-8`` of the largest. A value
+    beyond the last level, which is possible where a rank has more at a coordinate than those who picked it, is sent as
+    the last level; the rest follows later. Where a value is rounded to zero, that rank has sent nothing.
 
     Indices travel as 16-bit offsets in blocks of 65 536 coordinates and one count for each block, where that is
-    shorter. Together ``2 (n - 1) m`` bytes of indices and ``4 (n - 1) / n |U|`` of values, plus a few words.
+    shorter, and as 32 bits where it is not; with 4 bits each for class and :attr:`spare
+    <lightning_sparse.types.Selection.spare>`. Together ``2.5 (n - 1) m`` bytes of indices for the longest selection m
+    and ``4 (n - 1) / n |U|`` of values, plus a few words.
 
-    At density 1, and from 512 ranks on (too few levels), values travel unrounded.
+    At density 1, with a single rank, and from 512 ranks on (too few levels), values travel unrounded.
 
     References:
         Ours. Rounding with error feedback: Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient
@@ -53,40 +64,52 @@ class PackedUnion(Exchange):
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         numel, n = acc.numel() - 1, comm.world_size
-        picks, exponent = _gather(acc, selection, comm)
-        union, size = union_of(picks, selection, numel)
-        levels = LANE // n
-        if count(ctx.density, numel) == numel or levels < FEWEST_LEVELS:
-            values = comm.all_reduce(acc[union]) / n
-            return Update(union, values, union, None, picks.counts, size)
-        bits = levels.bit_length() - 1
-        smallest = torch.frexp(torch.full((), torch.finfo(acc.dtype).tiny, dtype=acc.dtype, device=acc.device)).exponent
-        unit = torch.ldexp(torch.ones_like(acc[:1]), torch.maximum(exponent - bits, smallest))
-        whole = (acc[union] / unit).round().clamp(-levels, levels)
-        total = unpack(comm.all_reduce(pack(whole.nan_to_num(nan=0.0).int())), union.numel())
-        values = (total * unit / n).masked_fill(exponent == TROUBLE, float("nan"))
-        return Update(union, values, union, whole * unit, picks.counts, size)
+        most = max(1, LANE // n)
+        picks, levels, trouble = _gather(acc, selection, most, comm)
+        union = union_of(picks, selection, numel, ctx.step, levels)
+        indices, named = union.indices, union.named
+        if n == 1 or count(ctx.density, numel) == numel or most < FEWEST_LEVELS:
+            values = comm.all_reduce(acc[indices]) / n
+            return Update(indices, values, indices, None, picks.counts, union.size, named)
+        unit = _step_of(union.levels, acc.dtype)
+        whole = (acc[indices] / unit).round().clamp(-most, most).nan_to_num(nan=0.0)
+        total = unpack(comm.all_reduce(pack(whole.int())), indices.numel())
+        values = (total * unit / n).masked_fill(trouble, float("nan"))
+        given, rounded = whole != 0, whole * unit
+        if static_shapes(acc.device):
+            sent = torch.where(given, indices, numel)
+        else:
+            sent, rounded = indices[given], rounded[given]
+        return Update(indices, values, sent, rounded, picks.counts, union.size, named)
 
 
-def _gather(acc: Tensor, selection: Selection, comm: Collective) -> tuple[Picks, Tensor]:
-    """Everybody's picks, and the exponent of the largest magnitude that anybody picked, () int32."""
+def _gather(acc: Tensor, selection: Selection, most: int, comm: Collective) -> tuple[Picks, Tensor, Tensor]:
+    """Everybody's picks, their levels in rank order, and () whether any of them is not finite."""
     padding = acc.numel() - 1
-    indices, _ = same_length(selection, None, padding, comm)
-    slots = indices.numel()
-    largest = acc[indices].abs().max() if slots else acc.new_zeros(())
-    # A rank with nothing but zeros has no say: the exponent of zero is 0, larger than that of small gradients.
-    exponent = torch.where(largest > 0, torch.frexp(largest).exponent, -TROUBLE)
-    exponent = torch.where(largest.isfinite(), exponent, TROUBLE)
-    head = torch.stack([selection.count.int(), exponent.int()])
+    selection, _ = same_length(selection, None, padding, comm)
+    indices, slots = selection.indices, selection.indices.numel()
+    magnitudes = acc[indices].abs()
+    largest = magnitudes.max() if slots else acc.new_zeros(())
+    classes = _classes(magnitudes, largest)
+    if selection.spare is not None:
+        classes = classes | selection.spare.to(torch.uint8) << 3
+    head = torch.stack([selection.count.int(), _level_of(largest / most)])
     blocks = -(-padding // BLOCK)
     short = blocks + (slots + 1) // 2 < slots
     body = _shorten(indices, blocks) if short else indices.int()
-    rows = comm.all_gather(torch.cat([head, body]))
-    counts = rows[:, 0].long()
-    everyone = [_lengthen(row[2:], slots, blocks, padding) if short else row[2:].long() for row in rows]
-    if not static_shapes(acc.device):
-        everyone = [places[:end] for places, end in zip(everyone, counts.tolist(), strict=True)]
-    return Picks(everyone, None, counts), rows[:, 1].max()
+    rows = comm.all_gather(torch.cat([head, body, _pack_nibbles(classes)]))
+    end = 2 + body.numel()
+    counts, tops, told = rows[:, 0].long(), rows[:, 1:2].long(), _unpack_nibbles(rows[:, end:], slots)
+    trouble = tops.max() == TROUBLE
+    # Where nobody but a rank with nothing but zeros has picked, the others have the step of their largest.
+    tops = torch.where(tops == SILENT, tops.max(), tops)
+    levels = (tops - told % CLASSES * CLASS_BITS).clamp(min=SILENT)
+    places = _lengthen(rows[:, 2:end], slots, blocks, padding) if short else rows[:, 2:end].long()
+    spare = told >= CLASSES
+    parts = [places, spare, levels]
+    ends = [slots] * comm.world_size if static_shapes(acc.device) else counts.tolist()
+    everyone, spares, each = ([row[:end] for row, end in zip(part, ends, strict=True)] for part in parts)
+    return Picks(everyone, None, counts, None if selection.spare is None else spares), torch.cat(each), trouble
 
 
 def _shorten(indices: Tensor, blocks: int) -> Tensor:
@@ -98,10 +121,11 @@ def _shorten(indices: Tensor, blocks: int) -> Tensor:
 
 
 def _lengthen(words: Tensor, slots: int, blocks: int, padding: int) -> Tensor:
-    """Undo :func:`_shorten`; slots without a pick come back as padding."""
-    ends, offsets = words[:blocks].long(), unpack(words[blocks:], slots).long() % BLOCK
-    places = torch.arange(slots, device=words.device)
-    return (torch.searchsorted(ends, places, right=True) * BLOCK + offsets).clamp(max=padding)
+    """Undo :func:`_shorten` for (..., words) of one or more ranks; slots without a pick come back as padding."""
+    ends, offsets = words[..., :blocks].long(), unpack(words[..., blocks:], slots).long() % BLOCK
+    places = torch.arange(slots, device=words.device).expand(*words.shape[:-1], slots)
+    passed = torch.searchsorted(ends.contiguous(), places.contiguous(), right=True)
+    return (passed * BLOCK + offsets).clamp(max=padding)
 
 
 def _signed(offsets: Tensor) -> Tensor:
@@ -122,6 +146,46 @@ def pack(lanes: Tensor) -> Tensor:
 
 
 def unpack(words: Tensor, count: int) -> Tensor:
-    """The first ``count`` integers of packed words."""
+    """The first ``count`` integers of (..., words)."""
     low = ((words + (1 << 15)) & (BLOCK - 1)) - (1 << 15)
-    return torch.stack([low, (words - low) >> 16], dim=1).view(-1)[:count]
+    return torch.stack([low, (words - low) >> 16], dim=-1).flatten(-2)[..., :count]
+
+
+def _pack_nibbles(nibbles: Tensor) -> Tensor:
+    """Eight integers of 4 bits, uint8, in each int32 word."""
+    padded = torch.nn.functional.pad(nibbles, (0, -nibbles.numel() % 8))
+    return (padded[0::2] | padded[1::2] << 4).view(torch.int32)
+
+
+def _unpack_nibbles(words: Tensor, count: int) -> Tensor:
+    """Undo :func:`_pack_nibbles` for (n, words): (n, count) int64."""
+    octets = words.contiguous().view(torch.uint8)
+    return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)[:, :count].long()
+
+
+def _classes(magnitudes: Tensor, largest: Tensor) -> Tensor:
+    """The class of each magnitude: the largest c below 8 with ``magnitude <= 8**-c largest``, exactly; uint8."""
+    mantissa, exponent = torch.frexp(magnitudes)
+    top = torch.frexp(largest)
+    halvings = top.exponent - exponent - (mantissa > top.mantissa).int()
+    halvings = torch.where(magnitudes > 0, halvings, (largest > 0) * (CLASSES * CLASS_BITS))
+    return (halvings // CLASS_BITS).clamp(0, CLASSES - 1).to(torch.uint8)
+
+
+def _level_of(step: Tensor) -> Tensor:
+    """() int32: level of the smallest power of two that is not below a () number, see :data:`LOWEST`."""
+    mantissa, exponent = torch.frexp(step)  # the mantissa is in [0.5, 1)
+    level = torch.where(step > 0, exponent - (mantissa == 0.5).int() - LOWEST, SILENT)
+    return torch.where(step.isfinite(), level, TROUBLE).int()
+
+
+def _step_of(levels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Powers of two in float32 or float64, none of them subnormal; from their bits, which is exact everywhere.
+
+    Example:
+        >>> _step_of(_level_of(torch.tensor(0.3)).view(1), torch.float32)
+        tensor([0.5000])
+    """
+    integer, digits, bias = (torch.int32, 23, 127) if dtype == torch.float32 else (torch.int64, 52, 1023)
+    biased = (levels + (LOWEST + bias)).clamp(1, 2 * bias)
+    return (biased << digits).to(integer).view(dtype)

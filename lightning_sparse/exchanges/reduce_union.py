@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.collective import Collective
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, gather_picks
-from lightning_sparse.kernels import distinct, static_shapes
+from lightning_sparse.kernels import distinct, static_shapes, thin, unite
 from lightning_sparse.types import Agreement, Context, Selection, Update
 
 
@@ -35,25 +35,59 @@ class ReduceUnion(Exchange):
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         padding = acc.numel() - 1
         picks = gather_picks(selection, None, padding, comm)
-        union, size = union_of(picks, selection, padding)
-        values = comm.all_reduce(acc[union]) / comm.world_size
-        return Update(union, values, union, None, picks.counts, size)
+        union = union_of(picks, selection, padding, ctx.step)
+        values = comm.all_reduce(acc[union.indices]) / comm.world_size
+        return Update(union.indices, values, union.indices, None, picks.counts, union.size, union.named)
 
 
-def union_of(picks: Picks, selection: Selection, padding: int) -> tuple[Tensor, Tensor]:
-    """Coordinates of the union, and how many different ones there are.
+class Union(NamedTuple):
+    """What the ranks will send together."""
+
+    indices: Tensor
+    """(u,) int64 coordinates and padding, as in :class:`~lightning_sparse.types.Update`."""
+    size: Tensor
+    """() int64: different ones among them."""
+    named: Tensor
+    """() int64: different ones that any rank named, before the selection's limit."""
+    levels: Tensor
+    """(u,) int64: the largest level that a rank gave the coordinate; 0 where none were given."""
+
+
+def union_of(picks: Picks, selection: Selection, padding: int, step: int, levels: Tensor | None = None) -> Union:
+    """The union of all picks, thinned to the selection's limit: spare picks first, and others in each step.
 
     On the CPU, a union with repeated coordinates is left as it is where it has the length of the selection's total:
     their sums are equal, and the message is as long in every step. On a device, slots are cut down to the total.
+
+    Args:
+        picks: of all ranks.
+        selection: of this rank, for what it promises about all of them.
+        padding: the padding index.
+        step: number of the step.
+        levels: of all picks in rank order, int64 in [0, 2**20); None: there are none.
     """
     joined = picks.joined()
-    if not static_shapes(joined.device) and (selection.disjoint or joined.numel() == selection.total):
-        size = picks.counts.sum() if selection.disjoint else distinct(joined, padding)[1]
-        return joined, size
-    union, size = distinct(joined, padding)
+    if levels is None:
+        levels = torch.zeros_like(joined)
+        if not static_shapes(joined.device) and (selection.disjoint or joined.numel() == selection.total):
+            size = picks.counts.sum() if selection.disjoint else distinct(joined, padding)[1]
+            return Union(joined, size, size, levels)
+    spare = torch.zeros_like(joined, dtype=torch.bool) if picks.spare is None else torch.cat(picks.spare)
+    union, spare, levels, named = unite(joined, spare, levels, padding)
     limit = selection.limit
     if limit is None or limit >= union.numel():
-        return union[: selection.total], size
-    slots = torch.arange(limit, device=union.device)
-    kept = torch.where(size > limit, ((slots + 1) * size + limit - 1) // limit - 1, slots)
-    return union[kept], size.clamp(max=limit)
+        end = selection.total  # of what is below the padding index, there is not more
+        return Union(union[:end], named, named, levels[:end])
+    real = union < padding
+    spare = real & spare
+    first = real & ~spare
+    first = thin(first, torch.full_like(named, limit), step)
+    spare = thin(spare, limit - first.sum(), step)
+    kept = first | spare
+    if not static_shapes(joined.device):
+        chosen = kept.nonzero().flatten()
+    else:  # as many slots as the limit; those that are left take the padding index from the slot behind the union
+        chosen = torch.searchsorted(kept.cumsum(0), torch.arange(1, limit + 1, device=union.device))
+    union = torch.cat([union, union.new_full((1,), padding)])[chosen]
+    levels = torch.cat([levels, levels.new_zeros(1)])[chosen]
+    return Union(union, kept.sum(), named, levels)

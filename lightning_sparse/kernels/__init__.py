@@ -121,6 +121,46 @@ def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     return found, torch.tensor(found.numel())
 
 
+def unite(indices: Tensor, spare: Tensor, levels: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As :func:`distinct`, with what was said of each coordinate.
+
+    Args:
+        indices: (c,) int64 coordinates below 2**31, and maybe the padding index.
+        spare: (c,) bool.
+        levels: (c,) int64 in [0, 2**20).
+        padding: the padding index.
+
+    Returns:
+        indices as :func:`distinct`; for each of them whether ``spare`` was said every time, and the largest level; and
+        count: () int64. Behind the count, where there are slots, the two in the middle have no meaning.
+    """
+    keys = indices << 21 | spare.long() << 20 | levels
+    return static.unite(keys, padding) if static_shapes(indices.device) else host.unite(keys, padding)
+
+
+def thin(candidates: Tensor, room: Tensor, phase: int) -> Tensor:
+    """At most ``room`` of the candidates, evenly spread over them.
+
+    Args:
+        candidates: (c,) bool.
+        room: () int64, at least 0.
+        phase: rotates which ones are given up.
+
+    Returns:
+        (c,) bool: all candidates if there is room, else exactly ``room`` of them.
+
+    Example:
+        >>> thin(torch.ones(6, dtype=torch.bool), torch.tensor(2), phase=0).nonzero().flatten().tolist()
+        [2, 5]
+        >>> thin(torch.ones(6, dtype=torch.bool), torch.tensor(2), phase=2).nonzero().flatten().tolist()
+        [1, 4]
+    """
+    ordinals = candidates.cumsum(0)
+    total = ordinals[-1:].sum()  # of nothing, 0
+    room = torch.minimum(room, total)
+    return candidates & (torch.remainder(ordinals * room + phase, total.clamp(min=1)) < room)
+
+
 def locate(ordered: Tensor, values: Tensor) -> Tensor:
     """int64 positions of ascending values in an ascending tensor that holds each of them; the first of equal ones."""
     return torch.searchsorted(ordered, values) if static_shapes(ordered.device) else host.locate(ordered, values)

@@ -100,6 +100,20 @@ def distinct(indices: Tensor, padding: int) -> Tensor:
     return torch.from_numpy(ordered[first])
 
 
+def unite(keys: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ascending different coordinates below ``padding`` of keys ``coordinate, 1 bit, 20 bits``."""
+    ordered = np.sort(keys.numpy())
+    ordered = ordered[: np.searchsorted(ordered, padding << 21)]
+    coordinates = ordered >> 21
+    starts = np.flatnonzero(np.concatenate([[True], coordinates[1:] != coordinates[:-1]])[: ordered.size])
+    levels = ordered & 0xFFFFF
+    if starts.size:
+        levels = np.maximum.reduceat(levels, starts)
+    spare = (ordered[starts] >> 20 & 1).astype(bool)  # the lowest key of each coordinate comes first
+    union = torch.from_numpy(coordinates[starts])
+    return union, torch.from_numpy(spare), torch.from_numpy(levels), torch.tensor(starts.size)
+
+
 def locate(ordered: Tensor, values: Tensor) -> Tensor:
     """Positions of ascending values in an ascending tensor that holds them."""
     return torch.from_numpy(np.searchsorted(ordered.numpy(), values.numpy()))

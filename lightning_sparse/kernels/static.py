@@ -72,6 +72,19 @@ def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     return ordered, (ordered < padding).sum()
 
 
+def unite(keys: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Different coordinates of keys ``coordinate, 1 bit, 20 bits``, ascending, then padding."""
+    ordered = keys.sort().values
+    coordinates = ordered >> 21
+    first = torch.ones_like(ordered, dtype=torch.bool)
+    first[1:] = coordinates[1:] != coordinates[:-1]
+    runs = first.cumsum(0) - 1
+    union = torch.full_like(ordered, padding).scatter_(0, runs, coordinates)
+    levels = torch.zeros_like(ordered).scatter_reduce_(0, runs, ordered & 0xFFFFF, "amax")
+    spare = torch.ones_like(ordered).scatter_reduce_(0, runs, ordered >> 20 & 1, "amin")
+    return union, spare.bool(), levels, (union < padding).sum()
+
+
 def _inside(x: Tensor, span: Span) -> Tensor:
     places = torch.arange(x.numel(), device=x.device)
     return (places >= span[0]) & (places < span[1])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels import above, static_shapes, top_k
+from lightning_sparse.kernels import above, static_shapes, thin, top_k
 from lightning_sparse.types import Selection
 
 CANDIDATES = 4
@@ -96,10 +96,7 @@ class Survivors:
         high = torch.where(bracket.high.isinf(), next_above(bracket.low, self.acc.dtype), bracket.high)
         sure = magnitudes >= high
         others = (magnitudes >= bracket.low) & ~sure
-        total = others.sum()
-        room = torch.minimum((slots - sure.sum()).clamp(min=0), total)
-        spread = torch.remainder(others.cumsum(0) * room + phase, total.clamp(min=1)) < room
-        chosen = (sure | (others & spread)).to(self.acc.dtype)
+        chosen = (sure | thin(others, (slots - sure.sum()).clamp(min=0), phase)).to(self.acc.dtype)
         candidates, found = above(chosen, torch.full_like(bracket.low, 0.5), capacity=slots, phase=phase)
         real = candidates < numel
         best = torch.topk(torch.where(real, magnitudes[candidates.clamp(max=numel - 1)], -1), most)

@@ -1,4 +1,4 @@
-"""UnionTopK: as SharedTopK, with shares that grow until the union of all picks holds k coordinates."""
+"""UnionTopK: as SharedTopK, with picks of exclusive stripes that fill the union of all picks to k coordinates."""
 
 from __future__ import annotations
 
@@ -14,39 +14,55 @@ from lightning_sparse.kernels import static_shapes, top_k
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.types import Agreement, Context, Selection
 
-STEP_BACK = 0.98
-"""Factor to the share where the union is full, and may have been thinned."""
+WINDOW = 64
+"""Steps after which the largest need for spare picks begins to be forgotten; it is gone after twice as many."""
+MARGIN = 0.05
+"""Share of k that is named beyond the largest need: more than k coordinates cost bytes, fewer waste the density."""
 
 
-class ShareState(NamedTuple):
-    """What the next share follows from."""
+class FillState(NamedTuple):
+    """What the number of spare picks follows from; equal on all ranks. Needs are shares of k, in [0, 1]."""
 
-    factor: Tensor
-    """() float64: share in multiples of k/n."""
+    fill: Tensor
+    """() float64: spare picks of all ranks together in the latest step, as a share of k."""
     wanted: Tensor
     """() float64: k of the latest step."""
+    now: Tensor
+    """() float64: largest need in this window of steps."""
+    before: Tensor
+    """() float64: largest need in the window before."""
+    age: Tensor
+    """() float64: steps in this window so far."""
 
 
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class UnionTopK(Sparsifier):
-    """Each rank picks its s largest coordinates of the whole group; s follows what the union of all picks lacks of k.
+    """Each rank picks its k/n largest coordinates of the whole group, and spare ones that fill the union of all to k.
 
-    SharedTopK picks ``s = k/n``; where ranks pick the same coordinates, the union falls short of k (by 15 % in
-    small networks at density 0.001), and the values sent twice are wasted. Here ``s = c k/n`` with a factor c in
-    [1, 2] that starts at 1 and is multiplied by ``sqrt(k / |U|)`` after a step whose union fell short, and by 0.98
-    after one that was full, so that the union settles just below k. A union above k is thinned evenly to k, and
-    what is left out stays in the residuals. All ranks see the same union and take the same step: nothing is
-    exchanged for it. Fractions of a pick go to the ranks in turns, so that shares need not be whole numbers.
+    SharedTopK stops at the k/n largest: where ranks pick the same coordinates, their union falls short of k, by 15 % in
+    small networks at density 0.001, and down to k/n where all ranks agree on what is largest. Here rank i also names
+    the ``c k/n`` largest of the other coordinates of its *stripe*, which are the coordinates j with ``j = i - t (mod
+    n)`` in step t. Stripes have nothing in common, so that with c = 1 the union holds k coordinates whatever the ranks
+    agree on. Spare picks that are not needed are left out, evenly over the group and others in each step; they stay in
+    the residuals like everything that is not sent.
+
+    How many are needed is known to all ranks when their picks have met: ``need = k - |union of the largest|``. c k is
+    the largest need of the latest 64 to 128 steps plus 5 % of k, and k in the first 64 steps: ranks often agree in some
+    steps and not in others, because what they agree on is sent by all and then grows again. After a step that fell
+    short all the same, c is doubled. Nothing is exchanged for any of this. Fractions of a pick go to the ranks in
+    turns.
+
+    A rank names ``ceil(k/n) + ceil(c k/n)`` coordinates, at most ``2 ceil(k/n)``. On CUDA the message has the length of
+    the latter at every step.
 
     In closed loops this trains better than all published methods of equal traffic (``docs/comparison.md``): every rank
     is heard at every step with what matters most to it, and nothing of the budget is left unspent.
 
-    ``max_factor`` bounds the messages where all ranks pick the same; on CUDA the messages of indices have this size at
-    every step.
-
     Args:
-        max_factor: largest factor c, at least 1.
+        max_factor: largest number of picks of a rank in multiples of k/n, at least 1. From 2 on the union always holds
+        k;
+            with 1, which is SharedTopK, it falls short wherever picks meet.
 
     Raises:
         ValueError: if ``max_factor`` is below 1 or not finite.
@@ -59,7 +75,7 @@ class UnionTopK(Sparsifier):
         ...     pass
         >>> for union in ls.simulate(stream, sparsifier="union_topk", density=0.01):
         ...     pass
-        >>> shared.density < 0.0095 < union.density <= 0.01
+        >>> shared.density < 0.0095 < union.density == 0.01
         True
 
     References:
@@ -77,45 +93,89 @@ class UnionTopK(Sparsifier):
         if not number or not 1 <= self.max_factor < math.inf:
             raise ValueError(f"Expected max_factor to be a finite number of at least 1, but got {self.max_factor!r}.")
 
-    def init(self, numel: int, world_size: int, density: float, device: torch.device) -> ShareState:
-        """Factor 1."""
-        one = torch.ones((), dtype=torch.float64, device=device)
-        return ShareState(one, one * count(density, numel))
+    @property
+    def _most(self) -> float:
+        """Largest c."""
+        return min(1.0, self.max_factor - 1)
 
-    def select(self, acc: Tensor, state: ShareState, ctx: Context) -> tuple[Selection, ShareState]:
-        """The s largest."""
+    def init(self, numel: int, world_size: int, density: float, device: torch.device) -> FillState:
+        """As many spare picks as there may be, until 64 steps have shown what is needed."""
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        most = zero + self._most
+        return FillState(most, zero + count(density, numel), zero, most, zero)
+
+    def select(self, acc: Tensor, state: FillState, ctx: Context) -> tuple[Selection, FillState]:
+        """The k/n largest, and spare ones of the own stripe."""
         numel, n = acc.numel(), ctx.world_size
-        k = count(ctx.density, numel)
-        factor = self._follow(state, ctx)
-        after = ShareState(factor, torch.full_like(state.wanted, k))
-        turn = (ctx.rank - ctx.step) % n
-        if k == numel:  # nothing to choose: every rank names its n-th part
-            picked = torch.arange(numel, device=acc.device)[turn::n]
-            slots, share = -(-numel // n), torch.full((), picked.numel(), device=acc.device)
+        k, turn = count(ctx.density, numel), (ctx.rank - ctx.step) % n
+        after = self._follow(state, ctx, k)
+        fill, most = after.fill, self._most
+        if n == 1:
+            fill, most = torch.zeros_like(fill), 0.0  # nobody to agree with
+        share, slots = (k + turn) // n, -(-k // n)  # over n ranks the shares add up to k
+        if k == numel:  # nothing to choose: every rank names its stripe
+            share, slots, fill, most = 0, 0, torch.ones_like(fill), 1.0
+        # In the opposite order of the shares. At k = numel this is the size of the stripe.
+        spare = torch.floor((fill * k + n - 1 - turn) / n).long()
+        if static_shapes(acc.device):
+            room = math.floor((most * k + n - 1) / n)
+            keys = _pick_static(acc, share, spare, room, turn, n)
         else:
-            exact = factor * (k / n)
-            share = torch.floor(exact + turn / n).long()  # over n ranks the floors add up to n times the exact share
-            most = min(numel, math.floor(min(self.max_factor * k / n, numel)) + 1)
-            slots = most if static_shapes(acc.device) else min(numel, int(torch.floor(exact)) + 1)
-            share = share.clamp(max=slots)
-            picked = _largest_of(acc, slots, share)
-        indices = torch.full((slots,), numel, device=acc.device)
-        indices[: picked.numel()] = picked
-        return Selection(indices, share, aligned=True, limit=k), after
+            room = int((fill * k + n - 1) / n)
+            keys = _pick_host(acc, share, int(spare), turn, n)
+        missing = slots + room - keys.numel()  # shares differ by one, and a stripe may have nothing else left
+        keys = torch.cat([keys, keys.new_full((missing,), 2 * numel)]) if missing else keys
+        indices = keys >> 1
+        picks = (indices < numel).sum()
+        return Selection(indices, picks, aligned=True, limit=k, spare=(keys & 1).bool()), after
 
-    def _follow(self, state: ShareState, ctx: Context) -> Tensor:
+    def _follow(self, state: FillState, ctx: Context, k: int) -> FillState:
+        """What the previous step tells about the need, and the next number of spare picks."""
         if ctx.union is None:
-            return state.factor
-        short = state.wanted / ctx.union.clamp(min=1)
-        step = torch.where(ctx.union < state.wanted, short.sqrt(), torch.full_like(short, STEP_BACK))
-        moved = (state.factor * step).clamp(1.0, self.max_factor)
-        return torch.where(ctx.union > 0, moved, state.factor)
+            return state._replace(wanted=torch.full_like(state.wanted, k))
+        surplus = (ctx.union - state.wanted) / state.wanted
+        need = torch.where(surplus < 0, 2 * state.fill, state.fill - surplus).clamp(0.0, 1.0)
+        now = torch.maximum(state.now, need)
+        full = state.age + 1 >= WINDOW
+        before, age = torch.where(full, now, state.before), torch.where(full, 0.0, state.age + 1)
+        fill = (torch.maximum(before, now) + MARGIN + 1 / k).clamp(max=self._most)
+        moved = (fill, torch.full_like(fill, k), torch.where(full, 0.0, now), before, age)
+        known = ctx.union > 0
+        return FillState(*(torch.where(known, new, old) for new, old in zip(moved, state, strict=True)))
 
 
-def _largest_of(acc: Tensor, slots: int, share: Tensor) -> Tensor:
-    """Ascending coordinates of the ``share <= slots`` largest magnitudes, then padding where shapes are static."""
-    if not static_shapes(acc.device):
-        return top_k(acc, int(share)) if share else torch.empty(0, dtype=torch.int64)
-    ordered = torch.topk(acc.abs(), slots).indices
-    beyond = torch.arange(slots, device=acc.device) >= share
-    return ordered.masked_fill(beyond, acc.numel()).sort().values
+def _pick_host(acc: Tensor, share: int, spare: int, turn: int, n: int) -> Tensor:
+    """``2 j`` for the ``share`` largest j, ``2 j + 1`` for ``spare`` others of the stripe; ascending.
+
+    One pass over the group finds the candidates for both: among the largest, stripes have about equal parts.
+    """
+    numel, expected = acc.numel(), share + n * spare
+    if not expected:
+        return torch.empty(0, dtype=torch.int64)
+    candidates = top_k(acc, min(numel, expected + math.ceil(4 * math.sqrt(expected))))
+    first = torch.zeros_like(candidates, dtype=torch.bool)
+    if share:
+        first[top_k(acc[candidates], share)] = True
+    own = candidates[(candidates % n == turn) & ~first]
+    if own.numel() < spare and candidates.numel() < numel:
+        stripe = torch.arange(turn, numel, n)
+        own = stripe[~torch.isin(stripe, candidates[first], assume_unique=True)]
+    if own.numel() > spare:
+        own = own[top_k(acc[own], spare)] if spare else own[:0]
+    return torch.cat([2 * candidates[first], 2 * own + 1]).sort().values
+
+
+def _pick_static(acc: Tensor, share: int, spare: Tensor, room: int, turn: int, n: int) -> Tensor:
+    """As :func:`_pick_host`, with ``room`` slots for spare picks and padding at the end."""
+    numel = acc.numel()
+    first = top_k(acc, share) if share else torch.empty(0, dtype=torch.int64, device=acc.device)
+    if not room:
+        return 2 * first
+    stripe = acc[turn::n].abs()
+    owned = stripe.numel()
+    stripe = torch.cat([stripe, stripe.new_zeros(1)])  # a slot for what is not of the stripe
+    stripe.index_fill_(0, torch.where(first % n == turn, first // n, owned), -1.0)
+    top = torch.topk(stripe[:owned], min(room, owned))
+    left_out = (torch.arange(top.indices.numel(), device=acc.device) >= spare) | (top.values < 0)
+    own = torch.where(left_out, 2 * numel, 2 * (top.indices * n + turn) + 1)
+    return torch.cat([2 * first, own]).sort().values

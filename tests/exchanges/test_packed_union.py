@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,8 @@ from hypothesis import strategies as st
 
 import lightning_sparse as ls
 from lightning_sparse.exchanges.packed_union import _lengthen, _shorten, pack, unpack
-from tests.lockstep import Ranks
+from lightning_sparse.types import Context, Selection
+from tests.lockstep import Outcome, Ranks
 
 LANE = 32767
 
@@ -55,9 +59,11 @@ def test_updates_are_those_of_reduce_union_but_for_the_rounding(dtype: torch.dty
     rows = scale * torch.randn(4, 200_000, generator=torch.Generator().manual_seed(0), dtype=dtype)
     [outcome] = packed(rows, 0.001)
     [exact] = [Ranks(4, 200_000, sparsifier=ls.TopK(), exchange="reduce_union", density=0.001, dtype=dtype).step(rows)]
-    assert torch.equal(outcome.updates[0].sent, exact.updates[0].sent)
-    # At least 2**12 / n levels up to the largest pick, rounded to the nearest.
-    step = float(rows.abs().max()) / (2**12 / 4)
+    assert torch.equal(outcome.updates[0].indices, exact.updates[0].indices)
+    for rank, update in enumerate(outcome.updates):
+        assert torch.equal(update.sent, exact.updates[0].indices[update_of(rows[rank], outcome, rank) != 0])
+    # All picks lie in one class, of half of 32767 / 4 levels at least, and are rounded to the nearest.
+    step = float(rows.abs().max()) / (32767 // 4 / 2)
     assert float((outcome.averages - exact.averages).abs().max()) <= step / 2
     assert float((outcome.averages - exact.averages).abs().max()) > 0
     offered = rows.double().sum(0)
@@ -66,14 +72,75 @@ def test_updates_are_those_of_reduce_union_but_for_the_rounding(dtype: torch.dty
     torch.testing.assert_close(kept, offered, rtol=0, atol=float(rows.abs().max()) * 2.0**-22)
 
 
+def update_of(row: torch.Tensor, outcome: Outcome, rank: int) -> torch.Tensor:
+    """What a rank has given at each coordinate of the union."""
+    return (row - outcome.after[rank])[outcome.updates[0].indices]
+
+
+@pytest.mark.parametrize("n", [2, 8, 64])
+@pytest.mark.parametrize("ratio", [1e5, 1e7])
+def test_a_pick_that_dwarfs_all_others_leaves_them_their_digits(n: int, ratio: float) -> None:
+    # One step for the whole group, of the largest pick, would round nearly all others to zero, for ever.
+    rows = torch.randn(n, 2000, generator=torch.Generator().manual_seed(0))
+    rows[:, 77] = ratio
+    ranks = Ranks(n, 2000, sparsifier=ls.UnionTopK(), exchange="packed_union", density=0.02, dtype=torch.float32)
+    for _ in range(3):
+        outcome = ranks.step(rows)
+        for rank, selection in enumerate(outcome.selections):
+            own = selection.indices[: int(selection.count)]
+            own = own[torch.isin(own, outcome.updates[0].indices)]
+            acc, left = outcome.accs[rank][own], outcome.after[rank][own]
+            assert bool((left.abs() <= 16 * acc.abs() / (32767 // n)).all())
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_the_largest_pick_has_more_than_half_of_the_levels(n: int) -> None:
+    for seed in range(8):
+        rows = torch.randn(n, 300, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        rows[:, :5] = 8.0 * rows.abs().max()  # known to all, and so of the class of the largest pick
+        [outcome] = packed(rows, 0.05)
+        given = (outcome.accs[0] - outcome.after[0])[:5]
+        left = outcome.after[0][:5].abs().max()
+        assert float(left) <= float(given.abs().max()) / (32767 // n)  # half a step of two in all levels
+
+
 def test_values_too_small_for_a_step_are_kept_and_come_later() -> None:
-    # Rank 0 has 2**15 at coordinate 0, so that a step is at least 1; what rank 1 has there is less than half of it.
+    # Rank 0 has 2**15 at coordinate 0, of 16383 levels, so that a step is 4; what rank 1 has there is less than half.
     rows = torch.zeros(2, 10, dtype=torch.float64)
-    rows[0, 0], rows[1, 0] = 2.0**15, 0.25
+    rows[0, 0], rows[1, 0] = 2.0**15, 1.0
     first, second, *_ = packed(rows, 0.1, steps=2)
     assert first.averages[0, 0] == 2.0**14
-    assert first.after[1][0] == 0.25
-    assert second.after[1][0] == 0.5
+    assert first.after[1][0] == 1.0
+    assert first.updates[1].sent.tolist() == []  # nothing was sent, and nothing counts as sent
+    assert second.after[1][0] == 2.0
+
+
+def test_alone_a_rank_rounds_nothing() -> None:
+    rows = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))
+    [outcome] = packed(rows, 0.01)
+    assert outcome.averages[0].count_nonzero() == 10
+    assert torch.equal(outcome.averages[0] + outcome.after[0], rows[0])
+    assert outcome.after[0].count_nonzero() == 990
+
+
+@pytest.mark.parametrize("limit", [7, 10, 19])
+def test_a_union_above_its_limit_gives_up_others_in_each_step(limit: int) -> None:
+    # The gradient at a coordinate that has been sent is what it was, so that the union is the same in every step.
+    @dataclass(frozen=True)
+    class Limited(ls.TopK):
+        def select(self, acc: torch.Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
+            picked = Selection(torch.arange(20), torch.tensor(20), aligned=True, limit=limit)
+            return picked, state
+
+    for exchange in ("packed_union", "reduce_union"):
+        ranks = Ranks(2, 100, sparsifier=Limited(), exchange=exchange, density=0.2)
+        served = torch.zeros(100)
+        for _ in range(40):
+            outcome = ranks.step(torch.ones(2, 100, dtype=torch.float64))
+            assert int(outcome.updates[0].union) == limit
+            served[outcome.updates[0].indices] += 1
+        assert float(served[:20].min()) >= 0.5 * limit / 20 * 40
+        assert served[20:].sum() == 0
 
 
 def test_a_value_beyond_the_last_level_is_sent_in_parts() -> None:
@@ -94,14 +161,15 @@ def test_a_value_beyond_the_last_level_is_sent_in_parts() -> None:
 
 
 def test_messages_are_half_as_long() -> None:
-    # 200 000 coordinates are 4 blocks. Half a word per index, 4 counts, the count of picks and an exponent; then half a
-    # word per value, float32 or not.
+    # 200 000 coordinates are 4 blocks. Half a word and 4 bits per index, 4 counts, the count of picks and an exponent;
+    # then half a word per value, float32 or not.
     rows = torch.randn(4, 200_000, generator=torch.Generator().manual_seed(0))
     [outcome] = packed(rows, 0.01, ls.SharedTopK())
-    indices, values = 4 * (2 + 4 + 250), 4 * 1000
+    union = int(outcome.statistics[0].union)
+    indices, values = 4 * (2 + 4 + 250 + 63), 4 * -(-union // 2)
     assert outcome.statistics[0].bytes_sent == 3 * indices + 1.5 * values
     plain = Ranks(4, 200_000, sparsifier=ls.SharedTopK(), exchange="reduce_union", density=0.01, dtype=torch.float32)
-    assert outcome.statistics[0].bytes_sent < 0.53 * plain.step(rows).statistics[0].bytes_sent
+    assert outcome.statistics[0].bytes_sent < 0.56 * plain.step(rows).statistics[0].bytes_sent
 
 
 def test_where_blocks_hold_fewer_picks_than_counts_cost_indices_stay_long() -> None:
@@ -109,7 +177,7 @@ def test_where_blocks_hold_fewer_picks_than_counts_cost_indices_stay_long() -> N
     [outcome] = packed(rows, 8e-6)  # 2 picks in 5 blocks
     assert outcome.statistics[0].counts.tolist() == [2, 2]
     union = int(outcome.statistics[0].union)
-    assert outcome.statistics[0].bytes_sent == 4 * (2 + 2) + 4 * -(-union // 2)
+    assert outcome.statistics[0].bytes_sent == 4 * (2 + 2 + 1) + 4 * -(-union // 2)
     assert torch.equal(
         outcome.averages[0].nonzero().flatten(), torch.cat([s.indices for s in outcome.selections]).unique()
     )
