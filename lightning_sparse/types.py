@@ -60,6 +60,10 @@ class Context(NamedTuple):
     parameters: Sequence[tuple[slice, Tensor]] | None = None
     """Where the parameters of the group lie in it, and they themselves; None where there is no model, or where the
     memory does not read them."""
+    surplus: float = 1.0
+    """How many times larger what waits in the residuals is than it would be at a constant learning rate; above 1 for a
+    while after the rate has dropped, with ``lr_aware``. Thresholds that are kept in units of the accumulator are
+    multiplied by it where they are applied."""
     gather: Callable[[Tensor], Tensor] = alone
     """Share a small tensor while selecting: ``(*shape)`` on each rank becomes ``(n, *shape)`` on all. Every rank must
     call it equally often with equal shapes."""

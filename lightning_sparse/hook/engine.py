@@ -324,8 +324,11 @@ class Engine:
     def _rescale(self) -> None:
         if not self._rates.known:
             raise RuntimeError("lr_aware=True needs the optimizers: call engine.follow([optimizer]) before training.")
+        factors = self._rates.factors()
+        densities = {name: self._group_of[name].density(self.step) for name in factors}
+        self._rates.change(factors, self.step, densities)
         with self._on_stream():
-            for name, factor in self._rates.factors().items():
+            for name, factor in factors.items():
                 if (residual := self.residual(name)) is not None:
                     residual.mul_(factor)
 
@@ -334,13 +337,15 @@ class Engine:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _submit(self, group: Running) -> None:
+        density = group.density(self.step)
         ctx = Context(
             step=self.step,
-            density=group.density(self.step),
+            density=density,
             rank=self.comm.rank,
             world_size=self.comm.world_size,
             model_numel=self._model_numel,
             parameters=self._parameters_of(group) if self.settings.memory.reads_parameters else None,
+            surplus=self._rates.surplus_of({p.name: p.numel for p in group.plan.parameters}, self.step, density),
         )
         used = None if self._used is None else [p.name in self._used for p in group.plan.parameters]
         scale = self.loss_scale()
@@ -535,7 +540,7 @@ class Engine:
         Returns:
             ``step``, ``void_steps``, ``rank``, ``world_size``, ``settings``; ``parameters`` and ``counters``: what is
             remembered of each, by name; ``groups``: what sparsifiers and schedules have learned; ``rates``: latest
-            learning rates.
+            learning rates; ``surplus``: what changes of them have left in residuals.
         """
         if self._stream is not None:
             self._stream.synchronize()
@@ -551,6 +556,7 @@ class Engine:
             "counters": {name: self._group_of[name].counters() for name in self._parameters},
             "groups": [group.state_dict() for group in self.groups],
             "rates": dict(self._rates.latest),
+            "surplus": {name: list(noted) for name, noted in self._rates.surplus.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -574,6 +580,7 @@ class Engine:
         notes = []
         self._step, self.void_steps = state["step"], state["void_steps"]
         self._rates.latest = dict(state["rates"])
+        self._rates.surplus = {name: (value, step) for name, (value, step) in state.get("surplus", {}).items()}
         given = dict(state["parameters"])
         alike = state["settings"] == self.settings.algorithm and state["world_size"] == self.comm.world_size
         if state["settings"] != self.settings.algorithm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from torch.optim import Optimizer
@@ -16,6 +17,11 @@ class LearningRates:
     ``e lr_old / lr_new`` to stand for the same. A rate of 0 says nothing about steps: residuals wait as they are for
     the next rate above it.
 
+    After a drop residuals are larger than gradients at the new rate would make them. What waits is renewed about once
+    in ``1 / density`` steps, and as fast this *surplus* fades: it is multiplied by ``lr_old / lr_new`` when the rate
+    changes, by ``1 - density`` in every step, and never falls below 1: after a rise gradients fill the residuals again
+    within a few steps. A threshold in units of the accumulator is right for residuals without surplus.
+
     Args:
         names: of parameters, by id.
     """
@@ -25,6 +31,8 @@ class LearningRates:
         self._optimizers: list[Optimizer] = []
         self.latest: dict[str, float] = {}
         """Latest rate above 0, by parameter."""
+        self.surplus: dict[str, tuple[float, int]] = {}
+        """By parameter: when its rate changed last, and at which step that was; 1 for all others."""
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
         """Read rates from these from now on.
@@ -46,6 +54,34 @@ class LearningRates:
     def known(self) -> bool:
         """Whether there is an optimizer to follow."""
         return bool(self._optimizers)
+
+    def surplus_of(self, numels: Mapping[str, int], step: int, density: float) -> float:
+        """That of a group: the geometric mean over its coordinates, since one threshold serves all of them.
+
+        Args:
+            numels: coordinates of its parameters, by name.
+            step: the current one; void steps do not count.
+            density: of the group.
+        """
+        if not self.surplus:
+            return 1.0
+        logs = sum(numel * math.log(self._surplus_at(name, step, density)) for name, numel in numels.items())
+        return math.exp(logs / sum(numels.values()))
+
+    def change(self, factors: Mapping[str, float], step: int, density: Mapping[str, float]) -> None:
+        """Note what residuals have been multiplied by before a step.
+
+        Args:
+            factors: see :meth:`factors`.
+            step: the current one.
+            density: of each parameter's group.
+        """
+        for name, factor in factors.items():
+            self.surplus[name] = max(1.0, self._surplus_at(name, step, density[name]) * factor), step
+
+    def _surplus_at(self, name: str, step: int, density: float) -> float:
+        surplus, since = self.surplus.get(name, (1.0, step))
+        return max(1.0, surplus * (1 - density) ** (step - since))
 
     def factors(self) -> dict[str, float]:
         """``lr_old / lr_new`` of the parameters whose rate has changed since the last call."""

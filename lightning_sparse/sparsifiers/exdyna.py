@@ -130,13 +130,14 @@ class ExDyna(Sparsifier):
         if state.threshold is None:
             return pick_jointly(acc, spans, count(ctx.density, acc.numel()), ctx), state
         k = max(1, int(ctx.density * acc.numel()))
-        threshold = follow(state.threshold, ctx.counts, k, self.beta, self.gamma)
+        kept = follow(state.threshold, ctx.counts, k, self.beta, self.gamma)
+        threshold = kept * ctx.surplus
         first, last = spans[ctx.rank]
         capacity = min(acc.numel(), CAPACITY * -(-k // ctx.world_size))
         indices, picks = above(acc, threshold, (first, last), capacity=capacity, phase=ctx.step)
         indices, picks = force_one(indices, picks, first, last, ctx.step)
         aligned = static_shapes(acc.device)
-        return Selection(indices, picks, threshold, disjoint=True, aligned=aligned), state._replace(threshold=threshold)
+        return Selection(indices, picks, threshold, disjoint=True, aligned=aligned), state._replace(threshold=kept)
 
     def ranges(self, numel: int, state: Partition, ctx: Context) -> Tensor:
         """Rank i holds range ``(t + i) mod n``."""

@@ -1,4 +1,4 @@
-"""Hard-threshold: every coordinate above a magnitude that never changes."""
+"""Hard-threshold: every coordinate above a fixed magnitude."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class HardThreshold(Sparsifier):
 
     Args:
         threshold: magnitude above 0, in units of the accumulated raw gradient (not multiplied by the learning rate).
+            With ``lr_aware`` it is raised for a while where a drop of the rate has made residuals larger.
             None: ``1 / (2 sqrt(k))`` with k at the target density over all sparsified groups together, the formula of
             the MiCRO and ExDyna experiments; it knows nothing of your gradients' scale. A threshold per group from the
             group's own k would be larger the smaller the group.
@@ -67,5 +68,6 @@ class HardThreshold(Sparsifier):
             total = count(ctx.density, ctx.model_numel or acc.numel())
             magnitude = self.threshold if self.threshold is not None else 1 / (2 * math.sqrt(total))
             state = torch.full((), magnitude, dtype=torch.float64, device=acc.device)
-        indices, picks = above(acc, state, capacity=min(acc.numel(), CAPACITY * k), phase=ctx.step)
-        return Selection(indices, picks, state, aligned=static_shapes(acc.device)), state
+        threshold = state * ctx.surplus
+        indices, picks = above(acc, threshold, capacity=min(acc.numel(), CAPACITY * k), phase=ctx.step)
+        return Selection(indices, picks, threshold, aligned=static_shapes(acc.device)), state

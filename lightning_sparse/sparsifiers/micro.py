@@ -96,14 +96,15 @@ class MiCRO(Sparsifier):
             return pick_jointly(acc, _spans(acc.numel(), ctx, acc.device), count(ctx.density, acc.numel()), ctx), None
         assert state is not None
         k = max(1, int(ctx.density * acc.numel()))
-        threshold = follow(state, ctx.counts, k, self.beta, self.gamma)
+        kept = follow(state, ctx.counts, k, self.beta, self.gamma)
+        threshold = kept * ctx.surplus
         first, last = self.ranges(acc.numel(), state, ctx)[ctx.rank].tolist()
         # By the longest range, not by the own one: messages must be equally long on all ranks.
         capacity = min(-(-acc.numel() // ctx.world_size), CAPACITY * -(-k // ctx.world_size))
         indices, picks = above(acc, threshold, (first, last), capacity=capacity, phase=ctx.step)
         indices, picks = force_one(indices, picks, first, last, ctx.step)
         aligned = static_shapes(acc.device)
-        return Selection(indices, picks, threshold, disjoint=True, aligned=aligned), threshold
+        return Selection(indices, picks, threshold, disjoint=True, aligned=aligned), kept
 
     def ranges(self, numel: int, state: Tensor | None, ctx: Context) -> Tensor:
         """Sizes ``numel // n``, one more for the first ``numel mod n``; on the CPU, whatever the group's device."""

@@ -101,17 +101,17 @@ class OkTopK(Sparsifier):
         moved = torch.where(few, threshold / self.gain, torch.where(many, threshold * self.gain, threshold))
         good = (threshold > 0) & (2 * picks >= k) & (picks < 2 * k)
         known = torch.where(good, torch.full_like(state.target, k), 0)
-        return Selection(indices, picks, applied, aligned=on_device), OkTopKState(moved, known)
+        return Selection(indices, picks, applied, aligned=on_device), OkTopKState(moved / ctx.surplus, known)
 
     def _threshold(self, acc: Tensor, state: OkTopKState, k: int, ctx: Context) -> Tensor:
-        fits = state.target == k
+        fits, followed = state.target == k, state.threshold * ctx.surplus
         due = ctx.step % self.interval == 0
         if due or (not static_shapes(acc.device) and not fits):
             return _kth_magnitude(acc, k)
         if not static_shapes(acc.device):
-            return state.threshold
+            return followed
         sample = acc[:: -(-acc.numel() // SAMPLE)]
-        return torch.where(fits, state.threshold, _kth_magnitude(sample, max(1, k * sample.numel() // acc.numel())))
+        return torch.where(fits, followed, _kth_magnitude(sample, max(1, k * sample.numel() // acc.numel())))
 
 
 def _kth_magnitude(x: Tensor, k: int) -> Tensor:

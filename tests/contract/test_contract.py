@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.types import Agreement
+from lightning_sparse.types import Agreement, Context
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise, sent
 from tests.reference.merged import merge_up_a_tree, split_and_reduce
@@ -494,3 +494,15 @@ def vector(sparse: dict[int, float], numel: int) -> Tensor:
     for place, value in sparse.items():
         dense[place] = value
     return dense
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_with_a_surplus_the_same_is_picked_of_residuals_that_are_as_many_times_larger(case: Case) -> None:
+    acc = 3 * torch.randn(1024, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    ctx = Context(step=1, density=DENSITY, rank=0, world_size=1, counts=torch.tensor([200]), union=torch.tensor(200))
+    state = case.sparsifier.init(1024, 1, DENSITY, acc.device)
+    _, state = case.sparsifier.select(acc, state, ctx._replace(step=0))
+    ordinary, after = case.sparsifier.select(acc, state, ctx)
+    enlarged, same = case.sparsifier.select(8 * acc, state, ctx._replace(surplus=8.0))
+    assert torch.equal(enlarged.indices, ordinary.indices)
+    assert equal_states(same, after)

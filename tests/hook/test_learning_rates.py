@@ -133,3 +133,80 @@ def test_what_is_pending_is_worth_what_it_was(two_ranks: Ranks) -> None:
         assert pending.tolist() == [0.0, 4.0]
     for pending in two_ranks(take_after_a_change, False):
         assert pending.tolist() == [0.0, 1.0]
+
+
+NUMEL, DENSITY = 2048, 0.05
+RAW_THRESHOLDS = [
+    ls.MiCRO(variant="published"),
+    ls.ExDyna(variant="published", num_blocks=16),
+    ls.OkTopK(),
+    ls.HardThreshold(0.05),
+]
+"""Methods whose thresholds are kept from step to step in units of the accumulator."""
+
+
+def train_on_noise(sparsifier: ls.Sparsifier, rates: list[float], resumed_at: int | None = None) -> list[float]:
+    """Bytes sent in each step, over those that pairs of the target would take; thresholds fit from the start."""
+    model = nn.Linear(NUMEL, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+
+    def attached() -> tuple[DistributedDataParallel, ls.Engine]:
+        ddp = DistributedDataParallel(model)
+        # The natural exchange of Ok-Topk sends equally much whatever is picked.
+        exchange = "gather_pairs" if isinstance(sparsifier, ls.OkTopK) else None
+        engine = ls.attach(ddp, sparsifier=sparsifier, density=DENSITY, exchange=exchange, rules=SPARSE, lr_aware=True)
+        engine.follow([optimizer])
+        return ddp, engine
+
+    ddp, engine = attached()
+    generator = torch.Generator().manual_seed(engine.comm.rank)
+    sent = []
+    for step, rate in enumerate(rates):
+        if step == resumed_at:
+            state = engine.state_dict()
+            engine.close()
+            ddp, engine = attached()
+            assert engine.load_state_dict(state) == []
+        optimizer.param_groups[0]["lr"] = rate
+        ddp(0.006 * torch.randn(1, NUMEL, generator=generator)).sum().backward()
+        optimizer.zero_grad()
+        sent.append(engine.summary()["bytes_sent"] / (8 * DENSITY * NUMEL))
+    engine.close()
+    return sent
+
+
+def kind(sparsifier: ls.Sparsifier) -> str:
+    return type(sparsifier).__name__
+
+
+@pytest.mark.parametrize("sparsifier", RAW_THRESHOLDS, ids=kind)
+def test_after_a_drop_of_the_rate_as_much_is_sent_as_before(two_ranks: Ranks, sparsifier: ls.Sparsifier) -> None:
+    sent = two_ranks(train_on_noise, sparsifier, [1.0] * 100 + [0.1] * 100)[0]
+    before, after = sent[50:100], sent[100:]
+    assert max(after) < 2 * max(before)
+    assert 0.7 < (sum(after) / len(after)) / (sum(before) / len(before)) < 1.4
+
+
+@pytest.mark.parametrize("sparsifier", RAW_THRESHOLDS, ids=kind)
+def test_a_warm_up_of_the_rate_leaves_thresholds_alone(two_ranks: Ranks, sparsifier: ls.Sparsifier) -> None:
+    usual = two_ranks(train_on_noise, sparsifier, [1.0] * 100)[0]
+    warming = two_ranks(train_on_noise, sparsifier, [(step + 1) / 100 for step in range(100)])[0]
+    assert max(warming[50:]) < 1.2 * max(usual[50:])
+    assert 0.7 < sum(warming[50:]) / sum(usual[50:]) < 1.4
+
+
+def test_a_resumed_run_goes_on_with_raised_thresholds(two_ranks: Ranks) -> None:
+    rates = [1.0] * 30 + [0.1] * 20
+    whole = two_ranks(train_on_noise, RAW_THRESHOLDS[0], rates)
+    assert two_ranks(train_on_noise, RAW_THRESHOLDS[0], rates, 35) == whole
+
+
+def test_groups_of_several_rates_take_the_mean_of_the_logarithms() -> None:
+    rates, _ = two_groups()
+    sizes = {"first": 300, "second": 100}
+    assert rates.surplus_of(sizes, 7, 0.5) == 1
+    rates.change({"first": 4.0, "second": 0.25}, 7, {"first": 0.5, "second": 0.5})
+    assert rates.surplus_of({"first": 300}, 7, 0.5) == pytest.approx(4)
+    assert rates.surplus_of({"second": 100}, 7, 0.5) == 1
+    assert rates.surplus_of(sizes, 7, 0.5) == pytest.approx(4**0.75)
+    assert [rates.surplus_of({"first": 300}, step, 0.5) for step in (8, 9, 30)] == pytest.approx([2, 1, 1])
