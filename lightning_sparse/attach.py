@@ -70,8 +70,8 @@ def attach(
         lr_aware: keep what residuals are worth when the learning rate changes, see
             :class:`~lightning_sparse.hook.learning_rates.LearningRates`; needs ``engine.follow([optimizer])``.
         scaler: the ``GradScaler`` that scales the loss; residuals are then kept free of its factor.
-        watch: warns, on rank 0, of ranks that drift apart, residuals that grow, thresholds that are off, see
-            :class:`~lightning_sparse.Watch`; None: does not.
+        watch: warns, on rank 0, of ranks that drift apart, residuals that grow, thresholds that are off, and of
+            Adam's first moment, see :class:`~lightning_sparse.Watch`; None: does not.
         bucket_cap_mb: size in MiB of groups that are cut by bucket; None: that of DDP's buckets, in which gradients are
             handed over. Where exchanges go on beside backward, small buckets of DDP start them early.
         timeout: of the engine's own process group.

@@ -192,7 +192,8 @@ def advise(
     (folder / "advice.md").write_text(markdown(advice), encoding="utf-8")
     _show([overview(advice, rows=SHOWN), across(advice)])
     print("Assumptions:", *(f"- {sentence}" for sentence in advice.assumptions()), "", sep="\n")
-    print(*(advice.verdict(scenario) for scenario in advice.scenarios), sep="\n")
+    for scenario in advice.scenarios:
+        print(advice.verdict(scenario), *advice.remarks(scenario), sep="\n")
     print(f"All predictions and a figure are in {folder}, and configurations to train with:")
     for scenario, path in zip(advice.scenarios, configs, strict=True):
         print(f"{path} ({scenario.label})")

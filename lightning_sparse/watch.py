@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from weakref import WeakKeyDictionary
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.hook import Engine
 from lightning_sparse.hook.running import Running
 from lightning_sparse.kernels import static_shapes
+from lightning_sparse.memory.first_moment import first_moment
 from lightning_sparse.statistics import Statistics
 from lightning_sparse.types import Agreement
 
@@ -40,6 +46,7 @@ class Watch:
     - *Saturation*: far more is selected than the density asks for.
     - *Shortage*: far less is selected than the density asks for, though the residual is not empty.
     - *Void steps*: step after step, a gradient was not finite on some rank.
+    - *Adam's first moment*: an optimizer of Adam's family keeps one of parameters that are sparsified; docs/adam.md.
 
     The residual of a group grows by itself at first: a coordinate waits for about ``1 / density`` steps between two
     times that it is sent. What later norms (Euclidean, mean over ranks) are compared with is therefore that of the
@@ -52,7 +59,8 @@ class Watch:
     none is sent, and looks do not count where its residual did not move on any rank: such a parameter was not used.
 
     A look is one all-gather of a few bytes per parameter, and on a device the only time that the host waits. The first
-    one is at the second exchange. Void steps are noticed at every step.
+    one is at the second exchange. Void steps are noticed at every step, optimizers at the first exchange after they
+    were set up, and those that nobody shows to the engine at their first step.
 
     Args:
         every: exchanges between two looks, at least 1.
@@ -62,6 +70,7 @@ class Watch:
             row. What counts is the rank that picks most for methods whose ranks pick by themselves, the union for all
             others.
         voids: void steps in a row, at least 1.
+        adam: whether to warn of a first moment. On one rank, too: its gradients are sparsified just as well.
 
     Raises:
         ValueError: if a setting is outside its range.
@@ -80,6 +89,7 @@ class Watch:
     missed: int = 200
     excess: float = 3.0
     voids: int = 20
+    adam: bool = True
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -87,6 +97,8 @@ class Watch:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if field.type == "int" and not (number and isinstance(value, int) and value >= 1):
                 raise ValueError(f"Expected {name} to be an integer of at least 1 but got {value!r}.")
+            if field.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"Expected {name} to be True or False but got {value!r}.")
             if field.type == "float" and not (number and 1 < value < math.inf):
                 raise ValueError(f"Expected {name} to be a finite number above 1 but got {value!r}.")
 
@@ -105,6 +117,10 @@ def check_watch(watch: Watch | None) -> None:
         raise ValueError(f"Expected watch to be a Watch such as Watch(every=1000), or None, but got {watch!r}.")
 
 
+WARNED_OF: WeakSet[Optimizer] = WeakSet()
+"""Optimizers with a first moment: they outlive engines, which strategies replace where parameters are unfrozen."""
+
+
 class Watchdog:
     """Looks on for :class:`Watch`; a :class:`~lightning_sparse.hook.Tuner` that changes nothing.
 
@@ -120,11 +136,15 @@ class Watchdog:
         self._told: set[str] = set()
         # Weak: groups that are replaced must be free to go at once, with all that they remember.
         self._trails: WeakKeyDictionary[Running, Trail] = WeakKeyDictionary()
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+        self._handle: RemovableHandle | None = None
 
     def before_step(self, engine: Engine) -> None:
         """Look, where it is time to."""
         now, self._steps = self._steps, self._steps + 1
         self._look_at_void_steps(engine)
+        if self._settings.adam and "adam" not in self._told:
+            self._look_at_optimizers(engine)
         if self._is_due(now):
             self._look(engine)
         if self._is_due(now + 1):
@@ -132,7 +152,37 @@ class Watchdog:
                 self._trails[group].note(group)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """See no more steps of optimizers."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _look_at_optimizers(self, engine: Engine) -> None:
+        """At those that are known; from now on, at others when they take their first step."""
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(_FirstSteps(self, engine))
+        for optimizer in (*engine.optimizers, *self._stepped):
+            self._look_at(optimizer, engine)
+
+    def notice(self, optimizer: Optimizer, engine: Engine) -> None:
+        """An optimizer, maybe of other parameters, is about to take a step."""
+        if optimizer not in self._stepped and "adam" not in self._told:
+            self._stepped.add(optimizer)
+            self._look_at(optimizer, engine)
+
+    def _look_at(self, optimizer: Optimizer, engine: Engine) -> None:
+        # Where nothing waits in a residual, or is averaged there already, nothing comes too late.
+        groups = [g for g in self._sparse_groups(engine) if g.sparsifier.agreement is not Agreement.EVERYTHING]
+        groups = [g for g in groups if g.density(engine.step) < 1 and not g.memory.has_momentum]
+        groups = [g for g in groups if g.memory.residual(g.state.memory) is not None]
+        parameters = engine.parameters
+        found = first_moment(optimizer, {id(parameters[p.name]) for g in groups for p in g.plan.parameters})
+        if found is None:
+            return
+        if optimizer in WARNED_OF:
+            self._told.add("adam")
+            return
+        WARNED_OF.add(optimizer)
+        self._tell(engine, "adam", f"{found.remedy()} watch=ls.Watch(adam=False) silences this.")
 
     def _sparse_groups(self, engine: Engine) -> list[Running]:
         groups = [] if engine.direct else [group for group in engine.groups if not group.plan.dense]
@@ -245,6 +295,18 @@ class Watchdog:
         if kind not in self._told and engine.comm.rank == 0:
             rank_zero_warn(f"sparse_ddp at step {engine.step}: {sentence}")
         self._told.add(kind)
+
+
+class _FirstSteps:
+    """A hook of all optimizers; keeps neither the watchdog nor its engine alive."""
+
+    def __init__(self, watchdog: Watchdog, engine: Engine) -> None:
+        self._watchdog, self._engine = weakref.ref(watchdog), weakref.ref(engine)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        watchdog, engine = self._watchdog(), self._engine()
+        if watchdog is not None and engine is not None:
+            watchdog.notice(optimizer, engine)
 
 
 class Trail:

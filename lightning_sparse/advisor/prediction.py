@@ -27,6 +27,7 @@ from lightning_sparse.grouping import (
     timeline,
 )
 from lightning_sparse.grouping.plan import DDP_BUCKET_MB, bucket_numels
+from lightning_sparse.memory.first_moment import FirstMoment
 from lightning_sparse.types import Agreement
 
 GROUPINGS: dict[str, Grouping] = {
@@ -113,6 +114,7 @@ class Measured:
         overlap: what goes on beside backward where the engine exchanges.
         bucket_numels: in which DDP hands over gradients to the engine.
         methods: with their costs.
+        moment: that an optimizer of Adam's family keeps; None if none does.
     """
 
     sizes: Sequence[ParameterSize]
@@ -122,6 +124,7 @@ class Measured:
     overlap: Overlap
     bucket_numels: tuple[float, float]
     methods: Sequence[Method]
+    moment: FirstMoment | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, for JSON."""
@@ -129,6 +132,7 @@ class Measured:
             "sizes": [list(size) for size in self.sizes],
             "profile": self._profile(self.methods[0].cost).as_dict(),
             "methods": [[m.name, m.density, m.agreement.value, m.builtin, m.cost.as_dict()] for m in self.methods],
+            "moment": None if self.moment is None else list(self.moment),
         }
 
     @classmethod
@@ -147,6 +151,7 @@ class Measured:
             first.overlap,
             first.bucket_numels,
             methods,
+            None if plain["moment"] is None else FirstMoment(*plain["moment"]),
         )
 
     def _profile(self, cost: GroupCost) -> Profile:

@@ -81,7 +81,10 @@ def _best(advice: Advice, scenario: Scenario) -> list[Prediction]:
 
 def markdown(advice: Advice) -> str:
     """Everything, for a file."""
-    verdicts = "".join(f"- {advice.verdict(scenario)}\n" for scenario in advice.scenarios)
+    verdicts = "".join(
+        "".join(f"- {sentence}\n" for sentence in (advice.verdict(scenario), *advice.remarks(scenario)))
+        for scenario in advice.scenarios
+    )
     tables = [across(advice), *(overview(advice, scenario) for scenario in advice.scenarios)]
     notes = "".join(f"- {sentence}\n" for sentence in advice.assumptions())
     parts = [verdicts, *(table.markdown() for table in tables), "### Assumptions\n\n" + notes]
@@ -195,5 +198,6 @@ def write_configs(advice: Advice, folder: Path, given: dict[str, Any] | None = N
         text = yaml.safe_dump(given | {"fit": section} if given.get("fit") else section, sort_keys=False)
         rate = "" if scenario.gbit is None else f"-{scenario.gbit:g}-gbit"
         paths.append(folder / (f"config-{scenario.ranks}-ranks{rate}.yaml" if paths else "config.yaml"))
-        paths[-1].write_text(f"# {advice.verdict(scenario)}\n{text}", encoding="utf-8")
+        comments = "".join(f"# {sentence}\n" for sentence in (advice.verdict(scenario), *advice.remarks(scenario)))
+        paths[-1].write_text(comments + text, encoding="utf-8")
     return paths

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_sparse import packages
 from lightning_sparse.advisor.prediction import (
     ALL_SPARSE,
@@ -30,6 +32,7 @@ from lightning_sparse.advisor.prediction import (
 )
 from lightning_sparse.advisor.survey import Survey
 from lightning_sparse.sparsifiers import SPARSIFIERS
+from lightning_sparse.watch import WATCH
 
 OWN_OPTIONS = {
     "logger": False,
@@ -129,6 +132,11 @@ class Advice:
             f"{sentence}. The fastest sparsifier, {fastest.method} at {fastest.density:g}, takes "
             f"{fastest.over_dense:.2f} times {step}."
         )
+
+    def remarks(self, scenario: Scenario | None = None) -> list[str]:
+        """What has to change in the training where this advice is followed, one paragraph each; none elsewhere."""
+        moment = self.measured.moment
+        return [moment.remedy()] if moment is not None and self.best(scenario).sparse else []
 
     def assumptions(self) -> list[str]:
         """What the predictions take for granted, one sentence each."""
@@ -240,7 +248,8 @@ def advise(
     package = importlib.import_module(name)
     strategy_class = importlib.import_module(f"lightning_sparse.strategy.{packages_file(name)}").SparseDDPStrategy
     options = dict(trainer or {})
-    kept = kept_settings(options.pop("strategy", None))
+    given = options.pop("strategy", None)
+    kept = kept_settings(given)
     strategy = strategy_class(grouping="model", rules=ALL_SPARSE, watch=None, **kept)
     every = [name for name, _ in SPARSIFIERS.items() if name not in LEFT_OUT]
     names = every if sparsifiers is None else list(sparsifiers)
@@ -262,7 +271,11 @@ def advise(
             "does training_step return a loss that depends on the parameters, and is there data to train on?"
         )
     measured = survey.result
-    return Advice(measured, tuple(predict(measured, wanted)))
+    advice = Advice(measured, tuple(predict(measured, wanted)))
+    remarks = [remark for scenario in advice.scenarios for remark in advice.remarks(scenario)]
+    if remarks and not silenced(given):
+        rank_zero_warn(f"{remarks[0]} watch=ls.Watch(adam=False) of the strategy silences this.")
+    return advice
 
 
 @contextmanager
@@ -322,6 +335,20 @@ def kept_settings(strategy: Any) -> dict[str, Any]:
     elif strategy is not None:
         given = {**getattr(strategy, "_ddp_kwargs", {}), "start_method": getattr(strategy, "_start_method", "popen")}
     return {name: given[name] for name, default in KEPT.items() if given.get(name, default) not in (default, None)}
+
+
+def silenced(strategy: Any) -> bool:
+    """Whether a strategy of ours is told not to warn of a first moment.
+
+    Args:
+        strategy: as for :func:`kept_settings`.
+    """
+    watch = getattr(strategy, "watch", WATCH)
+    if isinstance(strategy, dict):
+        watch = (strategy.get("init_args") or {}).get("watch", WATCH)
+    if isinstance(watch, dict):
+        return (watch.get("init_args") or {}).get("adam") is False
+    return watch is None or not watch.adam
 
 
 def _silent(what: str, done: float) -> None:

@@ -19,6 +19,7 @@ from lightning_sparse.grouping import NOTHING, GroupCost, Line, Overlap, Traffic
 from lightning_sparse.grouping.plan import bucket_numels
 from lightning_sparse.hook import Engine
 from lightning_sparse.memory import Residual
+from lightning_sparse.memory.first_moment import first_moment
 from lightning_sparse.profiling import BackwardTimer, from_rank_zero, measure, measure_network, rehearse, sizes_up_to
 from lightning_sparse.sparsifiers import SPARSIFIERS
 from lightning_sparse.tuning.planner import overlap
@@ -125,7 +126,10 @@ class Survey:
                 cost = cost.on(network)
             methods.append(Method(name, density, sparsifier.agreement, cost))
         first, others = delivery_mb(self._strategy.model)
-        return Measured(sizes, layers, rest, network, beside, bucket_numels(sizes, others, first), methods)
+        own = {id(parameter) for parameter in engine.parameters.values()}
+        moments = [found for one in engine.optimizers if (found := first_moment(one, own)) is not None]
+        moment = moments[0] if moments else None
+        return Measured(sizes, layers, rest, network, beside, bucket_numels(sizes, others, first), methods, moment)
 
     def _tell(self, engine: Engine, what: str, done: float) -> None:
         if engine.comm.rank == 0:

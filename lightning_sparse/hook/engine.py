@@ -112,6 +112,8 @@ class Engine:
         self._held_up_before = 0.0
         self._begun = False
         self.tuners: list[Tuner] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        """Those that :meth:`follow` was given last."""
         self._direct = False
 
     def _agree_on_id(self) -> str:
@@ -163,6 +165,7 @@ class Engine:
             self.settings.memory.check_optimizer(optimizer)
         if self.settings.lr_aware:
             self._rates.follow(chosen)
+        self.optimizers = chosen
 
     def tune(self, tuner: Tuner) -> None:
         """Let something look on, and change groups, at the start of every exchange; until the engine is closed."""

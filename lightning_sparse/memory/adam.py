@@ -150,6 +150,11 @@ class AdamCorrection(Feedback):
         """The same: the optimizer behind it is no Adam for dense groups either."""
         return self
 
+    @property
+    def has_momentum(self) -> bool:
+        """Of its own, or none on purpose."""
+        return True
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse what is not SGD without momentum.
 

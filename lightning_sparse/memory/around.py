@@ -81,6 +81,11 @@ class Around(Memory):
         """Whether this memory or the one inside needs them."""
         return self.memory.reads_parameters
 
+    @property
+    def has_momentum(self) -> bool:
+        """As the memory inside."""
+        return self.memory.has_momentum
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """As the memory inside."""
         self.memory.check_optimizer(optimizer)

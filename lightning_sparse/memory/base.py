@@ -26,6 +26,11 @@ class Memory(ABC):
         """Whether :meth:`accumulate_` needs ``ctx.parameters``."""
         return False
 
+    @property
+    def has_momentum(self) -> bool:
+        """Whether it averages gradients over steps itself, and says so where the optimizer does, too."""
+        return False
+
     @abstractmethod
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> Any:
         """State for one group, empty. ``dtype`` is the accumulator's, float32 or float64."""

@@ -100,6 +100,11 @@ class MomentumCorrection(Feedback):
         """The same: the optimizer behind it has no momentum for dense groups either."""
         return self
 
+    @property
+    def has_momentum(self) -> bool:
+        """Of its own, or none on purpose."""
+        return True
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if the optimizer has momentum of its own."""
         if has_momentum(optimizer):

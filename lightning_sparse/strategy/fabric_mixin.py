@@ -71,8 +71,8 @@ class FabricSparseDDPMixin(Door):
             empty ones and a warning.
         resize: what becomes of residuals with another number of ranks: "merge" gives every rank their mean, "flush"
             sends them in the first step, densely, "zero" drops them.
-        watch: warns, on rank 0, of ranks that drift apart, residuals that grow, thresholds that are off, see
-            :class:`~lightning_sparse.Watch`; None: does not.
+        watch: warns, on rank 0, of ranks that drift apart, residuals that grow, thresholds that are off, and of
+            Adam's first moment, see :class:`~lightning_sparse.Watch`; None: does not.
         find_unused_parameters: as in ``DistributedDataParallel``.
         static_graph: as in ``DistributedDataParallel``.
         gradient_as_bucket_view: as in ``DistributedDataParallel``.

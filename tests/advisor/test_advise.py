@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.advisor.prediction import GROUPINGS
+from lightning_sparse.advisor.report import markdown, write_configs
 from lightning_sparse.sparsifiers import SPARSIFIERS
 from tests.advisor.toys import TOYS, Numbers, Toy, quiet
 from tests.ranks import Ranks
@@ -393,3 +394,65 @@ def test_spawned_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert same(state(module), before)
     told = (tmp_path / "told").read_text().splitlines()
     assert told == ["timing backward", "timing the network", "rehearsing topk at 0.01"]  # by rank 0 only
+
+
+# Adam's first moment
+
+SLOW: dict[str, Any] = SHORT | {"ranks": [8], "gbit": [1e-6]}
+"""A link on which sparsification wins."""
+
+
+class AdamToy(Toy):
+    """As most train."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), betas=(0.8, 0.99))
+
+
+def advise_adam(strategy: Any, **settings: Any) -> tuple[ls.advisor.Advice, list[str]]:
+    """The advice, and what was warned of."""
+    trainer = {"accelerator": "cpu", "devices": 1, "strategy": strategy}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        advice = ls.advise(AdamToy(), **SLOW | settings, trainer=trainer)
+    return advice, [str(warning.message) for warning in caught if "first moment" in str(warning.message)]
+
+
+@pytest.mark.usefixtures("alone")
+def test_where_a_sparsifier_wins_adams_first_moment_is_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("yaml", reason="pyyaml is not installed")
+    advice, [sentence] = advise_adam("auto")
+    assert advice.best().sparse
+    assert "AdamW keeps a first moment (beta1 = 0.8)" in sentence and "betas=(0.0, 0.99)" in sentence
+    [remark] = advice.remarks()
+    assert remark in sentence
+    assert f"- {remark}\n" in markdown(advice)
+    [path] = write_configs(advice, tmp_path)
+    assert path.read_text().startswith(f"# {advice.verdict()}\n# {remark}\n")
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ls.SparseDDPStrategy(watch=None),
+        ls.SparseDDPStrategy(watch=ls.Watch(adam=False)),
+        {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": {"watch": None}},
+        {
+            "class_path": "lightning_sparse.SparseDDPStrategy",
+            "init_args": {"watch": {"class_path": "lightning_sparse.Watch", "init_args": {"adam": False}}},
+        },
+    ],
+    ids=["none", "setting", "none-in-yaml", "setting-in-yaml"],
+)
+def test_a_strategy_that_silences_the_warning_silences_it_here(strategy: Any) -> None:
+    advice, said = advise_adam(strategy)
+    assert said == []
+    assert len(advice.remarks()) == 1  # which is part of the answer
+
+
+@pytest.mark.usefixtures("alone")
+def test_where_dense_wins_adam_may_stay() -> None:
+    advice, said = advise_adam("auto", gbit=[1000])
+    assert not advice.best().sparse
+    assert (said, advice.remarks()) == ([], [])

@@ -18,7 +18,7 @@ import lightning_sparse as ls
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, flat, make_trainer
 
-SPARSE: dict[str, Any] = {"sparsifier": "topk", "density": 0.05, "rules": EVERYTHING_SPARSE}
+SPARSE: dict[str, Any] = {"sparsifier": "topk", "density": 0.05, "rules": EVERYTHING_SPARSE, "watch": None}
 LR = 0.1
 
 

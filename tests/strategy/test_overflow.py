@@ -161,7 +161,10 @@ def fit(
 CHOICES: dict[str, tuple[str, dict[str, Any]]] = {
     "topk": ("SGD", {"sparsifier": "topk", "executor": "inline", "density": 0.05}),
     "exdyna": ("SGD", {"sparsifier": "exdyna", "executor": "thread", "density": ls.Warmup(0.3, 0.02, steps=100)}),
-    "sidco_e": ("Adam", {"sparsifier": "sidco_e", "rules": EVERYTHING_SPARSE, "find_unused_parameters": True}),
+    "sidco_e": (
+        "Adam",
+        {"sparsifier": "sidco_e", "rules": EVERYTHING_SPARSE, "find_unused_parameters": True, "watch": None},
+    ),
 }
 
 
@@ -276,7 +279,7 @@ def fit_taking_turns(wrong: dict[tuple[int, int], tuple[str, float]], left_out: 
             return [torch.optim.SGD(own, lr=0.1, momentum=0.9), torch.optim.Adam(self.net.third.parameters())]
 
     strategy = strategy_class("pytorch_lightning")(
-        sparsifier="topk", density=0.1, rules=EVERYTHING_SPARSE, find_unused_parameters=True
+        sparsifier="topk", density=0.1, rules=EVERYTHING_SPARSE, find_unused_parameters=True, watch=None
     )
     trainer = make_trainer("pytorch_lightning", strategy=strategy, max_epochs=1, use_distributed_sampler=False)
     module = Turns()
@@ -402,7 +405,9 @@ def train_scaled(numbers: list[int], wrong: dict[int, tuple[str, float]], scaled
     """As :func:`train`, and a scaler skips."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5, enabled=scaled)
     ddp = DistributedDataParallel(Net(), find_unused_parameters=True)
-    engine = ls.attach(ddp, sparsifier="exdyna", density=0.1, grouping="layer", scaler=scaler if scaled else None)
+    engine = ls.attach(
+        ddp, sparsifier="exdyna", density=0.1, grouping="layer", scaler=scaler if scaled else None, watch=None
+    )
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.003)
     for number in numbers:
         ddp.module.wrong = wrong.get(number)
@@ -437,7 +442,7 @@ class Frozen(Net):
 
 def train_without_some() -> tuple[list[bool], bool, bool]:
     ddp = DistributedDataParallel(Frozen(), find_unused_parameters=True)
-    engine = ls.attach(ddp, density=0.1, rules=EVERYTHING_SPARSE)
+    engine = ls.attach(ddp, density=0.1, rules=EVERYTHING_SPARSE, watch=None)
     optimizer = torch.optim.Adam(ddp.parameters())
     ddp.module.wrong = "first.weight", float("inf")
     x, y = batch(0, dist.get_rank())
