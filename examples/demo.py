@@ -127,11 +127,12 @@ def table(logged: dict[str, dict[str, Series]]) -> Table:
 
 def plot(logged: dict[str, dict[str, Series]], path: Path) -> None:
     sparse = {name: series for name, series in logged.items() if "sparse/density" in series}
+    colours = {name: f"C{number}" for number, name in enumerate(sparse)}  # the same in all panels: some lack a curve
     figure, (density, threshold, padding) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     for axes, key in ((density, "sparse/density"), (threshold, "sparse/threshold"), (padding, "sparse/padding_ratio")):
         for name, series in sparse.items():
             if key in series:
-                axes.plot(*zip(*series[key], strict=True), label=RUNS[name])
+                axes.plot(*zip(*series[key], strict=True), color=colours[name], label=RUNS[name])
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
     target = next(iter(sparse.values()))["sparse/target_density"]

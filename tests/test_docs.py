@@ -57,3 +57,19 @@ def test_every_logged_quantity_is_documented() -> None:
 
     documented = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/metrics.md").read_text(), flags=re.MULTILINE))
     assert documented == set(QUANTITIES)
+
+
+def test_methods_without_a_threshold_are_named() -> None:
+    import torch
+
+    import lightning_sparse as ls
+
+    page = (ROOT / "docs/metrics.md").read_text()
+    [sentence] = re.findall(r"^No threshold decides.*?\.$", page, flags=re.MULTILINE | re.DOTALL)
+    stream = torch.randn(1, 2, 2000, generator=torch.Generator().manual_seed(0))
+    without = {
+        name
+        for name, _ in ls.SPARSIFIERS.items()
+        if next(ls.simulate(stream, sparsifier=name, density=0.01)).threshold is None
+    }
+    assert set(re.findall(r"`(\w+)`", sentence)) == without
