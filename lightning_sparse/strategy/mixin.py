@@ -7,6 +7,7 @@ between Lightning and the engine and decides nothing.
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -221,10 +222,16 @@ class SparseDDPMixin(Door):
 
         Raises:
             ValueError: if one does not go with the memory or with ``lr_aware``.
+            RuntimeError: if Lightning has wrapped the model without attaching the exchange, as a later version might.
         """
         super().setup_optimizers(trainer)  # type: ignore[misc]
-        if self.engine is not None:
-            self.engine.follow(self.optimizers)  # type: ignore[attr-defined]
+        if self.engine is None or self.engine.closed:
+            version = importlib.import_module(self.package).__version__
+            raise RuntimeError(
+                f"{self.package} {version} has wrapped the model without calling _register_ddp_hooks, so that gradients "
+                "would be averaged densely. Use a version that lightning-sparse is tested with, see its README."
+            )
+        self.engine.follow(self.optimizers)  # type: ignore[attr-defined]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """As in Lightning; a void step is left out where no loss scaler does so."""

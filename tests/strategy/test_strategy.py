@@ -284,3 +284,19 @@ def test_defaults_of_ddp_are_not_passed_on() -> None:
     assert strategy_class("pytorch_lightning")()._ddp_kwargs == {}
     given = strategy_class("pytorch_lightning")(bucket_cap_mb=3, static_graph=True, broadcast_buffers=False)._ddp_kwargs
     assert given == {"bucket_cap_mb": 3, "static_graph": True, "broadcast_buffers": False}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_lightning_that_attaches_no_exchange_does_not_train_densely(not_launched: None, package: str) -> None:
+    def configure_ddp(self: Any) -> None:
+        self.model = self._setup_model(self.model)
+
+    base = strategy_class(package)
+    later = type("Later", (base,), {"configure_ddp": configure_ddp})
+    trainer = make_trainer(package, strategy=later(), devices=1)
+    try:
+        with pytest.raises(RuntimeError, match="would be averaged densely"):
+            trainer.fit(make_module(package), make_data(), make_data(16))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
