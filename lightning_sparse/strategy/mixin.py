@@ -228,7 +228,7 @@ class SparseDDPMixin(Door):
         if self.engine is None or self.engine.closed:
             version = importlib.import_module(self.package).__version__
             raise RuntimeError(
-                f"{self.package} {version} has wrapped the model without calling _register_ddp_hooks, so that gradients "
+                f"{self.package} {version} wrapped the model without calling _register_ddp_hooks, so that gradients "
                 "would be averaged densely. Use a version that lightning-sparse is tested with, see its README."
             )
         self.engine.follow(self.optimizers)  # type: ignore[attr-defined]
