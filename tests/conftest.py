@@ -1,4 +1,4 @@
-"""Fixtures that several folders share."""
+"""Fixtures that several folders share, and one thread of computation for each process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import pytest
 
 from tests.ranks import Ranks
 
+# Before torch and numpy are imported; processes that tests start inherit it. Tests and their ranks fill the cores by
+# themselves: threads beside them would only take these away from each other, and the order of sums depend on them.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 @pytest.fixture
 def not_launched() -> Iterator[None]:
@@ -16,7 +20,6 @@ def not_launched() -> Iterator[None]:
     before = dict(os.environ)
     for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    os.environ["OMP_NUM_THREADS"] = "1"
     yield
     os.environ.clear()
     os.environ.update(before)
