@@ -1,12 +1,11 @@
 """Real ranks for tests: a few processes with gloo between them, started once and given many jobs.
 
-Starting a rank takes seconds (it imports torch and Lightning), a job on a running one takes milliseconds. Jobs are
+Ranks are forked off a process that has imported torch and Lightning, and stay: a job takes milliseconds. Jobs are
 functions of a module with picklable arguments; `rank` and `world_size` are what `torch.distributed` says inside.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import time
@@ -17,6 +16,8 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+
+from tests.forked import forked
 
 JOB_SECONDS = 40
 """A job that takes longer has hung: its ranks are killed and the test fails."""
@@ -68,8 +69,7 @@ class Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        # Not fork: this process may have run OpenMP code, which does not survive it.
-        context = multiprocessing.get_context("spawn")
+        context = forked()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, rank, self.world_size, port), daemon=True)
