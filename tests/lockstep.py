@@ -128,6 +128,10 @@ class Outcome(NamedTuple):
     statistics: list[Statistics]
 
 
+THREADS = ThreadPoolExecutor(64)
+"""At least as many as a step has ranks: a rank without a thread would be waited for."""
+
+
 class Ranks:
     """n ranks that reduce one group, step by step."""
 
@@ -143,7 +147,6 @@ class Ranks:
         dtype: torch.dtype = torch.float64,
     ) -> None:
         self.n, self.density, self.steps = n, density, 0
-        self.pool = ThreadPoolExecutor(n)
         self.sparsifier, self.exchange = sparsifier, as_exchange(exchange, sparsifier)
         self.memory = Residual() if memory is None else memory
         self.states = [
@@ -167,7 +170,7 @@ class Ranks:
         self.steps = self.steps if number is None else number
         before = self.residuals()
         network = Network(self.n)
-        jobs = [self.pool.submit(self._work, Port(network, rank), gradients[rank]) for rank in range(self.n)]
+        jobs = [THREADS.submit(self._work, Port(network, rank), gradients[rank]) for rank in range(self.n)]
         errors = [error for job in jobs if (error := job.exception()) is not None]
         if errors:
             raise min(errors, key=lambda error: isinstance(error, AbandonedError))

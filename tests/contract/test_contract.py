@@ -276,11 +276,11 @@ def test_nothing_is_lost_and_ranks_agree_whatever_comes(data: st.DataObject) -> 
             assert all(equal_states(state.selector, outcome.states[0].selector) for state in outcome.states)
 
 
-def test_simulate_takes_the_same_steps(pair: tuple[Case, str], some_n: int) -> None:
-    (case, exchange), n, numel = pair, some_n, 257
-    steps = streams(n, numel)
-    traces = ls.simulate(steps, sparsifier=case.sparsifier, density=DENSITY, exchange=exchange)
-    for trace, outcome in zip(traces, run(case, exchange, n, numel, ls.Residual()), strict=True):
+def test_simulate_takes_the_same_steps(outcomes: list[Outcome], pair: tuple[Case, str], n: int) -> None:
+    (case, exchange), numel = pair, 257
+    traces = ls.simulate(streams(n, numel), sparsifier=case.sparsifier, density=DENSITY, exchange=exchange)
+    taken = [outcome for outcome in outcomes if outcome.gradients.shape[1] == numel]
+    for trace, outcome in zip(traces, taken, strict=True):
         assert torch.equal(trace.update, outcome.averages[0])
         assert torch.equal(trace.counts, outcome.statistics[0].counts)
         norms = [float(residual.norm()) for residual in outcome.after]
@@ -339,27 +339,24 @@ def test_updates_scale_with_gradients(pair: tuple[Case, str], kind: str) -> None
         assert torch.equal(found.statistics[0].counts, expected.statistics[0].counts)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_gradient_that_is_not_finite_makes_the_step_void_on_all_ranks(
-    pair: tuple[Case, str], some_n: int, bad: float
-) -> None:
+def test_a_gradient_that_is_not_finite_makes_the_step_void_on_all_ranks(pair: tuple[Case, str], some_n: int) -> None:
     (case, exchange), n, numel = pair, some_n, 257
-    for place in (0, numel - 1):
-        ranks = Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=DENSITY)
-        ranks.step(noise(n, numel, seed=0))
-        before = ranks.step(noise(n, numel, seed=1))
-        spoilt = noise(n, numel, seed=2)
-        spoilt[n - 1, place] = bad
-        void = ranks.step(spoilt)
-        assert bool(torch.isnan(void.averages).all())
-        assert equal_states(tuple(void.after), tuple(before.after))
-        for then, now in zip(before.states, void.states, strict=True):
-            assert equal_states(now.selector, then.selector)
-            assert equal_states(now.counts, then.counts)
+    ranks = Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=DENSITY)
+    ranks.step(noise(n, numel, seed=0))
+    before = ranks.step(noise(n, numel, seed=1))
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        for place in (0, numel - 1):  # each starts where the ones before it left everything as it was
+            spoilt = noise(n, numel, seed=2)
+            spoilt[n - 1, place] = bad
+            void = ranks.step(spoilt)
+            assert bool(torch.isnan(void.averages).all())
+            assert equal_states(tuple(void.after), tuple(before.after))
+            for then, now in zip(before.states, void.states, strict=True):
+                assert equal_states(now.selector, then.selector)
+                assert equal_states(now.counts, then.counts)
 
 
-@pytest.mark.parametrize("first", [0, 1], ids=["first-step", "later-step"])
-def test_a_void_step_leaves_no_trace_in_the_steps_after_it(pair: tuple[Case, str], some_n: int, first: int) -> None:
+def test_a_void_step_leaves_no_trace_in_the_steps_after_it(pair: tuple[Case, str], some_n: int) -> None:
     # A void first step is the usual start under automatic mixed precision, where the first loss scale is too large.
     (case, exchange), n, numel = pair, some_n, 257
     spoilt = noise(n, numel, seed=9)
@@ -367,20 +364,18 @@ def test_a_void_step_leaves_no_trace_in_the_steps_after_it(pair: tuple[Case, str
     disturbed, calm = (
         Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=DENSITY) for _ in range(2)
     )
-    for ranks in (disturbed, calm):
-        for number in range(first):
-            ranks.step(noise(n, numel, seed=number))
-    void = disturbed.step(spoilt)
-    assert bool(torch.isnan(void.averages).all())
-    # Ranges rotate with the number of the step (MiCRO, ExDyna), and so does what a full message leaves out (balanced):
-    # there the calm run skips the number of the void step. The other methods do not look at it.
-    calm.steps += case.numbered or exchange == "balanced"
-    for seed in (4, 5, 6):
-        with_void, without = (ranks.step(noise(n, numel, seed=seed)) for ranks in (disturbed, calm))
-        assert torch.equal(with_void.averages, without.averages)
-        assert torch.equal(with_void.statistics[0].counts, without.statistics[0].counts)
-        assert equal_states(with_void.statistics[0].threshold, without.statistics[0].threshold)
-        assert equal_states(tuple(with_void.after), tuple(without.after))
+    for seeds in ((4, 5), (6, 7, 8)):  # after a void first step, and after a later one
+        void = disturbed.step(spoilt)
+        assert bool(torch.isnan(void.averages).all())
+        # Ranges rotate with the number of the step (MiCRO, ExDyna), and so does what a full message leaves out
+        # (balanced): there the calm run skips the number of the void step. The other methods do not look at it.
+        calm.steps += case.numbered or exchange == "balanced"
+        for seed in seeds:
+            with_void, without = (ranks.step(noise(n, numel, seed=seed)) for ranks in (disturbed, calm))
+            assert torch.equal(with_void.averages, without.averages)
+            assert torch.equal(with_void.statistics[0].counts, without.statistics[0].counts)
+            assert equal_states(with_void.statistics[0].threshold, without.statistics[0].threshold)
+            assert equal_states(tuple(with_void.after), tuple(without.after))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

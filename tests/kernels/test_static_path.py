@@ -142,25 +142,22 @@ def test_small_groups_work(name: str, exchange: str, static_path: None) -> None:
                 assert torch.equal(n * outcome.averages[0] + sum(outcome.after), offered)
 
 
-@pytest.mark.parametrize("first", [0, 1], ids=["first-step", "later-step"])
 @pytest.mark.parametrize("name", SPARSE)
-def test_a_void_step_leaves_no_trace_in_the_steps_after_it(name: str, first: int, static_path: None) -> None:
+def test_a_void_step_leaves_no_trace_in_the_steps_after_it(name: str, static_path: None) -> None:
     case, n, numel = BY_NAME[name], 4, 401
     disturbed, calm = (Ranks(n, numel, sparsifier=case.sparsifier, density=0.1) for _ in range(2))
     spoilt = noise(n, numel, seed=9)
     spoilt[0, 3] = float("nan")
-    for ranks in (disturbed, calm):
-        for number in range(first):
-            ranks.step(without_ties(n, numel, number))
-    disturbed.step(spoilt)
-    calm.steps += case.numbered  # ranges rotate with the number of the step
-    for seed in range(3, 9):
-        # Loads that make blocks move: the first quarter of the group is louder.
-        gradients = without_ties(n, numel, seed)
-        gradients[:, : numel // 4] *= 8
-        with_void, without = disturbed.step(gradients), calm.step(gradients)
-        assert torch.equal(with_void.averages, without.averages)
-        assert equal_states(with_void.states[0].selector, without.states[0].selector)
+    for seeds in ((3, 4, 5), (6, 7, 8)):  # after a void first step, and after a later one
+        disturbed.step(spoilt)
+        calm.steps += case.numbered  # ranges rotate with the number of the step
+        for seed in seeds:
+            # Loads that make blocks move: the first quarter of the group is louder.
+            gradients = without_ties(n, numel, seed)
+            gradients[:, : numel // 4] *= 8
+            with_void, without = disturbed.step(gradients), calm.step(gradients)
+            assert torch.equal(with_void.averages, without.averages)
+            assert equal_states(with_void.states[0].selector, without.states[0].selector)
 
 
 @pytest.mark.parametrize("variant", ["corrected", "published"])
