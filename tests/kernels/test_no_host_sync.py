@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import lightning_sparse as ls
 from lightning_sparse.pipeline import init_group, reduce_group
@@ -39,7 +38,9 @@ class NoCopies(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        leaves = tree_leaves((args, kwargs or {}))
+        leaves = []
+        for argument in (*args, *(kwargs or {}).values()):  # operators take lists, and nothing deeper
+            leaves.extend(argument if isinstance(argument, (list, tuple)) else (argument,))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         to_device = any(tensor.device == DEVICE for tensor in tensors) or DEVICE in leaves
         copies = func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_)
@@ -112,7 +113,8 @@ def steps(
 @pytest.mark.parametrize("memory", [ls.Residual(), ls.NoMemory()], ids=["residual", "no-memory"])
 @pytest.mark.parametrize(("case", "exchange"), PAIRS, ids=PAIR_NAMES)
 def test_a_step_on_a_device_never_waits(case: Case, exchange: str, memory: ls.Memory) -> None:
-    steps(case, exchange, memory)
+    # What follows the first step differs in what is remembered, and without a memory not at all from what is covered.
+    steps(case, exchange, memory, count=3 if isinstance(memory, ls.Residual) else 1)
 
 
 @pytest.mark.parametrize(("case", "exchange"), PAIRS, ids=PAIR_NAMES)

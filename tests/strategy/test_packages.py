@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,31 +10,40 @@ import pytest
 
 from lightning_sparse import packages
 
+CASES = [
+    # What a program does first, and the package whose classes it gets.
+    ("import lightning.pytorch", "lightning"),
+    ("import pytorch_lightning, lightning.pytorch", "pytorch_lightning"),
+    ("", "pytorch_lightning"),
+    # Where the other one is not installed:
+    ("import sys; sys.modules['pytorch_lightning'] = sys.modules['lightning_fabric'] = None", "lightning"),
+    ("import sys; sys.modules['lightning'] = None", "pytorch_lightning"),
+]
 PROGRAM = """
-{first}
-import lightning_sparse as ls
-print(ls.SparseDDPStrategy.__module__, ls.SparsityMonitor.__module__, ls.FlushResidual.__module__)
-print(ls.FabricSparseDDPStrategy.__module__)
+import os
+import torch._dynamo, torchmetrics  # what takes long, once for all
+for number, first in enumerate({firsts}):
+    child = os.fork()
+    if not child:
+        exec(first)
+        import lightning_sparse as ls
+        classes = [ls.SparseDDPStrategy, ls.SparsityMonitor, ls.FlushResidual, ls.FabricSparseDDPStrategy]
+        print(number, *[made.__module__ for made in classes], flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
 
 
-def run(first: str) -> str:
-    program = PROGRAM.format(first=first)
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
-    return result.stdout.strip()
-
-
 @pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_package_that_was_imported_first_is_meant() -> None:
-    ours = "lightning_sparse.strategy.{0} lightning_sparse.monitor.{0} lightning_sparse.flushing.{0}"
-    lightning = ours.format("lightning") + "\nlightning_sparse.strategy.fabric"
-    pytorch_lightning = ours.format("pytorch_lightning") + "\nlightning_sparse.strategy.lightning_fabric"
-    assert run("import lightning.pytorch") == lightning
-    assert run("import pytorch_lightning, lightning.pytorch") == pytorch_lightning
-    assert run("") == pytorch_lightning
-    # Where the other one is not installed:
-    assert run("import sys; sys.modules['pytorch_lightning'] = sys.modules['lightning_fabric'] = None") == lightning
-    assert run("import sys; sys.modules['lightning'] = None") == pytorch_lightning
+    program = PROGRAM.format(firsts=[first for first, _ in CASES])
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    found = [line.split()[1:] for line in sorted(result.stdout.splitlines())]
+    for (first, package), modules in zip(CASES, found, strict=True):
+        ours = [f"lightning_sparse.{part}.{package}" for part in ("strategy", "monitor", "flushing")]
+        fabric = {"lightning": "fabric", "pytorch_lightning": "lightning_fabric"}[package]
+        assert modules == [*ours, f"lightning_sparse.strategy.{fabric}"], first
 
 
 @pytest.mark.slow
