@@ -35,7 +35,10 @@ class Network:
     def __init__(self, n: int) -> None:
         self.n = n
         self.rounds: list[list[tuple[str, Tensor] | None]] = []
-        self.turns = [threading.Semaphore(rank == 0) for rank in range(n)]
+        self.turns = [threading.Lock() for _ in range(n)]
+        """Open for the rank whose turn it is."""
+        for turn in self.turns[1:]:
+            turn.acquire()
         self.running = set(range(n))
 
     def begin(self, rank: int) -> None:

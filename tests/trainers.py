@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -12,6 +13,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_sparse as ls
 
 PACKAGES = ["pytorch_lightning", "lightning.pytorch"]
+
+# Each Trainer asks all installed distributions whether they bring callbacks, which takes longer than all else it does.
+for _fabric in ("lightning_fabric", "lightning.fabric"):
+    _registry = importlib.import_module(f"{_fabric}.utilities.registry")
+    _registry.entry_points = functools.cache(_registry.entry_points)
+
 EVERYTHING_SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
 """For models so small that nothing would be left to sparsify."""
 
