@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -12,6 +13,11 @@ from tests.ranks import Ranks
 # Before torch and numpy are imported; processes that tests start inherit it. Tests and their ranks fill the cores by
 # themselves: threads beside them would only take these away from each other, and the order of sums depend on them.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    # What is there by now stays. Each look at all of it for garbage takes 0.3 s, 4 % of the time of short tests.
+    gc.freeze()
 
 
 @pytest.fixture
