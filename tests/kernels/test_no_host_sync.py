@@ -113,7 +113,7 @@ def steps(
 @pytest.mark.parametrize("memory", [ls.Residual(), ls.NoMemory()], ids=["residual", "no-memory"])
 @pytest.mark.parametrize(("case", "exchange"), PAIRS, ids=PAIR_NAMES)
 def test_a_step_on_a_device_never_waits(case: Case, exchange: str, memory: ls.Memory) -> None:
-    # What follows the first step differs in what is remembered, and without a memory not at all from what is covered.
+    # What methods keep from step to step does not depend on the memory: later steps with one of the two are enough.
     steps(case, exchange, memory, count=3 if isinstance(memory, ls.Residual) else 1)
 
 
