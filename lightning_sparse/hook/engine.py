@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from lightning_sparse.collective import TorchCollective, ring_all_reduce_bytes
 from lightning_sparse.grouping import Group
-from lightning_sparse.hook.executors import Executor, Inline, Threaded
+from lightning_sparse.hook.executors import Executor, Inline, Threaded, side_stream
 from lightning_sparse.hook.learning_rates import LearningRates
 from lightning_sparse.hook.running import Delivery, Running
 from lightning_sparse.hook.settings import Settings, check_equal_on_ranks
@@ -101,11 +101,12 @@ class Engine:
             if self._used is not None
         ]
         self._parameters = parameters
-        self._adopt([self._start(group) for group in plan])
-        on_cuda = self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if on_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = side_stream(self._device)
+        with self._between_steps():
+            groups = [self._start(group) for group in plan]
+        self._adopt(groups)
         threaded = settings.executor == "thread" or (
-            settings.executor == "auto" and not on_cuda and comm.world_size > 1
+            settings.executor == "auto" and self._stream is None and comm.world_size > 1
         )
         self._executor: Executor = Threaded(self._device) if threaded else Inline()
         self._exposed: Callable[[], float] = lambda: 0.0
@@ -265,7 +266,7 @@ class Engine:
         if len({group.name for group in plan}) < len(plan):
             raise ValueError(f"Expected groups with different names, but got {[group.name for group in plan]}.")
         groups = []
-        with self._on_stream():
+        with self._between_steps():
             for group in plan:
                 before = {p.name: self._group_of[p.name] for p in group.parameters}
                 running = self._start(group, flush=any(old.remembers for old in before.values()))
@@ -330,7 +331,7 @@ class Engine:
         factors = self._rates.factors()
         densities = {name: self._group_of[name].density(self.step) for name in factors}
         self._rates.change(factors, self.step, densities)
-        with self._on_stream():
+        with self._between_steps():
             for name, factor in factors.items():
                 if (residual := self.residual(name)) is not None:
                     residual.mul_(factor)
@@ -338,6 +339,22 @@ class Engine:
     def _on_stream(self) -> AbstractContextManager[Any]:
         """Where groups run."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """Where groups run, after all that the caller's stream was given so far and before what it is given next.
+
+        The caller's stream may still look at residuals. What groups give back must not be handed out again, to either
+        stream, while the other one uses it.
+        """
+        if self._stream is None:
+            yield
+            return
+        caller = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            yield
+        caller.wait_stream(self._stream)
 
     def _submit(self, group: Running) -> None:
         density = group.density(self.step)
@@ -516,7 +533,7 @@ class Engine:
         if self.settings.lr_aware and self._rates.known:
             self._rescale()
         pending = {}
-        with self._on_stream():
+        with self._between_steps():
             residuals = [group.memory.residual(group.state.memory) for group in self.groups]
             have = torch.tensor([r is not None for r in residuals], dtype=torch.uint8, device=self._device)
             anywhere = self.comm.all_gather(have).amax(0).tolist()
@@ -530,8 +547,6 @@ class Engine:
                 for name, span in group.spans.items():
                     parameter = self._parameters[name]
                     pending[name] = in_shape(average[span].to(parameter.dtype), parameter)
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return pending
 
     def state_dict(self) -> dict[str, Any]:
@@ -590,7 +605,7 @@ class Engine:
             notes.append(f"The settings were {state['settings']}, and are {self.settings.algorithm}.")
         learned = {group["name"]: group for group in state["groups"]} if alike else {}
         groups = []
-        with self._on_stream():
+        with self._between_steps():
             for group in self.plan:
                 parts = {p.name: given.pop(p.name, {}) for p in group.parameters}
                 remembers = any(bool(vector.any()) for vectors in parts.values() for vector in vectors.values())

@@ -11,6 +11,11 @@ from typing import Protocol
 import torch
 
 
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for groups, so that they run beside backward; None where a device has no streams."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
 class Executor(Protocol):
     """Decides when and where groups run; always one after another, in the order in which they were submitted."""
 
