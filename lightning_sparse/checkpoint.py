@@ -305,7 +305,7 @@ def merge_states(states: Iterable[State]) -> State:
         if not ranks:
             head = {key: value for key, value in state.items() if key not in ("parameters", "groups")}
             sums = {
-                name: {key: torch.zeros(shape, dtype=torch.float64) for key, shape in vectors.items()}
+                name: {key: torch.zeros(shape, dtype=torch.float64, device="cpu") for key, shape in vectors.items()}
                 for name, vectors in shapes.items()
             }
             dtypes = {(name, key): v.dtype for name, vs in state["parameters"].items() for key, v in vs.items()}
@@ -341,7 +341,7 @@ class Note(NamedTuple):
 
 def _gather_notes(own: Note, comm: Collective, device: torch.device) -> list[Note]:
     text = "\n".join(own).encode()[:NOTE_BYTES]
-    message = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
+    message = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
     message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = [
         bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in comm.all_gather(message.to(device)).cpu()

@@ -140,7 +140,7 @@ def _trace(
 ) -> StepTrace:
     update, first = ranks[0].update, statistics[0]
     numel = update.numel()
-    indices = torch.arange(numel) if first.indices is None else torch.unique(first.indices.cpu())
+    indices = torch.arange(numel, device="cpu") if first.indices is None else torch.unique(first.indices.cpu())
     indices = indices[indices < numel]
     thresholds = [s.threshold for s in statistics if s.threshold is not None]
     norms = [residual_norm(memory.residual(rank.state.memory)) for rank in ranks]
@@ -152,12 +152,12 @@ def _trace(
         indices=indices,
         threshold=torch.stack(thresholds).cpu() if thresholds else None,
         update=update,
-        residual_norm=torch.tensor(norms, dtype=torch.float64),
+        residual_norm=torch.tensor(norms, dtype=torch.float64, device="cpu"),
         density=size / numel,
         density_error=abs(size - k) / numel,
         padding_ratio=padding_ratio(first.counts),
         build_up=size / k,
-        bytes_sent=torch.tensor([s.bytes_sent for s in statistics], dtype=torch.float64),
+        bytes_sent=torch.tensor([s.bytes_sent for s in statistics], dtype=torch.float64, device="cpu"),
         partition=sparsifier.ranges(numel, ranks[0].state.selector, ctx),
     )
 
@@ -168,7 +168,7 @@ class _Rank:
     def __init__(self, comm: _ThreadCollective, state: GroupState) -> None:
         self.comm = comm
         self.state = state
-        self.update = torch.empty(0)
+        self.update = torch.empty(0, device="cpu")
 
     def work(self, row: Tensor, ctx: Context, parts: dict[str, Any]) -> Statistics:
         """One step; a rank that fails frees those that wait for it."""
@@ -192,9 +192,9 @@ class _Meeting:
         self.barrier = threading.Barrier(n, self._combine)
         self.baton = threading.Lock()
         """Held by the one rank that computes: together they would fight for the interpreter, five times as slowly."""
-        self.brought: list[Tensor] = [torch.empty(0)] * n
+        self.brought: list[Tensor] = [torch.empty(0, device="cpu")] * n
         self.combine: Callable[[list[Tensor]], Tensor] = torch.stack
-        self.result = torch.empty(0)
+        self.result = torch.empty(0, device="cpu")
 
     def _combine(self) -> None:
         """Run by the last to arrive, before anyone goes on and may change what was brought."""

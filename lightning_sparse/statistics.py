@@ -161,7 +161,7 @@ def summarize(
         exposed_ms,
     ]
     mean_norm, bytes_sent, select_ms, exchange_ms, exposed_ms = mean_over_ranks(
-        torch.tensor(local, dtype=torch.float64)
+        torch.tensor(local, dtype=torch.float64, device="cpu")
     ).tolist()
     summary = {
         "density": union / numel,
@@ -197,7 +197,7 @@ def summarize_direct(
         mean_over_ranks: averages a float64 vector; called once.
         void_steps: so far, but for those of such steps, which nobody looks at.
     """
-    norm = torch.tensor([math.hypot(*residual_norms)], dtype=torch.float64)
+    norm = torch.tensor([math.hypot(*residual_norms)], dtype=torch.float64, device="cpu")
     return {
         "density": 1.0,
         "target_density": 1.0,

@@ -1,11 +1,11 @@
 """Who waits for whom on a device, without one: vector clocks over streams, while CPU tensors do the work.
 
-On a device, operations of one stream run in order, those of two streams in any order unless one waits for the other, and
-memory that is given back is handed out again at once, to the stream that it was allocated on. :class:`Streams` plays
-that on the CPU. Every stream counts its operations and knows how far it has waited for the others; every storage knows
-where it was allocated, last written and last used. It notes
+On a device, operations of one stream run in order, those of two streams in any order unless one waits for the other,
+and memory that is given back is handed out again at once, to the stream that it was allocated on. :class:`Streams`
+plays that on the CPU. Every stream counts its operations and knows how far it has waited for the others; every storage
+knows where it was allocated, last written and last used. It notes
 
-- an operation that reads what another stream has written, or writes what another stream has used, without having waited;
+- an operation that reads what another stream has written, or writes what another one has used, without having waited;
 - an allocation on a stream that has memory back which another stream may still be using;
 - a host that reads a pinned flag without having waited for the copy into it.
 """

@@ -220,7 +220,7 @@ def compare(gradients: Sequence[Tensor], method: Method, density: float) -> dict
     last = steps[since:]
     estimates = torch.stack([step.estimate for step in steps])
     settled = estimates[min(SETTLED, len(steps) // 2) :].flatten()
-    low, high = torch.quantile(settled, torch.tensor([0.05, 0.95], dtype=settled.dtype)).tolist()
+    low, high = torch.quantile(settled, torch.tensor([0.05, 0.95], dtype=settled.dtype, device="cpu")).tolist()
     return {
         "density_error": _mean(100 * abs(step.build_up - 1) for step in last),
         "steps_to_target": _steps_to_target(estimates.mean(1).tolist()),
@@ -250,7 +250,7 @@ def _follow(gradients: Sequence[Tensor], method: Method, density: float, since: 
     n, numel = gradients[0].shape
     k = count(density, numel)
     # Nothing is lost, so that what the ranks hold together is known without looking at their residuals.
-    total = torch.zeros(numel, dtype=torch.float64)
+    total = torch.zeros(numel, dtype=torch.float64, device="cpu")
     traces = simulate(gradients, sparsifier=method.sparsifier, density=density, exchange=method.exchange)
     for rows, trace in zip(gradients, traces, strict=True):
         total += rows.sum(0, dtype=torch.float64)
@@ -270,7 +270,7 @@ def _captured(total: Tensor, left: Tensor, k: int) -> float:
 def _estimate(trace: StepTrace, agreement: Agreement, k: int) -> Tensor:
     """(m,) picks over intended picks, of each rank or of all together."""
     if agreement in (Agreement.DISJOINT, Agreement.SHARED):
-        return torch.tensor([trace.indices.numel() / k], dtype=torch.float64)
+        return torch.tensor([trace.indices.numel() / k], dtype=torch.float64, device="cpu")
     return trace.counts.double() / k
 
 

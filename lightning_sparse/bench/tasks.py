@@ -65,7 +65,7 @@ class Task:
 
     def gradients(self) -> Tensor:
         """(n, numel) gradients of the ranks at the current parameters, each on its next batch."""
-        rows = torch.zeros(self.ranks, self.numel)
+        rows = torch.zeros(self.ranks, self.numel, device="cpu")
         losses = []
         for row, places in zip(rows, next(self._batches), strict=True):
             for p, view in zip(self.parameters, self._views(row, self.parameters), strict=True):
@@ -98,7 +98,7 @@ class Task:
         """(n, batch) places of a step; every example once per pass, those that do not fill a step left out."""
         size = self.ranks * self.batch
         while True:
-            order = torch.randperm(len(self.train[0]), generator=self._order)
+            order = torch.randperm(len(self.train[0]), generator=self._order, device="cpu")
             for start in range(0, len(order) - size + 1, size):
                 yield order[start : start + size].view(self.ranks, self.batch)
 
@@ -150,9 +150,9 @@ def digits(
         ) from error
 
     data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(data.target)
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    images = torch.tensor(data.images, dtype=torch.float32, device="cpu").unsqueeze(1) / 16
+    labels = torch.tensor(data.target, device="cpu")
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0), device="cpu")
     train, valid = order[360:], order[:360]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -235,12 +235,12 @@ def text(
         raw = _read(path)
     tokens = re.findall(r"[^\W\d_]+|\d|[^\w\s]", raw.lower())
     known = {word: place for place, (word, _) in enumerate(Counter(tokens).most_common(words - 1))}
-    stream = torch.tensor([known.get(word, words - 1) for word in tokens])
+    stream = torch.tensor([known.get(word, words - 1) for word in tokens], device="cpu")
     count = max(0, len(stream) - 1) // length
     inputs = stream[: count * length].view(count, length)
     targets = stream[1 : count * length + 1].view(count, length)
     # Every tenth sequence, about 200 at most, is for validation: the text changes its subject along the way.
-    chosen = torch.zeros(count, dtype=torch.bool)
+    chosen = torch.zeros(count, dtype=torch.bool, device="cpu")
     chosen[:: max(10, count // 200)] = True
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -327,11 +327,12 @@ def heavy_tail(*, ranks: int, numel: int = 100_000, steps: int = 200, seed: int 
         seed: of everything.
     """
     generator = torch.Generator().manual_seed(seed)
-    layers = torch.exp(1.5 * torch.randn(10, generator=generator)).repeat_interleave(-(-numel // 10))[:numel]
+    scales = torch.exp(1.5 * torch.randn(10, generator=generator, device="cpu"))
+    layers = scales.repeat_interleave(-(-numel // 10))[:numel]
 
     def student(*shape: int) -> Tensor:
-        normal = torch.randn(*shape, generator=generator)
-        chi = sum(torch.randn(*shape, generator=generator).square() for _ in range(3))
+        normal = torch.randn(*shape, generator=generator, device="cpu")
+        chi = sum(torch.randn(*shape, generator=generator, device="cpu").square() for _ in range(3))
         return normal / (chi / 3).sqrt()  # type: ignore[union-attr]
 
     for step in range(steps):

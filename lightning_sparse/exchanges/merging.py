@@ -41,7 +41,7 @@ def strongest(pairs: Pairs, keep: int | Tensor, padding: int) -> Tensor:
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order), device=order.device)
         return place < keep
-    kept = torch.zeros(len(indices), dtype=torch.bool)
+    kept = torch.zeros(len(indices), dtype=torch.bool, device="cpu")
     kept[top_k(weight, int(keep))] = True
     return kept
 

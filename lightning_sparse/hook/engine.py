@@ -31,7 +31,7 @@ from lightning_sparse.memory import NoMemory
 from lightning_sparse.statistics import Stamp, summarize, summarize_direct
 from lightning_sparse.types import Context
 
-NO = torch.zeros((), dtype=torch.bool)
+NO = torch.zeros((), dtype=torch.bool, device="cpu")
 STATE_FORMAT = 1
 """Of what :meth:`Engine.state_dict` gives; changed when its meaning does."""
 

@@ -18,7 +18,7 @@ class Verdict:
         self._event: torch.cuda.Event | None = None
         self._flag = void
         if stream is not None:
-            self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._flag = torch.empty((), dtype=torch.bool, pin_memory=True, device="cpu")
             self._flag.copy_(void, non_blocking=True)
             self._event = stream.record_event()
 

@@ -75,7 +75,7 @@ def above(
         return static.above(x, threshold, span, min(capacity or x.numel(), x.numel()), phase)
     first, last = _on_host(span, x)
     indices = host.above(x, float(threshold), first, last)
-    return indices, torch.tensor(indices.numel())
+    return indices, torch.tensor(indices.numel(), device="cpu")
 
 
 def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +118,7 @@ def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     if static_shapes(indices.device):
         return static.distinct(indices, padding)
     found = host.distinct(indices, padding)
-    return found, torch.tensor(found.numel())
+    return found, torch.tensor(found.numel(), device="cpu")
 
 
 def unite(indices: Tensor, spare: Tensor, levels: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -56,7 +56,7 @@ def excess(x: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
         np.maximum(beyond[:size], 0.0, out=beyond[:size])
         total += float(beyond[:size].sum())
         squares += float(beyond[:size].dot(beyond[:size]))
-    made = torch.tensor([count, total, squares], dtype=torch.float64).unbind()
+    made = torch.tensor([count, total, squares], dtype=torch.float64, device="cpu").unbind()
     return made[0], made[1], made[2]
 
 
@@ -72,7 +72,7 @@ def log_sum(x: Tensor) -> Tensor:
         np.less(magnitudes[:size], bound, out=mask[:size])
         np.copyto(magnitudes[:size], 1, where=mask[:size])
         total += float(np.log(magnitudes[:size], out=magnitudes[:size]).sum(dtype=np.float64))
-    return torch.tensor(total, dtype=torch.float64)
+    return torch.tensor(total, dtype=torch.float64, device="cpu")
 
 
 def tail(x: Tensor, threshold: float) -> Tensor:

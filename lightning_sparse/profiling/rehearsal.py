@@ -144,7 +144,7 @@ def rehearse(
 
 def _gradients(numel: int, dtype: torch.dtype, device: torch.device, rank: int) -> Tensor:
     def draw(seed: int) -> Tensor:
-        return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        return torch.randn(numel, generator=torch.Generator().manual_seed(seed), device="cpu")
 
     return (draw(0) + draw(1 + rank)).pow(3).to(device, dtype)
 

@@ -17,7 +17,7 @@ from lightning_sparse.statistics import Stamp
 
 def gathered(values: Sequence[float], comm: Collective, device: torch.device) -> Tensor:
     """(n, len(values)) float64 on the host: the numbers of each rank, equally many."""
-    return comm.all_gather(torch.tensor(list(values), dtype=torch.float64).to(device)).cpu()
+    return comm.all_gather(torch.tensor(list(values), dtype=torch.float64, device="cpu").to(device)).cpu()
 
 
 def slowest(values: Sequence[float], comm: Collective, device: torch.device) -> list[float]:
@@ -29,7 +29,7 @@ def from_rank_zero(what: Any, comm: Collective, device: torch.device) -> Any:
     """What rank 0 gave, as JSON keeps it; the other ranks may give anything."""
     text = json.dumps(what if comm.rank == 0 else None).encode()
     size = int(comm.broadcast(torch.tensor([len(text)], device=device), 0))
-    letters = torch.zeros(size, dtype=torch.uint8)
+    letters = torch.zeros(size, dtype=torch.uint8, device="cpu")
     if comm.rank == 0:
         letters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return json.loads(comm.broadcast(letters.to(device), 0).cpu().numpy().tobytes())
@@ -78,7 +78,7 @@ def busy_processor() -> Iterator[None]:
     stop = threading.Event()
 
     def work() -> None:
-        x = torch.ones(256, 256)
+        x = torch.ones(256, 256, device="cpu")
         while not stop.is_set():
             x @ x
 

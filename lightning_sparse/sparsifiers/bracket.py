@@ -45,7 +45,7 @@ class Survivors:
     def count(self, threshold: Tensor) -> Tensor:
         """() int64 number of coordinates that reach () ``threshold``, compared in the accumulator's precision."""
         if not self.static and threshold <= 0:
-            return torch.tensor(self.acc.numel())
+            return torch.tensor(self.acc.numel(), device="cpu")
         self._descend(threshold)
         return (self._magnitudes >= threshold).sum()
 
@@ -81,7 +81,7 @@ class Survivors:
     def _reaching(self, threshold: Tensor) -> Selection:
         self._descend(threshold)
         indices = self._indices[self._magnitudes >= threshold]
-        return Selection(indices, torch.tensor(indices.numel()), threshold)
+        return Selection(indices, torch.tensor(indices.numel(), device="cpu"), threshold)
 
     def _descend(self, threshold: Tensor) -> None:
         if not self.static and threshold < self._bound:

@@ -199,7 +199,7 @@ class ExDyna(Sparsifier):
             first[p + 1] += shift
             load[p] += expected if shift > 0 else -expected
             load[p + 1] -= expected if shift > 0 else -expected
-        return torch.tensor(blocks), torch.tensor(first)
+        return torch.tensor(blocks, device="cpu"), torch.tensor(first, device="cpu")
 
     def _move_static(
         self, state: Partition, load: Tensor, numel: int, size: int, low: float, least: float

@@ -151,14 +151,14 @@ def _pick_host(acc: Tensor, share: int, spare: int, turn: int, n: int) -> Tensor
     """
     numel, expected = acc.numel(), share + n * spare
     if not expected:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device=acc.device)
     candidates = top_k(acc, min(numel, expected + math.ceil(4 * math.sqrt(expected))))
     first = torch.zeros_like(candidates, dtype=torch.bool)
     if share:
         first[top_k(acc[candidates], share)] = True
     own = candidates[(candidates % n == turn) & ~first]
     if own.numel() < spare and candidates.numel() < numel:
-        stripe = torch.arange(turn, numel, n)
+        stripe = torch.arange(turn, numel, n, device=acc.device)
         own = stripe[~torch.isin(stripe, candidates[first], assume_unique=True)]
     if own.numel() > spare:
         own = own[top_k(acc[own], spare)] if spare else own[:0]

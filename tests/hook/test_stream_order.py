@@ -116,7 +116,8 @@ def nonfinite_gradients_that_nobody_asks_about() -> None:
 
 def loss_scale() -> None:
     training = Training()
-    training.engine.loss_scale = lambda scale=torch.full((), 4.0): scale
+    scale = torch.full((), 4.0)
+    training.engine.loss_scale = lambda: scale
     training.steps()
 
 
