@@ -1,0 +1,109 @@
+"""Steps of a group on CUDA tensors without content: one device, and nothing that the host would have to read.
+
+All sparsifiers x exchanges, and all memories, in float32 with a loss scale and in bfloat16. What the results are is
+tested on CPU tensors that take the same path (tests/kernels/test_static_path.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_sparse as ls
+from lightning_sparse.pipeline import exchange_group, init_group, take_back
+from lightning_sparse.types import Context
+from tests.contract.cases import CASES, MEMORIES, PAIRS, Case
+from tests.fake_cuda import CUDA, HostWaitsError, fake_cuda
+from tests.mirror import Mirror
+
+NUMEL = 10_007
+DTYPES = [torch.float32, torch.bfloat16]
+EVERY_MEMORY = [ls.Residual(), ls.NoMemory(), ls.WeightDecay(1e-4), *MEMORIES]
+# The published MiCRO computes its ranges on the host, in CPU tensors on purpose, and those have no content here either.
+# tests/kernels/test_no_host_sync.py walks it on meta tensors.
+FAKEABLE = [(case, exchange) for case, exchange in PAIRS if case.name != "micro-published"]
+NATURAL = [(case, exchange) for case, exchange in FAKEABLE if exchange == case.sparsifier.exchange]
+
+
+def steps(case: Case, exchange: str, memory: ls.Memory, dtype: torch.dtype, rank: int, count: int = 2) -> None:
+    parts: dict[str, Any] = {"memory": memory, "sparsifier": case.sparsifier}
+    with fake_cuda():
+        parameters = [(slice(0, NUMEL), torch.zeros(NUMEL, dtype=dtype, device=CUDA))]
+        ctx = Context(0, 0.05, rank, 4, parameters=parameters)
+        state = init_group(NUMEL, dtype, CUDA, ctx, **parts)
+        scale = torch.ones((), device=CUDA) if dtype is torch.float32 else None
+        for step in range(count):
+            grad = torch.zeros(NUMEL + 1, dtype=dtype, device=CUDA)
+            after, statistics, void = exchange_group(
+                grad,
+                state,
+                ctx._replace(step=step),
+                **parts,
+                exchange=ls.EXCHANGES.resolve(exchange),
+                comm=Mirror(rank, 4, CUDA),
+                scale=scale,
+            )
+            state = take_back(state, after, void, memory)
+            assert {grad.device, void.device, statistics.union.device, state.counts.device} == {CUDA}
+
+
+@pytest.mark.parametrize(("case", "exchange"), NATURAL, ids=lambda part: getattr(part, "name", part))
+def test_every_sparsifier_stays_on_the_device(case: Case, exchange: str) -> None:
+    steps(case, exchange, ls.Residual(), DTYPES[len(case.name) % 2], rank=3)
+
+
+@pytest.mark.parametrize("exchange", sorted({exchange for _, exchange in FAKEABLE}))
+def test_every_exchange_stays_on_the_device(exchange: str) -> None:
+    [case, *_] = [case for case, accepted in FAKEABLE if accepted == exchange]
+    for dtype in DTYPES:
+        steps(case, exchange, ls.Residual(), dtype, rank=1)
+
+
+@pytest.mark.parametrize("memory", EVERY_MEMORY, ids=repr)
+def test_every_memory_stays_on_the_device(memory: ls.Memory) -> None:
+    [union_topk] = [case for case in CASES if case.name == "union_topk"]
+    steps(union_topk, "packed_union", memory, DTYPES[EVERY_MEMORY.index(memory) % 2], rank=2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("memory", EVERY_MEMORY, ids=repr)
+@pytest.mark.parametrize(("case", "exchange"), FAKEABLE, ids=lambda part: getattr(part, "name", part))
+def test_all_of_them_stay_on_the_device(case: Case, exchange: str, memory: ls.Memory) -> None:
+    for rank, dtype in enumerate(DTYPES):
+        steps(case, exchange, memory, dtype, rank)
+
+
+def on_device(*shape: int) -> Tensor:
+    return torch.ones(shape, device=CUDA)
+
+
+WRONG: dict[str, Callable[[], Any]] = {
+    "two devices": lambda: on_device(3) + torch.ones(3, device="cpu"),
+    "an index on the host": lambda: on_device(3).index_select(0, torch.zeros(1, dtype=torch.int64, device="cpu")),
+    "a write from the host": lambda: on_device(3).index_copy_(0, on_device(1).long(), torch.ones(1, device="cpu")),
+    "a number": lambda: on_device(3).sum().item(),
+    "a flag": lambda: bool(on_device() > 0),
+    "a mask": lambda: on_device(3)[on_device(3) > 0],
+    "a range": lambda: on_device(3)[: on_device().long()],
+    "a list": lambda: torch.tensor([1.0], device=CUDA),
+    "a message of the host": lambda: Mirror(0, 4, CUDA).all_gather(torch.ones(1, device="cpu")),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_would_fail_on_a_device_is_noticed(name: str) -> None:
+    with fake_cuda(), pytest.raises((HostWaitsError, RuntimeError, AssertionError)):
+        WRONG[name]()
+
+
+def test_indexing_is_that_of_torch() -> None:
+    with fake_cuda():
+        x = on_device(4, 5, 6)
+        found = [x[1], x[1:, None], x[:, :, 0], x[on_device(2).long(), :, 1], x[-1:, 2]]
+        assert [tuple(y.shape) for y in found] == [(5, 6), (3, 1, 5, 6), (4, 5), (2, 5), (1, 6)]
+        x[0] = 3
+        x[on_device(2).long()] = on_device(2, 5, 6)
