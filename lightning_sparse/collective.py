@@ -6,11 +6,12 @@ of one process (:func:`~lightning_sparse.simulate`) or one rank alone.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,18 @@ from torch.futures import Future
 # Renamed in torch 2.13, where the old name warns.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+
+LOST = (
+    *("connection closed by peer", "connection reset", "connection refused", "connection timed out"),
+    *("broken pipe", "socket closed", "timed out waiting", "application timeout"),  # gloo
+    *("ncclremoteerror", "communicator was aborted", "collective operation timeout"),
+)
+"""What libraries say where another rank is gone or late. They raise the same type where memory runs out, shapes do not
+fit or two ranks share a GPU."""
+PAUSE = 5e-5
+"""Seconds between two looks at whether a device is done."""
+LISTEN = 1.0
+"""Seconds of waiting after which the store is asked whether another rank has failed."""
 
 T = TypeVar("T")
 
@@ -76,6 +89,7 @@ class TorchCollective:
         self.timeout: timedelta | None = None
         """How long this rank waits for the others; None: the group's default."""
         self._owned = False
+        self._key = ""
         self._averages: bool | None = None
         alone = not (dist.is_available() and dist.is_initialized())
         self._rank = 0 if alone else dist.get_rank(group)
@@ -97,21 +111,68 @@ class TorchCollective:
 
     @contextmanager
     def _together(self, operation: str) -> Iterator[None]:
-        """Say what it means when a collective fails."""
+        """Say what it means when a collective fails because of another rank; other errors are this rank's own."""
         try:
             yield
         except RuntimeError as error:
-            waited = f" within {self.timeout.total_seconds():.6g} s" if self.timeout else ""
-            raise LostRankError(
-                f"Rank {self.rank} lost another rank in {operation}: it has ended or failed, or did not come{waited}. "
-                f"The first error is the one to look at, most likely another rank's. Here: {error}"
-            ) from error
+            if not _is_loss(error):
+                raise
+            raise self._lost(operation, f"Here: {error}") from error
+
+    def _lost(self, operation: str, reason: str) -> LostRankError:
+        waited = f" within {self.timeout.total_seconds():.6g} s" if self.timeout else ""
+        return LostRankError(
+            f"Rank {self.rank} lost another rank in {operation}: it has ended or failed, or did not come{waited}. The "
+            f"first error is the one to look at, most likely another rank's. {reason}"
+        )
+
+    def listen(self, name: str) -> None:
+        """Let :meth:`abort` tell the ranks that are in :meth:`wait_until`, by a key in the group's store.
+
+        Args:
+            name: equal on all ranks, and never used before.
+        """
+        self._key = f"lightning_sparse/{name}/failed"
+
+    @property
+    def _store(self) -> Any:
+        if not self._key or not dist.is_initialized():
+            return None
+        group = self.group or dist.group.WORLD
+        return None if group is None else group.get_group_store()
+
+    def wait_until(self, done: Callable[[], bool], what: str) -> None:
+        """Wait for a device, whose messages may never end where another rank is gone.
+
+        Args:
+            done: whether it is; must not wait.
+            what: is waited for.
+
+        Raises:
+            LostRankError: if another rank has called :meth:`abort`.
+        """
+        asked = time.monotonic()
+        while not done():
+            time.sleep(PAUSE)
+            if (now := time.monotonic()) - asked < LISTEN:
+                continue
+            asked, store = now, self._store
+            if store is not None and store.check([self._key]):
+                failed = store.get(self._key).decode()
+                self.abort()
+                raise self._lost(what, f"Rank {failed} has failed.")
 
     def abort(self) -> None:
-        """Let the others know at once that this rank cannot go on: their collectives fail, instead of waiting for it.
+        """Let the others know at once that this rank cannot go on, instead of waiting for it.
 
-        Only for a group of its own, see :meth:`of_its_own`; a shared one stays as it is.
+        Between CPUs, their collectives fail, because the connections of a group of its own end, see :meth:`of_its_own`.
+        NCCL does not pass that on: ranks that wait in :meth:`wait_until` find the key in the store, others wait until
+        their timeout. A shared group stays as it is.
         """
+        store = self._store
+        if store is not None:
+            with suppress(RuntimeError):  # it lives on a rank that may have ended
+                store.compare_set(self._key, "", str(self.rank))  # who is first
         if self._owned and self.group is not None and dist.is_initialized():
             if dist.get_backend(self.group) == "nccl":
                 self.group.abort()  # would otherwise be waited for
@@ -211,6 +272,14 @@ class TorchCollective:
             for move in dist.batch_isend_irecv(moves) if moves else []:
                 move.wait()
         return out
+
+
+def _is_loss(error: RuntimeError) -> bool:
+    """Whether a collective failed because of another rank."""
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    said = str(error).lower()
+    return any(words in said for words in LOST)
 
 
 class Observed(ABC):

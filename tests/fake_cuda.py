@@ -1,7 +1,7 @@
 """CUDA tensors without content, on a machine without CUDA.
 
-Under :func:`fake_cuda`, operations check devices as CUDA does and compute nothing; whatever needs content raises. In
-builds for the CPU, a few methods of tensors fail on such tensors in a guard: the same operations are asked for directly.
+Under :func:`fake_cuda`, operations check devices as CUDA does and compute nothing; whatever needs content raises. A few
+methods of tensors fail on them in builds for the CPU, in a guard: the same operations are asked for directly.
 """
 
 from __future__ import annotations

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.collective import Metered, TorchCollective, ring_all_reduce_bytes
+from lightning_sparse.collective import LostRankError, Metered, TorchCollective, ring_all_reduce_bytes
+from tests.ranks import Ranks
 
 
 class Mirror:
@@ -107,3 +113,98 @@ def test_without_a_process_group_there_is_one_rank_and_results_are_what_it_broug
         assert comm.all_to_all(x.unsqueeze(0)).tolist() == [[1.0, 2.0]]
         comm.close()
         comm.close()  # twice does no harm
+
+
+# What libraries raise, cut short.
+LOSSES = [
+    RuntimeError("[/build/gloo/transport/tcp/pair.cc:551] Connection closed by peer [127.0.0.1]:3"),
+    RuntimeError("[/build/gloo/transport/tcp/pair.cc:553] Connection reset by peer"),
+    RuntimeError("[/build/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 6000ms for recv operation"),
+    RuntimeError("Application timeout caused pair closure"),
+    dist.DistNetworkError("failed to recv, got 0 bytes"),
+    dist.DistBackendError(
+        "NCCL error in: x.cpp:1, remote process exited or there was a network error\nncclRemoteError: "
+    ),
+    dist.DistBackendError("NCCL communicator was aborted on rank 0."),
+]
+OTHERS = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    dist.DistBackendError("NCCL error in: x.cpp:1, invalid usage\nncclInvalidUsage: Duplicate GPU detected : rank 1"),
+    dist.DistBackendError("NCCL error in: x.cpp:1, unhandled cuda error\nCuda failure 2 'out of memory'"),
+    RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"),
+    RuntimeError("output tensor must have the same type as input tensor"),
+]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], TorchCollective]:
+    """Rank 0 of two, whose collectives raise."""
+
+    def made(error: Exception) -> TorchCollective:
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise error
+
+        replaced = {"is_initialized": lambda: True, "get_rank": lambda _: 0, "get_world_size": lambda _: 2}
+        for name, value in {**replaced, "all_reduce": fail}.items():
+            monkeypatch.setattr(dist, name, value)
+        return TorchCollective()
+
+    return made
+
+
+@pytest.mark.parametrize("error", LOSSES, ids=str)
+def test_a_rank_that_is_gone_is_told(failing: Callable, error: RuntimeError) -> None:
+    with pytest.raises(LostRankError, match="Rank 0 lost another rank in all_reduce") as raised:
+        failing(error).all_reduce(torch.ones(1))
+    assert raised.value.__cause__ is error
+    assert str(error) in str(raised.value)
+
+
+@pytest.mark.parametrize("error", OTHERS, ids=str)
+def test_other_errors_stay_what_they_are(failing: Callable, error: RuntimeError) -> None:
+    with pytest.raises(type(error)) as raised:
+        failing(error).all_reduce(torch.ones(1))
+    assert raised.value is error
+
+
+def sum_of_short_integers() -> str:
+    try:
+        TorchCollective().all_reduce(torch.ones(3, dtype=torch.int16))
+    except RuntimeError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_what_a_backend_cannot_do_is_no_lost_rank(two_ranks: Ranks) -> None:
+    assert two_ranks(sum_of_short_integers) == ["RuntimeError", "RuntimeError"]
+
+
+def wait_for_a_device(name: str) -> tuple[str, float]:
+    comm = TorchCollective()  # the default group, shared with others
+    comm.listen(name)
+    comm.all_reduce(torch.ones(1))
+    if comm.rank == 1:
+        comm.abort()
+        return "", float(comm.all_reduce(torch.ones(1)))  # a shared group goes on
+    begin = time.monotonic()
+    try:
+        comm.wait_until(lambda: False, "a sum")
+    except LostRankError as error:
+        comm.all_reduce(torch.ones(1))
+        return str(error), time.monotonic() - begin
+    return "nothing", 0.0
+
+
+def test_a_rank_that_waits_for_its_device_hears_of_one_that_cannot_go_on(two_ranks: Ranks) -> None:
+    for name in ("first", "second"):  # a key is read by those that it is meant for
+        (message, waited), (_, total) = two_ranks(wait_for_a_device, name)
+        assert message.startswith("Rank 0 lost another rank in a sum")
+        assert message.endswith("Rank 1 has failed.")
+        assert waited < 10
+        assert total == 2
+
+
+def test_waiting_for_a_device_ends_when_it_is_done() -> None:
+    answers = iter([False, False, True])
+    TorchCollective().wait_until(lambda: next(answers), "a sum")
+    assert list(answers) == []

@@ -94,6 +94,7 @@ class Engine:
         self._device = next(iter(parameters.values())).device
         self.run_id = self._agree_on_id()
         """Equal on all ranks, and different for every engine."""
+        comm.listen(self.run_id)
         self._used: set[str] | None = set() if watch_usage else None
         self._watchers = [
             p.register_post_accumulate_grad_hook(Watcher(name, self._used))  # type: ignore[no-untyped-call]
@@ -419,9 +420,9 @@ class Engine:
                 delivery.spoil_(void, untouched, self._firsts)
             asked = self.settings.nonfinite == "skip" or self.loss_scale() is not None
             if self._stream is None or asked:
-                self._verdict = Verdict(void, self._stream)
+                self._verdict = Verdict(void, self._stream, self.comm.wait_until)
             else:
-                self._verdict = Verdict(NO, None)
+                self._verdict = Verdict(NO, None, self.comm.wait_until)
         spans = [delivery.spans for delivery in deliveries]
         self._touched = lambda: {name for names in spans for name in names} - untouched
 
@@ -461,13 +462,13 @@ class Engine:
     def _look_at(self, passed: Sequence[tuple[Future[Tensor], Tensor, list[str]]]) -> Verdict:
         """Whether averages that nobody has looked at are finite; a loss scaler looks at them itself."""
         if self.settings.nonfinite != "skip" or self.loss_scale() is not None:
-            return Verdict(NO, None)
+            return Verdict(NO, None, self.comm.wait_until)
         finite = []
         for future, buffer, _ in passed:
             future.wait()
             finite.append(all_finite(buffer))
         stream = torch.cuda.current_stream(self._device) if self._stream is not None else None
-        return Verdict(~torch.stack(finite).all(), stream)
+        return Verdict(~torch.stack(finite).all(), stream, self.comm.wait_until)
 
     def _measure_exposed(self, begin: Stamp) -> Callable[[], float]:
         """Time since the last bucket came; groups that ran inside earlier hooks held backward up, too."""

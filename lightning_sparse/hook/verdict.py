@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,13 @@ class Verdict:
     Args:
         void: () whether the step counts for nothing.
         stream: on which the flag is formed; None where the host knows it.
+        wait: see :meth:`~lightning_sparse.collective.TorchCollective.wait_until`.
     """
 
-    def __init__(self, void: Tensor, stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, void: Tensor, stream: torch.cuda.Stream | None, wait: Callable[[Callable[[], bool], str], None]
+    ) -> None:
+        self._wait = wait
         self._event: torch.cuda.Event | None = None
         self._flag = void
         if stream is not None:
@@ -24,5 +30,5 @@ class Verdict:
 
     def __bool__(self) -> bool:
         if self._event is not None:
-            self._event.synchronize()
+            self._wait(self._event.query, "the exchange")
         return bool(self._flag)
