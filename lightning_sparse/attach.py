@@ -65,7 +65,7 @@ def attach(
             by much, and goes on with what is faster.
         nonfinite: where a gradient is not finite on some rank, residuals stay as they were and all ranks get NaN.
             "skip": that step is not counted, and the caller has to skip it as well, where no ``scaler`` does: call
-            ``engine.drop_void(optimizer)`` before ``optimizer.step()``, or ask ``engine.void``. "nan": whatever then
+            ``engine.skip_void(optimizer)`` before ``optimizer.step()``, or ask ``engine.void``. "nan": whatever then
             happens is up to the caller, and on CUDA nobody waits to learn about it.
         lr_aware: keep what residuals are worth when the learning rate changes, see
             :class:`~lightning_sparse.hook.learning_rates.LearningRates`; needs ``engine.follow([optimizer])``.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.ranks import Ranks
+from tests.streams import Streams, play
 
 # Before torch and numpy are imported; processes that tests start inherit it. Tests and their ranks fill the cores by
 # themselves: threads beside them would only take these away from each other, and the order of sums depend on them.
@@ -45,3 +46,21 @@ def three_ranks() -> Iterator[Ranks]:
     ranks = Ranks(3)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> Iterator[Streams]:
+    """A device with a main stream and a side stream, on CPU tensors."""
+    played = play(monkeypatch)
+    with played:
+        yield played

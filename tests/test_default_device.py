@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -103,12 +102,8 @@ def training(**options: Any) -> tuple:
 
 
 @pytest.mark.parametrize("options", [{}, {"lr_aware": True}, {"sparsifier": "exdyna", "memory": ls.WeightDecay(0.1)}])
-def test_in_training(options: dict[str, Any]) -> None:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        unchanged(lambda: training(**options))
-    finally:
-        dist.destroy_process_group()
+def test_in_training(one_rank: None, options: dict[str, Any]) -> None:
+    unchanged(lambda: training(**options))
 
 
 def test_in_simulations() -> None:

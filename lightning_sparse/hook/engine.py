@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from lightning_sparse.hook.executors import Executor, Inline, Threaded, side_str
 from lightning_sparse.hook.learning_rates import LearningRates
 from lightning_sparse.hook.running import Delivery, Running
 from lightning_sparse.hook.settings import Settings, check_equal_on_ranks
+from lightning_sparse.hook.skipping import Flags, heeds_flags
 from lightning_sparse.hook.verdict import Verdict
 from lightning_sparse.kernels import all_finite
 from lightning_sparse.memory import NoMemory
@@ -79,6 +80,7 @@ class Engine:
         self._step = 0
         self._verdict: Verdict | None = None
         self._last_void = False
+        self._flags = Flags()
         self._spoilt: set[str] = set()
         self._touched: Callable[[], set[str]] = set
         self._flushing = False
@@ -146,12 +148,32 @@ class Engine:
             Whether there were any.
         """
         self._hear_verdict()
-        if not self._spoilt:
-            return False
+        return self._drop(optimizer, self._spoilt)
+
+    def skip_void(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let this optimizer's next step pass over what a void step has left in its parameters.
+
+        On a device, fused optimizers of torch are handed the flag as a ``GradScaler`` hands it over, and nobody waits:
+        parameters, momenta and counters of steps stay as they are, the gradients of a void step stay NaN, and the step
+        is counted when the next one begins. Where the host knows the flag, for all other optimizers, for those that
+        step parameters of others, too, and beside a loss scale, this is :meth:`drop_void`.
+        """
+        self._flags.take_back(optimizer)
+        flag = None if self._verdict is None else self._verdict.on_device
+        if flag is not None and self.loss_scale() is None and heeds_flags(optimizer):
+            latest = self._touched()
+            self._drop(optimizer, self._spoilt - latest)
+            stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if all(self._names.get(id(p)) in latest for p in stepped):
+                self._flags.hand(optimizer, flag)
+                return
+        self.drop_void(optimizer)
+
+    def _drop(self, optimizer: torch.optim.Optimizer, names: Set[str]) -> bool:
         dropped = False
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if names else ():
             for parameter in group["params"]:
-                if self._names.get(id(parameter)) in self._spoilt:
+                if self._names.get(id(parameter)) in names:
                     parameter.grad = None
                     dropped = True
         return dropped
@@ -313,6 +335,7 @@ class Engine:
         """The first gradients of a step are here."""
         self._begun = True
         self._hear_verdict()
+        self._flags.take_all_back()
         thawed = [name for name, p in self.frozen.items() if p.requires_grad]
         if thawed:
             raise RuntimeError(

@@ -23,7 +23,10 @@ class Verdict:
         self._wait = wait
         self._event: torch.cuda.Event | None = None
         self._flag = void
+        self.on_device: Tensor | None = None
+        """() the flag as 0.0 or 1.0, where it is formed; None where the host knows it."""
         if stream is not None:
+            self.on_device = void.float()
             self._flag = torch.empty((), dtype=torch.bool, pin_memory=True, device="cpu")
             self._flag.copy_(void, non_blocking=True)
             self._event = stream.record_event()

@@ -65,7 +65,8 @@ class SparsityMonitorMixin:
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Log, if this is a step that logs and gradients were exchanged since the last time."""
         engine = _engine(trainer)
-        if engine is None or engine.step == self._logged_step or not _is_logging_step(trainer):
+        # In this order: asking for the step may wait for a device.
+        if engine is None or not _is_logging_step(trainer) or engine.step == self._logged_step:
             return
         self._logged_step = engine.step
         for name, value in engine.summary().items():

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
+from weakref import WeakSet
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -97,6 +98,7 @@ class Door:
         """More that look on while the engine works, from the next one on."""
         self._bucket_cap_mb = bucket_cap_mb
         self._side_files = SideFiles()
+        self._told_of_void: WeakSet[Engine] = WeakSet()
 
     @property
     def engines(self) -> list[Engine]:
@@ -138,13 +140,24 @@ class Door:
     def _load_side_file(self, path: str) -> Any:
         return self.checkpoint_io.load_checkpoint(path, weights_only=True)  # type: ignore[attr-defined]
 
-    def _drop_void(self, optimizer: Any, precision: Any) -> None:
-        """Let the optimizer skip a void step, where no loss scaler does so."""
+    def _skip_void(self, optimizer: Any, precision: Any, *, drop: bool = False) -> None:
+        """Let the optimizer skip a void step, where no loss scaler does so.
+
+        Args:
+            optimizer: that steps next.
+            precision: Lightning's plugin, which may have a scaler.
+            drop: leave no gradients of such a step, whatever the optimizer could do with them.
+        """
         scaler = getattr(precision, "scaler", None)
         if self.settings.nonfinite != "skip" or (scaler is not None and scaler.is_enabled()):
             return
         for engine in self.engines:
-            if engine.drop_void(optimizer) and engine.void_steps == 1:
+            if drop:
+                engine.drop_void(optimizer)
+            else:
+                engine.skip_void(optimizer)
+            if engine.void_steps == 1 and engine.void_streak == 1 and engine not in self._told_of_void:
+                self._told_of_void.add(engine)
                 rank_zero_warn(
                     f"A gradient was not finite on some rank in the backward after step {engine.step}: no rank takes "
                     "this step, and residuals are as before. sparse/void_steps counts such steps from now on."

@@ -248,23 +248,20 @@ class FabricSparseDDPMixin(Door):
         """As in Fabric; a void step is left out where no loss scaler does so."""
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
         if closure is None:
-            self._skip_void(optimizer)
+            self._skip_void(optimizer, self.precision)  # type: ignore[attr-defined]
             return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
 
         def then_skip() -> Any:
             result = closure()
-            self._skip_void(optimizer)
+            self._skip_void(optimizer, self.precision)  # type: ignore[attr-defined]
             return result
 
         return super().optimizer_step(optimizer, closure=then_skip, **kwargs)  # type: ignore[misc]
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Fabric; where no loss scaler does so, a void step is left out before its norm is looked at."""
-        self._skip_void(optimizer)
+        self._skip_void(optimizer, self.precision, drop=True)  # type: ignore[attr-defined]
         return super().clip_gradients_norm(module, optimizer, *args, **kwargs)  # type: ignore[misc]
-
-    def _skip_void(self, optimizer: Any) -> None:
-        self._drop_void(optimizer, self.precision)  # type: ignore[attr-defined]
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None

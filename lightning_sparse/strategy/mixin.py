@@ -52,7 +52,8 @@ class SparseDDPMixin(Door):
             changes by much, and goes on with what is faster.
         nonfinite: where a gradient is not finite on some rank, all ranks agree, and residuals stay as they were. With
             loss scaling the scaler skips the step. Without: "skip" leaves the optimizer's step out on all ranks (on
-            CUDA, the host waits for backward to learn about it), "nan" hands NaN to it, as plain DDP does.
+            CUDA, the host waits for backward to learn about it, but for fused optimizers), "nan" hands NaN to it, as
+            plain DDP does.
         lr_aware: keep what residuals are worth when the learning rate changes: multiply those of each parameter group
             by ``lr_old / lr_new``. For SGD; refused with optimizers that scale gradients by themselves, such as Adam.
         save_residuals: save what each rank remembers beside every checkpoint that holds optimizer states, so that a
@@ -236,12 +237,12 @@ class SparseDDPMixin(Door):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """As in Lightning; a void step is left out where no loss scaler does so."""
 
-        def then_drop() -> Any:
+        def then_skip() -> Any:
             result = closure()
-            self._drop_void(optimizer, self.precision_plugin)  # type: ignore[attr-defined]
+            self._skip_void(optimizer, self.precision_plugin)  # type: ignore[attr-defined]
             return result
 
-        return super().optimizer_step(optimizer, then_drop, model, **kwargs)  # type: ignore[misc]
+        return super().optimizer_step(optimizer, then_skip, model, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As in Lightning; parameters that were frozen or unfrozen since the last step leave or join the exchange."""

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.grouping import make_plan
 from lightning_sparse.hook import Engine
-from tests.streams import FakeStream, Streams, play
+from tests.streams import FakeStream, Streams
 
 SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> Iterator[Streams]:
-    """A device with a main stream and a side stream, on CPU tensors."""
-    played = play(monkeypatch)
-    with played:
-        yield played
 
 
 class Branches(nn.Module):
@@ -60,7 +43,7 @@ class Training:
 
     def step(self, branches: str = "left+right", scale: float = 1.0) -> None:
         (scale * self.ddp(torch.randn(4, 30), branches).square().mean()).backward()
-        self.engine.drop_void(self.optimizer)
+        self.engine.skip_void(self.optimizer)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -105,6 +88,14 @@ def other_sparsifiers() -> None:
 
 def a_void_step() -> None:
     training = Training(momentum=0.9)
+    for scale in (1.0, float("inf"), 1.0, 1.0):
+        training.step(scale=scale)
+    assert training.engine.void_steps == 1
+
+
+def a_void_step_of_a_fused_optimizer() -> None:
+    training = Training()
+    training.optimizer = torch.optim.Adam(training.ddp.parameters(), fused=True)
     for scale in (1.0, float("inf"), 1.0, 1.0):
         training.step(scale=scale)
     assert training.engine.void_steps == 1
@@ -205,6 +196,7 @@ RUNS: list[Callable[[], None]] = [
     every_memory,
     other_sparsifiers,
     a_void_step,
+    a_void_step_of_a_fused_optimizer,
     nonfinite_gradients_that_nobody_asks_about,
     loss_scale,
     regroup_in_the_first_hook,
