@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.collective import TorchCollective
@@ -74,7 +74,7 @@ def attach(
             Adam's first moment, see :class:`~lightning_sparse.Watch`; None: does not.
         bucket_cap_mb: size in MiB of groups that are cut by bucket; None: that of DDP's buckets, in which gradients are
             handed over. Where exchanges go on beside backward, small buckets of DDP start them early.
-        timeout: of the engine's own process group.
+        timeout: of the engine's own process group. Inside hooks on CUDA, exchanges go through DDP's, with its timeout.
         profile: of an earlier run, see :attr:`~lightning_sparse.tuning.Planner.saved`; used by groupings and densities
             that need one, if model, settings and ranks are the same.
         tuners: more that look on, see :meth:`Engine.tune`.
@@ -116,8 +116,9 @@ def attach(
     sizes = sizes_of(parameters)
     cap = ddp.bucket_bytes_cap / MIB if bucket_cap_mb is None else bucket_cap_mb
     plan = make_plan(sizes, grouping, rules, cap)
-    comm = TorchCollective.of_its_own(ddp.process_group, timeout)
     device = next(iter(parameters.values())).device
+    refuse_two_orders(ddp.module, settings.executor, device)
+    comm = TorchCollective.over(ddp.process_group, timeout, device, settings.executor == "thread")
     check_equal_on_ranks((settings, grouping, fallback, watch, plan), comm, device)
     if comm.rank == 0 and not isinstance(settings.sparsifier, Everything):
         _warn_if_nothing_is_left(plan, rules)
@@ -170,6 +171,23 @@ def _warn_if_nothing_is_left(plan: Sequence[Group], rules: Rules) -> None:
             "rules=Rules(dense_ndim=0, dense_numel=0) to sparsify small parameters, too.",
             stacklevel=3,
         )
+
+
+def refuse_two_orders(module: Module, executor: str, device: torch.device) -> None:
+    """Raise if a thread's messages could come in another order than those of SyncBatchNorm, from rank to rank.
+
+    Raises:
+        ValueError: naming the layer.
+    """
+    if executor != "thread" or device.type != "cuda":
+        return
+    for name, layer in module.named_modules():
+        if isinstance(layer, SyncBatchNorm):
+            raise ValueError(
+                f"Expected executor='inline' or 'auto' beside SyncBatchNorm ({name!r}) on CUDA, but got 'thread': its "
+                "messages and those of a communication thread would start in an order that differs between ranks, and "
+                "NCCL may then wait for ever."
+            )
 
 
 def check_fallback(fallback: str | None) -> None:

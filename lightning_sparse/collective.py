@@ -96,6 +96,25 @@ class TorchCollective:
         self._world_size = 1 if alone else dist.get_world_size(group)
 
     @classmethod
+    def over(
+        cls, group: dist.ProcessGroup | None, timeout: timedelta | None, device: torch.device, threaded: bool
+    ) -> TorchCollective:
+        """The ranks of DDP's group, beside DDP's own messages. All its ranks must call this.
+
+        NCCL does not promise that kernels of two groups that wait at the same time go on: what is sent inside hooks on
+        CUDA goes through the given group, in one order with the messages of SyncBatchNorm and of DDP itself. A thread
+        has no such order, and gets a group of its own, as exchanges between CPUs do.
+
+        Args:
+            group: DDP's.
+            timeout: of a group of its own.
+            device: of the gradients.
+            threaded: whether messages come from a thread of their own.
+        """
+        shared = device.type == "cuda" and not threaded and dist.is_initialized() and dist.get_backend(group) != "gloo"
+        return cls(group) if shared else cls.of_its_own(group, timeout)
+
+    @classmethod
     def of_its_own(cls, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> TorchCollective:
         """A new group over the same ranks, free of other traffic. All its ranks must call this."""
         if not dist.is_initialized() or dist.get_world_size(group) == 1:

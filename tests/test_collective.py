@@ -208,3 +208,37 @@ def test_waiting_for_a_device_ends_when_it_is_done() -> None:
     answers = iter([False, False, True])
     TorchCollective().wait_until(lambda: next(answers), "a sum")
     assert list(answers) == []
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def share(backend: str, device: torch.device, threaded: bool) -> tuple[bool, float]:
+    """Whether the given group is used itself; then the engine ends, and the given group must still work."""
+    given = dist.group.WORLD
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda group=None: backend)
+        comm = TorchCollective.over(given, None, device, threaded)
+    shared = comm.group is given
+    assert float(comm.all_reduce(torch.ones(1))) == 2
+    comm.abort()
+    comm.close()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return shared, float(total)
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "threaded", "shared"),
+    [
+        ("nccl", CUDA, False, True),
+        ("nccl", CUDA, True, False),
+        ("gloo", CUDA, False, False),
+        ("gloo", CPU, False, False),
+        ("gloo", CPU, True, False),
+    ],
+)
+def test_inside_hooks_on_cuda_ddps_own_group_is_used_and_stays(
+    two_ranks: Ranks, backend: str, device: torch.device, threaded: bool, shared: bool
+) -> None:
+    assert two_ranks(share, backend, device, threaded) == [(shared, 2.0)] * 2
