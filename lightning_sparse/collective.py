@@ -115,18 +115,35 @@ class TorchCollective:
         return cls(group) if shared else cls.of_its_own(group, timeout)
 
     @classmethod
-    def of_its_own(cls, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> TorchCollective:
-        """A new group over the same ranks, free of other traffic. All its ranks must call this."""
+    def of_its_own(
+        cls, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, backend: str | None = None
+    ) -> TorchCollective:
+        """A new group over the same ranks, free of other traffic. All its ranks must call this.
+
+        Args:
+            group: whose ranks; None: the default group's.
+            timeout: of the new group; None: its backend's default.
+            backend: of the new group; None: that of the default group.
+        """
         if not dist.is_initialized() or dist.get_world_size(group) == 1:
             return cls(group)
         if dist.get_world_size(group) == dist.get_world_size():
-            made = cls(dist.new_group(timeout=timeout))
+            made = cls(dist.new_group(timeout=timeout, backend=backend))
         else:
             ranks = dist.get_process_group_ranks(group)
-            made = cls(dist.new_group(ranks, timeout=timeout, use_local_synchronization=True))
+            made = cls(dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True))
         made._owned = True
         made.timeout = timeout
         return made
+
+    def between_hosts(self) -> TorchCollective:
+        """The same ranks for small messages of CPU tensors, which wait for no device. All ranks must call this.
+
+        This one, where it serves; else a group of its own over gloo, to be closed.
+        """
+        if self._world_size == 1 or dist.get_backend(self.group) == "gloo":
+            return self
+        return self.of_its_own(self.group, self.timeout, "gloo")
 
     @contextmanager
     def _together(self, operation: str) -> Iterator[None]:

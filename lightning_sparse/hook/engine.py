@@ -98,6 +98,7 @@ class Engine:
         """Equal on all ranks, and different for every engine."""
         comm.listen(self.run_id)
         self._used: set[str] | None = set() if watch_usage else None
+        self._hosts = comm.between_hosts() if watch_usage else comm
         self._watchers = [
             p.register_post_accumulate_grad_hook(Watcher(name, self._used))  # type: ignore[no-untyped-call]
             for name, p in parameters.items()
@@ -400,7 +401,7 @@ class Engine:
             with self._on_stream(), self._failing_together(f"in the exchange of group {group.plan.name!r}"):
                 if self._stream is not None and ready is not None:
                     self._stream.wait_event(ready)
-                group.run(ctx, self.comm, used, scale, flush)
+                group.run(ctx, self.comm, self._hosts, used, scale, flush)
 
         self._executor.submit(job)
 
@@ -411,7 +412,8 @@ class Engine:
             yield
         except Exception as error:
             error.add_note(f"sparse_ddp: {where}, step {self._step}, rank {self.comm.rank}")
-            self.comm.abort()
+            for comm in {self.comm, self._hosts}:
+                comm.abort()
             raise
 
     def _parameters_of(self, group: Running) -> list[tuple[slice, Tensor]]:
@@ -655,7 +657,8 @@ class Engine:
         for watcher in self._watchers:
             watcher.remove()
         self._watchers = []
-        self.comm.close()
+        for comm in {self.comm, self._hosts}:
+            comm.close()
 
     def _mean_over_ranks(self, x: Tensor) -> Tensor:
         if self._closed and self.comm.world_size > 1:

@@ -44,13 +44,18 @@ class Delivery:
         Args:
             void: () flag. On a device, where nobody knows whether it is set, one coordinate of each gradient has to do.
             untouched: parameters whose gradient is not of this step.
-            firsts: first coordinates as tensors on the device, kept from step to step.
+            firsts: first coordinates of a bucket as tensors on the device, kept from step to step.
         """
         spans = [span for name, span in self.spans.items() if name not in untouched]
         if not static_shapes(void.device):
             for span in spans if void else ():
                 self.buffer[span].fill_(float("nan"))
-        elif spans:
+        elif (
+            untouched & self.spans.keys()
+        ):  # others in every step, maybe: the host does not wait to copy where they are
+            for span in spans:
+                self.buffer[span.start : span.start + 1].masked_fill_(void, float("nan"))
+        else:
             starts = tuple(span.start for span in spans)
             if starts not in firsts:
                 firsts[starts] = torch.tensor(starts, device=self.buffer.device)
@@ -181,22 +186,28 @@ class Running:
         return len(self.arrived) == len(self.plan.parameters)
 
     def run(
-        self, ctx: Context, comm: Collective, used: list[bool] | None, scale: Tensor | None, flush: bool = False
+        self,
+        ctx: Context,
+        comm: Collective,
+        hosts: Collective,
+        used: list[bool] | None,
+        scale: Tensor | None,
+        flush: bool = False,
     ) -> None:
         """Exchange the group; :meth:`conclude` decides whether that counts.
 
         Args:
             ctx: the step.
             comm: the ranks.
+            hosts: the same ranks, for what their hosts know.
             used: which parameters took part in this backward on this rank; None: all did, on all ranks.
             scale: of the loss, see :func:`~lightning_sparse.pipeline.exchange_group`.
             flush: send everything, this time.
         """
         untouched: dict[str, slice] = {}
-        asking = Metered(comm)
+        asking = Metered(hosts)
         if used is not None:
-            flags = torch.tensor(used, dtype=torch.uint8, device=self.device)
-            # DDP itself waits for the device in this mode, to learn which parameters no rank used.
+            flags = torch.tensor(used, dtype=torch.uint8, device="cpu")
             anywhere = asking.all_gather(flags).amax(0).tolist()
             untouched = {
                 name: span for (name, span), touched in zip(self.spans.items(), anywhere, strict=True) if not touched

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.collective import TorchCollective
 from lightning_sparse.grouping import Group, ParameterSize, make_plan
 from lightning_sparse.hook import Engine
 from tests.ranks import RankError, Ranks
@@ -632,3 +633,37 @@ def test_reducers_that_bypass_buckets_are_refused(tmp_path: Any) -> None:
             wrapped("default", sparsifier="topk")
     finally:
         dist.destroy_process_group()
+
+
+def train_and_listen(ask_hosts: bool) -> tuple[Tensor, list[tuple[bool, bool]]]:
+    """Parameters, and of each gather of flags: whether it went through the group of the averages, and on the CPU."""
+    gather, averaged, told = TorchCollective.all_gather, [], []
+
+    def listen(self: TorchCollective, x: Tensor) -> Tensor:
+        if x.dtype == torch.uint8:
+            told.append((self.group, x.is_cpu))
+        else:
+            averaged.append(self.group)
+        return gather(self, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if ask_hosts:  # as if the default group were one between devices
+            patch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        ddp, engine = wrapped("find_unused", sparsifier="topk", density=0.1, grouping="layer", executor="inline")
+        patch.setattr(TorchCollective, "all_gather", listen)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for batch, use in zip(batches(4), ("both", "left", "right", "left"), strict=True):
+            ddp(batch, use).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.close()
+    return flat(ddp), [(group in averaged, on_cpu) for group, on_cpu in told]
+
+
+def test_which_parameters_are_used_is_asked_between_hosts(two_ranks: Ranks) -> None:
+    plain, asked = two_ranks(train_and_listen, False), two_ranks(train_and_listen, True)
+    for (expected, before), (parameters, told) in zip(plain, asked, strict=True):
+        assert torch.equal(parameters, expected)
+        assert set(before) == {(True, True)}  # between CPUs, one group serves
+        assert set(told) == {(False, True)}
+        assert len(told) == len(before) >= 16
