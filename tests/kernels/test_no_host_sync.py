@@ -22,6 +22,7 @@ import lightning_sparse as ls
 from lightning_sparse.pipeline import init_group, reduce_group
 from lightning_sparse.types import Context
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
+from tests.mirror import Mirror
 
 DEVICE = torch.device("meta")
 NUMEL = 10_007  # shared by 4 ranks with a remainder of 3
@@ -65,30 +66,6 @@ def no_waiting() -> Iterator[None]:
         yield
 
 
-class FakeRanks:
-    """Four ranks of which only this one exists: results have the right shapes, and no content either."""
-
-    world_size = 4
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(0).expand(self.world_size, *x.shape).clone()
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        return x
-
-    def all_to_all(self, x: Tensor) -> Tensor:
-        return x
-
-    def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
-        return None if source is None else x.clone()
-
-
 def steps(
     case: Case,
     exchange: str,
@@ -106,7 +83,7 @@ def steps(
     for step in range(count):
         grad = torch.zeros(NUMEL + 1, dtype=dtype, device=DEVICE)
         with no_waiting():
-            state, statistics = reduce_group(grad, state, ctx._replace(step=step), **parts, comm=FakeRanks(rank))
+            state, statistics = reduce_group(grad, state, ctx._replace(step=step), **parts, comm=Mirror(rank))
         assert grad.device == statistics.union.device == state.counts.device == DEVICE
 
 
@@ -183,6 +160,6 @@ def test_cuda_itself_sees_no_synchronisation(case: Case, exchange: str) -> None:
         grad = torch.randn(NUMEL + 1, device=device)
         torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may load kernels
         try:
-            state, _ = reduce_group(grad, state, ctx._replace(step=step), **parts, comm=FakeRanks(1))
+            state, _ = reduce_group(grad, state, ctx._replace(step=step), **parts, comm=Mirror(1))
         finally:
             torch.cuda.set_sync_debug_mode("default")
