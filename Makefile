@@ -1,9 +1,11 @@
 # make demo   four short trainings on two processes and their comparison, in demo_results/
 # make test   lint and test suite
 # make lint   the static checks alone
+# make gpu    what only an NVIDIA GPU can answer, in ten minutes: a table, and JSON in gpu_results/ (docs/gpu.md)
 # make clean  remove outputs and caches; the environment stays (rm -rf .venv)
 #
-# All of them work in .venv, made by $(PYTHON) on first use and kept up to date with pyproject.toml and constraints.txt.
+# All but gpu work in .venv, made by $(PYTHON) on first use and kept up to date with pyproject.toml and constraints.txt.
+# gpu takes $(PYTHON) as it is, with the torch for CUDA that is installed there, and downloads nothing.
 
 PYTHON ?= python3
 
@@ -13,7 +15,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint clean
+.PHONY: demo test lint gpu clean
 
 demo: $(VENV)/.installed-examples
 	@$(BIN)/python examples/demo.py
@@ -26,8 +28,11 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
+gpu:
+	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m tests.gpu
+
 clean:
-	rm -rf demo_results lightning_logs wandb dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf demo_results gpu_results lightning_logs wandb dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone: the constraint then decides its version, and the second step finds it in place.

@@ -45,7 +45,7 @@ def test_examples_run(page: str, tmp_path: Path) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    others = ["advise", "comparison", "metrics", "watchdogs"]
+    others = ["advise", "comparison", "gpu", "metrics", "watchdogs"]
     for page in [*PAGES, *(f"docs/{name}.md" for name in others), "CHANGELOG.md"]:
         for target in re.findall(r"\]\(([^)#][^)]*)\)", (ROOT / page).read_text()):
             file = (ROOT / page).parent / target.partition("#")[0]

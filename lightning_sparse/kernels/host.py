@@ -111,7 +111,7 @@ def unite(keys: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         levels = np.maximum.reduceat(levels, starts)
     spare = (ordered[starts] >> 20 & 1).astype(bool)  # the lowest key of each coordinate comes first
     union = torch.from_numpy(coordinates[starts])
-    return union, torch.from_numpy(spare), torch.from_numpy(levels), torch.tensor(starts.size)
+    return union, torch.from_numpy(spare), torch.from_numpy(levels), torch.tensor(starts.size, device="cpu")
 
 
 def locate(ordered: Tensor, values: Tensor) -> Tensor:

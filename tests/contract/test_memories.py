@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import lightning_sparse as ls
 from lightning_sparse.types import GroupState
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
+from tests.static_path import static_path
 
 N, DENSITY = 3, 0.2
 STEPS, VOID_STEP = 4, 2
@@ -187,9 +187,7 @@ STATIC = ["topk-gather_pairs", "shared_topk-reduce_union", "exdyna-reduce_union"
 
 @pytest.mark.parametrize("density", [0.25, 1.0])
 @pytest.mark.parametrize("name", STATIC)
-def test_the_path_on_a_device_leaves_the_same_behind(
-    memory: ls.Memory, name: str, density: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_path_on_a_device_leaves_the_same_behind(memory: ls.Memory, name: str, density: float) -> None:
     case, exchange = PAIRS[PAIR_NAMES.index(name)]
 
     def run() -> list[Any]:
@@ -207,7 +205,5 @@ def test_the_path_on_a_device_leaves_the_same_behind(
         return seen
 
     exact = run()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("lightning_sparse") and "static_shapes" in vars(module):
-            monkeypatch.setattr(module, "static_shapes", lambda device: True)
-    assert all(equal_states(a, b) for a, b in zip(run(), exact, strict=True))
+    with static_path():
+        assert all(equal_states(a, b) for a, b in zip(run(), exact, strict=True))

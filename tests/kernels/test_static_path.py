@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch
 import lightning_sparse as ls
 from tests.contract.cases import CASES, PAIR_NAMES, PAIRS, Case
 from tests.lockstep import Outcome, Ranks, equal_states, noise
+from tests.static_path import static_path
 
 BY_NAME = {case.name: case for case in CASES}
 VOID_STEP = 2
@@ -23,15 +24,10 @@ TRAVELLING = [
 SPARSELY_TRAVELLING = [pair for pair in TRAVELLING if pair[1] != "dense"]
 
 
-@pytest.fixture
-def static_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Static shapes on every device, in every module that asks."""
-    asking = [
-        m for name, m in sys.modules.items() if name.startswith("lightning_sparse") and "static_shapes" in vars(m)
-    ]
-    assert len(asking) > 4
-    for module in asking:
-        monkeypatch.setattr(module, "static_shapes", lambda device: True)
+@pytest.fixture(name="static_path")
+def on_the_static_path() -> Iterator[None]:
+    with static_path():
+        yield
 
 
 def without_ties(n: int, numel: int, seed: int) -> torch.Tensor:

@@ -1,0 +1,122 @@
+"""``python -m tests.gpu``: all parts one after another, a table last, everything else in a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tests.gpu.parts import GRACE, PARTS, ROOT, TOO_SHORT, PartResult, missing_packages, run_part, skipped
+
+PACKAGES = ["torch", "triton", "numpy", "pytorch-lightning", "lightning", "pytest", "hypothesis"]
+
+
+def parse_arguments(args: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the same at toy sizes")
+    parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="(default: all)")
+    parser.add_argument("--minutes", type=float, default=9.5, help="for everything (default: 9.5)")
+    out = Path(os.environ.get("OUT") or ROOT / "gpu_results") / "gpu.json"
+    parser.add_argument("--out", type=Path, default=out, help="JSON file (default: gpu.json in $OUT or gpu_results/)")
+    for internal in ("--part", "--lines"):
+        parser.add_argument(internal, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    return parser.parse_args(args)
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def why_not(device: str) -> str:
+    """Why no part can run here; empty if they can."""
+    if missing := missing_packages():
+        return f"package missing: {', '.join(missing)}"
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        return "no CUDA device" if torch.version.cuda else f"no CUDA: torch {torch.__version__} is built without it"
+    return ""
+
+
+def run_checks(name: str, device: str, seconds: float, lines: Path) -> None:
+    """One part, in this process."""
+    import torch
+
+    from tests.gpu.checks import Clock, run
+
+    clock, where = Clock(seconds), torch.device(device, 0) if device == "cuda" else torch.device(device)
+    checks = importlib.import_module(f"tests.gpu.{name}").checks(where, clock)
+    with lines.open("w", buffering=1) as file:
+        for outcome in run(checks, clock, where, lambda check: print(json.dumps({"begin": check}), file=file)):
+            print(json.dumps(outcome._asdict()), file=file)
+            numbers = ", ".join(f"{name} {value}" for name, value in outcome.numbers.items())
+            print(f"  {outcome.result:<8}{outcome.seconds:6.1f} s  {outcome.check}  {numbers}  {outcome.why}".rstrip())
+
+
+def run_all(arguments: argparse.Namespace) -> list[PartResult]:
+    reason = why_not(arguments.device)
+    end = time.monotonic() + 60 * arguments.minutes
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for part in PARTS:
+            if arguments.parts and part.name not in arguments.parts:
+                continue
+            left = end - time.monotonic() - GRACE
+            not_here = part.cuda_only if arguments.device == "cpu" else ""
+            if why := reason or not_here or ("out of time" if left < TOO_SHORT else ""):
+                results.append(skipped(part, why))
+            else:
+                print(f"{part.name}: {part.title}", flush=True)
+                results.append(run_part(part, arguments.device, min(part.seconds, left), Path(folder)))
+    return results
+
+
+def make_table(results: list[PartResult]) -> str:
+    rows = [("part", "result", "seconds", "what")]
+    for result in results:
+        what = "; ".join(text for text in (result.keys, result.why) if text)
+        rows.append((f"{result.name} ({result.title})", result.result, f"{result.seconds:.1f}", what))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return "\n".join(
+        f"{part:<{widths[0]}}  {result:<{widths[1]}}  {seconds:>{widths[2]}}  {what}"
+        for part, result, seconds, what in rows
+    )
+
+
+def main(args: list[str] | None = None) -> int:
+    arguments = parse_arguments(args)
+    if arguments.part:
+        run_checks(arguments.part, arguments.device, arguments.seconds, Path(arguments.lines))
+        return 0
+    began = time.monotonic()
+    found = versions()
+    print(", ".join(f"{name} {number}" for name, number in found.items()), flush=True)
+    results = run_all(arguments)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    everything = {
+        "versions": found,
+        "device": arguments.device,
+        "seconds": round(time.monotonic() - began, 1),
+        "parts": [result._asdict() for result in results],
+    }
+    arguments.out.write_text(json.dumps(everything, indent=1) + "\n")
+    print(f"\n{make_table(results)}\n{everything['seconds']} s; all numbers and errors: {arguments.out}")
+    return int(any(result.result == "failed" for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

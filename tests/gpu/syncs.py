@@ -1,0 +1,73 @@
+"""Does a step of a group ever make the host wait? CUDA itself raises where it does.
+
+All sparsifiers with all exchanges that accept them, and all memories, in float32 and bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+import lightning_sparse as ls
+from lightning_sparse.pipeline import init_group, reduce_group
+from lightning_sparse.types import Context
+from tests.contract.cases import MEMORIES, PAIR_NAMES, PAIRS, Case
+from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, sweep
+from tests.kernels.test_no_host_sync import FakeRanks
+
+NUMEL = 10_007
+
+
+def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
+    pairs = list(zip(PAIR_NAMES, PAIRS, strict=True))[:: 1 if device.type == "cuda" else 40]
+    yield Check("a wait is noticed", partial(notice, device))
+    for memory in (ls.Residual(), ls.NoMemory(), *MEMORIES):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield Check(
+                f"all pairs, {memory!r}, {str(dtype).removeprefix('torch.')}",
+                partial(look, device, clock, pairs, memory, dtype),
+            )
+
+
+def notice(device: torch.device) -> None:
+    if device.type == "cpu":
+        raise SkipError("on a CPU nobody waits for a device")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.ones(3, device=device).sum().item()
+    except RuntimeError as error:
+        require("synchroniz" in str(error), f"another error: {error}")
+    else:
+        raise AssertionError("item() was not noticed")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def look(
+    device: torch.device,
+    clock: Clock,
+    pairs: list[tuple[str, tuple[Case, str]]],
+    memory: ls.Memory,
+    dtype: torch.dtype,
+) -> Numbers:
+    jobs = {name: partial(steps, device, case.sparsifier, exchange, memory, dtype) for name, (case, exchange) in pairs}
+    return {"pairs": len(sweep(jobs, clock))}
+
+
+def steps(
+    device: torch.device, sparsifier: ls.Sparsifier, exchange: str, memory: ls.Memory, dtype: torch.dtype
+) -> None:
+    ctx = Context(step=0, density=0.05, rank=1, world_size=FakeRanks.world_size)
+    state = init_group(NUMEL, dtype, device, ctx, memory=memory, sparsifier=sparsifier)
+    parts = {"memory": memory, "sparsifier": sparsifier, "exchange": ls.EXCHANGES.resolve(exchange)}
+    for step in range(3):
+        grad = torch.randn(NUMEL + 1, device=device).to(dtype)
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may load kernels
+        try:
+            state, _ = reduce_group(grad, state, ctx._replace(step=step), **parts, comm=FakeRanks(1))
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,159 @@
+"""``make gpu`` on a machine without a GPU: its parts at toy sizes on the CPU, and what it says of what is missing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_sparse as ls
+from tests.gpu import equality, training
+from tests.gpu.checks import Check, Clock, Outcome, SkipError, run
+from tests.gpu.parts import PARTS, ROOT, Part, PartResult, summarize, watch
+from tests.gpu.processes import one_rank
+from tests.ranks import Ranks
+
+CPU = torch.device("cpu")
+PART = Part("toy", "a toy", 5, keys=(("first", "GB/s"),))
+
+
+def outcomes(checks: list[Check], seconds: float = 60) -> list[Outcome]:
+    return list(run(checks, Clock(seconds), CPU, lambda name: None))
+
+
+def fail() -> None:
+    raise AssertionError("as planned")
+
+
+def skip() -> None:
+    raise SkipError("not here")
+
+
+def need() -> None:
+    import a_package_that_nobody_has  # noqa: F401
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("too much")
+
+
+def test_a_check_that_fails_or_skips_does_not_stop_the_others() -> None:
+    jobs: list[Any] = [lambda: {"GB/s": 3}, fail, skip, need, run_out_of_memory, lambda: None]
+    found = outcomes([Check(str(number), job) for number, job in enumerate(jobs)])
+    assert [outcome.result for outcome in found] == ["passed", "failed", "skipped", "skipped", "skipped", "passed"]
+    assert found[0].numbers == {"GB/s": 3}
+    assert "as planned" in found[1].why
+    reasons = ["not here", "package missing: a_package_that_nobody_has", "out of memory: too much"]
+    assert [outcome.why for outcome in found[2:5]] == reasons
+
+
+def test_checks_that_there_is_no_time_for_are_skipped() -> None:
+    assert [(o.result, o.why) for o in outcomes([Check("late", fail)], seconds=-1)] == [("skipped", "out of time")]
+
+
+def after(program: str, tmp_path: Path, limit: float = 60) -> PartResult:
+    """What is found when a process writes its lines and then does something."""
+    lines = tmp_path / "lines"
+    passed = {"check": "first", "result": "passed", "seconds": 1, "numbers": {"GB/s": 3}, "why": ""}
+    lines.write_text("".join(json.dumps(line) + "\n" for line in ({"begin": "first"}, passed, {"begin": "second"})))
+    return watch(PART, [sys.executable, "-S", "-c", program], limit, lines)
+
+
+@pytest.mark.parametrize(
+    ("program", "limit", "why"),
+    [
+        ("import time; time.sleep(60)", 0.5, "no answer within 0 s, in 'second'"),
+        ("import os; os.abort()", 60, "its process ended with exit code -6, in 'second'"),
+        ("raise SystemExit(3)", 60, "its process ended with exit code 3, in 'second'"),
+    ],
+)
+def test_a_part_that_hangs_or_crashes_fails_and_what_it_had_found_is_kept(
+    program: str, limit: float, why: str, tmp_path: Path
+) -> None:
+    result = after(program, tmp_path, limit)
+    assert (result.result, result.why, result.keys) == ("failed", why, "1 of 1 checks, first: 3 GB/s")
+
+
+def test_a_part_is_as_good_as_its_checks() -> None:
+    def line(result: str, why: str = "") -> dict[str, Any]:
+        return {"check": "it", "result": result, "seconds": 1, "numbers": {}, "why": why}
+
+    def row(*lines: dict[str, Any]) -> tuple[str, str]:
+        found = summarize(PART, list(lines), "", 1.0)
+        return found.result, found.why
+
+    assert row(line("passed"), line("failed", "Traceback")) == ("failed", "it")
+    assert row(line("passed"), line("skipped", "out of time")) == ("passed", "out of time")
+    assert row(line("skipped", "out of time"), line("skipped", "no NCCL")) == ("skipped", "no NCCL; out of time")
+    assert row() == ("skipped", "nothing was checked")
+
+
+def test_without_a_gpu_every_part_says_that_it_skips_and_why(tmp_path: Path) -> None:
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OUT": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.gpu"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = done.stdout.splitlines()[-len(PARTS) - 1 : -1]
+    for part, row in zip(PARTS, rows, strict=True):
+        assert row.startswith(f"{part.name} ({part.title})")
+        assert "skipped" in row
+        assert "no CUDA" in row
+    kept = json.loads((tmp_path / "gpu.json").read_text())
+    assert [part["name"] for part in kept["parts"]] == [part.name for part in PARTS]
+    assert kept["versions"]["torch"] == torch.__version__
+
+
+def passes(checks: Any, device: torch.device = CPU) -> list[Outcome]:
+    found = list(run(checks, Clock(100), device, lambda name: None))
+    failed = {outcome.check: outcome.why for outcome in found if outcome.result == "failed"}
+    assert not failed
+    return found
+
+
+@pytest.mark.usefixtures("not_launched")
+@pytest.mark.parametrize("name", ["machine", "equality", "syncs", "collectives", "races", "times", "memory"])
+def test_a_part_runs_on_a_cpu_at_toy_sizes(name: str) -> None:
+    found = passes(importlib.import_module(f"tests.gpu.{name}").checks(CPU, Clock(100)))
+    assert sum(outcome.result == "passed" for outcome in found) >= 2
+    by_name = {outcome.check: outcome for outcome in found}
+    for check, number in next(part.keys for part in PARTS if part.name == name):
+        if check in by_name and by_name[check].result == "passed" and number != "launches":  # of kernels
+            assert number in by_name[check].numbers
+
+
+def test_other_numbers_are_noticed() -> None:
+    gradients = equality.stream(2, torch.float64)
+    parts: dict[str, Any] = {"sparsifier": "topk", "density": 0.1}
+    found, other = list(ls.simulate(gradients, **parts)), list(ls.simulate(gradients * 1.001, **parts))
+    assert equality.equal(found, found, rtol=0, atol=0)
+    with pytest.raises(AssertionError):
+        equality.equal(other, found, **equality.CLOSE[torch.float64])
+
+
+@pytest.mark.parametrize("job", training.JOBS, ids=training.title)
+def test_a_training_runs_on_a_cpu(job: Any) -> None:
+    passes([Check("it", partial(in_a_group, partial(job, "cpu")))])
+
+
+def in_a_group(job: Callable[[], Any]) -> Any:
+    with one_rank(CPU):
+        return job()
+
+
+def test_a_training_runs_on_two_cpus(two_ranks: Ranks) -> None:
+    training.on_two_ranks(two_ranks, training.a_void_step_changes_nothing, "cpu")
+
+
+@pytest.mark.usefixtures("not_launched")
+def test_a_training_runs_in_lightning() -> None:
+    job = training.the_strategy_resumes_bit_for_bit
+    passes([Check("it", partial(in_a_group, partial(training.in_lightning, job, "pytorch_lightning", CPU)))])

@@ -1,0 +1,148 @@
+"""What does an exchange cost: on the device, on the host, and in a training?
+
+A local step is one rank's work on a group, from the gradient to the average, among ranks that all hold the same: what
+travels is answered at once. Its floor is one pass that reads gradient and residual and writes both, 16 bytes a
+coordinate in float32, at the rate of a copy on the same machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import lightning_sparse as ls
+from lightning_sparse.pipeline import init_group, reduce_group
+from lightning_sparse.types import Context
+from tests.gpu.checks import Check, Clock, Numbers, synchronize
+from tests.gpu.machine import copy_rate, require_memory
+from tests.gpu.models import Transformer
+from tests.gpu.processes import one_rank
+from tests.gpu.timing import host_seconds_of, seconds_of
+from tests.kernels.test_no_host_sync import FakeRanks
+
+SIZES = {"cuda": {"25M": 25_000_000, "144M": 144_000_000}, "cpu": {"20k": 20_000}}
+SPARSIFIERS = ["union_topk", "shared_topk", "striped_topk", "topk", "exdyna", "micro", "dgc", "sidco_e"]
+FLOOR = 16
+"""Bytes a coordinate."""
+GROUP = {"cuda": 25 * 2**20 // 4, "cpu": 5_000}
+"""Coordinates of a group of DDP's usual bucket."""
+
+TRAININGS: dict[str, dict[str, Any] | None] = {
+    "no exchange": None,
+    "DDP": None,
+    "bucket groups": {},
+    "100 MiB groups": {"bucket_cap_mb": 100.0},
+    "model groups": {"grouping": "model"},
+    "bucket groups, nonfinite='nan'": {"nonfinite": "nan"},
+}
+
+
+def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
+    for size, numel in SIZES[device.type].items():
+        rate: list[float] = []
+        yield Check(f"copy {size}", partial(note_rate, rate, device, numel))
+        yield Check(f"torch.topk {size} 0.01", partial(time_topk, device, numel))
+        for name in SPARSIFIERS if device.type == "cuda" else SPARSIFIERS[:2]:
+            for density in (0.01, 0.001):
+                yield Check(
+                    f"local step {name} {size} {density}",
+                    partial(time_local_step, name, density, device, numel, rate),
+                )
+    for name in SPARSIFIERS if device.type == "cuda" else SPARSIFIERS[:2]:
+        yield Check(f"launches {name}", partial(count_launches, name, device))
+    with one_rank(device):
+        for name, options in TRAININGS.items():
+            yield Check(f"transformer, {name}", partial(time_training, name, options, device))
+
+
+def note_rate(rate: list[float], device: torch.device, numel: int) -> Numbers:
+    rate.append(copy_rate(device, numel))
+    return {"GB/s": round(rate[0] / 1e9, 1)}
+
+
+def time_topk(device: torch.device, numel: int) -> Numbers:
+    x = torch.randn(numel, device=device)
+    return {"ms": round(1e3 * seconds_of(lambda: torch.topk(x, numel // 100, sorted=False), device), 3)}
+
+
+def local_step(name: str, density: float, device: torch.device, numel: int) -> Callable[[], None]:
+    """A function that takes the next step of a group."""
+    require_memory(device, 60 * numel)
+    sparsifier, memory = ls.SPARSIFIERS.resolve(name), ls.Residual()
+    ctx = Context(step=0, density=density, rank=1, world_size=FakeRanks.world_size)
+    state = [init_group(numel, torch.float32, device, ctx, memory=memory, sparsifier=sparsifier)]
+    exchange, comm = ls.EXCHANGES.resolve(sparsifier.exchange), FakeRanks(1)
+    grad = torch.randn(numel + 1, device=device) ** 3
+    step = [0]
+
+    def take() -> None:
+        parts = {"memory": memory, "sparsifier": sparsifier, "exchange": exchange, "comm": comm}
+        # The average of one step is the gradient of the next, so that no time is spent on making another.
+        state[0], _ = reduce_group(grad, state[0], ctx._replace(step=step[0]), **parts)
+        step[0] += 1
+
+    return take
+
+
+def time_local_step(name: str, density: float, device: torch.device, numel: int, rate: list[float]) -> Numbers:
+    seconds = seconds_of(local_step(name, density, device, numel), device, repeats=7)
+    numbers: Numbers = {"ms": round(1e3 * seconds, 3)}
+    if rate:
+        numbers["times the floor"] = round(seconds * rate[0] / (FLOOR * numel), 1)
+    return numbers
+
+
+def count_launches(name: str, device: torch.device) -> Numbers:
+    """Of a group of usual size: milliseconds of the host, kernels and copies that it starts, operations of torch."""
+    take = local_step(name, 0.01, device, GROUP[device.type])
+    host = host_seconds_of(take, device)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=activities) as profiler:
+        take()
+        synchronize(device)
+    events = profiler.events()
+    launches = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")
+    numbers: Numbers = {"host ms": round(1e3 * host, 3)}
+    if device.type == "cuda":
+        numbers["launches"] = sum(event.name.startswith(launches) for event in events)
+    # Those that call others count as one.
+    outermost = [e for e in events if e.name.startswith("aten::") and e.cpu_parent is None]
+    return {**numbers, "operations": len(outermost)}
+
+
+def time_training(name: str, options: dict[str, Any] | None, device: torch.device) -> Numbers:
+    """Milliseconds of a step with forward, backward and optimizer, one rank, bfloat16 autocast."""
+    on_cuda = device.type == "cuda"
+    torch.manual_seed(0)
+    model = Transformer() if on_cuda else Transformer(layers=1, width=32, heads=2, words=50, length=9)
+    ddp = DistributedDataParallel(model.to(device))
+    engine = None if options is None else ls.attach(ddp, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=on_cuda)
+    tokens = torch.randint(model.words, (8, model.length), device=device)
+    times = []
+    for _ in range(4 + (15 if on_cuda else 3)):
+        synchronize(device)
+        began = time.perf_counter()
+        with ddp.no_sync() if name == "no exchange" else nullcontext():
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = ddp(tokens)
+            loss.backward()
+        if engine is not None and options is not None and options.get("nonfinite") != "nan":
+            engine.drop_void(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        synchronize(device)
+        times.append(time.perf_counter() - began)
+    numbers: Numbers = {"ms": round(1e3 * median(times[4:]), 2)}
+    if engine is not None:
+        numbers["groups"] = len(engine.plan)
+        engine.close()
+    return numbers

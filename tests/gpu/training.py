@@ -1,0 +1,421 @@
+"""Does the engine behind DistributedDataParallel train on the device as it does on the CPU?
+
+Every job runs with one rank over NCCL, and with two processes on the one device over gloo, which copies through the
+host; then Lightning's Trainer with one rank. Jobs are functions of a device's name; they fail by raising, on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.grouping import make_plan
+from tests.gpu.checks import Check, Clock, Numbers, SkipError, require
+from tests.gpu.models import Branches
+from tests.gpu.processes import one_rank
+from tests.ranks import Ranks
+from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "view": {"gradient_as_bucket_view": True},
+    "find_unused": {"find_unused_parameters": True},
+    "static_graph": {"static_graph": True},
+    "small_buckets": {"bucket_cap_mb": 0.03},
+}
+TOPK = {"sparsifier": "topk", "density": 0.05}
+"""Picks alike on all devices, as long as there are no ties."""
+
+
+def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
+    name = str(device)
+    with one_rank(device):
+        for job in JOBS:
+            yield Check(f"1 rank: {title(job)}", partial(job, name))
+    ranks = Ranks(2)
+    try:
+        for job in JOBS:
+            yield Check(f"2 ranks: {title(job)}", partial(on_two_ranks, ranks, job, name))
+    finally:
+        ranks.stop()
+    with one_rank(device):
+        for package in PACKAGES:
+            for lightning_job in LIGHTNING_JOBS:
+                yield Check(
+                    f"{package}: {title(lightning_job)}",
+                    partial(in_lightning, lightning_job, package, device),
+                )
+
+
+def title(job: Callable[..., Any]) -> str:
+    return job.__name__.replace("_", " ")
+
+
+def on_two_ranks(ranks: Ranks, job: Callable[[str], Numbers | None], device: str) -> Numbers | None:
+    return ranks(quietly, job, device)[0]
+
+
+def quietly(job: Callable[[str], Numbers | None], device: str) -> Numbers | None:
+    """Warnings of other versions of torch than the tested ones are no errors here, which they are in tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        if device != "cpu":
+            torch.cuda.set_device(device)
+        return job(device)
+
+
+# ---- One training
+
+
+class Training:
+    """A small model behind DDP; plain if there are no options."""
+
+    def __init__(
+        self,
+        device: str,
+        options: dict[str, Any] | None,
+        layout: str = "default",
+        dtype: torch.dtype = torch.float64,
+        momentum: float = 0.9,
+    ) -> None:
+        torch.manual_seed(0)
+        self.device, self.dtype = torch.device(device), dtype
+        with torch.device("cpu"):  # the same numbers for all devices
+            model = Branches()
+        self.ddp = DistributedDataParallel(model.to(dtype).to(device), **LAYOUTS[layout])
+        self.engine = ls.attach(self.ddp, rules=EVERYTHING_SPARSE, **options) if options is not None else None
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=momentum)
+        self.steps = 0
+
+    def batch(self) -> Tensor:
+        """The next one of this rank."""
+        generator = torch.Generator("cpu").manual_seed(1000 * dist.get_rank() + self.steps)
+        self.steps += 1
+        x = torch.randn(8, 20, generator=generator, dtype=torch.float64, device="cpu")
+        return x.to(self.dtype).to(self.device)
+
+    def step(self, use: str = "both", factor: float = 1.0) -> float:
+        """Returns the loss."""
+        self.optimizer.zero_grad()
+        loss = self.ddp(self.batch(), use).square().mean()
+        (loss * factor).backward()
+        if self.engine is not None:
+            self.engine.drop_void(self.optimizer)
+        self.optimizer.step()
+        return loss.item()
+
+    def end(self, losses: list[float]) -> tuple[list[float], Tensor]:
+        """Losses and parameters on the CPU; all ranks hold the same, and numbers."""
+        parameters = self.parameters()
+        if self.engine is not None:
+            self.engine.close()
+        others = [torch.empty_like(parameters) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, parameters)
+        require(all(torch.equal(other, parameters) for other in others), "ranks hold different parameters")
+        require(parameters.isfinite().all(), "parameters are not finite")
+        return losses, parameters
+
+    def parameters(self) -> Tensor:
+        return flat(self.ddp).cpu()
+
+
+def train(device: str, options: dict[str, Any] | None, layout: str = "default", steps: int = 6, **more: Any) -> Any:
+    training = Training(device, options, layout, **more)
+    return training.end([training.step() for _ in range(steps)])
+
+
+def close(found: Any, expected: Any, rtol: float = 1e-6) -> None:
+    """Of losses and parameters."""
+    torch.testing.assert_close(found[0], expected[0], rtol=rtol, atol=1e-9)
+    torch.testing.assert_close(found[1], expected[1], rtol=rtol, atol=rtol)
+
+
+# ---- Jobs
+
+
+def density_1_is_plain_ddp(device: str) -> None:
+    """Bit for bit, in all layouts: with up to two ranks a sum has one order."""
+    for layout in LAYOUTS:
+        _, plain = train(device, None, layout, dtype=torch.float32)
+        for sparsifier in ("topk", "exdyna"):
+            _, sparse = train(device, {"sparsifier": sparsifier, "density": 1.0}, layout, dtype=torch.float32)
+            require(torch.equal(sparse, plain), f"{sparsifier} differs from DDP, {layout}")
+
+
+def losses_are_those_of_the_cpu(device: str) -> Numbers:
+    for options in (
+        TOPK,
+        {**TOPK, "exchange": "reduce_union"},
+        {**TOPK, "grouping": "layer"},
+        {**TOPK, "executor": "thread"},
+        {**TOPK, "nonfinite": "nan"},
+        {**TOPK, "memory": ls.ClipByNorm(1.0, ls.Residual())},
+        {**TOPK, "memory": ls.LowPass(0.25)},
+        {"sparsifier": "exdyna", "density": 0.05},
+    ):
+        close(train(device, options), train("cpu", options))
+    for layout in LAYOUTS:
+        close(train(device, TOPK, layout), train("cpu", TOPK, layout))
+    momentum = {**TOPK, "memory": ls.MomentumCorrection(0.5)}
+    close(train(device, momentum, momentum=0.0), train("cpu", momentum, momentum=0.0))
+    single = {"dtype": torch.float32}
+    close(train(device, TOPK, **single), train("cpu", TOPK, **single), rtol=1e-2)  # picks may differ
+    losses, _ = train(device, {}, steps=20, **single)  # messages of the default have another length on devices
+    expected, _ = train("cpu", {}, steps=20, **single)
+    torch.testing.assert_close(losses[-1], expected[-1], rtol=0.1, atol=0.0)
+    return {"last loss": round(losses[-1], 4), "on the CPU": round(expected[-1], 4)}
+
+
+def a_void_step_changes_nothing(device: str) -> None:
+    for layout in ("default", "find_unused"):
+        results = []
+        for where in (device, "cpu"):
+            training = Training(where, TOPK, layout)
+            losses = [training.step() for _ in range(3)]
+            before = training.parameters()
+            training.optimizer.zero_grad()
+            last = dist.get_rank() == dist.get_world_size() - 1
+            losses.append(training.step(factor=float("inf") if last else 1.0))
+            require(training.engine.void, "nobody noticed the infinite loss")
+            require(torch.equal(training.parameters(), before), "a void step moved parameters")
+            losses += [training.step() for _ in range(3)]
+            require(training.engine.step == 6 and training.engine.void_steps == 1, "steps were miscounted")
+            results.append(training.end(losses))
+        close(*results)
+
+
+def a_scaled_loss_trains_like_an_unscaled_one(device: str) -> None:
+    """Factors are powers of two: in float32 nothing is rounded otherwise. One step overflows and is skipped by both."""
+    kind, results = torch.device(device).type, []
+    for scaled in (True, False):
+        scaler = torch.amp.GradScaler(kind, init_scale=2.0**10, growth_interval=3, enabled=scaled)
+        options = {**TOPK, "scaler": scaler} if scaled else TOPK
+        training = Training(device, options, dtype=torch.float32)
+        for step in range(8):
+            training.optimizer.zero_grad()
+            loss = training.ddp(training.batch()).square().mean() * (float("inf") if step == 4 else 1.0)
+            scaler.scale(loss).backward()
+            if not scaled:
+                training.engine.drop_void(training.optimizer)
+            scaler.step(training.optimizer)
+            scaler.update()
+        require(training.engine.void_steps == 1, f"{training.engine.void_steps} void steps instead of 1")
+        results.append(training.end([]))
+    require(torch.equal(results[0][1], results[1][1]), "scaled and unscaled losses train differently")
+
+
+def half_precision_trains(device: str) -> Numbers:
+    """Autocast in bfloat16, and in float16 with a scaler; and a model in bfloat16."""
+    kind, last = torch.device(device).type, {}
+    for dtype in (torch.bfloat16, torch.float16):
+        scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
+        training = Training(device, {"density": 0.05, "scaler": scaler}, dtype=torch.float32)
+        losses = []
+        for _ in range(20):
+            training.optimizer.zero_grad()
+            with torch.autocast(kind, dtype):
+                loss = training.ddp(training.batch()).float().square().mean()
+            scaler.scale(loss).backward()
+            training.engine.drop_void(training.optimizer)
+            scaler.step(training.optimizer)
+            scaler.update()
+            losses.append(loss.item())
+        training.end(losses)
+        require(sum(losses[-3:]) < sum(losses[:3]), f"losses do not fall in {dtype}: {losses}")
+        last[str(dtype).removeprefix("torch.")] = round(losses[-1], 4)
+    losses, _ = train(device, {"density": 0.05}, dtype=torch.bfloat16, steps=20)
+    require(sum(losses[-3:]) < sum(losses[:3]), f"losses do not fall in a bfloat16 model: {losses}")
+    return last
+
+
+def unused_parameters_keep_their_residual(device: str) -> None:
+    uses = ["both", "left", "right", "left", "both", "right"]
+    results = []
+    for where in (device, "cpu"):
+        training = Training(where, TOPK, "find_unused")
+        losses = []
+        for use in uses:
+            before = training.engine.residual("right.weight").clone()
+            losses.append(training.step(use))
+            if use == "left":
+                kept = torch.equal(training.engine.residual("right.weight"), before)
+                require(kept, "the residual of a parameter that nobody used has changed")
+        results.append(training.end(losses))
+    close(*results)
+
+
+def accumulated_gradients_are_exchanged_once(device: str) -> None:
+    results = []
+    for where in (device, "cpu"):
+        training = Training(where, TOPK)
+        losses = []
+        for _ in range(4):
+            training.optimizer.zero_grad()
+            with training.ddp.no_sync():
+                training.ddp(training.batch()).square().mean().backward()
+            loss = training.ddp(training.batch()).square().mean()
+            loss.backward()
+            training.optimizer.step()
+            losses.append(loss.item())
+        require(training.engine.step == 4, f"{training.engine.step} exchanges instead of 4")
+        results.append(training.end(losses))
+    close(*results)
+
+
+def groups_change_between_steps(device: str) -> None:
+    order = {name: place for place, (name, _) in enumerate(Branches().named_parameters())}
+    results = []
+    for where in (device, "cpu"):
+        training, losses = Training(where, TOPK, "small_buckets"), []
+        plans: list[tuple[Any, list[str]]] = [("bucket", []), ("layer", []), ("model", ["*.bias"]), ("layer", ["*"])]
+        for grouping, dense in [*plans, *plans]:
+            losses.append(training.step())
+            sizes = [p for group in training.engine.plan for p in group.parameters]
+            sizes.sort(key=lambda p: order[p.name])
+            training.engine.regroup(make_plan(sizes, grouping, EVERYTHING_SPARSE.also_dense(dense)))
+        results.append(training.end(losses))
+    close(*results)
+
+
+def fallback_and_measured_groups_come_to_an_end(device: str) -> None:
+    for options in ({"fallback": "dense"}, {"grouping": ls.OptimalMerge()}):
+        train(device, {**TOPK, **options}, steps=50)
+
+
+def flushing_leaves_no_residual(device: str) -> None:
+    training = Training(device, TOPK)
+    losses = [training.step() for _ in range(4)]
+    norm = ls.flush(training.engine, [training.optimizer])
+    require(norm > 0, "nothing was pending")
+    left = [name for name in training.engine.parameters if training.engine.residual(name).any()]
+    require(not left, f"{left} still have a residual")
+    training.end(losses)
+
+
+def a_resumed_training_goes_on_bit_for_bit(device: str) -> None:
+    for options in (TOPK, {"density": 0.05}, {"sparsifier": "exdyna", "density": 0.05}):
+        _, straight = train(device, options, steps=8)
+        first = Training(device, options)
+        for _ in range(4):
+            first.step()
+        saved = first.ddp.state_dict(), first.optimizer.state_dict(), first.engine.state_dict()
+        first.engine.close()
+        second = Training(device, options)
+        second.ddp.load_state_dict(saved[0])
+        second.optimizer.load_state_dict(saved[1])
+        notes = second.engine.load_state_dict(saved[2])
+        require(not notes, f"the state does not fit: {notes}")
+        second.steps = 4
+        _, resumed = second.end([second.step() for _ in range(4)])
+        require(torch.equal(resumed, straight), f"{options}: the resumed run differs")
+
+
+def a_default_device_changes_nothing(device: str) -> None:
+    options = {**TOPK, "lr_aware": True}
+    results = []
+    for by_default in (True, False):
+        with torch.device(device) if by_default else nullcontext():
+            training = Training(device, options)
+            training.engine.follow([training.optimizer])
+            losses = [training.step() for _ in range(3)]
+            training.optimizer.param_groups[0]["lr"] = 0.05
+            losses.append(training.step(factor=float("nan")))
+            losses += [training.step() for _ in range(3)]
+            training.engine.summary()
+        results.append(training.end(losses))
+    require(torch.equal(results[0][1], results[1][1]), "a default device changes the training")
+
+
+JOBS: list[Callable[[str], Numbers | None]] = [
+    density_1_is_plain_ddp,
+    losses_are_those_of_the_cpu,
+    a_void_step_changes_nothing,
+    a_scaled_loss_trains_like_an_unscaled_one,
+    half_precision_trains,
+    unused_parameters_keep_their_residual,
+    accumulated_gradients_are_exchanged_once,
+    groups_change_between_steps,
+    flushing_leaves_no_residual,
+    a_resumed_training_goes_on_bit_for_bit,
+    a_default_device_changes_nothing,
+    fallback_and_measured_groups_come_to_an_end,
+]
+
+
+# ---- Lightning
+
+
+def in_lightning(job: Callable[[str, str], None], package: str, device: torch.device) -> None:
+    if find_spec(package.split(".")[0]) is None:
+        raise SkipError(f"package missing: {package.split('.')[0]}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)  # greetings and advice in every run
+        try:
+            job(package, "gpu" if device.type == "cuda" else "cpu")
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+def fit(package: str, accelerator: str, strategy: Any, **options: Any) -> tuple[Tensor, Any]:
+    where = {"accelerator": accelerator, "devices": 1, "enable_checkpointing": False}
+    trainer = make_trainer(package, strategy=strategy, **where, **options)
+    module = make_module(package)
+    trainer.fit(module, make_data())
+    return flat(module).cpu(), trainer
+
+
+def strategy_of(package: str, **options: Any) -> Any:
+    if package == "pytorch_lightning":
+        from lightning_sparse.strategy.pytorch_lightning import SparseDDPStrategy
+    else:
+        from lightning_sparse.strategy.lightning import SparseDDPStrategy
+    return SparseDDPStrategy(rules=EVERYTHING_SPARSE, **options)
+
+
+def the_strategy_at_density_1_is_ddp(package: str, accelerator: str) -> None:
+    plain, _ = fit(package, accelerator, "ddp")
+    for sparsifier in ("topk", "exdyna"):
+        sparse, trainer = fit(package, accelerator, strategy_of(package, sparsifier=sparsifier, density=1.0))
+        require(trainer.strategy.engine.hook_calls > 0, "nothing went through the engine")
+        require(torch.equal(sparse, plain), f"{sparsifier} at density 1 differs from DDP")
+
+
+def the_strategy_trains_in_any_precision(package: str, accelerator: str) -> None:
+    precisions = ["32-true", "bf16-mixed", "bf16-true"] + ["16-mixed"] * (accelerator == "gpu")
+    for precision in precisions:
+        parameters, trainer = fit(package, accelerator, strategy_of(package), precision=precision)
+        require(parameters.isfinite().all(), f"{precision}: parameters are not finite")
+        require(trainer.strategy.engine.step > 0, f"{precision}: no step counted")
+
+
+def the_strategy_resumes_bit_for_bit(package: str, accelerator: str) -> None:
+    straight, _ = fit(package, accelerator, strategy_of(package), max_epochs=2)
+    with tempfile.TemporaryDirectory() as folder:
+        _, trainer = fit(package, accelerator, strategy_of(package), max_epochs=1)
+        trainer.save_checkpoint(Path(folder) / "last.ckpt")
+        where = {"accelerator": accelerator, "devices": 1, "enable_checkpointing": False}
+        second = make_trainer(package, strategy=strategy_of(package), **where, max_epochs=2)
+        module: nn.Module = make_module(package)
+        second.fit(module, make_data(), ckpt_path=Path(folder) / "last.ckpt")
+    require(torch.equal(flat(module).cpu(), straight), "the resumed run differs")
+
+
+LIGHTNING_JOBS: list[Callable[[str, str], None]] = [
+    the_strategy_at_density_1_is_ddp,
+    the_strategy_trains_in_any_precision,
+    the_strategy_resumes_bit_for_bit,
+]
