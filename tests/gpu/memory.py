@@ -30,12 +30,12 @@ def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
         yield Check("regroup, model to layer", partial(beside, plain, model, "model", then="layer"))
 
 
-def build(device: torch.device, width: int, depth: int) -> nn.Module:
+def build(device: torch.device, width: int, depth: int) -> nn.Sequential:
     with torch.device(device):
         return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
 
 
-def measure(model: Callable[[], nn.Module], grouping: str | None, then: str | None) -> Numbers:
+def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str | None) -> Numbers:
     """Bytes per parameter after some steps, and at the peak of the last one, before which groups may change."""
     module = model()
     device, width = module[0].weight.device, module[0].in_features
@@ -67,13 +67,13 @@ def measure(model: Callable[[], nn.Module], grouping: str | None, then: str | No
     return numbers
 
 
-def keep(plain: Numbers, model: Callable[[], nn.Module]) -> Numbers:
+def keep(plain: Numbers, model: Callable[[], nn.Sequential]) -> Numbers:
     """Of DDP without a hook; what the others are compared with."""
     plain.update(measure(model, None, None))
     return plain
 
 
-def beside(plain: Numbers, model: Callable[[], nn.Module], grouping: str, then: str | None = None) -> Numbers:
+def beside(plain: Numbers, model: Callable[[], nn.Sequential], grouping: str, then: str | None = None) -> Numbers:
     """Bytes per parameter that a sparse run takes more than a plain one."""
     sparse = measure(model, grouping, then)
     more = {name: round(value - plain.get(name, 0.0), 2) for name, value in sparse.items() if name != "parameters"}

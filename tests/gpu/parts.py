@@ -42,7 +42,7 @@ PARTS = [
     ),
     Part("marked", "tests marked gpu", 60, (("pytest -m gpu", "tests"),), "those tests need a CUDA device"),
     Part("equality", "equal to the CPU", 130, (("all pairs, Residual(decay=1.0), float64", "pairs"),)),
-    Part("syncs", "host never waits", 50),
+    Part("syncs", "host never waits", 60),
     Part("collectives", "NCCL, one rank", 25),
     Part("training", "DDP end to end", 120),
     Part("races", "races", 55),

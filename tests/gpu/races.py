@@ -32,6 +32,7 @@ CYCLES = 20_000_000
 
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
     yield Check("sanitizer notices a planted race", partial(sanitize, "planted_race", device, races=True))
+    yield Check("sanitizer notices one in backward", partial(sanitize, "planted_in_backward", device, races=True))
     yield Check("sanitizer: training", partial(sanitize, "watched_training", device, races=False))
     with one_rank(device):
         yield Check("regroup on a slow stream", partial(regroup_slowly, device))
@@ -62,6 +63,22 @@ def planted_race(device: str) -> None:
     x = torch.rand(10_000, device=device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         torch.mul(x, 5, out=x)
+
+
+@dataclass(frozen=True)
+class Racing(ls.Residual):
+    """Plain error feedback that touches the gradient on a stream that has not waited for it."""
+
+    def accumulate_(self, state: Any, grad: Tensor, *args: Any, **options: Any) -> Tensor:
+        with torch.cuda.stream(torch.cuda.Stream(grad.device)):
+            grad.mul_(1.0)
+        return super().accumulate_(state, grad, *args, **options)
+
+
+def planted_in_backward(device: str) -> None:
+    """Autograd has threads of its own: the sanitizer must watch there, too."""
+    with one_rank(torch.device(device)):
+        Training(device, {"density": 0.05, "memory": Racing()}).step()
 
 
 def watched_training(device: str) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 import lightning_sparse as ls
 from tests.gpu import equality, training
+from tests.gpu.__main__ import main
 from tests.gpu.checks import Check, Clock, Outcome, SkipError, run
 from tests.gpu.parts import PARTS, ROOT, Part, PartResult, summarize, watch
 from tests.gpu.processes import one_rank
@@ -24,6 +25,15 @@ from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
 PART = Part("toy", "a toy", 5, keys=(("first", "GB/s"),))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Toy sizes gain nothing from more, and lose much where other tests compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def outcomes(checks: list[Check], seconds: float = 60) -> list[Outcome]:
@@ -110,6 +120,33 @@ def test_without_a_gpu_every_part_says_that_it_skips_and_why(tmp_path: Path) -> 
     kept = json.loads((tmp_path / "gpu.json").read_text())
     assert [part["name"] for part in kept["parts"]] == [part.name for part in PARTS]
     assert kept["versions"]["torch"] == torch.__version__
+
+
+def test_a_part_writes_a_line_before_and_after_each_check(tmp_path: Path) -> None:
+    lines = tmp_path / "lines"
+    assert main(["--part", "machine", "--device", "cpu", "--seconds", "60", "--lines", str(lines)]) == 0
+    before, after = (json.loads(line) for line in lines.read_text().splitlines()[-2:])
+    assert before == {"begin": "copy 100k"}
+    assert (after["check"], after["result"]) == ("copy 100k", "passed")
+    assert after["numbers"]["GB/s"] > 0
+
+
+def test_a_part_that_fails_makes_the_command_fail(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_part(part: Part, device: str, seconds: float, folder: Path) -> PartResult:
+        assert seconds <= part.seconds
+        checks = [{"check": "it", "result": "failed", "seconds": 1, "numbers": {}, "why": "Traceback"}]
+        return summarize(part, checks if part.name == "machine" else [], "", 1.0)
+
+    monkeypatch.setattr("tests.gpu.__main__.run_part", run_part)
+    out = ["--out", str(tmp_path / "new" / "gpu.json")]
+    assert main(["--device", "cpu", "--parts", "machine", "memory", *out]) == 1
+    machine, memory, _ = capsys.readouterr().out.splitlines()[-3:]
+    assert machine.split()[3:4] == ["failed"]
+    assert memory.split()[2:3] == ["skipped"]
+    assert main(["--device", "cpu", "--minutes", "0", *out]) == 0
+    assert capsys.readouterr().out.count("out of time") >= len(PARTS) - 1
 
 
 def passes(checks: Any, device: torch.device = CPU) -> list[Outcome]:
