@@ -14,7 +14,6 @@ with what they remembered or all of them start empty.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import warnings
@@ -29,19 +28,15 @@ from torch import Tensor
 
 from lightning_sparse.collective import Collective
 from lightning_sparse.hook import Engine
+from lightning_sparse.hook.agreement import Note, by_reason, gather_notes, reason
+from lightning_sparse.hook.plain import checksum
+from lightning_sparse.hook.state import State, check_state
 
-FORMAT = 1
-NOTE_BYTES = 1024
-"""What a rank can tell the others in one gather."""
-REASON_CHARACTERS = 300
-"""Of an error of a file system, which can be very long."""
-SHOWN = 8
-"""Reasons in a message."""
+FORMAT = 2
+"""Of side files and of the marker; changed when their meaning does."""
 
 Resize = Literal["merge", "flush", "zero"]
 Path = str | os.PathLike[str]
-State = dict[str, Any]
-"""What ``Engine.state_dict()`` gives."""
 
 
 def check_resize(resize: str) -> None:
@@ -130,9 +125,9 @@ class SideFiles:
         problem = self._write(own, path, engine, write)
         oldest = ""
         if comm is not None:
-            notes = _gather_notes(Note(_oldest_needed(path, own), problem), comm, engine.device)
+            notes = gather_notes(Note(_oldest_needed(path, own), problem), comm, engine.device)
             oldest = notes[0].fact
-            if trouble := _by_reason(notes):
+            if trouble := by_reason(notes):
                 raise RuntimeError(
                     f"The residuals for checkpoint {os.fspath(path)} could not be saved: {trouble}. The checkpoint was "
                     "not written; what was there before is unchanged. Set save_residuals=False to do without them."
@@ -154,14 +149,14 @@ class SideFiles:
         target = self._latest[os.fspath(path)] = f"{side_directory(path)}/{own.name}"
         self._late.pop(os.fspath(path), None)
         try:
-            content = {"save": own.save, "state": engine.state_dict()}
+            content = _sealed({"save": own.save, "state": engine.state_dict()})
             try:
                 write(content, target)
             except FileNotFoundError:
                 # Another rank has removed the empty directory after it was made and before the file was in it.
                 write(content, target)
         except Exception as error:  # of any plugin and any file system
-            return _reason(error)
+            return reason(error, SideFileError)
         return ""
 
     def remove(self, path: Path, rank: int, world_size: int) -> None:
@@ -220,19 +215,26 @@ def restore(
     try:
         if marker is None:
             raise SideFileError("it was saved without them")
+        _check_marker(marker)
         fact = str(marker["step"])
         state = _read_state(path, marker, comm, load)
-        fact += f" {_outline(state)}"
     except Exception as error:  # of any plugin and any file system
-        problem = _reason(error)
-    notes = _gather_notes(Note(fact, problem), comm, engine.device)
-    trouble = _by_reason(notes)
-    if not trouble and len({note.fact for note in notes}) > 1:
-        trouble = "the side files of the ranks do not belong together"
+        problem = reason(error, SideFileError)
+    notes = gather_notes(Note(fact, problem), comm, engine.device)
+    trouble = by_reason(notes)
+    dropped, remarks = "", []
+    if not trouble and state is not None and marker is not None:
+        resized = marker["world_size"] != comm.world_size
+        if resized and resize == "zero":
+            state, dropped = _emptied(state, comm)
+        try:
+            remarks = engine.load_state_dict(state)
+        except ValueError as error:  # on all ranks
+            trouble = str(error)
     if trouble or state is None or marker is None:
-        step = notes[0].fact.partition(" ")[0]
         text = (
-            f"The residuals of the sparsified exchange were not restored from checkpoint {os.fspath(path)}: {trouble}."
+            f"The residuals of the sparsified exchange were not restored from checkpoint {os.fspath(path)}: "
+            f"{trouble.rstrip('.')}."
         )
         if strict:
             where = f"{side_directory(path)} belongs to the checkpoint and must be where that is. " if marker else ""
@@ -244,14 +246,12 @@ def restore(
                 stacklevel=2,
             )
         nothing: State = {"parameters": {}, "counters": {}, "groups": []}
-        engine.load_state_dict({**engine.state_dict(), **nothing, "step": int(step or 0)})
+        engine.load_state_dict({**engine.state_dict(), **nothing, "step": int(notes[0].fact or 0)})
         return
-    resized = marker["world_size"] != comm.world_size
-    if resized and resize == "zero":
-        state = _emptied(state, comm)
-    remarks = engine.load_state_dict(state)
-    notes = _gather_notes(Note("", " ".join(remarks)), comm, engine.device)
-    if trouble := _by_reason(notes):
+    if dropped and comm.rank == 0:
+        warnings.warn(dropped, stacklevel=2)
+    notes = gather_notes(Note("", " ".join(remarks)), comm, engine.device)
+    if trouble := by_reason(notes):
         text = f"The residuals in checkpoint {os.fspath(path)} do not fit in every respect. On {trouble}"
         if strict:
             raise RuntimeError(f"{text} With strict_resume=False, training continues with what fits.")
@@ -276,7 +276,7 @@ def merge_states(states: Iterable[State]) -> State:
         A state for ``Engine.load_state_dict`` on every new rank.
 
     Raises:
-        ValueError: if these are not the states of all ranks at one step.
+        ValueError: if these are not states, or not those of all ranks at one step.
 
     Example:
         Plain PyTorch, from 2 ranks to any other number. ``engine`` is what ``ls.attach`` returns.
@@ -289,8 +289,9 @@ def merge_states(states: Iterable[State]) -> State:
         ...     files = (f"{folder}/{rank}.pt" for rank in range(world_size))
         ...     engine.load_state_dict(ls.merge_states(torch.load(file) for file in files))
         >>> for rank, value in enumerate([1.0, 2.0]):
-        ...     state = {"format": 1, "step": 7, "rank": rank, "world_size": 2, "settings": "", "groups": [],
-        ...              "parameters": {"weight": {"residual": torch.full((3,), value)}}}
+        ...     state = {"format": 1, "step": 7, "void_steps": 0, "rank": rank, "world_size": 2, "settings": "",
+        ...              "parameters": {"weight": {"residual": torch.full((3,), value)}}, "counters": {},
+        ...              "groups": [], "rates": {}}
         ...     torch.save(state, f"{folder}/{rank}.pt")
         >>> merged = ls.merge_states(torch.load(f"{folder}/{rank}.pt") for rank in range(2))
         >>> merged["parameters"]["weight"]["residual"].tolist(), merged["step"]
@@ -301,6 +302,7 @@ def merge_states(states: Iterable[State]) -> State:
     dtypes: dict[tuple[str, str], torch.dtype] = {}
     ranks: list[int] = []
     for state in states:
+        check_state(state)
         shapes = {name: {key: v.shape for key, v in vectors.items()} for name, vectors in state["parameters"].items()}
         if not ranks:
             head = {key: value for key, value in state.items() if key not in ("parameters", "groups")}
@@ -319,7 +321,7 @@ def merge_states(states: Iterable[State]) -> State:
         for name, vectors in state["parameters"].items():
             for key, vector in vectors.items():
                 sums[name][key] += vector
-    if not ranks or sorted(ranks) != list(range(head["world_size"])):
+    if not ranks or len(ranks) != head["world_size"] or sorted(ranks) != list(range(len(ranks))):
         raise ValueError(
             f"Expected the states of all {head.get('world_size', 'old')} ranks, each once, but got those of {ranks}."
         )
@@ -330,55 +332,38 @@ def merge_states(states: Iterable[State]) -> State:
     return {**head, "parameters": means, "groups": []}
 
 
-class Note(NamedTuple):
-    """What a rank tells the others."""
-
-    fact: str
-    """One line."""
-    problem: str
-    """Empty: none."""
-
-
-def _gather_notes(own: Note, comm: Collective, device: torch.device) -> list[Note]:
-    text = "\n".join(own).encode()[:NOTE_BYTES]
-    message = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
-    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = [
-        bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in comm.all_gather(message.to(device)).cpu()
-    ]
-    return [Note(*text.split("\n", 1)) for text in texts]
-
-
-def _by_reason(notes: list[Note]) -> str:
-    """Which ranks have which problem; empty if none has one."""
-    ranks: dict[str, list[int]] = {}
-    for rank, note in enumerate(notes):
-        if note.problem:
-            ranks.setdefault(note.problem, []).append(rank)
-    shown = [
-        f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}: {problem}"
-        for problem, those in list(ranks.items())[:SHOWN]
-    ]
-    hidden = sum(len(those) for those in list(ranks.values())[SHOWN:])
-    return "; ".join(shown) + (f"; and {hidden} more ranks" if hidden else "")
-
-
 class SideFileError(Exception):
     """A side file that cannot be used; the text says why."""
 
 
-def _reason(error: Exception) -> str:
-    own = isinstance(error, SideFileError)
-    text = " ".join((str(error) if own else f"{type(error).__name__}: {error}").split())
-    return text if len(text) <= REASON_CHARACTERS else f"{text[:REASON_CHARACTERS]} ..."
+def _sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """With a checksum. File formats have their own, which readers do not look at: torch.load takes any bits."""
+    return {**content, "checksum": checksum(content)}
+
+
+def _check_marker(marker: Any) -> None:
+    """A checkpoint may come from anywhere, and some of these become parts of paths.
+
+    Raises:
+        SideFileError: if anything is not as :meth:`SideFiles.beside` gives it.
+    """
+    if not isinstance(marker, dict) or marker.get("format") != FORMAT:
+        kind = repr(marker.get("format")) if isinstance(marker, dict) else f"a {type(marker).__name__}"
+        raise SideFileError(f"they are in format {kind}, and this version of lightning-sparse knows {FORMAT}")
+    whole = {"world_size": 1, "step": 0}
+    for field, least in whole.items():
+        value = marker.get(field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
+    patterns = {"save": r"\w+-\d+", "directory": r"[^/\\\0]+\.sparse"}
+    for field, pattern in patterns.items():
+        value = marker.get(field)
+        if not isinstance(value, str) or re.fullmatch(pattern, value, re.ASCII) is None:
+            raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
 
 
 def _read_state(path: Path, marker: dict[str, Any], comm: Collective, load: Callable[[str], Any]) -> State:
     """This rank's own state, or what became of all of them if there were more or fewer ranks."""
-    if marker["format"] != FORMAT:
-        raise SideFileError(
-            f"they are in format {marker['format']}, and this version of lightning-sparse knows {FORMAT}"
-        )
     if marker["world_size"] == comm.world_size:
         return _read(path, marker, comm.rank, load)
     return merge_states(_read(path, marker, rank, load) for rank in range(marker["world_size"]))
@@ -390,17 +375,20 @@ def _read(path: Path, marker: dict[str, Any], rank: int, load: Callable[[str], A
     location = _locate(path, marker["directory"], file)
     try:
         content = load(location)
-        state: State = content["state"]
-        expected = {"format": FORMAT, "rank": rank, "world_size": marker["world_size"], "step": marker["step"]}
-        found = {key: state[key] for key in expected}
-        vectors = [vector for vectors in state["parameters"].values() for vector in vectors.values()]
-        sound = all(vector.dim() == 1 and bool(vector.isfinite().all()) for vector in vectors)
+        sealed = {key: content[key] for key in ("save", "state")}
+        whole = content["checksum"] == checksum(sealed)
     except Exception as error:  # whatever a damaged file makes of a plugin
-        raise SideFileError(f"{file.name} cannot be read ({_reason(error)})") from error
-    if content["save"] != marker["save"] or found != expected:
+        raise SideFileError(f"{file.name} cannot be read ({reason(error)})") from error
+    if not whole:
+        raise SideFileError(f"{file.name} is damaged: its content does not have the checksum that was written with it")
+    state: State = content["state"]
+    try:
+        check_state(state)
+    except ValueError as error:
+        raise SideFileError(f"{file.name} holds no state: {error}") from error
+    expected = {"rank": rank, "world_size": marker["world_size"], "step": marker["step"]}
+    if content["save"] != marker["save"] or any(state[key] != value for key, value in expected.items()):
         raise SideFileError(f"{file.name} holds something else than its name says")
-    if not sound:
-        raise SideFileError(f"{file.name} is damaged: it holds numbers that are not finite")
     return state
 
 
@@ -422,25 +410,15 @@ def _locate(path: Path, directory: str, file: SideFile) -> str:
     )
 
 
-def _outline(state: State) -> str:
-    """Of everything that must be equal on all ranks."""
-    sizes = {name: {key: v.numel() for key, v in vectors.items()} for name, vectors in state["parameters"].items()}
-    groups = [(group["name"], group["parameters"]) for group in state["groups"]]
-    return hashlib.sha256(repr((state["step"], state["settings"], sizes, groups)).encode()).hexdigest()[:16]
-
-
-def _emptied(state: State, comm: Collective) -> State:
-    """A merged state with nothing in it, and a warning that says what is lost."""
+def _emptied(state: State, comm: Collective) -> tuple[State, str]:
+    """A merged state with nothing in it, and a sentence that says what is lost."""
     pending = [vectors["residual"] for vectors in state["parameters"].values() if "residual" in vectors]
     norm = sum(float(residual.double().square().sum()) for residual in pending) ** 0.5
-    if comm.rank == 0:
-        warnings.warn(
-            f"Training continues with {comm.world_size} ranks instead of {state['world_size']} and resize='zero': the "
-            f"residuals, an update of norm {norm:.4g} that was still to be sent, are dropped.",
-            stacklevel=3,
-        )
     empty = {name: {key: v.zero_() for key, v in vectors.items()} for name, vectors in state["parameters"].items()}
-    return {**state, "parameters": empty, "counters": {}}
+    return {**state, "parameters": empty, "counters": {}}, (
+        f"Training continues with {comm.world_size} ranks instead of {state['world_size']} and resize='zero': the "
+        f"residuals, an update of norm {norm:.4g} that was still to be sent, are dropped."
+    )
 
 
 def _oldest_needed(path: Path, own: SideFile) -> str:
@@ -489,7 +467,7 @@ def _remove_files(places: list[str]) -> None:
             with suppress(FileNotFoundError):
                 file_system.rm_file(root)
         except (OSError, NotImplementedError) as error:
-            warnings.warn(f"Could not remove {place}: {_reason(error)}.", stacklevel=2)
+            warnings.warn(f"Could not remove {place}: {reason(error, SideFileError)}.", stacklevel=2)
     for directory in {os.path.dirname(place) for place in places}:
         file_system, root = url_to_fs(directory)
         with suppress(OSError, ValueError, NotImplementedError):  # not empty, or there are no directories

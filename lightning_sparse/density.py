@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,12 @@ class GroupDensity:
         """What has been learned from the updates, as plain data and tensors on the CPU."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on where another one of the same schedule and group was."""
+    def load_state_dict(self, state: Mapping[str, Any], numel: int, device: torch.device) -> None:
+        """Go on where another one of the same schedule and group, of ``numel`` coordinates, was.
+
+        Raises:
+            ValueError: if it was none, with nothing changed.
+        """
 
 
 @dataclass(frozen=True)
@@ -269,12 +273,19 @@ class AccordionDensity(GroupDensity):
             "critical": self.critical,
         }
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], numel: int, device: torch.device) -> None:
         """Go on within an interval."""
-        self.total = None if state["total"] is None else state["total"].to(device, copy=True)
-        self.number, self.seen = state["number"], set(state["seen"])
-        self.before = dict(state["before"])
-        self.critical = state["critical"]
+        total, number, critical = (state.get(field) for field in ("total", "number", "critical"))
+        try:
+            seen = {float(density) for density in state["seen"]}
+            before = {float(density): float(norm) for density, norm in state["before"]}
+            summed = total is None or (total.shape == (numel,) and total.is_floating_point())
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"Expected the state of {type(self).__name__}, but got {state!r}.") from error
+        if not (summed and isinstance(critical, bool) and isinstance(number, int)):
+            raise ValueError(f"Expected the state of {type(self).__name__} for {numel} coordinates, but got {state!r}.")
+        self.total = None if total is None else total.to(device, copy=True)
+        self.number, self.seen, self.before, self.critical = number, seen, before, critical
 
     def _decide(self) -> None:
         """Compare the interval that is over with the one before it."""

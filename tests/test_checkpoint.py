@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import re
 import shutil
 import warnings
 from collections import deque
@@ -21,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import lightning_sparse as ls
 from lightning_sparse.checkpoint import SideFile, SideFiles, check_resize, restore, side_directory
+from lightning_sparse.hook.plain import checksum
 from tests.lockstep import AbandonedError, Network, Port
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -37,6 +39,7 @@ class Engine:
         self.comm, self.run_id, self.step, self.device = comm, run, step, torch.device("cpu")
         self.settings = "topk"
         self.loaded: dict[str, Any] | None = None
+        self.refuses = False
         self.flushing = False
         self.remarks: list[str] = []
 
@@ -53,12 +56,21 @@ class Engine:
                 name: {key: torch.randn(numel, generator=generator) for key, numel in vectors.items()}
                 for name, vectors in SHAPES.items()
             },
-            "groups": [{"name": "all", "parameters": list(SHAPES), "numel": 9, "state": {"threshold": torch.ones(())}}],
+            "groups": [
+                {
+                    "name": "all",
+                    "parameters": list(SHAPES),
+                    "numel": 9,
+                    "state": {"selector": [1.0, None, None], "density": {}},
+                }
+            ],
             "counters": {},
             "rates": {},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
+        if self.refuses and state["parameters"]:
+            raise ValueError("rank 1: of another planet.")  # as the real one does, on all ranks
         self.loaded = state
         self.step = state["step"]
         return self.remarks
@@ -378,14 +390,30 @@ def of_another_rank(directory: Path) -> None:
     shutil.copy(directory / "rank-0-of-2.a-2.pt", directory / "rank-1-of-2.a-2.pt")
 
 
-def edit(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+def edit(change: Callable[[dict[str, Any]], Any], sealed: bool = True) -> Callable[[Path], None]:
+    """What somebody else has written, or what time has done to it."""
+
     def damage(directory: Path) -> None:
         file = directory / "rank-1-of-2.a-2.pt"
         content = torch.load(file)
         change(content)
+        if sealed:
+            content["checksum"] = checksum({key: value for key, value in content.items() if key != "checksum"})
         torch.save(content, file)
 
     return damage
+
+
+def edit_state(change: Callable[[dict[str, Any]], Any], sealed: bool = True) -> Callable[[Path], None]:
+    return edit(lambda content: change(content["state"]), sealed)
+
+
+def without(field: str) -> Callable[[dict[str, Any]], Any]:
+    return lambda fields: fields.pop(field)
+
+
+def flip_a_bit(state: dict[str, Any]) -> None:
+    state["parameters"]["bias"]["residual"].view(torch.int32)[1] ^= 1 << 20
 
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
@@ -395,20 +423,41 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (overwrite, "rank 1: rank-1-of-2.a-2.pt cannot be read"),
     (of_another_save, "rank 1: rank-1-of-2.a-2.pt holds something else"),
     (of_another_rank, "rank 1: rank-1-of-2.a-2.pt holds something else"),
-    (edit(lambda content: content.pop("state")), "rank 1: rank-1-of-2.a-2.pt cannot be read .KeyError"),
-    (edit(lambda content: content["state"].pop("parameters")), "rank 1: rank-1-of-2.a-2.pt cannot be read"),
+    (edit(without("state"), False), "rank 1: rank-1-of-2.a-2.pt cannot be read .KeyError"),
+    (edit(without("checksum"), False), "rank 1: rank-1-of-2.a-2.pt cannot be read .KeyError"),
+    (edit_state(flip_a_bit, False), "rank 1: rank-1-of-2.a-2.pt is damaged: .*checksum"),
+    (edit_state(lambda state: state.update(settings="topl"), False), "rank 1: rank-1-of-2.a-2.pt is damaged"),
+    (edit(lambda content: content.update(save="b-2"), False), "rank 1: rank-1-of-2.a-2.pt is damaged"),
+    *(
+        (edit_state(without(field)), f"rank 1: rank-1-of-2.a-2.pt holds no state: .*{field}.* but got nothing")
+        for field in ("step", "void_steps", "rank", "world_size", "settings", "parameters", "counters", "groups")
+    ),
+    (edit_state(without("rates")), "rank 1: .*holds no state: .*rates to be a dict.* but got nothing"),
+    (edit_state(without("format")), "rank 1: .*holds no state: Expected a state of format 1"),
+    (edit(lambda content: content.update(state=[])), "rank 1: .*holds no state: Expected a state of format 1"),
+    (edit_state(lambda state: state.update(step="2")), "rank 1: .*step to be an integer from 0 on, but got '2'"),
+    (edit_state(lambda state: state.update(void_steps=-1)), "rank 1: .*void_steps to be an integer from 0 on"),
+    (edit_state(lambda state: state.update(rates={"bias": "high"})), "rank 1: .*learning rate of bias to be a finite"),
+    (edit_state(lambda state: state.update(counters={"bias": {"steps": None}})), "rank 1: .*steps of bias to be a"),
+    (edit_state(lambda state: state["parameters"].update(bias=3)), "rank 1: .*parameters of bias to be a dict"),
     (
-        edit(lambda content: content["state"]["parameters"]["bias"]["residual"].fill_(float("nan"))),
+        edit_state(lambda state: state["parameters"]["bias"].update(residual=torch.ones(3, dtype=torch.int64))),
+        "rank 1: .*residual of bias to be a vector of finite floating-point numbers, but got a tensor of shape",
+    ),
+    (edit_state(lambda state: state["parameters"]["bias"].update(residual=torch.ones(3, 1))), "rank 1: .*a vector"),
+    (
+        edit_state(lambda state: state["parameters"]["bias"]["residual"].fill_(float("nan"))),
         "rank 1: .* not finite",
     ),
-    (edit(lambda content: content["state"].update(step=9)), "rank 1: .*something else"),
+    (edit_state(lambda state: state["groups"][0].pop("parameters")), "rank 1: .*group 0.* but got nothing"),
+    (edit_state(lambda state: state["groups"][0]["state"].pop("density")), "rank 1: .*density of group 0"),
+    (edit_state(lambda state: state.update(groups=[None])), "rank 1: .*group 0 to be a dict.* but got None"),
+    (edit_state(lambda state: state.update(step=9)), "rank 1: .*something else"),
     (edit(lambda content: content.update(save="b-2")), "rank 1: .*something else"),
-    (edit(lambda content: content["state"].update(settings="other")), "do not belong together"),
-    (edit(lambda content: content["state"]["parameters"].pop("bias")), "do not belong together"),
 ]
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGES, ids=[str(i) for i in range(len(DAMAGES))])
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES, ids=[reason[-40:] for _, reason in DAMAGES])
 def test_what_one_rank_cannot_restore_no_rank_does(tmp_path: Path, damage: Callable[[Path], None], reason: str) -> None:
     run = Run(2, tmp_path / "x.ckpt")
     for _ in range(2):
@@ -428,6 +477,108 @@ def test_what_one_rank_cannot_restore_no_rank_does(tmp_path: Path, damage: Calla
         with pytest.raises(RuntimeError, match=reason):
             raise outcome
         assert "x.ckpt.sparse belongs to the checkpoint" in str(outcome)
+
+
+def flip(file: Path, bit: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def flip_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, count: int) -> None:
+    """Wherever a bit of one rank's file is flipped: all ranks get what was saved, or none does and it is said."""
+    monkeypatch.setitem(SHAPES, "weight", {"residual": 1500, "momentum": 1500})
+    run = Run(2, tmp_path / "x.ckpt")
+    results(run.save())
+    file = Path(side_directory(run.path)) / "rank-1-of-2.a-1.pt"
+    generator, lost = random.Random(seed), 0
+    for _ in range(count):
+        bit = generator.randrange(8 * file.stat().st_size)
+        flip(file, bit)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engines = resumed(2, run.path)
+        flip(file, bit)
+        told = [str(w.message) for w in caught if "residuals" in str(w.message)]
+        lost += bool(told)
+        for engine in engines:
+            saved = Engine(engine.comm, "a", 1).state_dict()
+            assert engine.loaded is not None
+            assert engine.loaded["parameters"] == {} if told else same(engine.loaded, saved), bit
+        assert not told or re.search("rank 1: rank-1-of-2.a-1.pt .*Error feedback starts empty on all ranks", told[0])
+    assert lost > count / 2
+    assert_continues(run.path, 2)
+
+
+def test_no_flipped_bit_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flip_bits(tmp_path, monkeypatch, 0, 20)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(1, 3))
+def test_no_flipped_bit_is_loaded_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    flip_bits(tmp_path, monkeypatch, seed, 300)
+
+
+@pytest.mark.parametrize(
+    "outside", ["..", "../..", "/", "elsewhere", "../elsewhere.ckpt.sparse", "a\\b.sparse", 7, None]
+)
+@pytest.mark.parametrize("field", ["directory", "save", "world_size", "step"])
+def test_what_a_checkpoint_names_stays_beside_it(tmp_path: Path, field: str, outside: Any) -> None:
+    """Parts of names of files are not taken from a checkpoint as they come."""
+    if field in ("world_size", "step") and outside == 7:
+        outside = -7
+    run = Run(1, tmp_path / "in" / "x.ckpt")
+    results(run.save())
+    asked: list[str] = []
+    marker = load(run.path)["marker"] | {field: outside}
+    for place in (tmp_path, tmp_path / "elsewhere", tmp_path / "elsewhere.ckpt.sparse"):
+        place.mkdir(exist_ok=True)
+        shutil.copy(Path(side_directory(run.path)) / "rank-0-of-1.a-1.pt", place)
+    shutil.rmtree(side_directory(run.path))
+
+    def watched(path: str) -> Any:
+        asked.append(path)
+        return load(path)
+
+    def job(comm: Port) -> Engine:
+        engine = Engine(comm, "new")
+        restore(engine, run.path, marker, watched)  # type: ignore[arg-type]
+        return engine
+
+    with pytest.warns(UserWarning, match=f"the checkpoint names the {field} .*, which is none"):
+        [engine] = results(on_ranks(1, job))
+    assert asked == []
+    assert engine.loaded is not None and engine.loaded["parameters"] == {}
+
+
+@pytest.mark.parametrize("marker", [[], "residuals", {}, {"format": 2}])
+def test_a_marker_that_is_none_is_said_on_all_ranks(tmp_path: Path, marker: Any) -> None:
+    def job(comm: Port) -> None:
+        restore(Engine(comm), tmp_path / "x.ckpt", marker, load)  # type: ignore[arg-type]
+
+    with pytest.warns(UserWarning, match="were not restored .* ranks 0, 1: ") as caught:
+        results(on_ranks(2, job))
+    assert len(caught) == 1
+
+
+def test_what_an_engine_refuses_no_rank_keeps(tmp_path: Path) -> None:
+    run = Run(2, tmp_path / "x.ckpt")
+    results(run.save())
+    marker = load(run.path)["marker"]
+
+    def job(comm: Port, strict: bool) -> Engine:
+        engine = Engine(comm)
+        engine.refuses = True
+        restore(engine, run.path, marker, load, strict=strict)  # type: ignore[arg-type]
+        return engine
+
+    with pytest.warns(UserWarning, match="rank 1: of another planet. Error feedback starts empty on all ranks"):
+        engines = results(on_ranks(2, lambda comm: job(comm, False)))
+    assert [(e.loaded["parameters"], e.step) for e in engines if e.loaded is not None] == [({}, 1)] * 2
+    for outcome in on_ranks(2, lambda comm: job(comm, True)):
+        with pytest.raises(RuntimeError, match="of another planet"):
+            raise outcome
 
 
 def test_a_checkpoint_without_residuals(tmp_path: Path) -> None:
@@ -450,9 +601,9 @@ def test_a_later_format_is_not_guessed_at(tmp_path: Path) -> None:
     run = Run(1, tmp_path / "x.ckpt")
     results(run.save())
     main = load(run.path)
-    main["marker"]["format"] = 2
+    main["marker"]["format"] = 3
     torch.save(main, run.path)
-    with pytest.warns(UserWarning, match="in format 2, and this version of lightning-sparse knows 1"):
+    with pytest.warns(UserWarning, match="in format 3, and this version of lightning-sparse knows 2"):
         resumed(1, run.path)
 
 
@@ -650,7 +801,8 @@ def test_other_numbers_of_ranks_need_all_files(tmp_path: Path, resize: str) -> N
 def test_merged_states_are_means_to_the_last_bit(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(7, 1000, generator=generator, dtype=dtype) * torch.logspace(-20, 20, 1000, dtype=dtype)
-    head = {"format": 1, "step": 3, "world_size": 7, "settings": "s", "groups": [], "rates": {"w": 0.1}}
+    head = {"format": 1, "step": 3, "void_steps": 0, "world_size": 7, "settings": "s", "groups": [], "counters": {}}
+    head["rates"] = {"w": 0.1}
     states: Iterator[dict[str, Any]] = (
         {**head, "rank": rank, "parameters": {"w": {"residual": rows[rank]}}} for rank in (3, 1, 0, 2, 6, 5, 4)
     )
@@ -665,8 +817,8 @@ def test_merged_states_are_means_to_the_last_bit(dtype: torch.dtype) -> None:
 def test_states_that_do_not_belong_together_are_not_merged() -> None:
     def state(rank: int, **other: Any) -> dict[str, Any]:
         parameters = {"w": {"residual": torch.ones(other.pop("numel", 3))}}
-        head = {"format": 1, "step": 3, "world_size": 2, "settings": "s", "groups": []}
-        return {**head, "rank": rank, "parameters": parameters, **other}
+        head = {"format": 1, "step": 3, "void_steps": 0, "world_size": 2, "settings": "s", "groups": []}
+        return {**head, "counters": {}, "rates": {}, "rank": rank, "parameters": parameters, **other}
 
     for other in ({"step": 4}, {"world_size": 3}, {"numel": 4}, {"parameters": {}}):
         with pytest.raises(ValueError, match=r"Expected states of one run at one step.* ranks 0 and 1 differ"):
@@ -676,6 +828,13 @@ def test_states_that_do_not_belong_together_are_not_merged() -> None:
             ls.merge_states([state(rank) for rank in ranks])
     with pytest.raises(ValueError, match=r"but got those of \[\]"):
         ls.merge_states([])
+    for field in state(0):
+        broken = state(1)
+        del broken[field]
+        with pytest.raises(ValueError, match=r"^Expected "):
+            ls.merge_states([state(0), broken])
+    with pytest.raises(ValueError, match="residual of w to be a vector"):
+        ls.merge_states([state(0), state(1, parameters={"w": {"residual": "large"}})])
 
 
 def test_ways_to_continue_with_other_ranks_have_names() -> None:

@@ -12,7 +12,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ from torch.nn import Parameter
 
 from lightning_sparse.collective import TorchCollective, ring_all_reduce_bytes
 from lightning_sparse.grouping import Group
+from lightning_sparse.hook.agreement import Note, by_reason, gather_notes, name_ranks, reason
 from lightning_sparse.hook.executors import Executor, Inline, Threaded, side_stream
 from lightning_sparse.hook.learning_rates import LearningRates
-from lightning_sparse.hook.running import Delivery, Running
+from lightning_sparse.hook.running import Delivery, Learned, Running
 from lightning_sparse.hook.settings import Settings, check_equal_on_ranks
 from lightning_sparse.hook.skipping import Flags, heeds_flags
+from lightning_sparse.hook.state import STATE_FORMAT, check_state, outline, renamed
 from lightning_sparse.hook.verdict import Verdict
 from lightning_sparse.kernels import all_finite
 from lightning_sparse.memory import NoMemory
@@ -33,8 +35,6 @@ from lightning_sparse.statistics import Stamp, summarize, summarize_direct
 from lightning_sparse.types import Context
 
 NO = torch.zeros((), dtype=torch.bool, device="cpu")
-STATE_FORMAT = 1
-"""Of what :meth:`Engine.state_dict` gives; changed when its meaning does."""
 
 
 class Tuner(Protocol):
@@ -300,9 +300,10 @@ class Engine:
         self._adopt(groups)
         self._direct = False
 
-    def _start(self, group: Group, flush: bool = False) -> Running:
-        density = group.density or self.settings.density(self.step)
-        ctx = Context(self.step, density, self.comm.rank, self.comm.world_size)
+    def _start(self, group: Group, flush: bool = False, step: int | None = None) -> Running:
+        step = self.step if step is None else step
+        density = group.density or self.settings.density(step)
+        ctx = Context(step, density, self.comm.rank, self.comm.world_size)
         return Running(group, self._parameters, self.settings, ctx, flush)
 
     def _adopt(self, groups: list[Running]) -> None:
@@ -604,10 +605,10 @@ class Engine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Go on where an engine of the same model was; on all ranks, before the first step or between two steps.
+        """Go on where an engine of the same model was; collective, before the first step or between two steps.
 
         What is remembered goes by names of parameters. What has been learned about groups is taken over where settings,
-        number of ranks and the group are the same; elsewhere it starts anew.
+        number of ranks and the group are the same, and where that is so on all ranks; elsewhere it starts anew.
 
         Args:
             state: what :meth:`state_dict` gave on this rank, or :func:`~lightning_sparse.merge_states` made.
@@ -616,37 +617,95 @@ class Engine:
             Sentences about what did not fit; none where the two engines are alike.
 
         Raises:
-            ValueError: if this is no such state.
+            ValueError: on all ranks, with nothing changed, if this is no such state on one of them, or if the states of
+                the ranks do not belong together.
         """
-        if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
-            raise ValueError(f"Expected a state of format {STATE_FORMAT}, as Engine.state_dict() gives it.")
+        misfits = self._load(state)
+        return [*misfits.learned, *misfits.remembered]
+
+    def take_over(self, state: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> list[str]:
+        """Go on where an engine of the same parameters was, whatever their names and groups are now; collective.
+
+        Args:
+            state: what its :meth:`state_dict` gave on this rank.
+            parameters: those that the state names, or some of them: what is remembered of others is left behind.
+
+        Returns:
+            Sentences about what was remembered and did not fit. What was learned about groups that are no more starts
+            anew without a word, as with :meth:`regroup`.
+
+        Raises:
+            ValueError: as :meth:`load_state_dict`.
+        """
+        now = {id(p): name for name, p in {**self._parameters, **self.frozen}.items()}
+        kept, gone = renamed(state, {name: now[id(p)] for name, p in parameters.items() if id(p) in now})
+        return gone + self._load(kept).remembered
+
+    def _load(self, state: Mapping[str, Any]) -> _Misfits:
+        """Nothing changes before all ranks know that all of them can."""
         self._hear_verdict()
-        notes = []
+        note, draft = Note("", ""), None
+        try:
+            check_state(state)
+            draft = self._draft(state)
+            note = Note(outline(state), "")
+        except Exception as error:  # whatever a damaged state makes of a memory
+            note = Note("", reason(error, ValueError))
+        notes = gather_notes(note, self.comm, self._device)
+        trouble = by_reason(notes)
+        if not trouble and len({note.fact for note in notes}) > 1:
+            trouble = "the states of the ranks do not belong together"
+        if trouble or draft is None:
+            raise ValueError(f"The state cannot be loaded, and no rank has loaded it: {trouble}")
+        fits = torch.tensor([known is not None for known in draft.learned], dtype=torch.uint8, device=self._device)
+        on_ranks = self.comm.all_gather(fits).T.tolist()
+        for group, known, fitting in zip(draft.groups, draft.learned, on_ranks, strict=True):
+            if known is not None and all(fitting):
+                group.learn(known)
+            elif known is not None:
+                others = [rank for rank, fit in enumerate(fitting) if not fit]
+                draft.misfits.learned.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
         self._step, self.void_steps = state["step"], state["void_steps"]
         self._rates.latest = dict(state["rates"])
         self._rates.surplus = {name: (value, step) for name, (value, step) in state.get("surplus", {}).items()}
-        given = dict(state["parameters"])
-        alike = state["settings"] == self.settings.algorithm and state["world_size"] == self.comm.world_size
-        if state["settings"] != self.settings.algorithm:
-            notes.append(f"The settings were {state['settings']}, and are {self.settings.algorithm}.")
-        learned = {group["name"]: group for group in state["groups"]} if alike else {}
-        groups = []
-        with self._between_steps():
-            for group in self.plan:
-                parts = {p.name: given.pop(p.name, {}) for p in group.parameters}
-                remembers = any(bool(vector.any()) for vectors in parts.values() for vector in vectors.values())
-                running = self._start(group, flush=remembers)
-                notes += running.load(parts, {name: state["counters"].get(name, {}) for name in parts})
-                if state["groups"]:
-                    notes += running.learn(learned.get(group.name))
-                groups.append(running)
-        self._adopt(groups)
+        self._adopt(draft.groups)
         self._direct = False
-        self._parked = {name: vectors for name, vectors in given.items() if name in self.frozen}
-        notes += [f"There is no parameter {name} any more." for name in given if name not in self.frozen]
+        self._parked = {name: dict(vectors) for name, vectors in state["parameters"].items() if name in self.frozen}
         if self._stream is not None:
             self._stream.synchronize()
-        return notes
+        return draft.misfits
+
+    def _draft(self, state: Mapping[str, Any]) -> _Draft:
+        """The groups as they will be if all ranks can load their states."""
+        misfits = _Misfits([], [])
+        settings = self.settings.algorithm
+        if state["settings"] != settings:
+            misfits.learned.append(f"The settings were {state['settings']}, and are {settings}.")
+        alike = state["settings"] == settings and state["world_size"] == self.comm.world_size
+        given = {group["name"]: group for group in state["groups"]} if alike else {}
+        known = {name: vectors for name, vectors in state["parameters"].items() if name in self._parameters}
+        groups: list[Running] = []
+        learned: list[Learned | None] = []
+        with self._between_steps():
+            for plan in self.plan:
+                parts = {p.name: known.get(p.name, {}) for p in plan.parameters}
+                remembers = any(bool(vector.any()) for vectors in parts.values() for vector in vectors.values())
+                group = self._start(plan, flush=remembers, step=state["step"])
+                misfits.remembered.extend(group.load(parts, {name: state["counters"].get(name, {}) for name in parts}))
+                groups.append(group)
+                learned.append(None)
+                if not group.is_about(given.get(plan.name)):
+                    misfits.learned.extend([f"{_anew(group)}."] if state["groups"] else [])
+                    continue
+                try:
+                    learned[-1] = group.understand(given[plan.name], self.comm.world_size)
+                except ValueError as error:
+                    misfits.learned.append(f"{_anew(group)}, because it does not fit: {reason(error, ValueError)}")
+        here = {**self._parameters, **self.frozen}
+        misfits.remembered.extend(
+            f"There is no parameter {name} any more." for name in state["parameters"] if name not in here
+        )
+        return _Draft(groups, learned, misfits)
 
     def close(self) -> None:
         """Stop the communication thread, give the process group back, stop watching parameters."""
@@ -666,6 +725,28 @@ class Engine:
                 "The engine is closed: ask for summaries before the end of fit, in on_train_end at the latest."
             )
         return self.comm.all_reduce(x.to(self._device)).cpu() / self.comm.world_size
+
+
+class _Misfits(NamedTuple):
+    """Sentences about what of a state did not fit."""
+
+    learned: list[str]
+    """What was learned about groups."""
+    remembered: list[str]
+    """What is remembered of gradients: this is lost."""
+
+
+class _Draft(NamedTuple):
+    """What a state makes of an engine, before it counts."""
+
+    groups: list[Running]
+    learned: list[Learned | None]
+    """About each group; None: nothing that fits."""
+    misfits: _Misfits
+
+
+def _anew(group: Running) -> str:
+    return f"What was learned about the group {group.plan.name} starts anew"
 
 
 class Watcher:

@@ -1,9 +1,13 @@
-"""States of groups as plain data for files, and back."""
+"""States of groups as plain data for files, and back; and a checksum of plain data."""
 
 from __future__ import annotations
 
+import hashlib
+import zlib
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -24,7 +28,7 @@ def from_plain(plain: Any, like: Any) -> Any:
         like: a state of the same kind, whose types, dtypes and devices are taken.
 
     Raises:
-        ValueError: if the two are not alike: other tuples, tensors of another shape.
+        ValueError: if the two are not alike: other tuples, tensors of another shape, numbers of another type.
     """
     if isinstance(like, tuple):
         if not isinstance(plain, list) or len(plain) != len(like):
@@ -32,9 +36,50 @@ def from_plain(plain: Any, like: Any) -> Any:
         parts = [from_plain(one, other) for one, other in zip(plain, like, strict=True)]
         return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
     if isinstance(like, Tensor):
-        if not isinstance(plain, Tensor) or plain.shape != like.shape:
-            raise ValueError(f"Expected a tensor of shape {tuple(like.shape)}, but got {plain!r}.")
+        if not isinstance(plain, Tensor) or plain.shape != like.shape or _kind(plain) != _kind(like):
+            raise ValueError(f"Expected a tensor of shape {tuple(like.shape)} and {like.dtype}, but got {plain!r}.")
         return plain.to(like.device, like.dtype, copy=True)
     if isinstance(plain, list):
         raise ValueError(f"Expected {like!r}, but got {len(plain)} parts.")
+    if type(plain) is not type(like):
+        raise ValueError(f"Expected something like {like!r}, but got {plain!r}.")
     return plain
+
+
+def _kind(x: Tensor) -> tuple[bool, bool, bool]:
+    return x.is_floating_point(), x.is_complex(), x.dtype == torch.bool
+
+
+def checksum(plain: Any) -> str:
+    """Of names, numbers and tensors, whatever file or container they come through.
+
+    A CRC-32 stands for the bytes of each tensor: it takes a fraction of the time in which they are written, and any
+    wrong bit changes it. Lists and tuples count as the same, and so do dicts in another order.
+
+    Raises:
+        TypeError: for anything that is no plain data.
+
+    Example:
+        >>> state = {"step": 3, "residual": torch.tensor([1.0, 2.0])}
+        >>> checksum(state) == checksum(dict(reversed(state.items())))
+        True
+        >>> checksum(state) == checksum(state | {"residual": torch.tensor([1.0, -2.0])})
+        False
+    """
+    return hashlib.sha256(_spelled(plain).encode()).hexdigest()
+
+
+def _spelled(plain: Any) -> str:
+    if isinstance(plain, Tensor):
+        flat = plain.detach().cpu().reshape(-1)
+        if flat.numel() < 2:  # counts as contiguous whatever its stride is, which views of its bytes do not take
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        content = flat.contiguous().view(torch.uint8).numpy().data
+        return f"tensor({plain.dtype}, {tuple(plain.shape)}, {zlib.crc32(content)})"
+    if isinstance(plain, Mapping):
+        return "{" + ", ".join(sorted(f"{key!r}: {_spelled(value)}" for key, value in plain.items())) + "}"
+    if isinstance(plain, (list, tuple)):
+        return "[" + ", ".join(map(_spelled, plain)) + "]"
+    if plain is None or isinstance(plain, (bool, int, float, str)):
+        return repr(plain)
+    raise TypeError(f"Expected plain data, but got {type(plain).__name__}.")

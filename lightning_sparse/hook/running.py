@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from lightning_sparse.collective import Collective, Metered
-from lightning_sparse.density import Constant
+from lightning_sparse.density import Constant, GroupDensity
 from lightning_sparse.exchanges import Dense, Exchange
 from lightning_sparse.grouping import Group
 from lightning_sparse.hook.plain import from_plain, to_plain
@@ -157,24 +157,35 @@ class Running:
             counter.fill_(max(counters[p].get(name, 0.0) for p in self.spans))
         return notes
 
-    def learn(self, learned: dict[str, Any] | None) -> list[str]:
-        """Take over what has been learned about a group of this name, see :meth:`state_dict`; None: there is none.
+    def is_about(self, learned: Mapping[str, Any] | None) -> bool:
+        """Whether something was learned about these very parameters, see :meth:`state_dict`."""
+        return learned is not None and learned["parameters"] == [p.name for p in self.plan.parameters]
 
-        Returns:
-            A sentence, if it starts anew.
+    def understand(self, learned: Mapping[str, Any], world_size: int) -> Learned:
+        """What has been learned about a group like this one, see :meth:`state_dict`; changes nothing.
+
+        Raises:
+            ValueError: if it does not fit.
         """
-        anew = f"What was learned about the group {self.plan.name} starts anew"
-        if learned is None or learned["parameters"] != [p.name for p in self.plan.parameters]:
-            return [f"{anew}."]
         state = learned["state"]
-        try:
-            selector, counts, union = from_plain(state["selector"], (self.state.selector, None, None))
-            self.density.load_state_dict(state["density"], self.device)
-        except (KeyError, ValueError) as error:
-            return [f"{anew}, because it does not fit: {error}"]
-        on_device = [None if x is None else x.to(self.device, copy=True) for x in (counts, union)]
-        self.state = GroupState(self.state.memory, selector, *on_device)
-        return []
+        given = state.get("selector")
+        if learned["numel"] != self.plan.numel or not isinstance(given, list) or len(given) != 3:
+            raise ValueError(f"Expected what {self.plan.numel} coordinates have taught, but got {learned['numel']}.")
+        selector = from_plain(given[0], self.state.selector)
+        counts, union = (
+            None if plain is None else from_plain(plain, torch.zeros(shape, dtype=torch.int64)).to(self.device)
+            for plain, shape in zip(given[1:], ((world_size,), ()), strict=True)
+        )
+        if (counts is None) != (union is None):
+            raise ValueError("Expected counts and a union, or neither.")
+        density = self.density.schedule.for_group()
+        density.load_state_dict(state["density"], self.plan.numel, self.device)
+        return Learned(selector, counts, union, density)
+
+    def learn(self, learned: Learned) -> None:
+        """Go on with what :meth:`understand` gave."""
+        self.state = GroupState(self.state.memory, learned.selector, learned.counts, learned.union)
+        self.density = learned.density
 
     def receive(self, name: str, piece: Tensor) -> None:
         """The gradient of a parameter is here, in a bucket."""
@@ -286,6 +297,15 @@ class Running:
         for span in untouched:
             flat[span].zero_()
         return grads, self.memory.set_aside_(self.state.memory, untouched)
+
+
+class Learned(NamedTuple):
+    """What is known of a group but for what it remembers of gradients."""
+
+    selector: Any
+    counts: Tensor | None
+    union: Tensor | None
+    density: GroupDensity
 
 
 class _Begun(NamedTuple):

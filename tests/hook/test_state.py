@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import time
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.hook import Engine
-from lightning_sparse.hook.plain import from_plain, to_plain
+from lightning_sparse.hook.plain import checksum, from_plain, to_plain
 from lightning_sparse.sparsifiers import SPARSIFIERS
 from tests.ranks import Ranks
 
@@ -175,10 +177,6 @@ def load_another_model() -> list[str]:
     notes = other.engine.load_state_dict(state)
     assert not other.engine.residual("0.bias").any()
     other.engine.close()
-    try:
-        other.engine.load_state_dict({"format": 77})
-    except ValueError as error:
-        notes.append(str(error))
     return notes
 
 
@@ -187,8 +185,195 @@ def test_parameters_that_have_changed_are_named(two_ranks: Ranks) -> None:
         assert notes == [
             "0.bias had 7 coordinates and has 40: its residual is dropped.",
             "There is no parameter gone.weight any more.",
-            "Expected a state of format 1, as Engine.state_dict() gives it.",
         ]
+
+
+# ---- What one rank cannot load, no rank loads
+
+
+def put(value: Any, *path: Any) -> Any:
+    """A change of a state: what lies there is something else."""
+
+    def change(state: Any) -> None:
+        for key in path[:-1]:
+            state = state[key]
+        state[path[-1]] = value
+
+    return change
+
+
+def drop(*path: Any) -> Any:
+    def change(state: Any) -> None:
+        for key in path[:-1]:
+            state = state[key]
+        del state[path[-1]]
+
+    return change
+
+
+NO_STATES: dict[str, Any] = {
+    "Expected a state of format 1, as Engine.state_dict() gives it": put(77, "format"),
+    "step to be an integer from 0 on, but got nothing": drop("step"),
+    "step to be an integer from 0 on, but got True": put(True, "step"),
+    "settings to be a string, but got None": put(None, "settings"),
+    "parameters to be a dict with names as keys, but got nothing": drop("parameters"),
+    "counters to be a dict with names as keys, but got {1: 2}": put({1: 2}, "counters"),
+    "groups to be a list": put({}, "groups"),
+    "learning rate of 0.bias to be a finite number above 0, but got 'high'": put({"0.bias": "high"}, "rates"),
+    "steps of 0.bias to be a finite number, but got 'many'": put({"0.bias": {"steps": "many"}}, "counters"),
+    "a rank below 2 in the state, but got 2": put(2, "rank"),
+    "residual of 0.bias to be a vector": put(torch.ones(40, dtype=torch.int32), "parameters", "0.bias", "residual"),
+    "shape (4, 10)": put(torch.ones(4, 10), "parameters", "0.bias", "residual"),
+    "residual of 2.bias": put([1.0], "parameters", "2.bias", "residual"),
+    "numbers that are not finite": put(torch.full((40,), float("inf")), "parameters", "0.bias", "residual"),
+    "in group 0 of the state the parameters to be a list of names, but got nothing": drop("groups", 0, "parameters"),
+    "density of group 1 to be a dict": put(0.1, "groups", 1, "state", "density"),
+    "do not belong together": put(5, "step"),
+    "the states of the ranks do not belong": put(torch.ones(41), "parameters", "0.bias", "residual"),
+    "states of the ranks do not belong": put(torch.ones(40).double(), "parameters", "0.bias", "residual"),
+}
+
+
+def load_damaged() -> list[tuple[str, str, bool]]:
+    """For each damage on rank 1: what was expected, what was raised, and whether anything has changed."""
+    first = Run(sparsifier="exdyna")
+    first.train(3)
+    saved = first.engine.state_dict()
+    first.engine.close()
+    run = Run(sparsifier="exdyna")
+    run.train(2)
+    before = run.digest()
+    raised = []
+    for words, change in NO_STATES.items():
+        state = copy.deepcopy(saved)
+        if dist.get_rank() == 1:
+            change(state)
+        try:
+            run.engine.load_state_dict(state)
+        except ValueError as error:
+            unchanged = run.engine.step == 2 and all(map(torch.equal, run.digest(), before))
+            raised.append((words, str(error), unchanged))
+    run.engine.load_state_dict(saved)
+    assert run.engine.step == 3
+    run.engine.close()
+    return raised
+
+
+def test_a_state_that_one_rank_cannot_load_changes_nothing_on_any(two_ranks: Ranks) -> None:
+    first, other = two_ranks(load_damaged)
+    assert first == other
+    assert len(first) == len(NO_STATES)
+    for words, message, unchanged in first:
+        assert words in message
+        assert "no rank has loaded it" in message
+        assert "rank 1: " in message or "do not belong together" in message
+        assert unchanged
+
+
+LEARNED: dict[str, tuple[dict[str, Any], Any]] = {
+    "part missing": ({"sparsifier": "exdyna"}, drop("groups", 0, "state", "selector", 2)),
+    "no selector": ({"sparsifier": "exdyna"}, drop("groups", 0, "state", "selector")),
+    "shape": ({"sparsifier": "exdyna"}, put(torch.ones(3).long(), "groups", 0, "state", "selector", 0, 0)),
+    "dtype": ({"sparsifier": "exdyna"}, put(torch.ones(2), "groups", 0, "state", "selector", 0, 0)),
+    "text": ({"sparsifier": "union_topk"}, put("large", "groups", 0, "state", "selector", 0, 0)),
+    "counts": ({"sparsifier": "exdyna"}, put(torch.ones(3).long(), "groups", 0, "state", "selector", 1)),
+    "union": ({"sparsifier": "exdyna"}, put(None, "groups", 0, "state", "selector", 2)),
+    "numel": ({}, put(7, "groups", 0, "numel")),
+    "no density": (
+        {"density": ls.Accordion(0.02, 0.2, interval=3)},
+        drop("groups", 0, "state", "density", "seen"),
+    ),
+    "density": (
+        {"density": ls.Accordion(0.02, 0.2, interval=3)},
+        put(torch.ones(7), "groups", 0, "state", "density", "total"),
+    ),
+}
+
+
+def load_half_learned(case: str) -> tuple[list[str], Any, list[Tensor]]:
+    """What the first group has learned fits on rank 0 only; notes, what groups know then, and parameters later."""
+    options, change = LEARNED[case]
+    options = options | {"grouping": "layer"}
+    first = Run(**options)
+    first.train(4)
+    saved = copy.deepcopy(first.engine.state_dict())
+    model = first.model.state_dict()
+    first.engine.close()
+    if dist.get_rank() == 1:
+        change(saved)
+    run = Run(**options)
+    run.model.load_state_dict(model)
+    try:
+        notes = run.engine.load_state_dict(saved)
+    except ValueError as error:
+        notes = [str(error)]
+    known = [group["state"] for group in run.engine.state_dict()["groups"]]
+    run.train(3)
+    run.engine.close()
+    return notes, known, [p.detach() for p in run.model.parameters()]
+
+
+@pytest.mark.parametrize("case", LEARNED)
+def test_what_a_group_has_learned_starts_anew_on_all_ranks_or_on_none(two_ranks: Ranks, case: str) -> None:
+    (notes, known, parameters), (own_notes, own_known, own_parameters) = two_ranks(load_half_learned, case)
+    assert all(map(torch.equal, parameters, own_parameters))
+    if case == "numel":  # which is seen to differ from rank to rank, as all that groups are made of
+        assert "do not belong together" in notes[0] and notes == own_notes
+        return
+    assert notes == ["What was learned about the group 2 starts anew, because it does not fit on rank 1."]
+    assert len(own_notes) == 1
+    assert own_notes[0].startswith("What was learned about the group 2 starts anew, because it does not fit: Expected ")
+    for index, (state, own_state) in enumerate(zip(known, own_known, strict=True)):
+        for one in (state, own_state):
+            [_, counts, _] = one["selector"]
+            assert (counts is None) == (index == 0)  # anew; the other group goes on
+
+
+# ---- Parameters with other names
+
+
+def rename(change: str) -> tuple[list[str], dict[str, bool], int]:
+    """An engine takes over from one whose model was pruned, or has another layer since; what it then remembers."""
+    first = Run(memory=ls.MomentumCorrection(0.9))
+    first.train(4)
+    state, parameters = first.engine.state_dict(), first.engine.parameters
+    first.engine.close()
+    if change == "prune":
+        torch.nn.utils.prune.l1_unstructured(first.model[0], "weight", 0.5)
+    else:
+        first.model[0] = nn.Linear(20, 40)
+    names = {id(p): name for name, p in first.model.named_parameters()}
+    engine = ls.attach(
+        DistributedDataParallel(first.model),
+        sparsifier="topk",
+        density=0.02,
+        rules=SPARSE,
+        memory=ls.MomentumCorrection(0.9),
+        watch=None,
+    )
+    lost = engine.take_over(state, parameters)
+    after = engine.state_dict()["parameters"]
+    same = {}
+    for old, parameter in parameters.items():
+        vectors = after.get(names.get(id(parameter), ""), {})
+        same[old] = bool(vectors) and all(torch.equal(vectors[key], v) for key, v in state["parameters"][old].items())
+    step = engine.step
+    engine.close()
+    return lost, same, step
+
+
+def test_what_is_remembered_follows_parameters_whatever_their_names(two_ranks: Ranks) -> None:
+    for lost, same, step in two_ranks(rename, "prune"):
+        assert lost == []
+        assert same == dict.fromkeys(("0.weight", "0.bias", "2.weight", "2.bias"), True)
+        assert step == 4
+
+
+def test_a_parameter_that_took_the_place_of_another_one_inherits_nothing(two_ranks: Ranks) -> None:
+    for lost, same, step in two_ranks(rename, "replace"):
+        assert lost == ["There is no parameter 0.weight any more.", "There is no parameter 0.bias any more."]
+        assert same == {"0.weight": False, "0.bias": False, "2.weight": True, "2.bias": True}
+        assert step == 4
 
 
 def test_plain_data_is_made_into_the_same_state_again() -> None:
@@ -204,6 +389,33 @@ def test_plain_data_is_made_into_the_same_state_again() -> None:
         from_plain(torch.zeros(3), torch.zeros(2))
     with pytest.raises(ValueError, match="got 1 parts"):
         from_plain([1], None)
+    with pytest.raises(ValueError, match=r"Expected something like 0\.5, but got '0\.5'"):
+        from_plain("0.5", 0.5)
+    with pytest.raises(ValueError, match="Expected a tensor of shape"):
+        from_plain(torch.zeros(2), torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+def test_every_bit_counts_in_a_checksum(dtype: torch.dtype) -> None:
+    vector = torch.arange(7).to(dtype)
+    content = {"a": [1, 2.5, None, "x", True], "vector": vector, "none": torch.empty(0), "scalar": torch.tensor(3)}
+    seen = {checksum(content)}
+    assert checksum({key: content[key] for key in reversed(content)}) in seen
+    assert checksum(content | {"a": (1, 2.5, None, "x", True)}) in seen
+    for bit in range(0, 8 * vector.nbytes, 1 if dtype != torch.bool else 8):
+        other = vector.clone()
+        other.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+        seen.add(checksum(content | {"vector": other}))
+    others = [
+        {"a": [1, 2.5, None, "x", 1]},
+        {"b": 1},
+        {"vector": vector.view(7, 1)},
+        {"a": [1, [2.5], None, "x", True]},
+    ]
+    seen |= {checksum(content | other) for other in others}
+    assert len(seen) == 1 + (8 * vector.nbytes if dtype != torch.bool else 7) + len(others)
+    with pytest.raises(TypeError, match="Expected plain data, but got set"):
+        checksum({"a": {1, 2}})
 
 
 # ---- Emptying residuals
