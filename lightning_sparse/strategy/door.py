@@ -20,6 +20,7 @@ from lightning_sparse.grouping.plan import DDP_BUCKET_MB, MIB
 from lightning_sparse.hook import Engine, Settings, Tuner
 from lightning_sparse.memory import Memory
 from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
+from lightning_sparse.strategy.earlier import Left, go_on
 from lightning_sparse.tuning import Planner
 from lightning_sparse.watch import Watch, check_watch
 
@@ -133,6 +134,11 @@ class Door:
             profile=profile,
             tuners=self.tuners,
         )
+
+    def _go_on(self, engine: Engine, left: Left | None) -> None:
+        """Let an engine go on where the one before was; what does not is told on rank zero."""
+        if told := go_on(engine, left):
+            rank_zero_warn(told)
 
     def _restore(self, engine: Engine, path: Any, marker: dict[str, Any] | None) -> None:
         restore(engine, path, marker, self._load_side_file, self.resize, self.strict_resume)

@@ -31,6 +31,7 @@ from lightning_sparse.strategy.door import (
     refuse_unknown,
     without_defaults,
 )
+from lightning_sparse.strategy.earlier import Left
 from lightning_sparse.tuning import Planner
 from lightning_sparse.watch import WATCH, Watch
 
@@ -208,7 +209,7 @@ class FabricSparseDDPMixin(Door):
     def setup_module(self, module: Module) -> Any:
         """As in Fabric; the engine of a module that is set up again goes on where the one before was."""
         before, profile = self.engine_of(module), None
-        state = None if before is None else before.state_dict()
+        left = None if before is None else Left.by(before)
         if before is not None:
             profile = profile_of(before)
             before.close()
@@ -222,10 +223,10 @@ class FabricSparseDDPMixin(Door):
         engine = self._attach(ddp, self.precision, profile)  # type: ignore[attr-defined]
         self._wrapped.append((ddp, engine))
         self._follow(engine)
-        if state is not None:
-            engine.load_state_dict(state)
         if loaded is not None:
             self._restore(engine, loaded[0], loaded[1].get("residuals"))
+        else:
+            self._go_on(engine, left)
         return ddp
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -22,6 +22,7 @@ from lightning_sparse.hook import Engine
 from lightning_sparse.memory import Memory
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategy.door import CHECKPOINT_KEY, TIMEOUT, Door, profile_of, refuse_unknown, without_defaults
+from lightning_sparse.strategy.earlier import EarlierFit, Left
 from lightning_sparse.watch import WATCH, Watch
 
 
@@ -170,6 +171,8 @@ class SparseDDPMixin(Door):
         )
         self._profile: dict[str, Any] | None = None
         self._resume: tuple[Any, dict[str, Any] | None] | None = None
+        self._earlier: EarlierFit | None = None
+        self._left: Left | None = None
         self.engine: Engine | None = None
         """At work during fit; ``step`` and ``hook_calls`` can still be read afterwards."""
         super().__init__(
@@ -203,8 +206,13 @@ class SparseDDPMixin(Door):
     def _register_ddp_hooks(self) -> None:
         """Lightning calls this right after it wrapped the model; its own version does nothing on a CPU."""
         profile = self._profile or self.profile  # from a checkpoint, or from an earlier fit
+        left, self._left = self._left, None
+        if self._earlier is not None and self._resume is None:  # a checkpoint knows better
+            left = self._earlier.leave()
         self._close_engine()
+        self.engine = self._earlier = None  # frees their buffers
         self.engine = self._attach(self.model, self.precision_plugin, profile)  # type: ignore[attr-defined]
+        self._go_on(self.engine, left)
         self._continue()
 
     def _continue(self) -> None:
@@ -262,7 +270,7 @@ class SparseDDPMixin(Door):
     def _wrap_again(self) -> None:
         """A new DDP, for the parameters that need gradients now; what is remembered of all of them moves on."""
         assert self.engine is not None
-        state = self.engine.state_dict()
+        self._left = Left.by(self.engine)
         self._close_engine()
         wrapped = self.model
         model, self.model, self.engine = wrapped.module, None, None
@@ -271,7 +279,6 @@ class SparseDDPMixin(Door):
         self.model = self._setup_model(model)
         self._register_ddp_hooks()
         assert self.engine is not None
-        self.engine.load_state_dict(state)
         self.engine.follow(self.optimizers)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -320,6 +327,8 @@ class SparseDDPMixin(Door):
 
     def teardown(self) -> None:
         """Close the engine, then everything else."""
+        if self.engine is not None and not self.engine.closed:
+            self._earlier = EarlierFit(self.engine)
         self._close_engine()
         self._resume = None
         self._profile = None
