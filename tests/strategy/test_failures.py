@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import signal
@@ -52,18 +53,45 @@ def run_rank(
 def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: str) -> None:
     from pytorch_lightning import Callback
     from pytorch_lightning.callbacks import ModelCheckpoint
+    from pytorch_lightning.plugins.io import TorchCheckpointIO
 
     import lightning_sparse as ls
-    from tests.trainers import make_data, make_module, make_trainer
+    from tests.trainers import flat, make_data, make_module, make_trainer
+
+    def digest(trainer: Any) -> str:
+        """Of the weights, the optimizer and all that this rank remembers."""
+        state = trainer.strategy.engine.state_dict()
+        remembered = [v for _, vectors in sorted(state["parameters"].items()) for _, v in sorted(vectors.items())]
+        momenta = [v["momentum_buffer"].flatten() for v in trainer.optimizers[0].state_dict()["state"].values()]
+        everything = torch.cat([flat(trainer.lightning_module), *remembered, *momenta])
+        return f"{state['step']} {hashlib.sha256(everything.numpy().tobytes()).hexdigest()[:16]}"
+
+    class Slow(TorchCheckpointIO):  # type: ignore[misc]
+        """Time to be killed, before a file is written, while it is, and after."""
+
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            print(f"\nsaving {Path(path).name}", flush=True)
+            time.sleep(0.02)
+            super().save_checkpoint(checkpoint, path, storage_options)
+            time.sleep(0.02)
+
+        def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+            print(f"\nloading {Path(path).name}", flush=True)
+            time.sleep(0.02)
+            return super().load_checkpoint(path, *args, **kwargs)
 
     class Progress(Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            if resume is not None:
+                print(f"\ngoes on with {digest(trainer)}\n", flush=True)
             total = sum(
                 float(trainer.strategy.engine.residual(n).abs().sum()) for n in ("net.0.weight", "net.2.weight")
             )
             print(f"\nstarted at step {trainer.global_step} with residual {total:.6f}", flush=True)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            if behaviour == "slow saves":
+                print(f"\nholds {digest(trainer)}\n", flush=True)
             print(f"\nstep {trainer.global_step}", flush=True)
             if trainer.global_step == 10 and trainer.global_rank == 1:
                 if behaviour == "raise":
@@ -89,6 +117,7 @@ def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: 
         max_epochs=epochs,
         enable_checkpointing=True,
         callbacks=[Progress(), saver],
+        plugins=[Slow()] if behaviour == "slow saves" else None,
     )
     trainer.fit(make_module("pytorch_lightning"), make_data(), ckpt_path=resume, weights_only=False)
 
@@ -204,6 +233,55 @@ def test_survivors_of_a_killed_rank_end_and_training_resumes(launch: Any, tmp_pa
 @pytest.mark.parametrize("seed", range(2, 20))
 def test_survivors_of_a_killed_rank_end_at_any_moment(launch: Any, tmp_path: Path, seed: int) -> None:
     kill_one(launch, tmp_path, seed)
+
+
+def kill(run: Launch, victims: list[int]) -> None:
+    for rank in victims:
+        os.kill(run.processes[rank].pid, signal.SIGKILL)
+    run.join(list(range(RANKS)), TIMEOUT + 5)
+    check_errors(run, [rank for rank in range(RANKS) if rank not in victims])
+
+
+def kill_in_save_and_setup(launch: Any, tmp_path: Path, seed: int) -> None:
+    """Kill -9 of one rank or of all around a save, then while the next run reads what is there; then go on exactly."""
+    generator = random.Random(seed)
+    everyone = list(range(RANKS))
+    first = launch(f"saves{seed}", behaviour="slow saves", executor=generator.choice(["inline", "thread"]))
+    first.wait_for("saving last", seconds=60)  # of the first checkpoint; others follow every 3 steps
+    first.wait_for(f"step {3 * generator.randint(1, 3) + 2}\n")
+    time.sleep(generator.uniform(0, 0.2))
+    kill(first, generator.choice([everyone, [generator.randrange(RANKS)]]))
+
+    last = tmp_path / "ckpt" / "last.ckpt"
+    step = torch.load(last, weights_only=False)["global_step"]
+    second = launch(f"setup{seed}", behaviour="slow saves", epochs=1000, resume=str(last))
+    second.wait_for("loading", rank=generator.randrange(RANKS))
+    time.sleep(generator.uniform(0, 0.3))
+    kill(second, generator.choice([everyone, [generator.randrange(RANKS)]]))
+
+    checkpoint = torch.load(last, weights_only=False)
+    assert checkpoint["global_step"] >= step
+    step, epoch = checkpoint["global_step"], checkpoint["epoch"]
+    third = launch(f"goes on{seed}", epochs=epoch + 1, resume=str(last))
+    third.join(everyone, 60)
+    for rank in everyone:
+        assert third.processes[rank].exitcode == 0, third.said(rank)[-3000:]
+        held = {line for run in (first, second) for line in run.said(rank).splitlines() if line.startswith("holds ")}
+        [goes_on] = [line for line in third.said(rank).splitlines() if line.startswith("goes on with ")]
+        assert goes_on.startswith(f"goes on with {step} ")
+        assert goes_on.replace("goes on with", "holds") in held
+
+
+def test_killed_around_a_save_and_in_setup_the_last_checkpoint_goes_on_exactly(launch: Any, tmp_path: Path) -> None:
+    kill_in_save_and_setup(launch, tmp_path, 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_killed_around_any_save_and_setup_the_last_checkpoint_goes_on_exactly(
+    launch: Any, tmp_path: Path, seed: int
+) -> None:
+    kill_in_save_and_setup(launch, tmp_path, seed)
 
 
 @pytest.mark.parametrize("behaviour", ["raise", "exit", "hang"])
