@@ -25,7 +25,8 @@ def from_plain(plain: Any, like: Any) -> Any:
 
     Args:
         plain: what it gave.
-        like: a state of the same kind, whose types, dtypes and devices are taken.
+        like: a state of the same kind, whose types, dtypes and devices are taken; None stands for a scalar as well, of
+            which nothing was known yet.
 
     Raises:
         ValueError: if the two are not alike: other tuples, tensors of another shape, numbers of another type.
@@ -39,6 +40,8 @@ def from_plain(plain: Any, like: Any) -> Any:
         if not isinstance(plain, Tensor) or plain.shape != like.shape or _kind(plain) != _kind(like):
             raise ValueError(f"Expected a tensor of shape {tuple(like.shape)} and {like.dtype}, but got {plain!r}.")
         return plain.to(like.device, like.dtype, copy=True)
+    if like is None and isinstance(plain, Tensor) and plain.dim() == 0:
+        return plain.clone()
     if isinstance(plain, list):
         raise ValueError(f"Expected {like!r}, but got {len(plain)} parts.")
     if type(plain) is not type(like):

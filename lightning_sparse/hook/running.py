@@ -172,6 +172,8 @@ class Running:
         if learned["numel"] != self.plan.numel or not isinstance(given, list) or len(given) != 3:
             raise ValueError(f"Expected what {self.plan.numel} coordinates have taught, but got {learned['numel']}.")
         selector = from_plain(given[0], self.state.selector)
+        if isinstance(selector, Tensor):
+            selector = selector.to(self.device)
         counts, union = (
             None if plain is None else from_plain(plain, torch.zeros(shape, dtype=torch.int64)).to(self.device)
             for plain, shape in zip(given[1:], ((world_size,), ()), strict=True)

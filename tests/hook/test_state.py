@@ -276,6 +276,7 @@ LEARNED: dict[str, tuple[dict[str, Any], Any]] = {
     "shape": ({"sparsifier": "exdyna"}, put(torch.ones(3).long(), "groups", 0, "state", "selector", 0, 0)),
     "dtype": ({"sparsifier": "exdyna"}, put(torch.ones(2), "groups", 0, "state", "selector", 0, 0)),
     "text": ({"sparsifier": "union_topk"}, put("large", "groups", 0, "state", "selector", 0, 0)),
+    "vector": ({"sparsifier": "hard_threshold"}, put(torch.ones(3), "groups", 0, "state", "selector", 0)),
     "counts": ({"sparsifier": "exdyna"}, put(torch.ones(3).long(), "groups", 0, "state", "selector", 1)),
     "union": ({"sparsifier": "exdyna"}, put(None, "groups", 0, "state", "selector", 2)),
     "numel": ({}, put(7, "groups", 0, "numel")),
