@@ -225,7 +225,7 @@ class FabricSparseDDPMixin(Door):
         self._follow(engine)
         if loaded is not None:
             self._restore(engine, loaded[0], loaded[1].get("residuals"))
-        else:
+        elif left is not None:
             self._go_on(engine, left)
         return ddp
 
