@@ -492,15 +492,69 @@ def test_configurations_can_say_it(
     assert cli.trainer.strategy.watch == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_checksums_are_sums_of_bit_patterns(dtype: torch.dtype) -> None:
-    x = torch.randn(33, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
-    words = np.frombuffer(x.view(torch.uint8).numpy().tobytes(), dtype=f"<i{min(4, x.element_size())}")
-    expected = sum(map(int, words))
-    assert int(checksum(x)) == expected
-    assert int(checksum(x.t())) == expected
-    assert int(checksum(-x)) != expected
-    for place in range(0, x.numel(), 20):
-        other = x.clone()
-        other.view(-1)[place] = -other.view(-1)[place]
-        assert int(checksum(other)) != expected
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def changed(x: Tensor, places: Any, factor: float = -1.0) -> Tensor:
+    other = x.clone()
+    other[places] *= factor
+    return other
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [2, 231, 65536, 200_001])
+def test_checksums_see_what_sums_of_bit_patterns_do_not(dtype: torch.dtype, numel: int) -> None:
+    x = torch.rand(numel, generator=torch.Generator().manual_seed(0)).add_(0.5).to(dtype)
+    x[0], x[-1] = 2.0, 1.0
+    others = {
+        "one sign": changed(x, numel // 2),
+        "a bit of the first": changed(x, 0, 1.01),
+        "a bit of the last": changed(x, -1, 1.01),
+        "all signs": -x,
+        "two signs": changed(x, [0, -1]),
+        "every other sign": changed(x, slice(None, None, 2)),
+        "two places": changed(changed(x, 0, 0.5), -1, 2.0),
+        "backwards": x.flip(0),
+        "moved on by one": x.roll(1),
+        "sorted": x.sort().values,
+    }
+    expected = int(checksum(x))
+    assert int(checksum(x.clone())) == expected
+    assert int(checksum(torch.stack([x, x], 1)[:, 0])) == expected  # with gaps
+    for what, other in others.items():
+        assert int(checksum(other)) != expected, what
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_checksum_does_not_depend_on_how_it_is_summed(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    # Arithmetic modulo 2**64 in Python's own integers; devices sum many rows at a time.
+    from lightning_sparse import watch
+
+    monkeypatch.setattr(watch, "ROW", 8)
+    monkeypatch.setattr(watch, "weights", watch.weights.__wrapped__)  # not those of other rows
+    monkeypatch.setattr(watch, "ROWS_ON_DEVICES", rows)
+    monkeypatch.setattr(watch, "static_shapes", lambda device: True)
+    x = torch.randn(37, generator=torch.Generator().manual_seed(0))
+    columns, by_row = (w.tolist() for w in watch.weights(x.device))
+    words = np.frombuffer(x.numpy().tobytes(), dtype="<i4").tolist()
+    total = sum(word * columns[i % 8] * by_row[i // 8] for i, word in enumerate(words)) % 2**64
+    assert int(checksum(x)) % 2**64 == total
+
+
+def permuted(dtype: torch.dtype) -> list[str]:
+    training = Training(dtype=dtype, watch=ls.Watch(every=3))
+    gradients = noise()
+    seen = training.run(1, gradients)
+    if dist.get_rank() == 1:
+        for name in ("a", "c"):
+            rows = training.parameter(name)
+            rows.copy_(rows.roll(1, 0) if name == "a" else rows * (1 - 2 * (torch.arange(rows.shape[1]) % 2)))
+    seen += training.run(3, gradients)
+    training.engine.close()
+    return seen
+
+
+def test_ranks_whose_parameters_are_permuted_or_flipped_are_noticed(two_ranks: Ranks) -> None:
+    message = one_warning(two_ranks(permuted, torch.float32))
+    assert "at step 1: 2 of 3 parameters" in message
+    assert "first is 'a'" in message
