@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -256,13 +256,16 @@ def _complaints(command: str) -> Iterator[None]:
 
 
 def _folder(out: Path) -> Path:
-    """Make the folder of results now, not when the first one is there."""
+    """Make the folder of results, and write into it, now and not when the first one is there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"Expected out to be a folder but got {out}: {error.strerror}.") from error
-    if not os.access(out, os.W_OK):
-        raise ValueError(f"Expected out to be a folder that may be written but got {out}.")
+    try:
+        with TemporaryFile(dir=out) as file:
+            file.write(b"results")
+    except OSError as error:
+        raise ValueError(f"Expected out to be a folder that may be written but got {out}: {error.strerror}.") from error
     return out
 
 

@@ -181,9 +181,10 @@ class Advice:
 
 def advise(
     module: Any,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
     datamodule: Any = None,
     *,
-    train_dataloaders: Any = None,
     trainer: dict[str, Any] | None = None,
     ranks: Sequence[int] = (),
     gbit: Sequence[float] = (),
@@ -204,8 +205,10 @@ def advise(
 
     Args:
         module: a LightningModule.
-        datamodule: a LightningDataModule; or give ``train_dataloaders``.
-        train_dataloaders: as in ``Trainer.fit``.
+        train_dataloaders: as in ``Trainer.fit``: a DataLoader or several, or a LightningDataModule; None: the module's
+            own.
+        val_dataloaders: as there; validation is left out.
+        datamodule: a LightningDataModule, instead of loaders.
         trainer: settings of the Trainer that the module will be trained with: devices, num_nodes, accelerator,
             precision, plugins. Loggers, callbacks, checkpoints and validation are left out; of the strategy, only its
             way to start processes and DDP's treatment of parameters and buffers are kept.
@@ -220,8 +223,8 @@ def advise(
             function of a module.
 
     Raises:
-        ValueError: for settings outside their ranges; where there is one rank only, and ``ranks`` and ``gbit`` do not
-            say what to predict for.
+        ValueError: for settings outside their ranges; for a datamodule of another Lightning package; where there is one
+            rank only, and ``ranks`` and ``gbit`` do not say what to predict for.
         RuntimeError: if no backward pass ran.
 
     Example:
@@ -246,6 +249,7 @@ def advise(
             raise ValueError(f"Expected {name} to be an integer of at least {least} but got {value!r}.")
     name = package_of(type(module))
     package = importlib.import_module(name)
+    _check_data(package.LightningDataModule, train_dataloaders, datamodule)
     strategy_class = importlib.import_module(f"lightning_sparse.strategy.{packages_file(name)}").SparseDDPStrategy
     options = dict(trainer or {})
     given = options.pop("strategy", None)
@@ -261,7 +265,7 @@ def advise(
         profiler = package.Trainer(**options)
         wanted = scenarios(profiler.world_size, ranks, gbit)
         with _put_back(module):
-            profiler.fit(module, train_dataloaders=train_dataloaders, datamodule=datamodule)
+            profiler.fit(module, train_dataloaders, val_dataloaders, datamodule)
         if survey.result is None and path.exists():  # training ran in processes of its own
             survey.result = Measured.from_dict(json.loads(path.read_text()))
     if survey.result is None:
@@ -276,6 +280,17 @@ def advise(
     if remarks and not silenced(given):
         rank_zero_warn(f"{remarks[0]} watch=ls.Watch(adam=False) of the strategy silences this.")
     return advice
+
+
+def _check_data(wanted: type, train_dataloaders: Any, datamodule: Any) -> None:
+    """Raise for what ``fit`` would fail on without saying why; what else it takes is up to it."""
+    given = train_dataloaders if datamodule is None else datamodule
+    is_datamodule = any(base.__name__ == wanted.__name__ for base in type(given).__mro__)
+    if (is_datamodule or datamodule is not None) and not isinstance(given, wanted):
+        raise ValueError(
+            f"Expected a datamodule for a module of {wanted.__module__.partition('.')[0]}, the same package, but got a "
+            f"{type(given).__name__} of {type(given).__module__}. DataLoaders are given as train_dataloaders."
+        )
 
 
 @contextmanager

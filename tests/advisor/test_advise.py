@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import subprocess
 import sys
@@ -139,8 +140,20 @@ def test_data_from_elsewhere(package: str) -> None:
     module = TOYS[package]()
     module.train_dataloader = None
     ls.advise(module, train_dataloaders=Numbers(4).train_dataloader(), **ONE)
+    ls.advise(module, Numbers(4).train_dataloader(), **ONE)
     if package == "pytorch_lightning":
         ls.advise(module, Numbers(4), **ONE)
+        ls.advise(module, datamodule=Numbers(4), **ONE)
+
+
+def test_data_that_cannot_be_taken_is_refused_with_a_reason() -> None:
+    module = Untouched()
+    elsewhere = importlib.import_module("lightning.pytorch").LightningDataModule()
+    loader = Numbers(4).train_dataloader()
+    for data in ({"train_dataloaders": elsewhere}, {"datamodule": elsewhere}, {"datamodule": loader}):
+        with pytest.raises(ValueError, match="Expected a datamodule for a module of pytorch_lightning"):
+            ls.advise(module, **data, **ONE)
+    assert module._trainer is None
 
 
 STUBBORN: dict[str, Any] = {

@@ -43,6 +43,30 @@ def written(folder: Path, content: Any) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("out", ["/proc/self/task", "{file}", "{file}/below"])
+def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], out: str
+) -> None:
+    if out.startswith("/proc") and not Path(out).is_dir():
+        pytest.skip("no folder here that nobody may write into")
+    monkeypatch.setattr(config, "advise_config", lambda *_, **__: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["advise", "--config", "some.yaml", "--out", out.format(file=tmp_path / "file")])
+    assert stop.value.code == 2
+    assert "advise: Expected out to be a folder" in capsys.readouterr().err
+
+
+def test_nothing_is_left_in_a_folder_that_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stand_in(*_: Any, **__: Any) -> Any:
+        assert list(tmp_path.iterdir()) == []
+        raise ValueError("enough")
+
+    monkeypatch.setattr(config, "advise_config", stand_in)
+    with pytest.raises(SystemExit):
+        cli.main(["advise", "--config", "some.yaml", "--out", str(tmp_path)])
+
+
 def test_options_reach_the_advisor_and_files_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
