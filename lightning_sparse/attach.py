@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from lightning_sparse.density import DensitySchedule
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.grouping import GROUPINGS, Group, Grouping, ParameterSize, Rules, as_rules, make_plan
 from lightning_sparse.grouping.plan import MIB
-from lightning_sparse.hook import Engine, Settings, Tuner, check_equal_on_ranks
+from lightning_sparse.hook import Engine, Settings, Tuner, check_equal_on_ranks, failing_together
 from lightning_sparse.memory import Memory
 from lightning_sparse.sparsifiers import Everything, Sparsifier
 from lightning_sparse.tuning import Fallback, Planner
@@ -85,12 +86,71 @@ def attach(
     Raises:
         ValueError: for settings that cannot work, see :class:`Settings` and
             :func:`~lightning_sparse.grouping.make_plan`.
-        RuntimeError: on all ranks, if the ranks' settings or models differ.
+        RuntimeError: on all ranks, if the ranks' settings or models differ; if the model has a communication hook
+            already; on the other ranks, if settings are refused on some only.
     """
-    settings = Settings.check(sparsifier, density, memory, exchange, executor, nonfinite, lr_aware)
-    grouping, rules = GROUPINGS.resolve(grouping), as_rules(rules, dense)
-    check_fallback(fallback)
-    check_watch(watch)
+    ranks, device = TorchCollective(ddp.process_group), ddp.device
+    with failing_together(ranks, device):
+        settings = Settings.check(sparsifier, density, memory, exchange, executor, nonfinite, lr_aware)
+        grouping, rules = GROUPINGS.resolve(grouping), as_rules(rules, dense)
+        check_fallback(fallback)
+        check_watch(watch)
+        _check_timeout(timeout)
+        _check_ddp(ddp)
+        parameters, frozen = _parameters_of(ddp)
+        sizes = sizes_of(parameters)
+        cap = ddp.bucket_bytes_cap / MIB if bucket_cap_mb is None else bucket_cap_mb
+        plan = make_plan(sizes, grouping, rules, cap)
+        refuse_two_orders(ddp.module, settings.executor, device)
+        facts = {
+            **settings._asdict(),
+            "grouping": grouping,
+            "rules": rules,
+            "fallback": fallback,
+            "watch": watch,
+            "bucket_cap_mb": (cap, delivery_mb(ddp)),
+            "find_unused_parameters": ddp.find_unused_parameters,
+            "static_graph": ddp.static_graph,
+            "broadcast_buffers": ddp.broadcast_buffers,
+            "scaler": scaler.state_dict() if scaler is not None and scaler.is_enabled() else None,
+            "tuners": [type(tuner).__name__ for tuner in tuners],
+            "groups": plan,
+        }
+    check_equal_on_ranks(facts, ranks, device)
+    if ranks.rank == 0 and not isinstance(settings.sparsifier, Everything):
+        _warn_if_nothing_is_left(plan, rules)
+    with ExitStack() as undo:
+        comm = TorchCollective.over(ddp.process_group, timeout, device, settings.executor == "thread")
+        undo.callback(comm.close)
+        with failing_together(ranks, device, abort=comm.abort):
+            usage = bool(ddp.find_unused_parameters or ddp.static_graph)
+            exchanged = {name: p for name, p in parameters.items() if p.numel()}
+            engine = Engine(plan, exchanged, settings, comm, device, watch_usage=usage, frozen=frozen)
+            undo.callback(engine.close)
+            if scaler is not None:
+                engine.loss_scale = partial(getattr, scaler, "_scale", None)  # public get_scale() waits for the device
+            if watch is not None:
+                engine.tune(Watchdog(watch))
+            planner = None
+            if Planner.wanted(grouping, settings):
+                planner = Planner(ddp, engine, sizes, grouping, rules, cap, delivery_mb(ddp), profile)
+                engine.tune(planner)
+            if fallback is not None:
+                engine.tune(Fallback(sizes, cap, planner))
+            for tuner in tuners:
+                engine.tune(tuner)
+            _register(ddp, engine)  # last: there is no way back
+        undo.pop_all()
+    return engine
+
+
+def _check_timeout(timeout: timedelta | None) -> None:
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
+        raise ValueError(f"Expected timeout to be a timedelta above 0, or None, but got {timeout!r}.")
+
+
+def _check_ddp(ddp: DistributedDataParallel) -> None:
+    """Raise for settings of DDP and for models whose gradients would not arrive as flat vectors in buckets."""
     if getattr(torch._dynamo.config, "optimize_ddp", None) == "python_reducer":
         raise ValueError(
             "torch._dynamo.config.optimize_ddp = 'python_reducer' bypasses DDP's buckets, so nothing would be "
@@ -100,49 +160,40 @@ def attach(
         raise ValueError(
             "delay_all_reduce_named_params bypasses communication hooks: those gradients would stay dense."
         )
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        raise ValueError(
+            "skip_all_reduce_unused_params=True keeps buckets back that no rank used, and groups would wait for them "
+            "for ever. Leave it at False: find_unused_parameters=True sends nothing of groups that no rank used."
+        )
     for name, module in ddp.module.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ValueError(
                 f"The gradients of {name or type(module).__name__!r} are sparse tensors (sparse=True), which cannot be "
                 "looked at as flat vectors. Set sparse=False: what is sent is sparsified anyway."
             )
+
+
+def _parameters_of(ddp: DistributedDataParallel) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+    """Parameters that need gradients, and those that do not; by name, in order of registration."""
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-    parameters = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
-    for name, p in parameters.items():
-        if not p.is_floating_point():
+    known = {name: p for name, p in ddp.module.named_parameters() if name not in ignored}
+    for name, p in known.items():
+        if p.requires_grad and not p.is_floating_point():
             raise ValueError(
                 f"Expected floating-point parameters, but {name} is {p.dtype}: magnitudes would not compare."
             )
-    sizes = sizes_of(parameters)
-    cap = ddp.bucket_bytes_cap / MIB if bucket_cap_mb is None else bucket_cap_mb
-    plan = make_plan(sizes, grouping, rules, cap)
-    device = next(iter(parameters.values())).device
-    refuse_two_orders(ddp.module, settings.executor, device)
-    comm = TorchCollective.over(ddp.process_group, timeout, device, settings.executor == "thread")
-    check_equal_on_ranks((settings, grouping, fallback, watch, plan), comm, device)
-    if comm.rank == 0 and not isinstance(settings.sparsifier, Everything):
-        _warn_if_nothing_is_left(plan, rules)
-    usage = bool(ddp.find_unused_parameters or ddp.static_graph)
-    frozen = {name: p for name, p in ddp.module.named_parameters() if not p.requires_grad and name not in ignored}
-    engine = Engine(plan, parameters, settings, comm, watch_usage=usage, frozen=frozen)
-    if scaler is not None:
-        engine.loss_scale = partial(getattr, scaler, "_scale", None)  # its public get_scale() waits for the device
-    ddp.register_comm_hook(engine, _hook)
-    if watch is not None:
-        engine.tune(Watchdog(watch))
+    trained = {name: p for name, p in known.items() if p.requires_grad}
+    return trained, {name: p for name, p in known.items() if not p.requires_grad}
+
+
+def _register(ddp: DistributedDataParallel, engine: Engine) -> None:
     try:
-        planner = None
-        if Planner.wanted(grouping, settings):
-            planner = Planner(ddp, engine, sizes, grouping, rules, cap, delivery_mb(ddp), profile)
-            engine.tune(planner)
-        if fallback is not None:
-            engine.tune(Fallback(sizes, cap, planner))
-        for tuner in tuners:
-            engine.tune(tuner)
-    except BaseException:  # a saved profile can make a plan impossible
-        engine.close()
-        raise
-    return engine
+        ddp.register_comm_hook(engine, _hook)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "This DistributedDataParallel model has a communication hook already: of another attach(), of your own, or "
+            f"of mixed_precision=... or an optimizer in backward. Wrap the model again, without it. ({error})"
+        ) from error
 
 
 def delivery_mb(ddp: DistributedDataParallel) -> tuple[float, float]:

@@ -317,7 +317,7 @@ def make_plan(
 
     Parameters with a density of their own are cut apart from the others, by the same grouping, into groups such as
     ``density0.001.bucket0``; dense ones by bucket, whatever the grouping, into groups such as ``dense.bucket0``, which
-    come last.
+    come last. Parameters without elements are in no group.
 
     Args:
         parameters: in order of registration, as ``named_parameters()`` gives them.
@@ -341,6 +341,7 @@ def make_plan(
     wanted, rules = GROUPINGS.resolve(grouping), as_rules(rules)
     ordered = list(parameters)[::-1]
     rules.check([p.name for p in ordered])
+    ordered = [p for p in ordered if p.numel]  # of others there is nothing to exchange
     apart: dict[tuple[bool, float | None, Hashable], list[ParameterSize]] = {}
     for p in ordered:
         keep_dense = rules.keeps_dense(p.name, p.numel, p.ndim)

@@ -12,6 +12,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,11 +22,12 @@ from torch.nn import Parameter
 
 from lightning_sparse.collective import TorchCollective, ring_all_reduce_bytes
 from lightning_sparse.grouping import Group
+from lightning_sparse.hook.agreeing import check_equal_on_ranks
 from lightning_sparse.hook.agreement import Note, by_reason, gather_notes, name_ranks, reason
 from lightning_sparse.hook.executors import Executor, Inline, Threaded, side_stream
 from lightning_sparse.hook.learning_rates import LearningRates
 from lightning_sparse.hook.running import Delivery, Learned, Running
-from lightning_sparse.hook.settings import Settings, check_equal_on_ranks
+from lightning_sparse.hook.settings import Settings
 from lightning_sparse.hook.skipping import Flags, heeds_flags
 from lightning_sparse.hook.state import STATE_FORMAT, check_state, outline, renamed
 from lightning_sparse.hook.verdict import Verdict
@@ -55,6 +57,7 @@ class Engine:
         parameters: by the names used in the plan.
         settings: checked choices.
         comm: the ranks; the engine's own, closed with it.
+        device: where gradients live.
         watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
         frozen: parameters that need no gradient, by name.
     """
@@ -65,6 +68,7 @@ class Engine:
         parameters: dict[str, Parameter],
         settings: Settings,
         comm: TorchCollective,
+        device: torch.device,
         watch_usage: bool = False,
         frozen: Mapping[str, Parameter] | None = None,
     ) -> None:
@@ -93,17 +97,12 @@ class Engine:
         self._closed = False
         self._names = {id(p): name for name, p in parameters.items()}
         self._rates = LearningRates(self._names)
-        self._device = next(iter(parameters.values())).device
+        self._device = device
         self.run_id = self._agree_on_id()
         """Equal on all ranks, and different for every engine."""
         comm.listen(self.run_id)
         self._used: set[str] | None = set() if watch_usage else None
         self._hosts = comm.between_hosts() if watch_usage else comm
-        self._watchers = [
-            p.register_post_accumulate_grad_hook(Watcher(name, self._used))  # type: ignore[no-untyped-call]
-            for name, p in parameters.items()
-            if self._used is not None
-        ]
         self._parameters = parameters
         self._stream = side_stream(self._device)
         with self._between_steps():
@@ -120,6 +119,25 @@ class Engine:
         self.optimizers: list[torch.optim.Optimizer] = []
         """Those that :meth:`follow` was given last."""
         self._direct = False
+        self._watchers = [
+            p.register_post_accumulate_grad_hook(Watcher(name, self._used))  # type: ignore[no-untyped-call]
+            for name, p in parameters.items()
+            if self._used is not None
+        ]
+        self._layouts = [
+            p.register_post_accumulate_grad_hook(partial(self._refuse_sparse, name))  # type: ignore[no-untyped-call]
+            for name, p in parameters.items()
+        ]
+
+    def _refuse_sparse(self, name: str, parameter: Tensor) -> None:
+        """Said here, before DDP looks at the gradient and ends with an error that names no parameter."""
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            with self._failing_together("in backward"):
+                raise RuntimeError(
+                    f"The gradient of {name!r} is a sparse tensor, as torch.nn.functional.embedding makes it with "
+                    "sparse=True, which cannot be looked at as a flat vector. Set sparse=False: what is sent is "
+                    "sparsified anyway."
+                )
 
     def _agree_on_id(self) -> str:
         number = torch.tensor([secrets.randbits(62)], device=self._device)
@@ -278,7 +296,7 @@ class Engine:
         """
         if any(group.arrived for group in self.groups):
             raise RuntimeError("Groups can only be changed between two steps, not within a backward.")
-        check_equal_on_ranks((self.settings, list(plan)), self.comm, self._device)
+        check_equal_on_ranks({"settings": self.settings, "groups": list(plan)}, self.comm, self._device)
         named = Counter(p.name for group in plan for p in group.parameters)
         known = self._parameters.keys()
         wrong = [name for name in sorted(named.keys() | known) if named[name] != 1 or name not in known]
@@ -322,11 +340,13 @@ class Engine:
         delivery = Delivery(buffer)
         self._deliveries.append(delivery)
         for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if not view.numel():  # has no group
+                continue
             name = self._names[id(parameter)]
             start = view.storage_offset() - buffer.storage_offset()
             self._group_of[name].receive(name, delivery.add(name, start, view.numel()))
         begin = Stamp.now(self._device)
-        for group in dict.fromkeys(self._group_of[self._names[id(p)]] for p in bucket.parameters()):
+        for group in dict.fromkeys(self._group_of[name] for name in delivery.spans):
             if group.complete:
                 self._submit(group)
         if bucket.is_last():
@@ -335,6 +355,8 @@ class Engine:
 
     def _begin(self) -> None:
         """The first gradients of a step are here."""
+        if self._closed:
+            raise RuntimeError("The engine is closed. Wrap the model again and attach a new one to train on.")
         self._begun = True
         self._hear_verdict()
         self._flags.take_all_back()
@@ -470,6 +492,9 @@ class Engine:
 
     def _end_step(self) -> None:
         self._begun = False
+        for watcher in self._layouts:  # what makes sparse gradients does so from the first step on
+            watcher.remove()
+        self._layouts = []
         if self._used is not None:
             self._used.clear()
 
@@ -477,7 +502,7 @@ class Engine:
         """Average a bucket just as DDP does without a hook."""
         buffer, last = bucket.buffer(), bucket.is_last()
         future = self.comm.start_average(buffer, wait=last)
-        self._passed_on.append((future, buffer, [self._names[id(p)] for p in bucket.parameters()]))
+        self._passed_on.append((future, buffer, [self._names[id(p)] for p in bucket.parameters() if p.numel()]))
         if last:
             passed, self._passed_on = self._passed_on, []
             self._touched = lambda: {name for *_, names in passed for name in names}
@@ -713,11 +738,15 @@ class Engine:
         for tuner in self.tuners:
             tuner.close()
         self._executor.close()
-        for watcher in self._watchers:
+        for watcher in (*self._watchers, *self._layouts):
             watcher.remove()
-        self._watchers = []
+        self._watchers, self._layouts = [], []
         for comm in {self.comm, self._hosts}:
             comm.close()
+
+    def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:
+        """A copy, pickled or not, is a :class:`CopiedEngine`."""
+        return CopiedEngine, ()
 
     def _mean_over_ranks(self, x: Tensor) -> Tensor:
         if self._closed and self.comm.world_size > 1:
@@ -747,6 +776,42 @@ class _Draft(NamedTuple):
 
 def _anew(group: Running) -> str:
     return f"What was learned about the group {group.plan.name} starts anew"
+
+
+class CopiedEngine:
+    """What an engine becomes in a copy of the model or strategy that it belongs to: closed, and empty.
+
+    A process group and a thread cannot be copied, and residuals belong to the model that trains. The copy of a
+    ``DistributedDataParallel`` model averages gradients densely, as DDP does by itself, until an engine is attached.
+
+    Example:
+        >>> import copy, tempfile, torch, lightning_sparse as ls
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
+        >>> ddp = DistributedDataParallel(torch.nn.Linear(20, 20))
+        >>> engine = ls.attach(ddp)
+        >>> average = torch.optim.swa_utils.AveragedModel(ddp)
+        >>> copy.deepcopy(engine).step
+        Traceback (most recent call last):
+        ...
+        RuntimeError: This is a copy of an engine: it exchanges nothing, and residuals stay with the original. ...
+        >>> engine.close()
+        >>> dist.destroy_process_group()
+    """
+
+    closed = True
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            "This is a copy of an engine: it exchanges nothing, and residuals stay with the original. To exchange the "
+            "gradients of a copied model, attach an engine to it with lightning_sparse.attach()."
+        )
 
 
 class Watcher:

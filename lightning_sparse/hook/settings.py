@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from lightning_sparse.collective import Collective
 from lightning_sparse.density import DensitySchedule, as_schedule
 from lightning_sparse.exchanges import Exchange, as_exchange
 from lightning_sparse.memory import Memory, NoMemory, as_memory
@@ -65,16 +61,3 @@ class Settings(NamedTuple):
     def algorithm(self) -> str:
         """What state that was saved depends on."""
         return repr((self.sparsifier, self.density, self.memory, self.exchange))
-
-
-def check_equal_on_ranks(what: Any, comm: Collective, device: torch.device) -> None:
-    """Raise on all ranks if they were not given the same."""
-    digest = hashlib.sha256(repr(what).encode()).digest()[:8]
-    own = torch.tensor([int.from_bytes(digest, "big", signed=True)], device=device)
-    digests = comm.all_gather(own).flatten().tolist()
-    if len(set(digests)) > 1:
-        differ = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        raise RuntimeError(
-            f"The ranks disagree: rank(s) {differ} have other settings or other parameters than rank 0. Every rank "
-            f"must build the same model and the same sparsifier settings. Here, on rank {comm.rank}: {what[0]}."
-        )

@@ -95,8 +95,12 @@ class BackwardTimer:
             raise RuntimeError(f"The ranks disagree on the parameters of the model{example}.")
         return _by_module(order, self._numels, times), rest
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies come with copies of the module, of which nobody waits for a result."""
+        return {"_hooks": []}
+
     def _forward_ends(self, *_: Any) -> None:
-        if torch.is_grad_enabled():
+        if self._hooks and torch.is_grad_enabled():
             self._marks = [("", Stamp.now(self._device), self._held_up())]
 
     def _noting(self, name: str) -> Callable[[Tensor], None]:
