@@ -10,14 +10,16 @@ from typing import Any, Literal
 from weakref import WeakSet
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn.parameter import is_lazy
 
 from lightning_sparse.attach import attach, check_fallback
 from lightning_sparse.checkpoint import Resize, SideFiles, check_resize, restore
+from lightning_sparse.collective import TorchCollective
 from lightning_sparse.density import DensitySchedule
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.grouping import GROUPINGS, Grouping, Rules, as_rules
 from lightning_sparse.grouping.plan import DDP_BUCKET_MB, MIB
-from lightning_sparse.hook import Engine, Settings, Tuner
+from lightning_sparse.hook import Engine, Settings, Tuner, check_equal_on_ranks, failing_together
 from lightning_sparse.memory import Memory
 from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
 from lightning_sparse.strategy.earlier import Left, go_on
@@ -106,6 +108,14 @@ class Door:
         """Those that there are."""
         raise NotImplementedError
 
+    def _check_equal_models(self, model: Any) -> None:
+        """Raise on all ranks if their models differ: within DDP's constructor, rank 0 would wait for the others."""
+        shapes = [
+            (name, None if is_lazy(p) else tuple(p.shape), p.dtype, p.requires_grad)
+            for name, p in model.named_parameters()
+        ]
+        check_equal_on_ranks({"parameters": shapes}, TorchCollective(), self.root_device)  # type: ignore[attr-defined]
+
     @contextmanager
     def _small_deliveries(self, model: Any) -> Iterator[None]:
         """Where exchanges can begin beside backward, let DDP hand gradients over in small buckets."""
@@ -139,6 +149,11 @@ class Door:
         """Let an engine go on where the one before was; what does not is told on rank zero."""
         if told := go_on(engine, left):
             rank_zero_warn(told)
+
+    def _follow_together(self, engine: Engine, optimizers: Sequence[Any]) -> None:
+        """Let an engine have a look at optimizers; what one rank refuses, all do."""
+        with failing_together(engine.comm, engine.device):
+            engine.follow(optimizers)
 
     def _restore(self, engine: Engine, path: Any, marker: dict[str, Any] | None) -> None:
         restore(engine, path, marker, self._load_side_file, self.resize, self.strict_resume)

@@ -218,6 +218,7 @@ class FabricSparseDDPMixin(Door):
         if loaded is not None:
             self._waiting = [entry for entry in self._waiting if entry[0] is not module]
             profile = loaded[1].get("profile")
+        self._check_equal_models(module)
         with self._small_deliveries(module):
             ddp = super().setup_module(module)  # type: ignore[misc]
         engine = self._attach(ddp, self.precision, profile)  # type: ignore[attr-defined]
@@ -243,7 +244,8 @@ class FabricSparseDDPMixin(Door):
 
     def _follow(self, engine: Engine) -> None:
         own = {id(p) for p in engine.parameters.values()}
-        engine.follow(o for o in self.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"]))
+        applying = [o for o in self.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
+        self._follow_together(engine, applying)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """As in Fabric; a void step is left out where no loss scaler does so."""
@@ -332,6 +334,10 @@ class FabricSparseDDPMixin(Door):
             engine.close()
         super().teardown()  # type: ignore[misc]
         self._side_files.sweep()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no engines until modules are set up."""
+        return {**vars(self), "_wrapped": []}
 
     def __repr__(self) -> str:
         """Fabric prints this when it is of the other package: say what to import instead."""

@@ -25,6 +25,14 @@ from lightning_sparse.strategy.door import CHECKPOINT_KEY, TIMEOUT, Door, profil
 from lightning_sparse.strategy.earlier import EarlierFit, Left
 from lightning_sparse.watch import WATCH, Watch
 
+UNUSED_PARAMETERS = (
+    "It looks like your LightningModule has parameters that were not used in producing the loss returned by "
+    "training_step. If this is intentional, let DDP look for them: set find_unused_parameters=True in the strategy, as "
+    "in strategy=SparseDDPStrategy(find_unused_parameters=True), or add it to the strategy's name, as in "
+    "strategy='sparse_ddp_find_unused_parameters_true'."
+)
+"""Instead of Lightning's sentence, which names strategies that exchange everything."""
+
 
 class SparseDDPMixin(Door):
     """DDP whose gradient all-reduce is a sparsified exchange with error feedback.
@@ -200,6 +208,7 @@ class SparseDDPMixin(Door):
 
     def _setup_model(self, model: Any) -> Any:
         """As in Lightning; DDP hands gradients over in small buckets where exchanges can begin beside backward."""
+        self._check_equal_models(model)
         with self._small_deliveries(model):
             return super()._setup_model(model)  # type: ignore[misc]
 
@@ -240,7 +249,7 @@ class SparseDDPMixin(Door):
                 f"{self.package} {version} wrapped the model without calling _register_ddp_hooks, so that gradients "
                 "would be averaged densely. Use a version that lightning-sparse is tested with, see its README."
             )
-        self.engine.follow(self.optimizers)  # type: ignore[attr-defined]
+        self._follow_together(self.engine, self.optimizers)  # type: ignore[attr-defined]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """As in Lightning; a void step is left out where no loss scaler does so."""
@@ -279,7 +288,7 @@ class SparseDDPMixin(Door):
         self.model = self._setup_model(model)
         self._register_ddp_hooks()
         assert self.engine is not None
-        self.engine.follow(self.optimizers)
+        self._follow_together(self.engine, self.optimizers)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in Lightning; remembers where a fit that follows finds residuals, and what an earlier one measured."""
@@ -338,6 +347,19 @@ class SparseDDPMixin(Door):
     def _close_engine(self) -> None:
         if self.engine is not None:
             self.engine.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As in Lightning; advice on unused parameters leads to this strategy, not to one that is dense."""
+        super().on_exception(exception)  # type: ignore[misc]
+        exception.args = tuple(
+            UNUSED_PARAMETERS if isinstance(arg, str) and "find_unused_parameters_true" in arg else arg
+            for arg in exception.args
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As in Lightning; a copy has no engine until it is set up."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[misc]
+        return {**state, "engine": None}
 
     def __repr__(self) -> str:
         """Lightning prints this when its Trainer is of the other package: say what to import instead."""
