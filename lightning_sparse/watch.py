@@ -452,7 +452,7 @@ def checksum(x: Tensor) -> Tensor:
     whole = bits.numel() // ROW
     # On a CPU a row at a time, which stays in the cache; on a device as many as make a kernel worth its start.
     at_once = ROWS_ON_DEVICES if static_shapes(x.device) else 1
-    pieces = bits[: whole * ROW].view(whole, ROW).split(at_once) if whole else ()
+    pieces = torch.split(bits[: whole * ROW].view(whole, ROW), at_once) if whole else ()
     sums = [(piece.long() * columns).sum(1) for piece in pieces]
     rest = bits[whole * ROW :]
     sums.append((rest.long() * columns[: rest.numel()]).sum().view(1))

@@ -358,7 +358,7 @@ class SparseDDPMixin(Door):
 
     def __getstate__(self) -> dict[str, Any]:
         """As in Lightning; a copy has no engine until it is set up."""
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[misc]
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
         return {**state, "engine": None}
 
     def __repr__(self) -> str:
