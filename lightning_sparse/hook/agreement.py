@@ -2,19 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
-from lightning_sparse.collective import Collective
+from lightning_sparse.collective import Collective, LostRankError
 
-NOTE_BYTES = 1024
-"""What a rank can tell the others in one gather."""
 REASON_CHARACTERS = 300
 """Of an error of a file system, which can be very long."""
 SHOWN = 8
 """Reasons in a message."""
+VALUE_CHARACTERS = 120
+"""Of a value that a message shows."""
+CONTEXT = 30
+"""Of these, before the first difference."""
+
+
+def check_equal_on_ranks(facts: Mapping[str, Any], comm: Collective, device: torch.device) -> None:
+    """Raise on all ranks if they were not given the same; collective.
+
+    Args:
+        facts: by name, the same names on all ranks; compared by their ``repr``.
+        comm: the ranks.
+        device: for the messages.
+
+    Raises:
+        RuntimeError: on all ranks, naming what differs, where, and two of the values.
+    """
+    texts = {name: repr(value) for name, value in facts.items()}
+    own = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True) for text in texts.values()]
+    digests = comm.all_gather(torch.tensor(own, device=device)).cpu()
+    different = digests != digests[0]
+    if not different.any():
+        return
+    told = []
+    for column, (name, text) in enumerate(texts.items()):
+        ranks = different[:, column].nonzero().flatten().tolist()
+        if ranks:
+            values = gather_texts(text, comm, device)
+            here, there = _from_difference(values[0], values[ranks[0]])
+            told.append(f"{name} ({here} on rank 0, {there} on rank {ranks[0]})")
+    ranks = different.any(1).nonzero().flatten().tolist()
+    raise RuntimeError(
+        f"The ranks disagree: rank(s) {ranks} have other settings or other parameters than rank 0. Every rank must "
+        f"build the same model and give it the same settings. What differs: {'; '.join(told)}."
+    )
+
+
+@contextmanager
+def failing_together(
+    comm: Collective, device: torch.device, abort: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """An error within the block, on any rank, is raised on all of them; collective at the end of the block.
+
+    Args:
+        comm: the ranks; must not be used within the block.
+        device: for the messages.
+        abort: called first where the block fails, to wake up ranks that wait for this one within it.
+
+    Raises:
+        RuntimeError: on ranks without an error of their own, naming a rank that has one, and its error.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+        abort()
+    # A rank that only lost another one is not the one to look at.
+    kind = 0 if failed is None else 1 if isinstance(failed, LostRankError) else 2
+    kinds = comm.all_gather(torch.tensor([kind], device=device)).flatten().tolist()
+    if not any(kinds):
+        return
+    texts = gather_texts("" if failed is None else f"{type(failed).__name__}: {failed}", comm, device)
+    if failed is not None and kind == max(kinds):
+        raise failed
+    first = kinds.index(max(kinds))
+    raise RuntimeError(f"Rank {first} failed, so that no rank goes on. Its error: {texts[first]}") from failed
+
+
+def gather_texts(text: str, comm: Collective, device: torch.device) -> list[str]:
+    """What each rank says, on all ranks; collective."""
+    own = text.encode()
+    lengths = comm.all_gather(torch.tensor([len(own)], device=device)).flatten().tolist()
+    letters = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+    letters[: len(own)] = torch.tensor(list(own), dtype=torch.uint8, device="cpu")
+    rows = comm.all_gather(letters.to(device)).cpu()
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _from_difference(one: str, other: str) -> tuple[str, str]:
+    """Both texts from shortly before the first character that differs, cut to what a message can show."""
+    common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = 0 if max(len(one), len(other)) <= VALUE_CHARACTERS else max(0, common - CONTEXT)
+    cut = [text[start : start + VALUE_CHARACTERS] for text in (one, other)]
+    before = "..." if start else ""
+    return tuple(
+        f"{before}{part}{'...' if start + VALUE_CHARACTERS < len(text) else ''}"
+        for part, text in zip(cut, (one, other), strict=True)
+    )  # type: ignore[return-value]
 
 
 class Note(NamedTuple):
@@ -28,13 +117,7 @@ class Note(NamedTuple):
 
 def gather_notes(own: Note, comm: Collective, device: torch.device) -> list[Note]:
     """The notes of all ranks; collective."""
-    text = "\n".join(own).encode()[:NOTE_BYTES]
-    message = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
-    message[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    texts = [
-        bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in comm.all_gather(message.to(device)).cpu()
-    ]
-    return [Note(*text.split("\n", 1)) for text in texts]
+    return [Note(*text.split("\n", 1)) for text in gather_texts("\n".join(own), comm, device)]
 
 
 def by_reason(notes: Sequence[Note]) -> str:

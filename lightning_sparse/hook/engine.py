@@ -22,8 +22,7 @@ from torch.nn import Parameter
 
 from lightning_sparse.collective import TorchCollective, ring_all_reduce_bytes
 from lightning_sparse.grouping import Group
-from lightning_sparse.hook.agreeing import check_equal_on_ranks
-from lightning_sparse.hook.agreement import Note, by_reason, gather_notes, name_ranks, reason
+from lightning_sparse.hook.agreement import Note, by_reason, check_equal_on_ranks, gather_notes, name_ranks, reason
 from lightning_sparse.hook.executors import Executor, Inline, Threaded, side_stream
 from lightning_sparse.hook.learning_rates import LearningRates
 from lightning_sparse.hook.running import Delivery, Learned, Running

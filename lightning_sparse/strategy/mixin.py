@@ -359,7 +359,7 @@ class SparseDDPMixin(Door):
     def __getstate__(self) -> dict[str, Any]:
         """As in Lightning; a copy has no engine until it is set up."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
-        return {**state, "engine": None}
+        return {**state, "engine": None, "_earlier": None}
 
     def __repr__(self) -> str:
         """Lightning prints this when its Trainer is of the other package: say what to import instead."""
