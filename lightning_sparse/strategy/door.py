@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
-from weakref import WeakSet
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
@@ -101,7 +100,7 @@ class Door:
         """More that look on while the engine works, from the next one on."""
         self._bucket_cap_mb = bucket_cap_mb
         self._side_files = SideFiles()
-        self._told_of_void: WeakSet[Engine] = WeakSet()
+        self._told_of_void: set[str] = set()
 
     @property
     def engines(self) -> list[Engine]:
@@ -177,8 +176,8 @@ class Door:
                 engine.drop_void(optimizer)
             else:
                 engine.skip_void(optimizer)
-            if engine.void_steps == 1 and engine.void_streak == 1 and engine not in self._told_of_void:
-                self._told_of_void.add(engine)
+            if engine.void_steps == 1 and engine.void_streak == 1 and engine.run_id not in self._told_of_void:
+                self._told_of_void.add(engine.run_id)
                 rank_zero_warn(
                     f"A gradient was not finite on some rank in the backward after step {engine.step}: no rank takes "
                     "this step, and residuals are as before. sparse/void_steps counts such steps from now on."
