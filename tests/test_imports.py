@@ -12,7 +12,7 @@ import lightning_sparse
 
 PACKAGE = Path(lightning_sparse.__file__).parent
 FLOORS = [
-    {"types", "registry", "packages", "console"},
+    {"types", "registry", "packages", "console", "interrupts"},
     {"kernels"},
     {"density", "collective"},
     {"memory", "sparsifiers", "exchanges", "grouping", "statistics"},
