@@ -100,11 +100,17 @@ class SideFiles:
 
     @contextmanager
     def beside(
-        self, path: Path, engine: Engine, write: Callable[[State, str], None], comm: Collective | None
+        self,
+        path: Path,
+        engine: Engine,
+        write: Callable[[State, str], None],
+        comm: Collective | None,
+        global_step: int | None = None,
     ) -> Iterator[dict[str, Any]]:
         """Write this rank's side file, then let the checkpoint be written, then remove older side files.
 
-        All ranks must enter this together. What is in the way of one rank is an error on all of them, before the
+        All ranks must enter this together, but may be asked at different moments of a step: all of them save what
+        belongs to the weights that rank 0 has. What is in the way of one rank is an error on all of them, before the
         checkpoint is touched.
 
         Args:
@@ -112,7 +118,8 @@ class SideFiles:
             engine: whose state is saved.
             write: saves a dict at a path or URL.
             comm: the ranks; None: this rank goes ahead alone, because something has failed already and the others may
-                not come. It only warns of failures then, and removes nothing.
+                not come. It only warns of failures then, removes nothing, and saves what belongs to its own weights.
+            global_step: what the checkpoint says about itself; None: nothing.
 
         Yields:
             The marker, which the checkpoint must carry for :func:`restore`.
@@ -122,7 +129,12 @@ class SideFiles:
         """
         self._number += 1
         own = SideFile(engine.comm.rank, engine.comm.world_size, engine.run_id, self._number)
-        problem = self._write(own, path, engine, write)
+        moment, counted = engine.moment, -1 if global_step is None else global_step
+        if comm is not None:
+            agreed = comm.broadcast(torch.cat([moment, torch.tensor([counted])]).to(engine.device), 0).cpu()
+            moment, counted = agreed[:-1], int(agreed[-1])
+        facts = {"save": own.save, "global_step": counted}
+        step, problem = self._write(facts, own.name, path, engine, moment, write)
         oldest = ""
         if comm is not None:
             notes = gather_notes(Note(_oldest_needed(path, own), problem), comm, engine.device)
@@ -136,28 +148,38 @@ class SideFiles:
             warnings.warn(f"Rank {own.rank} could not save its residuals: {problem}.", stacklevel=3)
         yield {
             "format": FORMAT,
-            "save": own.save,
+            **facts,
             "world_size": own.world_size,
-            "step": engine.step,
+            "step": step,
             "directory": os.path.basename(side_directory(path)),
         }
         if oldest:
             _remove(path, own.rank, own.world_size, lambda file: file.run != own.run or file.number < int(oldest))
 
-    def _write(self, own: SideFile, path: Path, engine: Engine, write: Callable[[State, str], None]) -> str:
-        """Write the file; returns what went wrong."""
-        target = self._latest[os.fspath(path)] = f"{side_directory(path)}/{own.name}"
+    def _write(
+        self,
+        facts: dict[str, Any],
+        name: str,
+        path: Path,
+        engine: Engine,
+        moment: Tensor,
+        write: Callable[[State, str], None],
+    ) -> tuple[int, str]:
+        """Write the file; returns the step whose state it holds, and what went wrong."""
+        target = self._latest[os.fspath(path)] = f"{side_directory(path)}/{name}"
         self._late.pop(os.fspath(path), None)
+        step = 0
         try:
-            content = _sealed({"save": own.save, "state": engine.state_dict()})
+            state = engine.state_dict(moment)
+            step, content = state["step"], _sealed({**facts, "state": state})
             try:
                 write(content, target)
             except FileNotFoundError:
                 # Another rank has removed the empty directory after it was made and before the file was in it.
                 write(content, target)
         except Exception as error:  # of any plugin and any file system
-            return reason(error, SideFileError)
-        return ""
+            return step, reason(error, SideFileError)
+        return step, ""
 
     def remove(self, path: Path, rank: int, world_size: int) -> None:
         """Remove the side files of a checkpoint that rank 0 has removed; there may be none.
@@ -350,7 +372,7 @@ def _check_marker(marker: Any) -> None:
     if not isinstance(marker, dict) or marker.get("format") != FORMAT:
         kind = repr(marker.get("format")) if isinstance(marker, dict) else f"a {type(marker).__name__}"
         raise SideFileError(f"they are in format {kind}, and this version of lightning-sparse knows {FORMAT}")
-    whole = {"world_size": 1, "step": 0}
+    whole = {"world_size": 1, "step": 0, "global_step": -1}
     for field, least in whole.items():
         value = marker.get(field)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -375,7 +397,7 @@ def _read(path: Path, marker: dict[str, Any], rank: int, load: Callable[[str], A
     location = _locate(path, marker["directory"], file)
     try:
         content = load(location)
-        sealed = {key: content[key] for key in ("save", "state")}
+        sealed = {key: content[key] for key in ("save", "global_step", "state")}
         whole = content["checksum"] == checksum(sealed)
     except Exception as error:  # whatever a damaged file makes of a plugin
         raise SideFileError(f"{file.name} cannot be read ({reason(error)})") from error
@@ -387,7 +409,8 @@ def _read(path: Path, marker: dict[str, Any], rank: int, load: Callable[[str], A
     except ValueError as error:
         raise SideFileError(f"{file.name} holds no state: {error}") from error
     expected = {"rank": rank, "world_size": marker["world_size"], "step": marker["step"]}
-    if content["save"] != marker["save"] or any(state[key] != value for key, value in expected.items()):
+    same = all(content[key] == marker[key] for key in ("save", "global_step"))
+    if not same or any(state[key] != value for key, value in expected.items()):
         raise SideFileError(f"{file.name} holds something else than its name says")
     return state
 

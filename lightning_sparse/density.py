@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,22 +61,34 @@ class GroupDensity:
 
     def __init__(self, schedule: DensitySchedule) -> None:
         self.schedule = schedule
+        self.learned: Any = None
+        """What has been learned from the updates; replaced by :meth:`observed` and never changed."""
 
     def __call__(self, step: int) -> float:
         """Density in (0, 1] at a step."""
         return self.schedule(step)
 
     def observe(self, step: int, update: Tensor, void: Tensor | None = None) -> None:
-        """Take note of a step's update, (numel,).
+        """Take note of a step's update, (numel,); the arguments are those of :meth:`observed`."""
+        self.learned = self.observed(step, update, void)
+        self.take_in()
+
+    def observed(self, step: int, update: Tensor, void: Tensor | None = None, places: Tensor | None = None) -> Any:
+        """What has been learned after a step, for :attr:`learned`; what was before stays valid until :meth:`take_in`.
 
         Args:
             step: its number.
-            update: NaN throughout if this group's gradient was not finite.
+            update: (numel,), NaN throughout if this group's gradient was not finite.
             void: () whether the step counts for nothing; None: only if the update is NaN.
+            places: coordinates of the update, which is zero elsewhere; None: all.
         """
+        return self.learned
 
-    def state_dict(self) -> dict[str, Any]:
-        """What has been learned from the updates, as plain data and tensors on the CPU."""
+    def take_in(self) -> None:
+        """What was learned before the latest step is not needed any more."""
+
+    def state_dict(self, learned: Any) -> dict[str, Any]:
+        """What has been learned, as plain data and tensors on the CPU."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], numel: int, device: torch.device) -> None:
@@ -224,6 +236,29 @@ class Accordion(DensitySchedule):
         return AccordionDensity(self)
 
 
+class Interval(NamedTuple):
+    """What Accordion knows of a group."""
+
+    number: int = 0
+    seen: frozenset[float] = frozenset()
+    """Densities of the updates of this interval: two, if a milestone came in between."""
+    before: Mapping[float, float] = {}
+    """Norm of the sum of the interval before, by its density."""
+    critical: bool = True
+    total: Tensor | None = None
+    """(numel,) sum of the updates of this interval so far, but for what ``latest`` says; none of them in a ``fresh``
+    interval, whatever the tensor holds."""
+    fresh: bool = False
+    latest: tuple[Tensor, Tensor] | None = None
+    """Coordinates of the latest update, and what the sum is there after it."""
+
+    def sum_in(self, total: Tensor) -> Tensor:
+        """The sum of all updates of the interval in a tensor that holds ``total``. To do it twice changes nothing."""
+        if self.fresh:
+            total.zero_()
+        return total if self.latest is None else total.index_copy_(0, *self.latest)
+
+
 class AccordionDensity(GroupDensity):
     """The regime of one group.
 
@@ -232,73 +267,83 @@ class AccordionDensity(GroupDensity):
     """
 
     schedule: Accordion
+    learned: Interval
 
     def __init__(self, schedule: Accordion) -> None:
         super().__init__(schedule)
-        self.total: Tensor | None = None
-        """(numel,) sum of the updates of this interval so far."""
-        self.number = 0
-        """Of this interval."""
-        self.seen: set[float] = set()
-        """Densities of these updates: two, if a milestone came in between."""
-        self.before: dict[float, float] = {}
-        """Norm of the sum of the interval before, by its density."""
-        self.critical = True
+        self.learned = Interval()
 
     def __call__(self, step: int) -> float:
         """``high`` in a critical interval or after a milestone, else ``low``."""
-        if (number := step // self.schedule.interval) != self.number:
-            self._decide()
-            self.number = number
+        if (number := step // self.schedule.interval) != self.learned.number:
+            self.learned = self._decided()._replace(number=number)
         milestones = sorted(self.schedule.milestones)
         latest = bisect.bisect_right(milestones, step)
         fresh = latest > 0 and step < milestones[latest - 1] + self.schedule.interval
-        return float(self.schedule.high if self.critical or fresh else self.schedule.low)
+        return float(self.schedule.high if self.learned.critical or fresh else self.schedule.low)
 
-    def observe(self, step: int, update: Tensor, void: Tensor | None = None) -> None:
+    def observed(self, step: int, update: Tensor, void: Tensor | None = None, places: Tensor | None = None) -> Interval:
         """Add the update up."""
-        self.seen.add(self(step))
-        if self.total is None:
-            self.total = torch.zeros_like(update, dtype=torch.promote_types(update.dtype, torch.float32))
+        density, now = self(step), self.learned
+        total = now.total
+        if total is None:
+            total = torch.zeros_like(update, dtype=torch.promote_types(update.dtype, torch.float32))
+        if places is not None:
+            places = places[places < total.numel()]
+            update = update[places]
         update = torch.nan_to_num(update, nan=0.0)
-        self.total.add_(update if void is None else update.masked_fill(void, 0.0))
+        if void is not None:
+            update = update.masked_fill(void, 0.0)
+        before = total if places is None else total[places]
+        after = update.to(total.dtype) if now.fresh else before + update
+        seen = now.seen | {density}
+        if places is None:
+            return now._replace(seen=seen, total=after, fresh=False, latest=None)
+        return now._replace(seen=seen, total=total, latest=(places, after))
 
-    def state_dict(self) -> dict[str, Any]:
+    def take_in(self) -> None:
+        """Bring the sum up to date."""
+        if self.learned.total is not None:
+            self.learned.sum_in(self.learned.total)
+            self.learned = self.learned._replace(fresh=False, latest=None)
+
+    def state_dict(self, learned: Interval) -> dict[str, Any]:
         """The interval so far, and what the next one will be compared with."""
         return {
-            "total": None if self.total is None else self.total.to("cpu", copy=True),
-            "number": self.number,
-            "seen": sorted(self.seen),
-            "before": list(self.before.items()),
-            "critical": self.critical,
+            "total": None if learned.total is None else learned.sum_in(learned.total.to("cpu", copy=True)),
+            "number": learned.number,
+            "seen": sorted(learned.seen),
+            "before": list(learned.before.items()),
+            "critical": learned.critical,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], numel: int, device: torch.device) -> None:
         """Go on within an interval."""
         total, number, critical = (state.get(field) for field in ("total", "number", "critical"))
         try:
-            seen = {float(density) for density in state["seen"]}
+            seen = frozenset(float(density) for density in state["seen"])
             before = {float(density): float(norm) for density, norm in state["before"]}
             summed = total is None or (total.shape == (numel,) and total.is_floating_point())
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"Expected the state of {type(self).__name__}, but got {state!r}.") from error
         if not (summed and isinstance(critical, bool) and isinstance(number, int)):
             raise ValueError(f"Expected the state of {type(self).__name__} for {numel} coordinates, but got {state!r}.")
-        self.total = None if total is None else total.to(device, copy=True)
-        self.number, self.seen, self.before, self.critical = number, seen, before, critical
+        total = None if total is None else total.to(device, copy=True)
+        self.learned = Interval(number, seen, before, critical, total)
 
-    def _decide(self) -> None:
-        """Compare the interval that is over with the one before it."""
-        if self.total is None:
-            return
-        seen, self.seen = self.seen, set()
-        if len(seen) == 1:
-            [density] = seen
-            now = float(torch.linalg.vector_norm(self.total, dtype=torch.float64))
-            if (before := self.before.get(density)) is not None:
-                self.critical = now != before and abs(now - before) >= self.schedule.threshold * before
-            self.before = {density: now}
-        self.total.zero_()
+    def _decided(self) -> Interval:
+        """After a comparison of the interval that is over with the one before it."""
+        now = self.learned
+        if now.total is None:
+            return now
+        critical, norms = now.critical, now.before
+        if len(now.seen) == 1:
+            [density] = now.seen
+            norm = float(torch.linalg.vector_norm(now.total, dtype=torch.float64))
+            if (before := norms.get(density)) is not None:
+                critical = norm != before and abs(norm - before) >= self.schedule.threshold * before
+            norms = {density: norm}
+        return now._replace(seen=frozenset(), before=norms, critical=critical, fresh=True)
 
 
 @dataclass(frozen=True)

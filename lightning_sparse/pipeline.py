@@ -1,6 +1,8 @@
-"""The journey of a gradient, in order: accumulate, select, exchange, forget, scatter."""
+"""The journey of a gradient, in order: accumulate, select, exchange, settle, scatter, commit."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -64,7 +66,7 @@ def reduce_group(
     after, statistics, void = exchange_group(
         grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, comm=comm
     )
-    return take_back(state, after, void, memory), statistics
+    return commit_group(state, after, void, memory), statistics
 
 
 def exchange_group(
@@ -77,8 +79,9 @@ def exchange_group(
     exchange: Exchange,
     comm: Collective,
     scale: Tensor | None = None,
+    unused: Sequence[slice] = (),
 ) -> tuple[GroupState, Statistics, Tensor]:
-    """As :func:`reduce_group`, but a step that is void is left for :func:`take_back`: other groups decide, too.
+    """As :func:`reduce_group`, but the step is left for :func:`commit_group`: other groups decide, too.
 
     Args:
         grad: as there.
@@ -89,9 +92,11 @@ def exchange_group(
         exchange: as there.
         comm: as there.
         scale: () factor that the loss was multiplied by; what is remembered is free of it, the average has it again.
+        unused: coordinates of parameters that no rank used: nothing of them is sent.
 
     Returns:
-        The next state, what happened, and () whether a gradient of this group was not finite on any rank.
+        The state that a valid step leaves, for :func:`commit_group`, what happened, and () whether a gradient of this
+        group was not finite on any rank.
     """
     comm = Metered(comm)
     ctx = ctx._replace(counts=state.counts, union=state.union, gather=comm.all_gather)
@@ -99,6 +104,8 @@ def exchange_group(
     if scale is not None:
         grad.div_(scale)
     acc = memory.accumulate_(state.memory, grad, ctx)
+    for span in unused:  # what is remembered of them, and a decay, must not compete
+        acc[span].zero_()
     finite = all_finite(acc)
     fill_if_(acc, ~finite, 0.0)  # a rank in trouble takes part in the survey like the others
     selection, selector = sparsifier.select(acc[:-1], state.selector, ctx)
@@ -106,9 +113,7 @@ def exchange_group(
     update = exchange(*_raise_alarm(acc, selection, finite), ctx, comm)
     values, sent = _as_gradient(update.values, grad.dtype, scale)
     void = ~all_finite(values if values.dtype == acc.dtype else update.values)  # narrow ones are held in their range
-    memory.forget_(state.memory, update)
-    if grad.dtype != acc.dtype:
-        memory.keep_(state.memory, update, update.values - sent)
+    memory.settle_(state.memory, update, None if grad.dtype == acc.dtype else update.values - sent)
     _scatter_(grad, update, values)
     fill_if_(grad, void, float("nan"))
     stamps = begin, selected, Stamp.now(grad.device)
@@ -118,16 +123,21 @@ def exchange_group(
     return GroupState(state.memory, selector, update.counts, named), statistics, void
 
 
-def take_back(before: GroupState, after: GroupState, void: Tensor, memory: Memory) -> GroupState:
+def commit_group(
+    before: GroupState, after: GroupState, void: Tensor, memory: Memory, unused: Sequence[slice] = ()
+) -> GroupState:
     """The state that counts: the one before the step if it is void, the one after it otherwise.
+
+    What ``before`` holds stays as it is until the next step begins.
 
     Args:
         before: what the step began with.
-        after: what it ended with; the memory's own state is one and the same object in both.
+        after: what :func:`exchange_group` gave; the memory's own state is one and the same object in both.
         void: () whether the step counts for nothing, equal on all ranks.
         memory: whose it is.
+        unused: coordinates of parameters that no rank used, as they were given there.
     """
-    memory.undo_(after.memory, void)
+    remembered = memory.commit(before.memory, void, unused)
     counts, union = before.counts, before.union
     if counts is None and static_shapes(void.device):
         assert after.counts is not None and after.union is not None
@@ -135,7 +145,7 @@ def take_back(before: GroupState, after: GroupState, void: Tensor, memory: Memor
     old = GroupState(None, before.selector, counts, union)
     new = GroupState(None, after.selector, after.counts, after.union)
     kept: GroupState = choose(void, old, new)
-    return kept._replace(memory=after.memory)
+    return kept._replace(memory=remembered)
 
 
 def _as_gradient(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor]:

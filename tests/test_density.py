@@ -139,7 +139,7 @@ def test_accordion_adds_updates_up_before_it_takes_the_norm_and_leaves_void_step
     cancelling = [torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 2.0]), torch.full((2,), float("nan"))]
     for step, update in enumerate(cancelling * 2):
         group.observe(step, update)
-    assert group.before == {0.5: 2.0}
+    assert group.learned.before == {0.5: 2.0}
     assert group(6) == 0.1
 
 

@@ -68,12 +68,25 @@ def wide(what: Update) -> Update:
 
 def remembering(*values: float) -> FeedbackState:
     state = Residual().init(len(values), CPU, torch.float32)
-    state.residual[:-1] = torch.tensor(values)
+    Residual().residual(state).copy_(torch.tensor(values))
     return state
 
 
 def residual(state: FeedbackState) -> list[float]:
     return Residual().residual(state).tolist()
+
+
+def end(
+    memory: ls.Memory,
+    state: Any,
+    what: Update,
+    rounding: Tensor | None = None,
+    void: Tensor = GO,
+    unused: tuple[slice, ...] = (),
+) -> Any:
+    """The state after a step that has accumulated."""
+    memory.settle_(state, what, rounding)
+    return memory.commit(state, void, unused)
 
 
 def snapshot(memory: ls.Memory, state: Any) -> dict[str, bytes]:
@@ -85,13 +98,15 @@ def snapshot(memory: ls.Memory, state: Any) -> dict[str, bytes]:
 
 
 @every_memory
-def test_accumulating_changes_nothing_that_is_remembered(memory: ls.Memory) -> None:
+def test_a_step_changes_nothing_that_is_remembered_until_it_is_committed(memory: ls.Memory) -> None:
     state = memory.init(5, CPU, torch.float32)
     for seed in range(3):
         before = snapshot(memory, state)
         memory.accumulate_(state, noise(1, 5, seed=seed, dtype=torch.float32)[0], CTX)
+        memory.settle_(state, release([1, 3]), torch.tensor([0.5, 0.5]))
         assert snapshot(memory, state) == before
-        memory.forget_(state, release([1, 3]))
+        kept, state = state, memory.commit(state, GO)
+        assert snapshot(memory, kept) == before  # until the next step begins
     assert isinstance(memory, NoMemory) or all(any(bits) for bits in before.values())
 
 
@@ -104,7 +119,7 @@ def test_the_spare_slot_is_zero_whatever_was_there(memory: ls.Memory) -> None:
         assert bool(acc[:2].isfinite().all())
         assert acc[2] == 0
         acc[2] = float("nan")
-        memory.forget_(state, release([0, 2, 2]))
+        state = end(memory, state, release([0, 2, 2]))
 
 
 @every_memory
@@ -115,8 +130,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_accumulator(memory: ls.Memor
         acc = memory.accumulate_(state, torch.tensor([0.0, spoilt, 0.0]), CTX)
         assert not bool(acc.isfinite().all())
         acc.fill_(float("nan"))
-        memory.forget_(state, release([1]))
-        memory.undo_(state, VOID)
+        state = end(memory, state, release([1]), void=VOID)
 
 
 @every_memory
@@ -130,54 +144,56 @@ def test_a_void_step_leaves_no_trace(memory: ls.Memory, rest: Update) -> None:
             spoilt = gradient.clone()
             spoilt[2] = float("nan")
             memory.accumulate_(disturbed, spoilt, CTX).fill_(float("nan"))
-            memory.forget_(disturbed, rest)
-            memory.keep_(disturbed, rest, torch.full_like(rest.values, float("nan")))
-            memory.undo_(disturbed, VOID)
+            disturbed = end(memory, disturbed, rest, torch.full_like(rest.values, float("nan")), VOID)
             assert snapshot(memory, disturbed) == before
         accs = [memory.accumulate_(state, gradient.clone(), CTX).clone() for state in (disturbed, calm)]
         assert torch.equal(*accs)
-        for state in (disturbed, calm):
-            memory.forget_(state, release([seed % 4]))
-            memory.undo_(state, GO)
+        disturbed, calm = (end(memory, state, release([seed % 4])) for state in (disturbed, calm))
         assert snapshot(memory, disturbed) == snapshot(memory, calm)
 
 
 @every_memory
-def test_a_committed_step_can_be_taken_back(memory: ls.Memory) -> None:
+def test_a_step_that_is_void_elsewhere_leaves_no_trace_either(memory: ls.Memory) -> None:
     """The gradient was fine here; another group's was not."""
     disturbed, calm = (memory.init(4, CPU, torch.float32) for _ in range(2))
     for seed in range(6):
         gradient = noise(1, 4, seed=seed, dtype=torch.float32)[0]
         if seed % 2:
             memory.accumulate_(disturbed, 3 * gradient, CTX)
-            memory.forget_(disturbed, release([3, 1, 0]))
-            memory.keep_(disturbed, release([2]), torch.tensor([0.5]))
-            memory.undo_(disturbed, VOID)
+            disturbed = end(memory, disturbed, release([3, 1, 0]), torch.tensor([0.5, 0.25, 0.5]), VOID)
         accs = [memory.accumulate_(state, gradient.clone(), CTX).clone() for state in (disturbed, calm)]
         assert torch.equal(*accs)
-        for state in (disturbed, calm):
-            memory.forget_(state, release([seed % 4]))
-            memory.undo_(state, GO)
+        disturbed, calm = (end(memory, state, release([seed % 4])) for state in (disturbed, calm))
         assert snapshot(memory, disturbed) == snapshot(memory, calm)
 
 
 @every_memory
-def test_spans_set_aside_are_empty_until_they_are_brought_back(memory: ls.Memory) -> None:
-    state, spans = memory.init(5, CPU, torch.float32), [slice(0, 1), slice(2, 4)]
+@pytest.mark.parametrize("void", [GO, VOID], ids=["counts", "void"])
+def test_what_is_remembered_of_unused_parameters_stays(memory: ls.Memory, void: Tensor) -> None:
+    state, spans = memory.init(5, CPU, torch.float32), (slice(0, 1), slice(2, 4))
     for seed in range(3):
         memory.accumulate_(state, noise(1, 5, seed=seed, dtype=torch.float32)[0], CTX)
-        memory.forget_(state, release([seed]))
+        state = end(memory, state, release([seed]))
     before = {name: vector.clone() for name, vector in memory.vectors(state).items()}
-    aside = memory.set_aside_(state, spans)
-    # A step in between goes on without them, and swaps buffers.
-    acc = memory.accumulate_(state, torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0]), CTX)
-    assert acc[[0, 2, 3]].tolist() == [0.0, 0.0, 0.0]
-    memory.forget_(state, release([1]))
-    memory.bring_back_(state, spans, aside)
+    memory.accumulate_(state, torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0]), CTX)[[0, 2, 3]] = 0.0
+    state = end(memory, state, release([1, 2]), void=void, unused=spans)
     for name, vector in memory.vectors(state).items():
         for span in spans:
             assert torch.equal(vector[span], before[name][span])
-        assert not torch.equal(vector[:-1], before[name][:-1])
+        assert torch.equal(vector[:-1], before[name][:-1]) == bool(void)
+
+
+@every_memory
+def test_residuals_are_scaled_and_nothing_else_is(memory: ls.Memory) -> None:
+    state = memory.init(4, CPU, torch.float32)
+    memory.accumulate_(state, torch.tensor([1.0, 2.0, 3.0, 4.0]), CTX)
+    state = end(memory, state, release([3]))
+    before = {name: vector.clone() for name, vector in memory.vectors(state).items()}
+    scaled = memory.scale(state, [(slice(0, 2), 0.5), (slice(2, 4), 1.0)])
+    assert snapshot(memory, state) == {name: vector[:-1].numpy().tobytes() for name, vector in before.items()}
+    for name, vector in memory.vectors(scaled).items():
+        factors = torch.tensor([0.5, 0.5, 1.0, 1.0]) if name == "residual" else torch.ones(4)
+        assert torch.equal(vector[:-1], before[name][:-1] * factors)
 
 
 @every_memory
@@ -193,8 +209,7 @@ def test_narrow_gradients_enter_wide_accumulators(memory: ls.Memory) -> None:
         )
         assert narrow.dtype == torch.float32
         torch.testing.assert_close(narrow, wide, rtol=2.0**-6 if clips else 0, atol=2.0**-7 if clips else 0)
-        for state in states:
-            memory.forget_(state, release([1, 4]))
+        states = [end(memory, state, release([1, 4])) for state in states]
 
 
 @every_memory
@@ -218,7 +233,7 @@ def test_accumulate_adds_the_gradient() -> None:
 def test_a_residual_that_decays_counts_less_from_step_to_step() -> None:
     memory, state = Residual(decay=0.5), remembering(8.0, 4.0)
     assert memory.accumulate_(state, torch.tensor([1.0, 1.0]), CTX).tolist() == [5.0, 3.0, 0.0]
-    memory.forget_(state, release([1]))
+    state = end(memory, state, release([1]))
     assert residual(state) == [5.0, 0.0]
     assert memory.accumulate_(state, torch.tensor([0.0, 0.0]), CTX).tolist() == [2.5, 0.0, 0.0]
 
@@ -229,50 +244,49 @@ def test_a_narrow_gradient_enters_a_wide_accumulator_exactly() -> None:
     assert Residual().accumulate_(state, grad, CTX).tolist() == [1.0 + 2.0**-20, 3.0, 0.0]
 
 
-def step(state: FeedbackState, grad: list[float], what: Update) -> list[float]:
+def step(state: FeedbackState, grad: list[float], what: Update, rounding: Tensor | None = None) -> FeedbackState:
     Residual().accumulate_(state, torch.tensor(grad), CTX)
-    Residual().forget_(state, what)
-    return residual(state)
+    return end(Residual(), state, what, rounding)
 
 
 def test_what_was_sent_is_taken_out_and_the_rest_stays() -> None:
     state = remembering(1.0, 2.0, 3.0)
-    assert step(state, [1.0, 1.0, 1.0], update([1], [9.0], sent=[1])) == [2.0, 0.0, 4.0]
+    state = step(state, [1.0, 1.0, 1.0], update([1], [9.0], sent=[1]))
+    assert residual(state) == [2.0, 0.0, 4.0]
     # The next step starts from there. Padding (coordinate 3) is no coordinate.
-    assert step(state, [0.5, 0.5, 0.5], update([0, 3], [9.0, 9.0], sent=[0, 3, 3])) == [0.0, 0.5, 4.5]
-    assert step(state, [0.0, 0.0, 0.0], update([], [], sent=[])) == [0.0, 0.5, 4.5]
+    state = step(state, [0.5, 0.5, 0.5], update([0, 3], [9.0, 9.0], sent=[0, 3, 3]))
+    assert residual(state) == [0.0, 0.5, 4.5]
+    assert residual(step(state, [0.0, 0.0, 0.0], update([], [], sent=[]))) == [0.0, 0.5, 4.5]
 
 
 def test_sent_none_means_everything() -> None:
-    assert step(remembering(1.0, 2.0, 3.0), [1.0, 1.0, 1.0], update(None, [9.0] * 3, sent=None)) == [0.0, 0.0, 0.0]
+    state = step(remembering(1.0, 2.0, 3.0), [1.0, 1.0, 1.0], update(None, [9.0] * 3, sent=None))
+    assert residual(state) == [0.0, 0.0, 0.0]
 
 
 def test_what_was_rounded_on_the_wire_stays_as_its_rounding_error() -> None:
     some = update([0, 2], [9.0, 9.0], sent=[0, 2], sent_values=[1.5, 4.0])
-    assert step(remembering(1.0, 2.0, 3.0), [1.0, 1.0, 1.0], some) == [0.5, 3.0, 0.0]
+    assert residual(step(remembering(1.0, 2.0, 3.0), [1.0, 1.0, 1.0], some)) == [0.5, 3.0, 0.0]
     every = update(None, [9.0] * 3, sent=None, sent_values=[1.5, 3.0, 4.5])
-    assert step(remembering(1.0, 2.0, 3.0), [1.0, 1.0, 1.0], every) == [0.5, 0.0, -0.5]
+    assert residual(step(remembering(1.0, 2.0, 3.0), [1.0, 1.0, 1.0], every)) == [0.5, 0.0, -0.5]
 
 
 def test_what_a_cast_of_the_average_lost_is_added_once_for_each_coordinate() -> None:
     state = remembering(1.0, 2.0, 3.0)
     rounding = torch.tensor([0.25, 0.5, 0.5, 7.0])
     # Coordinate 2 appears twice with the same value, and coordinate 3 is the padding index.
-    Residual().keep_(state, update([0, 2, 2, 3], [9.0] * 4, sent=[0]), rounding)
-    assert residual(state) == [1.25, 2.0, 3.5]
-    assert Residual().accumulate_(state, torch.zeros(3), CTX).tolist() == [1.25, 2.0, 3.5, 0.0]
-    Residual().keep_(state, update(None, [9.0] * 3, sent=None), torch.tensor([1.0, 1.0, 1.0]))
-    assert residual(state) == [2.25, 3.0, 4.5]
+    state = step(state, [0.0] * 3, update([0, 2, 2, 3], [9.0] * 4, sent=[0]), rounding)
+    assert residual(state) == [0.25, 2.0, 3.5]
+    assert Residual().accumulate_(state, torch.zeros(3), CTX).tolist() == [0.25, 2.0, 3.5, 0.0]
+    state = step(state, [0.0] * 3, update(None, [9.0] * 3, sent=None), torch.tensor([1.0, 2.0, 3.0]))
+    assert residual(state) == [1.0, 2.0, 3.0]
 
 
 def test_no_memory_remembers_nothing() -> None:
     memory = NoMemory()
     state = memory.init(3, CPU, torch.float64)
     first = memory.accumulate_(state, torch.tensor([1.0, 2.0, 3.0]), CTX).tolist()
-    memory.forget_(state, update([0], [1.0], sent=[0]))
-    memory.keep_(state, update([0], [1.0], sent=[0]), torch.tensor([5.0]))
-    aside = memory.set_aside_(state, [slice(0, 2)])
-    memory.bring_back_(state, [slice(0, 2)], aside)
+    state = end(memory, state, update([0], [1.0], sent=[0]), torch.tensor([5.0]), unused=(slice(0, 2),))
     assert first == [1.0, 2.0, 3.0, 0.0]
     assert memory.accumulate_(state, torch.tensor([4.0, 5.0, 6.0]), CTX).tolist() == [4.0, 5.0, 6.0, 0.0]
     assert memory.residual(state) is None
@@ -292,12 +306,11 @@ def test_the_low_pass_follows_its_formula(beta: float) -> None:
         assert acc[:-1].tolist() == pytest.approx(list(e + gradient), abs=1e-12)
         sent, released = np.zeros(7), rng.choice(7, 3, replace=False)
         sent[released] = (e + gradient)[released].round()  # on the wire
-        memory.forget_(state, wide(release(released.tolist(), sent[released].tolist())))
-        e = e + beta * (gradient - sent)
-        assert residual(state) == pytest.approx(list(e), abs=1e-12)
         # What the cast of the mean loses counts like what was not sent.
-        memory.keep_(state, release([2]), torch.tensor([0.125], dtype=torch.float64))
-        e[2] += beta * 0.125
+        rounding = torch.tensor([0.125, 0.25, 0.0], dtype=torch.float64)
+        state = end(memory, state, wide(release(released.tolist(), sent[released].tolist())), rounding)
+        e = e + beta * (gradient - sent)
+        e[released] += beta * rounding.numpy()
         assert residual(state) == pytest.approx(list(e), abs=1e-12)
 
 
@@ -305,10 +318,10 @@ def test_the_low_pass_at_1_is_the_residual() -> None:
     states = [memory.init(9, CPU, torch.float32) for memory in (ls.LowPass(1.0), Residual())]
     for seed in range(6):
         gradient = torch.randn(9, generator=torch.Generator().manual_seed(seed))
-        for memory, state in zip((ls.LowPass(1.0), Residual()), states, strict=True):
-            memory.accumulate_(state, gradient, CTX)
-            memory.forget_(state, release([seed, 8]))
-        assert torch.equal(states[0].residual, states[1].residual)
+        for i, memory in enumerate((ls.LowPass(1.0), Residual())):
+            memory.accumulate_(states[i], gradient, CTX)
+            states[i] = end(memory, states[i], release([seed, 8]))
+        assert residual(states[0]) == residual(states[1])
 
 
 # ---- MomentumCorrection
@@ -352,7 +365,7 @@ def test_momentum_correction_follows_the_paper(nesterov: bool, masking: bool) ->
         places = sorted(rng.choice(6, rng.integers(0, 7), replace=False).tolist())
         values = [expected[j] if number % 3 else math.ceil(expected[j]) for j in places]
         plain.send(places, values)
-        memory.forget_(state, wide(release(places, None if number % 3 else [float(v) for v in values])))
+        state = end(memory, state, wide(release(places, None if number % 3 else [float(v) for v in values])))
         assert residual(state) == pytest.approx(plain.v, abs=1e-12)
         assert memory.vectors(state)["momentum"][:-1].tolist() == pytest.approx(plain.u, abs=1e-12)
 
@@ -371,8 +384,8 @@ def test_without_masking_every_velocity_is_sent_or_kept(nesterov: bool) -> None:
         released = sorted(set(places))
         sent = sent.double()
         sent[released] += acc[released]
-        memory.forget_(state, release(released))
-        assert torch.equal(velocities, sent + state.residual[:-1])  # halves of multiples of 1/256: exact
+        state = end(memory, state, release(released))
+        assert torch.equal(velocities, sent + memory.residual(state))  # halves of multiples of 1/256: exact
 
 
 ALL = {
@@ -393,7 +406,7 @@ def test_where_everything_is_sent_momentum_is_that_of_sgd(nesterov: bool, maskin
     for seed in range(20):
         theirs.grad = noise(1, 4, seed=seed)[0]
         acc = memory.accumulate_(state, theirs.grad.clone(), CTX)[:-1].clone()
-        memory.forget_(state, everything)
+        state = end(memory, state, everything)
         sgd.step()
         with torch.no_grad():
             ours -= acc
@@ -405,8 +418,7 @@ def momentum_after(what: Update) -> list[float]:
     memory = ls.MomentumCorrection(0.5)
     state = memory.init(4, CPU, torch.float32)
     memory.accumulate_(state, torch.tensor([1.0, 2.0, 3.0, 4.0]), CTX)
-    memory.forget_(state, what)
-    return memory.vectors(state)["momentum"][:-1].tolist()
+    return memory.vectors(end(memory, state, what))["momentum"][:-1].tolist()
 
 
 def test_masking_clears_what_was_sent_and_nothing_else() -> None:
@@ -462,10 +474,9 @@ def test_a_clipping_memory_is_the_memory_inside_for_all_else() -> None:
     clipping, plain = ls.ClipByNorm(1e9, ls.MomentumCorrection(0.5)), ls.MomentumCorrection(0.5)
     states = [memory.init(5, CPU, torch.float32) for memory in (clipping, plain)]
     for seed in range(4):
-        for memory, state in zip((clipping, plain), states, strict=True):
-            memory.accumulate_(state, noise(1, 5, seed=seed, dtype=torch.float32)[0], CTX)
-            memory.forget_(state, release([seed]))
-            memory.keep_(state, release([4]), torch.tensor([0.5]))
+        for i, memory in enumerate((clipping, plain)):
+            memory.accumulate_(states[i], noise(1, 5, seed=seed, dtype=torch.float32)[0], CTX)
+            states[i] = end(memory, states[i], release([seed]), torch.tensor([0.5]))
         assert snapshot(clipping, states[0]) == snapshot(plain, states[1])
         assert torch.equal(clipping.residual(states[0]), plain.residual(states[1]))
 
@@ -492,7 +503,7 @@ def adam_steps(kind: str, memory: ls.AdamCorrection, steps: int, **settings: Any
         theirs.grad = noise(1, 7, seed=seed)[0] * 10.0 ** (seed % 5 - 3)
         acc = memory.accumulate_(state, theirs.grad.clone(), CTX._replace(world_size=1))
         ours.grad = acc[:-1].clone()
-        memory.forget_(state, release(None))
+        state = end(memory, state, release(None))
         adam.step()
         sgd.step()
     return ours.detach(), theirs.detach()
@@ -640,7 +651,7 @@ def test_decay_with_momentum_is_that_of_sgd() -> None:
         theirs.grad = noise(1, 4, seed=seed)[0]
         ctx = CTX._replace(parameters=[(slice(0, 4), ours)])
         acc = memory.accumulate_(state, theirs.grad.clone(), ctx)[:-1].clone()
-        memory.forget_(state, wide(release(None)))
+        state = end(memory, state, wide(release(None)))
         sgd.step()
         ours -= 0.5 * acc
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-14, atol=1e-14)

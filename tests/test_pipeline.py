@@ -8,7 +8,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.collective import TorchCollective
-from lightning_sparse.pipeline import exchange_group, init_group, reduce_group
+from lightning_sparse.pipeline import commit_group, exchange_group, init_group, reduce_group
 from lightning_sparse.types import Context
 from tests.lockstep import Ranks, equal_states, noise
 
@@ -94,8 +94,9 @@ def test_a_step_is_void_in_the_units_of_a_scaled_loss_and_residuals_are_not() ->
     ctx = ALONE._replace(density=0.5)
     for scale, expected in ((1024.0, [3072.0, 0.0]), (2.0, [6.0, 0.0]), (0.5, [1.5, 0.0])):
         grad = torch.tensor([3.0, 1.0]) * scale
-        state, _, void = exchange_group(grad, state, ctx, scale=torch.tensor(scale), **parts)
+        after, _, void = exchange_group(grad, state, ctx, scale=torch.tensor(scale), **parts)
         assert not void
+        state = commit_group(state, after, void, ls.Residual())
         assert grad.tolist() == expected
     assert ls.Residual().residual(state.memory).tolist() == [0.0, 3.0]
     # 2e38 fits into float32, and so does the average; four times as much does not.

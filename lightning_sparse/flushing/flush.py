@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_sparse.hook import Engine
+from lightning_sparse.interrupts import uninterrupted
 
 
 def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
@@ -77,7 +78,10 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
                     engine.parameters[name].grad = pending
                     square += float(pending.double().square().sum())
         for optimizer in chosen if square else ():
-            optimizer.step()
+            with uninterrupted(optimizer):
+                optimizer.step()
+        for engine in engines:  # also of what added up to nothing
+            engine.count_as_applied()
     finally:
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad

@@ -2,13 +2,16 @@
 
 DDP hands over gradients in buckets whose composition changes after the first iteration. The engine keeps groups of its
 own over parameter names: a group runs as soon as its last piece has arrived. When the last one has run, the step is
-concluded: if a gradient of any group was not finite on any rank, all groups take back what they did. Then the buckets
-are answered. *When and where* groups run is up to an executor.
+concluded: what all groups have formed counts from then on, unless a gradient of any of them was not finite on any rank.
+Then the buckets are answered. *When and where* groups run is up to an executor.
 """
 
 from __future__ import annotations
 
 import secrets
+import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,23 +22,27 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_sparse.collective import TorchCollective, ring_all_reduce_bytes
 from lightning_sparse.grouping import Group
 from lightning_sparse.hook.agreement import Note, by_reason, check_equal_on_ranks, gather_notes, name_ranks, reason
 from lightning_sparse.hook.executors import Executor, Inline, Threaded, side_stream
 from lightning_sparse.hook.learning_rates import LearningRates
-from lightning_sparse.hook.running import Delivery, Learned, Running
+from lightning_sparse.hook.running import Delivery, GroupVersion, Learned, Running
 from lightning_sparse.hook.settings import Settings
 from lightning_sparse.hook.skipping import Flags, heeds_flags
 from lightning_sparse.hook.state import STATE_FORMAT, check_state, outline, renamed
 from lightning_sparse.hook.verdict import Verdict
+from lightning_sparse.hook.versions import Counts, Handout, History, Version
 from lightning_sparse.kernels import all_finite
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.statistics import Stamp, summarize, summarize_direct
 from lightning_sparse.types import Context
 
 NO = torch.zeros((), dtype=torch.bool, device="cpu")
+PATIENCE = 30.0
+"""Seconds that a state waits for an exchange that another rank has concluded already."""
 
 
 class Tuner(Protocol):
@@ -74,18 +81,16 @@ class Engine:
         self.settings = settings
         self.comm = comm
         self.hook_calls = 0
-        self.void_steps = 0
-        """Exchanges so far that counted for nothing, because a gradient was not finite on some rank."""
-        self.void_streak = 0
-        """Of these, the latest ones without a step that counted."""
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         """() tensor that the loss is multiplied by, or None; asked in every backward."""
-        self._step = 0
-        self._verdict: Verdict | None = None
-        self._last_void = False
+        self._reading = threading.RLock()
+        """Held while a state is read, and while buffers of an old version are given free to be written to."""
+        self._held: Set[str] = frozenset()
+        """Parameters that optimizers hold, as far as they have been seen."""
+        self._unheard = False
+        self._touched: Set[str] = frozenset()
         self._flags = Flags()
         self._spoilt: set[str] = set()
-        self._touched: Callable[[], set[str]] = set
         self._flushing = False
         self.frozen = dict(frozen or {})
         """Parameters of the model that needed no gradient when it was wrapped."""
@@ -104,9 +109,10 @@ class Engine:
         self._hosts = comm.between_hosts() if watch_usage else comm
         self._parameters = parameters
         self._stream = side_stream(self._device)
+        self._history = History(Version((), {}, {}, Counts()))
         with self._between_steps():
             groups = [self._start(group) for group in plan]
-        self._adopt(groups)
+        self._adopt(groups, Counts())
         threaded = settings.executor == "thread" or (
             settings.executor == "auto" and self._stream is None and comm.world_size > 1
         )
@@ -123,6 +129,7 @@ class Engine:
             for name, p in parameters.items()
             if self._used is not None
         ]
+        self._watchers.append(register_optimizer_step_post_hook(Applied(self)))
         self._layouts = [
             p.register_post_accumulate_grad_hook(partial(self._refuse_sparse, name))  # type: ignore[no-untyped-call]
             for name, p in parameters.items()
@@ -145,8 +152,17 @@ class Engine:
     @property
     def step(self) -> int:
         """Synchronised backward passes so far that counted; void ones do not, see :attr:`void`."""
-        self._hear_verdict()
-        return self._step
+        return self._history.latest.counts.step
+
+    @property
+    def void_steps(self) -> int:
+        """Exchanges so far that counted for nothing, because a gradient was not finite on some rank."""
+        return self._history.latest.counts.void
+
+    @property
+    def void_streak(self) -> int:
+        """Of these, the latest ones without a step that counted."""
+        return self._history.latest.counts.streak
 
     @property
     def void(self) -> bool:
@@ -156,8 +172,7 @@ class Engine:
         ``GradScaler`` does and as the strategies do with ``nonfinite="skip"``. On a device, asking waits for the
         exchange; with ``nonfinite="nan"`` and no loss scale, nobody asks, and the answer there is always False.
         """
-        self._hear_verdict()
-        return self._last_void
+        return self._history.latest.void
 
     def drop_void(self, optimizer: torch.optim.Optimizer) -> bool:
         """Set gradients to None that a void step has left in this optimizer's parameters, so that it skips them.
@@ -177,9 +192,10 @@ class Engine:
         step parameters of others, too, and beside a loss scale, this is :meth:`drop_void`.
         """
         self._flags.take_back(optimizer)
-        flag = None if self._verdict is None else self._verdict.on_device
+        verdict = self._history.latest.verdict if self._unheard else None
+        flag = None if verdict is None else verdict.on_device
         if flag is not None and self.loss_scale() is None and heeds_flags(optimizer):
-            latest = self._touched()
+            latest = self._touched
             self._drop(optimizer, self._spoilt - latest)
             stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             if all(self._names.get(id(p)) in latest for p in stepped):
@@ -208,6 +224,29 @@ class Engine:
         if self.settings.lr_aware:
             self._rates.follow(chosen)
         self.optimizers = chosen
+        for optimizer in chosen:
+            self._held = self._held | self._names_in(optimizer)
+
+    def _names_in(self, optimizer: torch.optim.Optimizer) -> set[str]:
+        found = (self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"])
+        return {name for name in found if name is not None}
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has finished a step; called for all of the process."""
+        if not (names := self._names_in(optimizer)):
+            return
+        if not names <= self._held:
+            self._held = self._held | names
+        if (handout := self._history.handout) is not None:
+            handout.step(names)
+
+    def count_as_applied(self) -> None:
+        """What the latest exchange handed out has been applied, or never will be: between two steps.
+
+        The engine notices by itself that optimizers step. This is for steps that are left out.
+        """
+        if (handout := self._history.handout) is not None:
+            handout.step(handout.names)
 
     def tune(self, tuner: Tuner) -> None:
         """Let something look on, and change groups, at the start of every exchange; until the engine is closed."""
@@ -314,7 +353,7 @@ class Engine:
                 for name, old in before.items():
                     running.carry(name, old)
                 groups.append(running)
-        self._adopt(groups)
+        self._adopt(groups, self._history.latest.counts)
         self._direct = False
 
     def _start(self, group: Group, flush: bool = False, step: int | None = None) -> Running:
@@ -323,7 +362,11 @@ class Engine:
         ctx = Context(step, density, self.comm.rank, self.comm.world_size)
         return Running(group, self._parameters, self.settings, ctx, flush)
 
-    def _adopt(self, groups: list[Running]) -> None:
+    def _adopt(self, groups: list[Running], counts: Counts) -> None:
+        """Go on with these groups, between two steps."""
+        self._hear_verdict()
+        versions = tuple(group.version for group in groups)
+        self._history = History(Version(versions, self._rates.latest, self._rates.surplus, counts))
         self.groups = groups
         self._group_of = {p.name: group for group in groups for p in group.plan.parameters}
         self._model_numel = sum(g.plan.numel for g in groups if not g.plan.dense) or None
@@ -359,6 +402,10 @@ class Engine:
         self._begun = True
         self._hear_verdict()
         self._flags.take_all_back()
+        with self._reading:  # from here on, buffers of the version before may be written to
+            self._history = History(self._history.latest)
+            for group in self.groups:
+                group.density.take_in()
         thawed = [name for name, p in self.frozen.items() if p.requires_grad]
         if thawed:
             raise RuntimeError(
@@ -375,13 +422,17 @@ class Engine:
     def _rescale(self) -> None:
         if not self._rates.known:
             raise RuntimeError("lr_aware=True needs the optimizers: call engine.follow([optimizer]) before training.")
-        factors = self._rates.factors()
-        densities = {name: self._group_of[name].density(self.step) for name in factors}
-        self._rates.change(factors, self.step, densities)
-        with self._between_steps():
-            for name, factor in factors.items():
-                if (residual := self.residual(name)) is not None:
-                    residual.mul_(factor)
+        with self._reading, self._between_steps():
+            latest = self._history.latest
+            self._history = History(latest)
+            factors = self._rates.factors()
+            densities = {name: self._group_of[name].density(self.step) for name in factors}
+            self._rates.change(factors, self.step, densities)
+            groups = tuple(group.version.scaled(factors) for group in self.groups)
+            rates, surplus = self._rates.latest, self._rates.surplus
+            self._history = History(latest._replace(groups=groups, rates=rates, surplus=surplus))
+            for version in groups:
+                version.group.adopt(version)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         """Where groups run."""
@@ -433,7 +484,7 @@ class Engine:
         try:
             yield
         except Exception as error:
-            error.add_note(f"sparse_ddp: {where}, step {self._step}, rank {self.comm.rank}")
+            error.add_note(f"sparse_ddp: {where}, step {self.step}, rank {self.comm.rank}")
             for comm in {self.comm, self._hosts}:
                 comm.abort()
             raise
@@ -457,43 +508,54 @@ class Engine:
     def _conclude(self, deliveries: Sequence[Delivery]) -> None:
         """All groups have run: does the step count? What is not finite is so on all ranks, so that nothing is sent."""
         with self._on_stream():
-            flags = [group.void for group in self.groups if group.void is not None]
-            fine = self._stream is None and not any(map(bool, flags))
-            void = torch.stack(flags).any() if flags and not fine else NO.to(self._device)
+            void = self._void_on_any_rank()
+            fine = self._stream is None and not void
             untouched = {name for group in self.groups for name in group.untouched}
-            for group in self.groups:
-                group.conclude(void)
+            groups = tuple(group.after(void) for group in self.groups)
             for delivery in () if fine else deliveries:
                 delivery.spoil_(void, untouched, self._firsts)
             asked = self.settings.nonfinite == "skip" or self.loss_scale() is not None
-            if self._stream is None or asked:
-                self._verdict = Verdict(void, self._stream, self.comm.wait_until)
-            else:
-                self._verdict = Verdict(NO, None, self.comm.wait_until)
-        spans = [delivery.spans for delivery in deliveries]
-        self._touched = lambda: {name for names in spans for name in names} - untouched
+            known = self._stream is None or asked
+            wait = self.comm.wait_until
+            verdict = Verdict(void, self._stream, wait) if known else Verdict(NO, None, wait)
+        touched = {name for delivery in deliveries for name in delivery.spans} - untouched
+        self._commit(groups, verdict, touched)
+
+    def _void_on_any_rank(self) -> Tensor:
+        """() whether a gradient of any group was not finite on some rank; equal on all ranks."""
+        flags = [group.void for group in self.groups if group.void is not None]
+        if self._stream is None and not any(map(bool, flags)):
+            return NO.to(self._device)
+        return torch.stack(flags).any() if flags else NO.to(self._device)
+
+    def _commit(self, groups: tuple[GroupVersion, ...], verdict: Verdict, touched: Set[str]) -> None:
+        """What groups have formed counts from now on; until it is applied, what was before is kept."""
+        before = self._history.latest
+        latest = before._replace(groups=groups, start=before.counts, verdict=verdict)
+        handout = Handout({name: self._parameters[name] for name in touched})
+        self._history = History(latest, before, handout)
+        for version in groups:
+            version.group.adopt(version)
+        self._touched, self._unheard = touched, True
 
     def _hear_verdict(self) -> None:
-        """Count the latest step, if that has not happened yet."""
-        if self._verdict is None:
+        """Note which gradients are spoilt since the latest exchange, if that has not happened yet."""
+        if not self._unheard:
             return
-        self._last_void, self._verdict = bool(self._verdict), None
-        if self._last_void:
-            self.void_steps += 1
-            self.void_streak += 1
-            self._spoilt |= self._touched()
+        self._unheard = False
+        if self._history.latest.void:
+            self._spoilt |= self._touched
             return
-        self._step += 1
-        self.void_streak = 0
         self._flushing = False
-        if self._spoilt:
-            self._spoilt -= self._touched()
+        self._spoilt -= self._touched
 
     def _end_step(self) -> None:
         self._begun = False
         for watcher in self._layouts:  # what makes sparse gradients does so from the first step on
             watcher.remove()
         self._layouts = []
+        for group in self.groups:
+            group.end_step()
         if self._used is not None:
             self._used.clear()
 
@@ -504,8 +566,8 @@ class Engine:
         self._passed_on.append((future, buffer, [self._names[id(p)] for p in bucket.parameters() if p.numel()]))
         if last:
             passed, self._passed_on = self._passed_on, []
-            self._touched = lambda: {name for *_, names in passed for name in names}
-            self._verdict = self._look_at(passed)
+            groups = tuple(group.version for group in self.groups)
+            self._commit(groups, self._look_at(passed), {name for *_, names in passed for name in names})
             self._end_step()
         return future
 
@@ -559,7 +621,10 @@ class Engine:
         return summaries
 
     def residual(self, name: str) -> Tensor | None:
-        """(numel,) view of what this rank has not sent yet of a parameter, or None where nothing is remembered."""
+        """What this rank has not sent yet of a parameter, (numel,), or None where nothing is remembered.
+
+        A view, which is valid until the next step begins.
+        """
         group = self._group_of[name]
         residual = group.memory.residual(group.state.memory)
         return None if residual is None else residual[group.spans[name]]
@@ -594,39 +659,103 @@ class Engine:
                 if residual is None:
                     residual = torch.zeros(group.plan.numel, device=self._device, dtype=group.wide)
                 average = self.comm.all_reduce(residual.clone()) / self.comm.world_size
-                residual.zero_()
                 for name, span in group.spans.items():
                     parameter = self._parameters[name]
                     pending[name] = in_shape(average[span].to(parameter.dtype), parameter)
+            self._forget(pending.keys())
         return pending
 
-    def state_dict(self) -> dict[str, Any]:
+    def _forget(self, names: Set[str]) -> None:
+        """Empty the residuals of parameters that have been handed out."""
+        with self._reading:
+            before = self._history.latest
+            groups = tuple(group.version.scaled(dict.fromkeys(names, 0.0)) for group in self.groups)
+            counts = before.counts
+            latest = before._replace(groups=groups, start=counts._replace(flushes=counts.flushes + 1), verdict=None)
+            self._history = History(latest, before, Handout({name: self._parameters[name] for name in names}))
+            for version in groups:
+                version.group.adopt(version)
+
+    @property
+    def moment(self) -> Tensor:
+        """Which of the states that this rank holds belongs to its weights, for :meth:`state_dict`: int64.
+
+        Ranks may be asked at different moments, one before its optimizer's step and another one after it. What rank 0
+        has here is what all ranks have to save beside the weights of rank 0.
+        """
+        return torch.tensor(self._history.numbers(self._parameters, self._held))
+
+    def state_dict(self, moment: Tensor | None = None) -> dict[str, Any]:
         """All that this rank needs to go on exactly where it is: plain data and tensors on the CPU; copies.
 
-        Every rank has its own: residuals differ. Take it between two steps, not within a backward. Where the number of
-        ranks has changed, see :func:`~lightning_sparse.merge_states`.
+        Every rank has its own: residuals differ. It may be taken at any moment, also in a signal handler and by another
+        thread, and is that of the last completed step: until an average is applied to a parameter, what is remembered
+        of it is that of before the exchange. Where an exchange has begun, averages of the one before count as applied.
+        Where the number of ranks has changed, see :func:`~lightning_sparse.merge_states`.
+
+        Args:
+            moment: :attr:`moment` of the rank whose weights are saved; None: of this one.
 
         Returns:
             ``step``, ``void_steps``, ``rank``, ``world_size``, ``settings``; ``parameters`` and ``counters``: what is
             remembered of each, by name; ``groups``: what sparsifiers and schedules have learned; ``rates``: latest
             learning rates; ``surplus``: what changes of them have left in residuals.
+
+        Raises:
+            RuntimeError: if this rank has no state of the given moment any more, or not yet.
         """
         if self._stream is not None:
             self._stream.synchronize()
-        remembered = {name: self._group_of[name].remembered(name) for name in self._parameters}
-        return {
-            "format": STATE_FORMAT,
-            "step": self.step,
-            "void_steps": self.void_steps,
-            "rank": self.comm.rank,
-            "world_size": self.comm.world_size,
-            "settings": self.settings.algorithm,
-            "parameters": remembered | {name: dict(vectors) for name, vectors in self._parked.items()},
-            "counters": {name: self._group_of[name].counters() for name in self._parameters},
-            "groups": [group.state_dict() for group in self.groups],
-            "rates": dict(self._rates.latest),
-            "surplus": {name: list(noted) for name, noted in self._rates.surplus.items()},
-        }
+        with self._reading:
+            history = self._history
+            wanted = history.numbers(self._parameters, self._held) if moment is None else moment.tolist()
+            if max(wanted) > history.latest.number:
+                history = self._soon()
+            versions = {version.number: version for version in (history.before, history.latest) if version is not None}
+            if missing := set(wanted) - versions.keys():
+                raise RuntimeError(
+                    f"The weights that are saved are those after exchange {min(missing)}, and this rank holds what it "
+                    f"remembered after {' and '.join(map(str, sorted(versions)))} only. Save a moment later."
+                )
+            whole = versions[wanted[0]]
+            remembered: dict[str, dict[str, Tensor]] = {}
+            counters: dict[str, dict[str, float]] = {}
+            chosen = dict(zip(self._parameters, wanted[1:], strict=True))
+            for number, version in versions.items():
+                for group in version.groups:
+                    names = [name for name in group.group.spans if chosen[name] == number]
+                    remembered |= {name: group.remembered(name) for name in names}
+                    counters |= dict.fromkeys(names, group.counters() if names else {})
+            return {
+                "format": STATE_FORMAT,
+                "step": whole.counts.step,
+                "void_steps": whole.counts.void,
+                "rank": self.comm.rank,
+                "world_size": self.comm.world_size,
+                "settings": self.settings.algorithm,
+                "parameters": {name: remembered[name] for name in self._parameters}
+                | {name: dict(vectors) for name, vectors in self._parked.items()},
+                "counters": {name: counters[name] for name in self._parameters},
+                "groups": [group.state_dict() for group in whole.groups],
+                "rates": dict(whole.rates),
+                "surplus": {name: list(noted) for name, noted in whole.surplus.items()},
+            }
+
+    def _soon(self) -> History:
+        """The history when the exchange is concluded that goes on; another rank has done so already.
+
+        A signal handler may have come in between, on the thread that would conclude it.
+        """
+        deadline = time.monotonic() + PATIENCE
+        arrived = [group for group in self.groups if group.arrived]
+        while not all(group.exchanged for group in arrived):
+            if isinstance(self._executor, Inline) or time.monotonic() > deadline:
+                return self._history
+            time.sleep(0.001)
+        latest = self._history.latest
+        void = self._void_on_any_rank()
+        groups, verdict = tuple(group.after(void) for group in self.groups), Verdict(void, None, self.comm.wait_until)
+        return History(latest._replace(groups=groups, start=latest.counts, verdict=verdict), latest)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go on where an engine of the same model was; collective, before the first step or between two steps.
@@ -689,10 +818,10 @@ class Engine:
             elif known is not None:
                 others = [rank for rank, fit in enumerate(fitting) if not fit]
                 draft.misfits.learned.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
-        self._step, self.void_steps = state["step"], state["void_steps"]
+        counts = self._history.latest.counts._replace(step=state["step"], void=state["void_steps"])
         self._rates.latest = dict(state["rates"])
         self._rates.surplus = {name: (value, step) for name, (value, step) in state.get("surplus", {}).items()}
-        self._adopt(draft.groups)
+        self._adopt(draft.groups, counts)
         self._direct = False
         self._parked = {name: dict(vectors) for name, vectors in state["parameters"].items() if name in self.frozen}
         if self._stream is not None:
@@ -811,6 +940,17 @@ class CopiedEngine:
             "This is a copy of an engine: it exchanges nothing, and residuals stay with the original. To exchange the "
             "gradients of a copied model, attach an engine to it with lightning_sparse.attach()."
         )
+
+
+class Applied:
+    """Tells an engine that an optimizer has finished a step, without keeping it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        if (engine := self._engine()) is not None:
+            engine.optimizer_stepped(optimizer)
 
 
 class Watcher:

@@ -56,7 +56,8 @@ class Threaded:
     def __init__(self, device: torch.device) -> None:
         self.blocked_seconds = 0.0
         self._device = device
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        # Neither this queue nor the lock in drain() holds a lock of its own while a signal handler may run.
+        self._jobs: queue.SimpleQueue[Callable[[], None] | Gate | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="sparse-exchange", daemon=True)
         self._thread.start()
@@ -66,7 +67,9 @@ class Threaded:
 
     def drain(self) -> None:
         begin = time.perf_counter()
-        self._jobs.join()
+        gate = Gate()
+        self._jobs.put(gate)
+        gate.wait()
         self.blocked_seconds += time.perf_counter() - begin
         if self._error is not None:
             error, self._error = self._error, None
@@ -81,10 +84,25 @@ class Threaded:
             torch.cuda.set_device(self._device)
         while (job := self._jobs.get()) is not None:
             try:
-                if self._error is None:
+                if isinstance(job, Gate):
+                    job.open()
+                elif self._error is None:
                     job()
             except BaseException as error:  # raised again in drain(), on the thread that trains
                 self._error = error
-            finally:
-                self._jobs.task_done()
-        self._jobs.task_done()
+
+
+class Gate:
+    """Where one thread waits for another one, and goes on handling signals."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wait(self) -> None:
+        """Return when it is open."""
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """Let the other one go on."""
+        self._lock.release()

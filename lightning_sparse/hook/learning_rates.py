@@ -30,9 +30,9 @@ class LearningRates:
         self._names = names
         self._optimizers: list[Optimizer] = []
         self.latest: dict[str, float] = {}
-        """Latest rate above 0, by parameter."""
+        """Latest rate above 0, by parameter; replaced and never changed."""
         self.surplus: dict[str, tuple[float, int]] = {}
-        """By parameter: when its rate changed last, and at which step that was; 1 for all others."""
+        """By parameter: when its rate changed last, and at which step that was; 1 for all others. Replaced, too."""
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
         """Read rates from these from now on.
@@ -76,8 +76,10 @@ class LearningRates:
             step: the current one.
             density: of each parameter's group.
         """
-        for name, factor in factors.items():
-            self.surplus[name] = max(1.0, self._surplus_at(name, step, density[name]) * factor), step
+        self.surplus = self.surplus | {
+            name: (max(1.0, self._surplus_at(name, step, density[name]) * factor), step)
+            for name, factor in factors.items()
+        }
 
     def _surplus_at(self, name: str, step: int, density: float) -> float:
         surplus, since = self.surplus.get(name, (1.0, step))
@@ -86,6 +88,7 @@ class LearningRates:
     def factors(self) -> dict[str, float]:
         """``lr_old / lr_new`` of the parameters whose rate has changed since the last call."""
         factors = {}
+        latest = dict(self.latest)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 if not (rate := float(group["lr"])) > 0:
@@ -94,8 +97,9 @@ class LearningRates:
                     name = self._names.get(id(parameter))
                     if name is None:
                         continue
-                    before = self.latest.get(name, rate)
+                    before = latest.get(name, rate)
                     if before != rate:
                         factors[name] = before / rate
-                    self.latest[name] = rate
+                    latest[name] = rate
+        self.latest = latest
         return factors

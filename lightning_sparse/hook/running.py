@@ -18,7 +18,7 @@ from lightning_sparse.hook.plain import from_plain, to_plain
 from lightning_sparse.hook.settings import Settings
 from lightning_sparse.kernels import static_shapes
 from lightning_sparse.memory import Memory
-from lightning_sparse.pipeline import exchange_group, init_group, take_back
+from lightning_sparse.pipeline import commit_group, exchange_group, init_group
 from lightning_sparse.sparsifiers import Everything, Sparsifier
 from lightning_sparse.statistics import Statistics, residual_norm
 from lightning_sparse.types import Context, GroupState
@@ -94,7 +94,9 @@ class Running:
         """Pieces of the gradient, in the buckets, from their arrival to the end of the step."""
         self.untouched: set[str] = set()
         """Parameters that no rank used in this step."""
-        self._begun: _Begun | None = None
+        self.exchanged = False
+        """Whether the group has run in this step."""
+        self._exchanged: _Exchanged | None = None
         self._scratch: Tensor | None = None
 
     @property
@@ -113,31 +115,17 @@ class Running:
         if self.memory.vectors(self.state.memory):
             self.memory.carry_(self.state.memory, self.spans[name], old.memory, old.state.memory, old.spans[name])
 
-    def remembered(self, name: str) -> dict[str, Tensor]:
-        """What is remembered of a parameter: copies on the CPU, by name of the vector."""
-        vectors = self.memory.vectors(self.state.memory)
-        return {vector: buffer[self.spans[name]].to("cpu", copy=True) for vector, buffer in vectors.items()}
-
-    def counters(self) -> dict[str, float]:
-        """What is remembered of the group as a whole, and with it of each of its parameters."""
-        return {name: float(counter) for name, counter in self.memory.counters(self.state.memory).items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """What has been learned about the group, as plain data and tensors on the CPU."""
-        learned = (self.state.selector, self.state.counts, self.state.union)
-        return {
-            "name": self.plan.name,
-            "parameters": [p.name for p in self.plan.parameters],
-            "numel": self.plan.numel,
-            "state": {"selector": to_plain(learned), "density": self.density.state_dict()},
-        }
+    @property
+    def version(self) -> GroupVersion:
+        """What counts now."""
+        return GroupVersion(self, self.state, self.density.learned)
 
     def load(self, remembered: dict[str, dict[str, Tensor]], counters: dict[str, dict[str, float]]) -> list[str]:
         """Fill a group that has just been formed with what is remembered of its parameters.
 
         Args:
-            remembered: of each parameter, see :meth:`remembered`.
-            counters: of each parameter, see :meth:`counters`; of different ones, the largest count.
+            remembered: of each parameter, see :meth:`GroupVersion.remembered`.
+            counters: of each parameter, see :meth:`GroupVersion.counters`; of different ones, the largest count.
 
         Returns:
             Sentences about what did not fit.
@@ -227,10 +215,18 @@ class Running:
             }
         self.untouched = set(untouched)
         if len(untouched) == len(self.spans):
+            self.exchanged = True
             return
         flat, in_place = self._gather()
+        # Their slots in the buckets hold zeros or an old average, which must neither be accumulated nor changed; and
+        # DDP throws the result for them away, so that nothing of what is remembered of them may be sent.
         spans = list(untouched.values())
-        grads, aside = self._set_aside(flat, spans)
+        grads = [flat[span].clone() for span in spans]
+        for span in spans:
+            flat[span].zero_()
+        if ctx.parameters is not None:
+            used_ones = [p for name, p in zip(self.spans, ctx.parameters, strict=True) if name not in untouched]
+            ctx = ctx._replace(parameters=used_ones)
         after, statistics, void = exchange_group(
             flat,
             self.state,
@@ -240,33 +236,46 @@ class Running:
             exchange=Dense() if flush else self.exchange,
             comm=comm,
             scale=scale,
+            unused=spans,
         )
         if flush:  # nothing to be learned from it
             after = self.state
-        self._begun = _Begun(ctx.step, after, void, flat, spans, aside)
+        places = None if static_shapes(self.device) else statistics.indices
+        self._exchanged = _Exchanged(ctx.step, after, void, flat, spans, places)
         self.statistics = statistics._replace(bytes_sent=statistics.bytes_sent + asking.bytes_sent)
         for span, grad in zip(spans, grads, strict=True):
             flat[span].copy_(grad)
         if not in_place:
             for name, span in self.spans.items():
                 self.arrived[name].copy_(flat[span])
+        self.exchanged = True
 
     @property
     def void(self) -> Tensor | None:
         """() whether this group's gradient was not finite on some rank; None if no rank used it."""
-        return None if self._begun is None else self._begun.void
+        return None if self._exchanged is None else self._exchanged.void
 
-    def conclude(self, void: Tensor) -> None:
-        """End the step: all groups have run, and if it is void for any of them, it is for this one."""
-        self.arrived = {}
-        if self._begun is None:
-            return
-        begun, self._begun = self._begun, None
-        counts = not static_shapes(self.device) and not void
-        self.state = begun.after if counts else take_back(self.state, begun.after, void, self.memory)
-        self.memory.bring_back_(self.state.memory, begun.untouched, begun.aside)
-        if counts or static_shapes(self.device):
-            self.density.observe(begun.step, begun.flat[: self.plan.numel], void)
+    def after(self, void: Tensor) -> GroupVersion:
+        """What counts when all groups have run: if the step is void for any of them, it is for this one.
+
+        What counts now stays as it is until the next step begins. To ask twice changes nothing.
+        """
+        step = self._exchanged
+        if step is None:
+            return self.version
+        state = commit_group(self.state, step.after, void, self.memory, step.unused)
+        learned = self.density.learned
+        if static_shapes(self.device) or not void:
+            learned = self.density.observed(step.step, step.flat[: self.plan.numel], void, step.places)
+        return GroupVersion(self, state, learned)
+
+    def adopt(self, version: GroupVersion) -> None:
+        """Go on with this version."""
+        self.state, self.density.learned = version.state, version.learned
+
+    def end_step(self) -> None:
+        """The pieces of the gradient are answered."""
+        self.arrived, self.exchanged, self._exchanged = {}, False, None
 
     def residual_norm(self) -> float:
         """Euclidean norm of this rank's residual; waits for the device."""
@@ -289,16 +298,44 @@ class Running:
             self._scratch[span].copy_(piece)
         return self._scratch, False
 
-    def _set_aside(self, flat: Tensor, untouched: list[slice]) -> tuple[list[Tensor], list[Tensor]]:
-        """Keep parameters that no rank used out of this step.
 
-        Their slot in the bucket holds zeros or an old average, which must neither be accumulated nor changed; and DDP
-        throws the result for them away, so that nothing of their residual may be sent.
-        """
-        grads = [flat[span].clone() for span in untouched]
-        for span in untouched:
-            flat[span].zero_()
-        return grads, self.memory.set_aside_(self.state.memory, untouched)
+class GroupVersion(NamedTuple):
+    """What counts of a group after a step; never changed, so that it can be read at any moment.
+
+    Its buffers are written to again in the step after the next one.
+    """
+
+    group: Running
+    state: GroupState
+    learned: Any
+    """By the density."""
+
+    def remembered(self, name: str) -> dict[str, Tensor]:
+        """What is remembered of a parameter: copies on the CPU, by name of the vector."""
+        vectors, span = self.group.memory.vectors(self.state.memory), self.group.spans[name]
+        return {vector: buffer[span].to("cpu", copy=True) for vector, buffer in vectors.items()}
+
+    def counters(self) -> dict[str, float]:
+        """What is remembered of the group as a whole, and with it of each of its parameters."""
+        return {name: float(counter) for name, counter in self.group.memory.counters(self.state.memory).items()}
+
+    def scaled(self, factors: Mapping[str, float]) -> GroupVersion:
+        """The residuals of parameters multiplied by factors, where there are any."""
+        group = self.group
+        if not factors.keys() & group.spans.keys():
+            return self
+        spans = [(span, factors.get(name, 1.0)) for name, span in group.spans.items()]
+        return self._replace(state=self.state._replace(memory=group.memory.scale(self.state.memory, spans)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been learned about the group, as plain data and tensors on the CPU."""
+        group, learned = self.group, (self.state.selector, self.state.counts, self.state.union)
+        return {
+            "name": group.plan.name,
+            "parameters": [p.name for p in group.plan.parameters],
+            "numel": group.plan.numel,
+            "state": {"selector": to_plain(learned), "density": group.density.state_dict(self.learned)},
+        }
 
 
 class Learned(NamedTuple):
@@ -310,14 +347,15 @@ class Learned(NamedTuple):
     density: GroupDensity
 
 
-class _Begun(NamedTuple):
-    """A step of a group that has been exchanged and may still be taken back."""
+class _Exchanged(NamedTuple):
+    """A step of a group that has been exchanged and does not count yet."""
 
     step: int
     after: GroupState
     void: Tensor
     flat: Tensor
     """The average; (numel,) and maybe a spare slot."""
-    untouched: list[slice]
-    aside: list[Tensor]
-    """What is remembered of these."""
+    unused: list[slice]
+    """Where parameters lie that no rank used."""
+    places: Tensor | None
+    """Coordinates of the average, where the host knows them; None: all."""

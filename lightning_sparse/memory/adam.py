@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import static_shapes
-from lightning_sparse.memory.base import Feedback, FeedbackState, Memory, check_share, take_back, zeros
+from lightning_sparse.memory.base import Feedback, FeedbackState, Memory, Pair, check_share
 from lightning_sparse.memory.momentum import has_momentum
-from lightning_sparse.types import Context, Update
+from lightning_sparse.types import Context
 
 HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 24
 """Elements worked on at once: what is only needed on the way stays in cache, or below 64 MiB."""
@@ -20,16 +21,15 @@ ADAPTING = {"betas", "rho", "alpha", "etas", "lr_decay", "beta2_decay", "history
 """Settings of torch's optimizers other than SGD, each of which has one of these."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class AdamState(FeedbackState):
-    """Buffers of numel + 1 slots in pairs, and the number of committed steps, now and before the latest."""
+    """Two or three pairs, and the number of committed steps."""
 
-    first: tuple[Tensor, Tensor] | None
-    """Now and before; None if ``beta1`` is 0: the first moment is then the gradient."""
-    second: tuple[Tensor, Tensor]
+    first: Pair | None
+    """None if ``beta1`` is 0: the first moment is then the gradient."""
+    second: Pair
     steps: Tensor
     """() float64."""
-    other_steps: Tensor
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class AdamCorrection(Feedback):
     densities (56.0 and 90.6).
 
     Costs four vectors of ``numel`` accumulator elements a rank, two more than :class:`Residual`, and another two with
-    a first moment, because a step that is void is taken back; SGD keeps none where AdamW keeps two.
+    a first moment, because a step writes to one half of them and reads the other; SGD keeps none where AdamW keeps two.
 
     The optimizer must be ``torch.optim.SGD(lr, momentum=0, weight_decay)``, which is checked when training starts. Its
     weight decay is AdamW's: it is added to a direction, not to a gradient. Start from the rate that AdamW has in dense
@@ -98,49 +98,34 @@ class AdamCorrection(Feedback):
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> AdamState:
         """Zero vectors of ``numel + 1`` slots: four, or six with a first moment."""
-        residual, acc, second, following, *first = zeros(6 if self.beta1 else 4, numel, device, dtype)
-        steps = torch.zeros((), device=device, dtype=torch.float64)
-        return AdamState(residual, acc, (first[0], first[1]) if first else None, (second, following), steps, steps)
+        residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
+        first = Pair.zeros(numel, device, dtype) if self.beta1 else None
+        return AdamState(residual, first, second, torch.zeros((), device=device, dtype=torch.float64))
 
     def accumulate_(self, state: AdamState, grad: Tensor, ctx: Context) -> Tensor:
         """``acc = residual + direction``, by the next moments."""
-        numel = state.acc.numel() - 1
+        residual, acc = state.residual
+        numel = acc.numel() - 1
         steps = state.steps + 1
         for piece in _pieces(numel, grad.device):
             first, second = self._advance(state, grad[:numel][piece], piece)
             first = first / (1 - torch.pow(self.beta1, steps))
             second = second / (1 - torch.pow(self.beta2, steps))
             direction = self._direction(first, second, ctx.world_size)
-            torch.add(state.residual[piece], direction, out=state.acc[piece])
-        state.acc[numel:].zero_()
-        return state.acc
+            torch.add(residual[piece], direction, out=acc[piece])
+        acc[numel:].zero_()
+        return acc
 
-    def forget_(self, state: AdamState, update: Update) -> None:  # type: ignore[override]
-        """What was sent leaves the residual; the moments move on."""
-        super().forget_(state, update)
-        if state.first is not None:
-            state.first = state.first[::-1]
-        state.second = state.second[::-1]
-        state.steps, state.other_steps = state.steps + 1, state.steps
-
-    def undo_(self, state: AdamState, void: Tensor) -> None:  # type: ignore[override]
-        """All pairs."""
-        super().undo_(state, void)
-        if state.first is not None:
-            state.first = take_back(*state.first, void)
-        state.second = take_back(*state.second, void)
-        state.steps = torch.where(void, state.other_steps, state.steps)
-
-    def vectors(self, state: AdamState) -> dict[str, Tensor]:  # type: ignore[override]
-        """Residual and moments."""
-        first = {} if state.first is None else {"first": state.first[0]}
-        return {"residual": state.residual, **first, "second": state.second[0]}
+    def commit(self, state: AdamState, void: Tensor, unused: Sequence[slice] = ()) -> AdamState:  # type: ignore[override]
+        """All pairs; steps that are void do not count."""
+        after = super().commit(state, void, unused)
+        return replace(after, steps=state.steps + ~void)  # type: ignore[return-value, call-arg]
 
     def carry_(self, state: AdamState, target: slice, memory: Memory, other: Any, source: slice) -> None:
         """Vectors, and the number of steps: the largest, where groups that become one have counted differently."""
         super().carry_(state, target, memory, other, source)
         if isinstance(other, AdamState):
-            state.steps = torch.maximum(state.steps, other.steps)
+            state.steps.copy_(torch.maximum(state.steps, other.steps))
 
     def counters(self, state: AdamState) -> dict[str, Tensor]:
         """The number of steps."""

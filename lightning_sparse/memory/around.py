@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_sparse.memory.base import Memory
 from lightning_sparse.types import Context, Update
 
 
-@dataclass
+@dataclass(frozen=True)
 class AroundState:
     """The state of the memory inside."""
 
@@ -41,17 +42,17 @@ class Around(Memory):
         self.change_(grad, ctx)
         return self.memory.accumulate_(state.inner, grad, ctx)
 
-    def forget_(self, state: AroundState, update: Update) -> None:
+    def settle_(self, state: AroundState, update: Update, rounding: Tensor | None = None) -> None:
         """As the memory inside."""
-        self.memory.forget_(state.inner, update)
+        self.memory.settle_(state.inner, update, rounding)
 
-    def keep_(self, state: AroundState, update: Update, rounding: Tensor) -> None:
+    def commit(self, state: AroundState, void: Tensor, unused: Sequence[slice] = ()) -> AroundState:
         """As the memory inside."""
-        self.memory.keep_(state.inner, update, rounding)
+        return replace(state, inner=self.memory.commit(state.inner, void, unused))
 
-    def undo_(self, state: AroundState, void: Tensor) -> None:
+    def scale(self, state: AroundState, factors: Sequence[tuple[slice, float]]) -> AroundState:
         """As the memory inside."""
-        self.memory.undo_(state.inner, void)
+        return replace(state, inner=self.memory.scale(state.inner, factors))
 
     def vectors(self, state: AroundState) -> dict[str, Tensor]:
         """As the memory inside."""

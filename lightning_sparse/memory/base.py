@@ -1,15 +1,15 @@
-"""What a memory is, and the two buffers that most of them keep.
+"""What a memory is, and the pairs of buffers that most of them keep.
 
-The ``residual`` and the ``acc`` of a group are swapped when a step is committed. What was remembered before the step
-therefore stays whole until the next one begins, and a step that turns out to be void (a non-finite gradient on some
-rank, in this group or in another one) is taken back bit for bit.
+A step reads one buffer of each pair and writes the other one. When the step is committed, the two exchange their roles:
+what is remembered is never written to, and what was remembered before stays whole until the next step begins.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,11 @@ from lightning_sparse.types import Context, Update
 
 
 class Memory(ABC):
-    """Turns gradients into accumulators and forgets what was sent. A frozen dataclass of settings, nothing else."""
+    """Turns gradients into accumulators and forgets what was sent. A frozen dataclass of settings, nothing else.
+
+    A step goes through :meth:`accumulate_`, :meth:`settle_` and :meth:`commit`, in this order. The first two change
+    nothing that is remembered; a step that is given up after them leaves no trace.
+    """
 
     @property
     def reads_parameters(self) -> bool:
@@ -42,24 +46,41 @@ class Memory(ABC):
         Args:
             state: this group's state.
             grad: (numel,) or (numel + 1,), this rank's gradient. The average takes its place at the end of the step; a
-                memory may scale it before, and may look at it again in :meth:`forget_`.
+                memory may scale it before.
             ctx: the step.
 
         Returns:
-            acc, (numel + 1,), the last slot zero. Scratch until :meth:`forget_`; what is remembered is unchanged.
+            acc, (numel + 1,), the last slot zero. The caller may change it until :meth:`settle_`.
         """
 
     @abstractmethod
-    def forget_(self, state: Any, update: Update) -> None:
-        """Commit the step: take what was sent out of acc and remember the rest."""
+    def settle_(self, state: Any, update: Update, rounding: Tensor | None = None) -> None:
+        """Turn acc into what is to be remembered: take out what was sent.
+
+        Args:
+            state: this group's state.
+            update: what the ranks agreed on.
+            rounding: (u,) what casting the average to the gradient's dtype lost, at the update's coordinates.
+        """
 
     @abstractmethod
-    def keep_(self, state: Any, update: Update, rounding: Tensor) -> None:
-        """Take back what casting the average to the gradient's dtype lost: (u,) at the update's coordinates."""
+    def commit(self, state: Any, void: Tensor, unused: Sequence[slice] = ()) -> Any:
+        """The state after the step; the given one is still that of before, until the next step begins.
 
-    @abstractmethod
-    def undo_(self, state: Any, void: Tensor) -> None:
-        """Take the latest commit back, bit for bit, where the flag is set; once, before the next step begins."""
+        Args:
+            state: this group's state.
+            void: () whether the step counts for nothing.
+            unused: coordinates of parameters that no rank used: what is remembered of them stays as it was.
+        """
+
+    def scale(self, state: Any, factors: Sequence[tuple[slice, float]]) -> Any:
+        """The state with the residual multiplied by factors; the given one is still that of before.
+
+        Args:
+            state: this group's state, between two steps.
+            factors: for spans that cover all coordinates.
+        """
+        return state
 
     @abstractmethod
     def vectors(self, state: Any) -> dict[str, Tensor]:
@@ -69,26 +90,11 @@ class Memory(ABC):
     def residual(self, state: Any) -> Tensor | None:
         """(numel,) view of what has not been sent yet, or None if nothing is remembered."""
 
-    def set_aside_(self, state: Any, spans: list[slice]) -> list[Tensor]:
-        """Empty the memory in these spans and return what was there, for :meth:`bring_back_`."""
-        aside = []
-        for vector in self.vectors(state).values():
-            for span in spans:
-                aside.append(vector[span].clone())
-                vector[span].zero_()
-        return aside
-
-    def bring_back_(self, state: Any, spans: list[slice], aside: list[Tensor]) -> None:
-        """Undo :meth:`set_aside_`, whatever a step in between has left there."""
-        places = [vector[span] for vector in self.vectors(state).values() for span in spans]
-        for place, piece in zip(places, aside, strict=True):
-            place.copy_(piece)
-
     def carry_(self, state: Any, target: slice, memory: Memory, other: Any, source: slice) -> None:
         """Take over what is remembered of some coordinates from the state of another group.
 
         Args:
-            state: of the group that takes.
+            state: of the group that takes, which is still being formed.
             target: where the coordinates lie in it.
             memory: of the other group: this one, or one that remembers less.
             other: state of the other group.
@@ -99,7 +105,7 @@ class Memory(ABC):
             vectors[name][target].copy_(vector[source])
 
     def counters(self, state: Any) -> dict[str, Tensor]:
-        """What is remembered of the group as a whole, by name; the live tensors, to be read and overwritten."""
+        """What is remembered of the group as a whole, by name; the tensors themselves, to be filled at the start."""
         return {}
 
     def for_dense(self) -> Memory:
@@ -132,14 +138,12 @@ class NoMemory(Memory):
         state[numel:].zero_()
         return state
 
-    def forget_(self, state: Tensor, update: Update) -> None:
+    def settle_(self, state: Tensor, update: Update, rounding: Tensor | None = None) -> None:
         """Nothing is remembered."""
 
-    def keep_(self, state: Tensor, update: Update, rounding: Tensor) -> None:
-        """Nothing is remembered."""
-
-    def undo_(self, state: Tensor, void: Tensor) -> None:
-        """Nothing is remembered."""
+    def commit(self, state: Tensor, void: Tensor, unused: Sequence[slice] = ()) -> Tensor:
+        """The same."""
+        return state
 
     def vectors(self, state: Tensor) -> dict[str, Tensor]:
         """None."""
@@ -149,16 +153,47 @@ class NoMemory(Memory):
         """Always None."""
 
 
-@dataclass
+class Pair(NamedTuple):
+    """Two vectors of numel + 1 slots: what is remembered, and the one that a step writes."""
+
+    now: Tensor
+    following: Tensor
+    """Between steps, what was remembered before the latest one."""
+
+    @classmethod
+    def zeros(cls, numel: int, device: torch.device, dtype: torch.dtype) -> Pair:
+        """Both empty."""
+        return cls(*(torch.zeros(numel + 1, device=device, dtype=dtype) for _ in range(2)))
+
+    def commit(self, void: Tensor, unused: Sequence[slice]) -> Pair:
+        """What follows becomes what is remembered, unless the flag is set; see :meth:`Memory.commit`."""
+        if static_shapes(void.device):
+            torch.where(void, self.now, self.following, out=self.following)
+        elif void:
+            return self
+        for span in unused:
+            self.following[span].copy_(self.now[span])
+        return Pair(self.following, self.now)
+
+    def scale(self, factors: Sequence[tuple[slice, float]]) -> Pair:
+        """What is remembered times factors, see :meth:`Memory.scale`."""
+        for span, factor in factors:
+            torch.mul(self.now[span], factor, out=self.following[span])
+        return Pair(self.following, self.now)
+
+
+@dataclass(frozen=True)
 class FeedbackState:
-    """Two buffers of numel + 1 slots, swapped at each commit."""
+    """What is remembered of a group, in pairs; a commit makes a new one of the same buffers."""
 
-    residual: Tensor
-    acc: Tensor
-    """Between steps, the residual before the latest one."""
+    residual: Pair
+    """What follows is acc, while a step goes on."""
 
-
-StateT = TypeVar("StateT", bound=FeedbackState)
+    @property
+    def pairs(self) -> dict[str, Pair]:
+        """By name."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: part for name, part in parts.items() if isinstance(part, Pair)}
 
 
 class Feedback(Memory):
@@ -166,58 +201,55 @@ class Feedback(Memory):
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> FeedbackState:
         """Two zero vectors of ``numel + 1`` slots."""
-        return FeedbackState(*zeros(2, numel, device, dtype))
+        return FeedbackState(Pair.zeros(numel, device, dtype))
 
-    def forget_(self, state: FeedbackState, update: Update) -> None:
-        """``residual = acc`` with the sent coordinates at zero, or at the rounding error of what was sent."""
-        self.settle_(state, update)
-        state.residual, state.acc = state.acc, state.residual
+    def settle_(self, state: FeedbackState, update: Update, rounding: Tensor | None = None) -> None:
+        """Leave in acc what did not travel.
 
-    def undo_(self, state: FeedbackState, void: Tensor) -> None:
-        """Swap back."""
-        state.residual, state.acc = take_back(state.residual, state.acc, void)
+        Each rank keeps the rounding error of the mean; over n ranks that is n times it, what the sum lost.
+        """
+        take_out_(state.residual.following, update)
+        if rounding is not None:
+            give_back_(state.residual.following, update, rounding)
 
-    def settle_(self, state: FeedbackState, update: Update) -> None:
-        """Turn acc into the next residual: leave in it what did not travel."""
-        acc = state.acc
-        if update.sent is None:
-            if update.sent_values is None:
-                acc.zero_()
-            else:
-                acc[:-1].sub_(update.sent_values)
-        elif update.sent_values is None:
-            acc.index_fill_(0, update.sent, 0)
-        else:
-            acc.index_copy_(0, update.sent, acc[update.sent] - update.sent_values)
+    def commit(self, state: FeedbackState, void: Tensor, unused: Sequence[slice] = ()) -> FeedbackState:
+        """All pairs."""
+        return replace(state, **{name: pair.commit(void, unused) for name, pair in state.pairs.items()})
 
-    def keep_(self, state: FeedbackState, update: Update, rounding: Tensor) -> None:
-        """Each rank keeps the rounding error of the mean; over n ranks that is n times it, what the sum lost."""
-        if update.indices is None:
-            state.residual[:-1].add_(rounding)
-            return
-        # Not index_add_: a repeated coordinate carries the same value and must count once.
-        state.residual.index_copy_(0, update.indices, state.residual[update.indices] + rounding)
-        state.residual[-1:].zero_()
+    def scale(self, state: FeedbackState, factors: Sequence[tuple[slice, float]]) -> FeedbackState:
+        """The residual and nothing else."""
+        return replace(state, residual=state.residual.scale(factors))
 
     def vectors(self, state: FeedbackState) -> dict[str, Tensor]:
-        """The residual."""
-        return {"residual": state.residual}
+        """All that there are."""
+        return {name: pair.now for name, pair in state.pairs.items()}
 
     def residual(self, state: FeedbackState) -> Tensor:
         """(numel,) view."""
-        return state.residual[:-1]
+        return state.residual.now[:-1]
 
 
-def zeros(count: int, numel: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Vectors of ``numel + 1`` slots."""
-    return [torch.zeros(numel + 1, device=device, dtype=dtype) for _ in range(count)]
+def take_out_(acc: Tensor, update: Update) -> None:
+    """Set what was sent to zero, or to the rounding error of what was sent."""
+    if update.sent is None:
+        if update.sent_values is None:
+            acc.zero_()
+        else:
+            acc[:-1].sub_(update.sent_values)
+    elif update.sent_values is None:
+        acc.index_fill_(0, update.sent, 0)
+    else:
+        acc.index_copy_(0, update.sent, acc[update.sent] - update.sent_values)
 
 
-def take_back(now: Tensor, before: Tensor, void: Tensor) -> tuple[Tensor, Tensor]:
-    """The buffer that counts, and the other one: ``before`` takes the place of ``now`` where the flag is set."""
-    if static_shapes(void.device):
-        return torch.where(void, before, now, out=now), before
-    return (before, now) if void else (now, before)
+def give_back_(acc: Tensor, update: Update, rounding: Tensor) -> None:
+    """Add what casting the average lost."""
+    if update.indices is None:
+        acc[:-1].add_(rounding)
+        return
+    # Not index_add_: a repeated coordinate carries the same value and must count once.
+    acc.index_copy_(0, update.indices, acc[update.indices] + rounding)
+    acc[-1:].zero_()
 
 
 def check_share(value: float, name: str, *, zero: bool = False, one: bool = True) -> None:

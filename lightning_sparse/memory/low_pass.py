@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.memory.base import Feedback, FeedbackState, check_share
+from lightning_sparse.memory.base import Feedback, FeedbackState, check_share, give_back_, take_out_
 from lightning_sparse.types import Context, Update
 
 
@@ -50,16 +50,16 @@ class LowPass(Feedback):
 
     def accumulate_(self, state: FeedbackState, grad: Tensor, ctx: Context) -> Tensor:
         """``acc = residual + grad``."""
-        numel = state.acc.numel() - 1
-        torch.add(grad[:numel], state.residual[:numel], out=state.acc[:numel])
-        state.acc[numel:].zero_()
-        return state.acc
+        residual, acc = state.residual
+        numel = acc.numel() - 1
+        torch.add(grad[:numel], residual[:numel], out=acc[:numel])
+        acc[numel:].zero_()
+        return acc
 
-    def settle_(self, state: FeedbackState, update: Update) -> None:
-        """``(1 - beta) residual + beta (acc - sent)``."""
-        super().settle_(state, update)
-        torch.lerp(state.residual, state.acc, self.beta, out=state.acc)
-
-    def keep_(self, state: FeedbackState, update: Update, rounding: Tensor) -> None:
-        """What the cast of the mean lost was not sent either, and counts like it."""
-        super().keep_(state, update, self.beta * rounding)
+    def settle_(self, state: FeedbackState, update: Update, rounding: Tensor | None = None) -> None:
+        """``(1 - beta) residual + beta (acc - sent)``; what a cast of the mean lost was not sent either."""
+        residual, acc = state.residual
+        take_out_(acc, update)
+        torch.lerp(residual, acc, self.beta, out=acc)
+        if rounding is not None:
+            give_back_(acc, update, self.beta * rounding)

@@ -8,17 +8,15 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.memory.base import Feedback, FeedbackState, Memory, check_share, take_back, zeros
+from lightning_sparse.memory.base import Feedback, FeedbackState, Memory, Pair, check_share
 from lightning_sparse.types import Context, Update
 
 
-@dataclass
+@dataclass(frozen=True)
 class MomentumState(FeedbackState):
-    """Four buffers of numel + 1 slots, in two pairs."""
+    """Two pairs."""
 
-    momentum: Tensor
-    other: Tensor
-    """Between steps, the momentum before the latest."""
+    momentum: Pair
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class MomentumCorrection(Feedback):
     optimizer is added to the averaged velocity and has no momentum.
 
     Without masking nothing is lost: the velocities of all steps are ``sum_t m_t = sent + residual``. Costs four
-    vectors of ``numel`` accumulator elements a rank: a step that is void can be taken back.
+    vectors of ``numel`` accumulator elements a rank: a step writes to two of them and reads two.
 
     Args:
         momentum: in [0, 1).
@@ -67,34 +65,25 @@ class MomentumCorrection(Feedback):
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> MomentumState:
         """Four zero vectors of ``numel + 1`` slots."""
-        return MomentumState(*zeros(4, numel, device, dtype))
+        return MomentumState(*(Pair.zeros(numel, device, dtype) for _ in range(2)))
 
     def accumulate_(self, state: MomentumState, grad: Tensor, ctx: Context) -> Tensor:
         """``acc = residual + m`` with the next m."""
-        numel = state.acc.numel() - 1
+        residual, acc = state.residual
+        numel = acc.numel() - 1
         grad = grad[:numel]
         following = self._advance(state, grad)
-        torch.add(state.residual[:numel], following[:numel], out=state.acc[:numel])
+        torch.add(residual[:numel], following[:numel], out=acc[:numel])
         if self.nesterov:
-            state.acc[:numel].add_(grad)
-        state.acc[numel:].zero_()
-        return state.acc
+            acc[:numel].add_(grad)
+        acc[numel:].zero_()
+        return acc
 
-    def forget_(self, state: MomentumState, update: Update) -> None:  # type: ignore[override]
+    def settle_(self, state: MomentumState, update: Update, rounding: Tensor | None = None) -> None:  # type: ignore[override]
         """What was sent leaves the residual and, with masking, the momentum."""
-        super().forget_(state, update)
-        state.momentum, state.other = state.other, state.momentum
+        super().settle_(state, update, rounding)
         if self.masking:
-            _mask_(state.momentum, update)
-
-    def undo_(self, state: MomentumState, void: Tensor) -> None:  # type: ignore[override]
-        """Both pairs."""
-        super().undo_(state, void)
-        state.momentum, state.other = take_back(state.momentum, state.other, void)
-
-    def vectors(self, state: MomentumState) -> dict[str, Tensor]:  # type: ignore[override]
-        """Residual and momentum."""
-        return {"residual": state.residual, "momentum": state.momentum}
+            _mask_(state.momentum.following, update)
 
     def for_dense(self) -> Memory:
         """The same: the optimizer behind it has no momentum for dense groups either."""
@@ -116,11 +105,11 @@ class MomentumCorrection(Feedback):
     def _advance(self, state: MomentumState, grad: Tensor) -> Tensor:
         """The next m."""
         numel = grad.numel()
-        following = state.other
+        momentum, following = state.momentum
         if self.nesterov:
-            torch.add(state.momentum[:numel], grad, out=following[:numel]).mul_(self.momentum)
+            torch.add(momentum[:numel], grad, out=following[:numel]).mul_(self.momentum)
         else:
-            torch.add(grad, state.momentum[:numel], alpha=self.momentum, out=following[:numel])
+            torch.add(grad, momentum[:numel], alpha=self.momentum, out=following[:numel])
         following[numel:].zero_()
         return following
 

@@ -45,10 +45,11 @@ class Residual(Feedback):
 
     def accumulate_(self, state: FeedbackState, grad: Tensor, ctx: Context) -> Tensor:
         """``acc = decay * residual + grad``."""
-        numel = state.acc.numel() - 1
-        torch.add(grad[:numel], state.residual[:numel], alpha=self.decay, out=state.acc[:numel])
-        state.acc[numel:].zero_()
-        return state.acc
+        residual, acc = state.residual
+        numel = acc.numel() - 1
+        torch.add(grad[:numel], residual[:numel], alpha=self.decay, out=acc[:numel])
+        acc[numel:].zero_()
+        return acc
 
 
 def as_memory(memory: Memory | None) -> Memory:

@@ -21,6 +21,7 @@ from lightning_sparse.density import DensitySchedule
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.grouping import Grouping, Rules
 from lightning_sparse.hook import Engine
+from lightning_sparse.interrupts import uninterrupted
 from lightning_sparse.memory import Memory
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategy.door import (
@@ -209,8 +210,10 @@ class FabricSparseDDPMixin(Door):
     def setup_module(self, module: Module) -> Any:
         """As in Fabric; the engine of a module that is set up again goes on where the one before was."""
         before, profile = self.engine_of(module), None
-        left = None if before is None else Left.by(before)
+        left = None
         if before is not None:
+            before.count_as_applied()
+            left = Left.by(before)
             profile = profile_of(before)
             before.close()
             self._wrapped = [(ddp, engine) for ddp, engine in self._wrapped if engine is not before]
@@ -248,18 +251,22 @@ class FabricSparseDDPMixin(Door):
         self._follow_together(engine, applying)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """As in Fabric; a void step is left out where no loss scaler does so."""
+        """As in Fabric; a void step is left out where no loss scaler does so.
+
+        Signals wait while the optimizer updates parameters.
+        """
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
-        if closure is None:
-            self._skip_void(optimizer, self.precision)  # type: ignore[attr-defined]
-            return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
 
         def then_skip() -> Any:
-            result = closure()
+            result = closure() if closure is not None else None
             self._skip_void(optimizer, self.precision)  # type: ignore[attr-defined]
             return result
 
-        return super().optimizer_step(optimizer, closure=then_skip, **kwargs)  # type: ignore[misc]
+        with uninterrupted(optimizer):
+            if closure is None:
+                then_skip()
+                return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
+            return super().optimizer_step(optimizer, closure=then_skip, **kwargs)  # type: ignore[misc]
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Fabric; where no loss scaler does so, a void step is left out before its norm is looked at."""

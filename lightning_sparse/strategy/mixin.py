@@ -19,6 +19,7 @@ from lightning_sparse.density import DensitySchedule
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.grouping import Grouping, Rules
 from lightning_sparse.hook import Engine
+from lightning_sparse.interrupts import SAVING, uninterrupted
 from lightning_sparse.memory import Memory
 from lightning_sparse.sparsifiers import Sparsifier
 from lightning_sparse.strategy.door import CHECKPOINT_KEY, TIMEOUT, Door, profile_of, refuse_unknown, without_defaults
@@ -252,14 +253,20 @@ class SparseDDPMixin(Door):
         self._follow_together(self.engine, self.optimizers)  # type: ignore[attr-defined]
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """As in Lightning; a void step is left out where no loss scaler does so."""
+        """As in Lightning; a void step is left out where no loss scaler does so.
 
-        def then_skip() -> Any:
-            result = closure()
-            self._skip_void(optimizer, self.precision_plugin)  # type: ignore[attr-defined]
-            return result
+        Signals wait while the optimizer updates parameters. Those that ask for a checkpoint wait from the end of
+        backward on, so that ranks save the same step; Ctrl-C does not, because callbacks run in between.
+        """
+        with uninterrupted(optimizer) as hold:
 
-        return super().optimizer_step(optimizer, then_skip, model, **kwargs)  # type: ignore[misc]
+            def then_skip() -> Any:
+                result = closure()
+                self._skip_void(optimizer, self.precision_plugin)  # type: ignore[attr-defined]
+                hold.start(SAVING)
+                return result
+
+            return super().optimizer_step(optimizer, then_skip, model, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As in Lightning; parameters that were frozen or unfrozen since the last step leave or join the exchange."""
@@ -279,6 +286,7 @@ class SparseDDPMixin(Door):
     def _wrap_again(self) -> None:
         """A new DDP, for the parameters that need gradients now; what is remembered of all of them moves on."""
         assert self.engine is not None
+        self.engine.count_as_applied()
         self._left = Left.by(self.engine)
         self._close_engine()
         wrapped = self.model
@@ -295,7 +303,10 @@ class SparseDDPMixin(Door):
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
         own = checkpoint.get(CHECKPOINT_KEY, {})
         self._profile = own.get("profile")
-        self._resume = checkpoint_path, own.get("residuals")
+        residuals = own.get("residuals")
+        if residuals and "global_step" in residuals:  # as the checkpoint says now, for the side files to agree with
+            residuals = {**residuals, "global_step": checkpoint.get("global_step")}
+        self._resume = checkpoint_path, residuals
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -317,12 +328,16 @@ class SparseDDPMixin(Door):
         def write(content: dict[str, Any], place: str) -> None:
             self.checkpoint_io.save_checkpoint(content, place, storage_options=storage_options)  # type: ignore[attr-defined]
 
+        trainer, step = self.lightning_module.trainer, checkpoint.get("global_step")  # type: ignore[attr-defined]
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current
+        if batches.ready == batches.processed:  # whether all of its optimizers have taken a step is the user's business
+            self.engine.count_as_applied()
         # After an error, Lightning lets callbacks save on the ranks that had it; others may not come.
-        if self.lightning_module.trainer.interrupted:  # type: ignore[attr-defined]
-            return self._side_files.beside(path, self.engine, write, None)
+        if trainer.interrupted:
+            return self._side_files.beside(path, self.engine, write, None, step)
         # Names may hold metrics, which may differ from rank to rank: the checkpoint is where rank 0 writes it.
         path = self.broadcast(path)  # type: ignore[attr-defined]
-        return self._side_files.beside(path, self.engine, write, TorchCollective())
+        return self._side_files.beside(path, self.engine, write, TorchCollective(), step)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """As in Lightning, with the residuals beside it."""

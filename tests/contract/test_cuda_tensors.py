@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.pipeline import exchange_group, init_group, take_back
+from lightning_sparse.pipeline import commit_group, exchange_group, init_group
 from lightning_sparse.types import Context
 from tests.contract.cases import CASES, MEMORIES, PAIRS, Case
 from tests.fake_cuda import CUDA, HostWaitsError, fake_cuda
@@ -47,7 +47,7 @@ def steps(case: Case, exchange: str, memory: ls.Memory, dtype: torch.dtype, rank
                 comm=Mirror(rank, 4, CUDA),
                 scale=scale,
             )
-            state = take_back(state, after, void, memory)
+            state = commit_group(state, after, void, memory)
             assert {grad.device, void.device, statistics.union.device, state.counts.device} == {CUDA}
 
 

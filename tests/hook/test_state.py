@@ -466,7 +466,7 @@ def take_pending() -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
             dist.all_reduce(mean[name])
             mean[name] /= dist.get_world_size()
     pending = run.engine.take_pending()
-    left = any(residual.any() for residual in own.values() if residual is not None)
+    left = any(run.engine.residual(name).any() for name in mean)
     run.engine.close()
     return {name: value.flatten() for name, value in pending.items()}, mean, bool(left)
 
