@@ -43,7 +43,11 @@ class Engine:
         self.flushing = False
         self.remarks: list[str] = []
 
-    def state_dict(self) -> dict[str, Any]:
+    @property
+    def moment(self) -> torch.Tensor:
+        return torch.tensor([self.step])
+
+    def state_dict(self, moment: torch.Tensor | None = None) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(hash((self.run_id, self.step, self.comm.rank)) % 2**31)
         return {
             "format": 1,
