@@ -169,6 +169,7 @@ def train_on_noise(sparsifier: ls.Sparsifier, rates: list[float], resumed_at: in
             assert engine.load_state_dict(state) == []
         optimizer.param_groups[0]["lr"] = rate
         ddp(0.006 * torch.randn(1, NUMEL, generator=generator)).sum().backward()
+        optimizer.step()
         optimizer.zero_grad()
         sent.append(engine.summary()["bytes_sent"] / (8 * DENSITY * NUMEL))
     engine.close()
