@@ -229,7 +229,6 @@ def test_streams_wait_for_each_other_and_memory_is_not_given_back_in_use(
     [
         ("wait_event", plain_steps),
         ("wait_event", unused_parameters),
-        ("wait_stream", learning_rates),
         ("wait_stream", flush),
     ],
 )
