@@ -59,7 +59,11 @@ def _indexed(x: Tensor, key: Any) -> tuple[Tensor, list[Tensor | None] | None]:
     """A view of x by numbers, slices and None, and the tensors that are left to index it with."""
     places: list[Tensor | None] = []
     dim = 0
-    for part in key if isinstance(key, tuple) else (key,):
+    parts = list(key if isinstance(key, tuple) else (key,))
+    if any(part is Ellipsis for part in parts):  # stands for as many slices as there are dimensions left
+        at = next(i for i, part in enumerate(parts) if part is Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (x.dim() - sum(part is not None for part in parts) + 1)
+    for part in parts:
         if part is None:
             x = aten.unsqueeze(x, dim)
         elif isinstance(part, Tensor):
