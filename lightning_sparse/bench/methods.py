@@ -104,7 +104,7 @@ METHODS = [
     Method("exdyna", ExDyna(), _exclusive, _survey),
     Method("striped_topk", StripedTopK(), _indices_and_sums),
     Method("shared_topk", SharedTopK(), _indices_and_sums),
-    Method("shared_topk+packed", SharedTopK(), lambda n: 1.6, _blocks, exchange=PackedUnion()),
+    Method("shared_topk+packed", SharedTopK(), lambda n: 1.4, _blocks, exchange=PackedUnion()),
     # About half the words as before, and up to twice as many indices as its union holds.
     Method("union_topk", UnionTopK(), lambda n: 1.95, _blocks),
     Method("union_topk+momentum", UnionTopK(), lambda n: 1.95, _blocks, memory=MomentumCorrection()),

@@ -15,9 +15,9 @@ from lightning_sparse.pipeline import init_group, reduce_group
 from lightning_sparse.types import Context
 from tests.contract.cases import MEMORIES, PAIR_NAMES, PAIRS, Case
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, sweep
-from tests.kernels.test_no_host_sync import FakeRanks
+from tests.mirror import Mirror
 
-NUMEL = 10_007
+NUMEL, RANKS = 10_007, 4
 
 
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
@@ -59,7 +59,7 @@ def look(
 def steps(
     device: torch.device, sparsifier: ls.Sparsifier, exchange: str, memory: ls.Memory, dtype: torch.dtype
 ) -> None:
-    ctx = Context(step=0, density=0.05, rank=1, world_size=FakeRanks.world_size)
+    ctx = Context(step=0, density=0.05, rank=1, world_size=RANKS)
     state = init_group(NUMEL, dtype, device, ctx, memory=memory, sparsifier=sparsifier)
     parts = {"memory": memory, "sparsifier": sparsifier, "exchange": ls.EXCHANGES.resolve(exchange)}
     for step in range(3):
@@ -67,7 +67,7 @@ def steps(
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may load kernels
         try:
-            state, _ = reduce_group(grad, state, ctx._replace(step=step), **parts, comm=FakeRanks(1))
+            state, _ = reduce_group(grad, state, ctx._replace(step=step), **parts, comm=Mirror(1, RANKS))
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")

@@ -26,10 +26,11 @@ from tests.gpu.machine import copy_rate, require_memory
 from tests.gpu.models import Transformer
 from tests.gpu.processes import one_rank
 from tests.gpu.timing import host_seconds_of, seconds_of
-from tests.kernels.test_no_host_sync import FakeRanks
+from tests.mirror import Mirror
 
 SIZES = {"cuda": {"25M": 25_000_000, "144M": 144_000_000}, "cpu": {"20k": 20_000}}
 SPARSIFIERS = ["union_topk", "shared_topk", "striped_topk", "topk", "exdyna", "micro", "dgc", "sidco_e"]
+RANKS = 4
 FLOOR = 16
 """Bytes a coordinate."""
 GROUP = {"cuda": 25 * 2**20 // 4, "cpu": 5_000}
@@ -77,9 +78,9 @@ def local_step(name: str, density: float, device: torch.device, numel: int) -> C
     """A function that takes the next step of a group."""
     require_memory(device, 60 * numel)
     sparsifier, memory = ls.SPARSIFIERS.resolve(name), ls.Residual()
-    ctx = Context(step=0, density=density, rank=1, world_size=FakeRanks.world_size)
+    ctx = Context(step=0, density=density, rank=1, world_size=RANKS)
     state = [init_group(numel, torch.float32, device, ctx, memory=memory, sparsifier=sparsifier)]
-    exchange, comm = ls.EXCHANGES.resolve(sparsifier.exchange), FakeRanks(1)
+    exchange, comm = ls.EXCHANGES.resolve(sparsifier.exchange), Mirror(1, RANKS)
     grad = torch.randn(numel + 1, device=device) ** 3
     step = [0]
 

@@ -224,9 +224,16 @@ def test_callback_logs_nothing_of_a_step_twice() -> None:
     class Strategy:
         engine = Engine()
 
+    class Loops:
+        should_update_logs = True
+
+        def _should_accumulate(self) -> bool:
+            return False
+
     class Trainer:
         strategy = Strategy()
+        _logger_connector = fit_loop = Loops()
 
     watching = monitor("pytorch_lightning")
     watching._logged_step = 4
-    watching.on_train_batch_end(Trainer(), torch.nn.Identity())  # would need the Trainer's loops to go on
+    watching.on_train_batch_end(Trainer(), torch.nn.Identity())  # would need the engine's summary to go on
