@@ -131,7 +131,9 @@ class SideFiles:
         own = SideFile(engine.comm.rank, engine.comm.world_size, engine.run_id, self._number)
         moment, counted = engine.moment, -1 if global_step is None else global_step
         if comm is not None:
-            agreed = comm.broadcast(torch.cat([moment, torch.tensor([counted])]).to(engine.device), 0).cpu()
+            agreed = comm.broadcast(
+                torch.cat([moment, torch.tensor([counted], device="cpu")]).to(engine.device), 0
+            ).cpu()
             moment, counted = agreed[:-1], int(agreed[-1])
         facts = {"save": own.save, "global_step": counted}
         step, problem = self._write(facts, own.name, path, engine, moment, write)

@@ -462,8 +462,8 @@ def checksum(x: Tensor) -> Tensor:
 @functools.cache
 def weights(device: torch.device) -> tuple[Tensor, Tensor]:
     """Odd random numbers of 64 bits, for places in a row and for rows."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**63), 2**63 - 1, (2, ROW + 1), generator=generator, dtype=torch.int64) | 1
+    generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (2, ROW + 1), generator=generator, dtype=torch.int64, device="cpu") | 1
     columns, rows = drawn.to(device)
     return columns[:ROW], rows
 

@@ -683,7 +683,7 @@ class Engine:
         Ranks may be asked at different moments, one before its optimizer's step and another one after it. What rank 0
         has here is what all ranks have to save beside the weights of rank 0.
         """
-        return torch.tensor(self._history.numbers(self._parameters, self._held))
+        return torch.tensor(self._history.numbers(self._parameters, self._held), device="cpu")
 
     def state_dict(self, moment: Tensor | None = None) -> dict[str, Any]:
         """All that this rank needs to go on exactly where it is: plain data and tensors on the CPU; copies.

@@ -163,7 +163,9 @@ class Running:
         if isinstance(selector, Tensor):
             selector = selector.to(self.device)
         counts, union = (
-            None if plain is None else from_plain(plain, torch.zeros(shape, dtype=torch.int64)).to(self.device)
+            None
+            if plain is None
+            else from_plain(plain, torch.zeros(shape, dtype=torch.int64, device="cpu")).to(self.device)
             for plain, shape in zip(given[1:], ((world_size,), ()), strict=True)
         )
         if (counts is None) != (union is None):
