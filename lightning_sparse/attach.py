@@ -96,6 +96,8 @@ def attach(
         check_fallback(fallback)
         check_watch(watch)
         _check_timeout(timeout)
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise ValueError(f"Expected scaler to be a GradScaler or None, but got {scaler!r}.")
         _check_ddp(ddp)
         parameters, frozen = _parameters_of(ddp)
         sizes = sizes_of(parameters)

@@ -269,7 +269,7 @@ def restore(
                 "written is lost. Expect a small dent in the curve.",
                 stacklevel=2,
             )
-        nothing: State = {"parameters": {}, "counters": {}, "groups": []}
+        nothing: State = {"parameters": {}, "counters": {}, "groups": [], "rates": {}, "surplus": {}}
         engine.load_state_dict({**engine.state_dict(), **nothing, "step": int(notes[0].fact or 0)})
         return
     if dropped and comm.rank == 0:

@@ -70,7 +70,8 @@ class Hold:
 def uninterrupted(optimizer: Optimizer) -> Iterator[Hold]:
     """Hold back signals while an optimizer steps in this context, but not while its closure runs.
 
-    They are delivered when the context ends, which may be later than the step.
+    They are delivered when the context ends, which may be later than the step. Where the step of an optimizer begins is
+    told by torch's hooks: of one without them, as Lightning accepts, nothing is held but what the caller starts.
 
     Args:
         optimizer: that may step, with a closure or without, any number of times.
@@ -98,9 +99,11 @@ def uninterrupted(optimizer: Optimizer) -> Iterator[Hold]:
             return (own, open_to_signals, *others[1:]), kwargs
         return args, {**kwargs, "closure": open_to_signals}
 
-    watching = optimizer.register_step_pre_hook(before)
+    hooked = hasattr(optimizer, "_optimizer_step_pre_hooks")
+    watching = optimizer.register_step_pre_hook(before) if hooked else None
     try:
         yield hold
     finally:
-        watching.remove()
+        if watching is not None:
+            watching.remove()
         hold.end()

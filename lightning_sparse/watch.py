@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_sparse.hook import Engine
 from lightning_sparse.hook.running import Running
 from lightning_sparse.kernels import static_shapes
-from lightning_sparse.memory.first_moment import first_moment
+from lightning_sparse.memory.first_moment import first_moment, of_adams_family
 from lightning_sparse.statistics import Statistics
 from lightning_sparse.types import Agreement
 
@@ -173,6 +173,8 @@ class Watchdog:
             self._look_at(optimizer, engine)
 
     def _look_at(self, optimizer: Optimizer, engine: Engine) -> None:
+        if not of_adams_family(optimizer):
+            return
         # Where nothing waits in a residual, or is averaged there already, nothing comes too late.
         groups = [g for g in self._sparse_groups(engine) if g.sparsifier.agreement is not Agreement.EVERYTHING]
         groups = [g for g in groups if g.density(engine.step) < 1 and not g.memory.has_momentum]

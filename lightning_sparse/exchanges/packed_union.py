@@ -41,11 +41,12 @@ class PackedUnion(Exchange):
 
     Picks of one step differ by orders of magnitude, and one step for all would round the small ones to zero for as long
     as the large one is there. Therefore each rank tells, next to the coordinate, how large its pick is in one of eight
-    classes: class c reaches up to ``8**-c`` times its largest pick. The step ``s_j`` is that of the largest class that
-    any rank has told for j, and a power of two, so that ``q s`` and ``acc - q s`` are exact. A rank's largest pick has
-    more than half of the levels, and each other one more than a sixteenth, down to ``8**-8`` of the largest. A value
-    beyond the last level, which is possible where a rank has more at a coordinate than those who picked it, is sent as
-    the last level; the rest follows later. Where a value is rounded to zero, that rank has sent nothing.
+    classes: class c reaches up to ``8**-c`` times its largest pick. The step ``s_j`` is a power of two, that of the
+    largest class that any rank has told for j. So that ranks with larger gradients can send what they have there
+    without having picked it, steps are raised towards the smallest class that all picks of some rank reach, by as much
+    as leaves each pick at least two levels. A rank's largest pick has more than half of the levels. A value beyond the
+    last level is sent as the last level; the rest follows later. Where a value is rounded to zero, that rank has sent
+    nothing. Sums are exact, and so is what stays behind, but for values beyond the last level.
 
     Indices travel as 16-bit offsets in blocks of 65 536 coordinates and one count for each block, where that is
     shorter, and as 32 bits where it is not; with 4 bits each for class and :attr:`spare
@@ -65,13 +66,13 @@ class PackedUnion(Exchange):
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         numel, n = acc.numel() - 1, comm.world_size
         most = max(1, LANE // n)
-        picks, levels, trouble = _gather(acc, selection, most, comm)
+        picks, levels, lowest, trouble = _gather(acc, selection, most, comm)
         union = union_of(picks, selection, numel, ctx.step, levels)
         indices, named = union.indices, union.named
         if n == 1 or count(ctx.density, numel) == numel or most < FEWEST_LEVELS:
             values = comm.all_reduce(acc[indices]) / n
             return Update(indices, values, indices, None, picks.counts, union.size, named)
-        unit = _step_of(union.levels, acc.dtype)
+        unit = _step_of(_raised(union.levels, lowest, most), acc.dtype)
         whole = (acc[indices] / unit).round().clamp(-most, most).nan_to_num(nan=0.0)
         total = unpack(comm.all_reduce(pack(whole.int())), indices.numel())
         values = (total * unit / n).masked_fill(trouble, float("nan"))
@@ -83,8 +84,13 @@ class PackedUnion(Exchange):
         return Update(indices, values, sent, rounded, picks.counts, union.size, named)
 
 
-def _gather(acc: Tensor, selection: Selection, most: int, comm: Collective) -> tuple[Picks, Tensor, Tensor]:
-    """Everybody's picks, their levels in rank order, and () whether any of them is not finite."""
+def _gather(acc: Tensor, selection: Selection, most: int, comm: Collective) -> tuple[Picks, Tensor, Tensor, Tensor]:
+    """Everybody's picks and what is told of them.
+
+    Returns:
+        The picks; their levels, in rank order; () the lowest level that all picks of some rank reach, for
+        :func:`_raised`; and () whether any of them is not finite.
+    """
     padding = acc.numel() - 1
     selection, _ = same_length(selection, None, padding, comm)
     indices, slots = selection.indices, selection.indices.numel()
@@ -101,15 +107,15 @@ def _gather(acc: Tensor, selection: Selection, most: int, comm: Collective) -> t
     end = 2 + body.numel()
     counts, tops, told = rows[:, 0].long(), rows[:, 1:2].long(), _unpack_nibbles(rows[:, end:], slots)
     trouble = tops.max() == TROUBLE
-    # Where nobody but a rank with nothing but zeros has picked, the others have the step of their largest.
-    tops = torch.where(tops == SILENT, tops.max(), tops)
     levels = (tops - told % CLASSES * CLASS_BITS).clamp(min=SILENT)
+    within = torch.arange(slots, device=acc.device) < counts[:, None]
+    lowest = torch.cat([tops, torch.where(within, levels, tops)], dim=1).amin(1).max()
     places = _lengthen(rows[:, 2:end], slots, blocks, padding) if short else rows[:, 2:end].long()
     spare = told >= CLASSES
     parts = [places, spare, levels]
     ends = [slots] * comm.world_size if static_shapes(acc.device) else counts.tolist()
     everyone, spares, each = ([row[:end] for row, end in zip(part, ends, strict=True)] for part in parts)
-    return Picks(everyone, None, counts, None if selection.spare is None else spares), torch.cat(each), trouble
+    return Picks(everyone, None, counts, None if selection.spare is None else spares), torch.cat(each), lowest, trouble
 
 
 def _shorten(indices: Tensor, blocks: int) -> Tensor:
@@ -170,6 +176,17 @@ def _classes(magnitudes: Tensor, largest: Tensor) -> Tensor:
     halvings = top.exponent - exponent - (mantissa > top.mantissa).int()
     halvings = torch.where(magnitudes > 0, halvings, (largest > 0) * (CLASSES * CLASS_BITS))
     return (halvings // CLASS_BITS).clamp(0, CLASSES - 1).to(torch.uint8)
+
+
+def _raised(levels: Tensor, lowest: Tensor, most: int) -> Tensor:
+    """The levels of a union, raised towards () the lowest one that all picks of some rank reach.
+
+    What a rank has left out is hardly larger than its smallest pick, and may be much larger than a pick of another
+    rank: with that one's step it could send only a part. Picks keep at least two of their ``most`` levels. Where only
+    ranks that have nothing but zeros have picked, nothing has to be kept.
+    """
+    raise_by = max(0, most.bit_length() - 7)
+    return torch.maximum(levels, torch.minimum(levels.masked_fill(levels == SILENT, TROUBLE) + raise_by, lowest))
 
 
 def _level_of(step: Tensor) -> Tensor:

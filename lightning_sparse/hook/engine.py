@@ -94,7 +94,8 @@ class Engine:
         self._flushing = False
         self.frozen = dict(frozen or {})
         """Parameters of the model that needed no gradient when it was wrapped."""
-        self._parked: dict[str, dict[str, Tensor]] = {}
+        self._parked: dict[str, tuple[dict[str, Tensor], dict[str, float]]] = {}
+        """What is remembered of these: vectors and counters."""
         self._deliveries: list[Delivery] = []
         self._passed_on: list[tuple[Future[Tensor], Tensor, list[str]]] = []
         self._firsts: dict[tuple[int, ...], Tensor] = {}
@@ -163,6 +164,12 @@ class Engine:
     def void_streak(self) -> int:
         """Of these, the latest ones without a step that counted."""
         return self._history.latest.counts.streak
+
+    @property
+    def known_counts(self) -> Counts:
+        """Exchanges so far, of which the host has heard whether they counted; does not wait for a device."""
+        latest = self._history.latest
+        return latest.start if self._unheard else latest.counts
 
     @property
     def void(self) -> bool:
@@ -646,6 +653,7 @@ class Engine:
         Returns:
             The pending average of each parameter that has a residual, of the parameter's shape and dtype.
         """
+        self._hear_verdict()  # a void step must still be left out afterwards
         if self.settings.lr_aware and self._rates.known:
             self._rescale()
         pending = {}
@@ -734,8 +742,9 @@ class Engine:
                 "world_size": self.comm.world_size,
                 "settings": self.settings.algorithm,
                 "parameters": {name: remembered[name] for name in self._parameters}
-                | {name: dict(vectors) for name, vectors in self._parked.items()},
-                "counters": {name: counters[name] for name in self._parameters},
+                | {name: dict(vectors) for name, (vectors, _) in self._parked.items()},
+                "counters": {name: counters[name] for name in self._parameters}
+                | {name: dict(counted) for name, (_, counted) in self._parked.items()},
                 "groups": [group.state_dict() for group in whole.groups],
                 "rates": dict(whole.rates),
                 "surplus": {name: list(noted) for name, noted in whole.surplus.items()},
@@ -748,6 +757,8 @@ class Engine:
         """
         deadline = time.monotonic() + PATIENCE
         arrived = [group for group in self.groups if group.arrived]
+        if not arrived and not self._direct:  # the other rank is ahead by a flush
+            return self._history
         while not all(group.exchanged for group in arrived):
             if isinstance(self._executor, Inline) or time.monotonic() > deadline:
                 return self._history
@@ -823,7 +834,11 @@ class Engine:
         self._rates.surplus = {name: (value, step) for name, (value, step) in state.get("surplus", {}).items()}
         self._adopt(draft.groups, counts)
         self._direct = False
-        self._parked = {name: dict(vectors) for name, vectors in state["parameters"].items() if name in self.frozen}
+        self._parked = {
+            name: (dict(vectors), dict(state["counters"].get(name, {})))
+            for name, vectors in state["parameters"].items()
+            if name in self.frozen
+        }
         if self._stream is not None:
             self._stream.synchronize()
         return draft.misfits
@@ -863,6 +878,7 @@ class Engine:
     def close(self) -> None:
         """Stop the communication thread, give the process group back, stop watching parameters."""
         self._closed = True
+        self._flags.take_all_back()
         for tuner in self.tuners:
             tuner.close()
         self._executor.close()

@@ -83,7 +83,7 @@ class LearningRates:
 
     def _surplus_at(self, name: str, step: int, density: float) -> float:
         surplus, since = self.surplus.get(name, (1.0, step))
-        return max(1.0, surplus * (1 - density) ** (step - since))
+        return max(1.0, surplus * (1 - density) ** max(0, step - since))
 
     def factors(self) -> dict[str, float]:
         """``lr_old / lr_new`` of the parameters whose rate has changed since the last call."""

@@ -72,7 +72,7 @@ def check_state(state: Any) -> None:
     Raises:
         ValueError: naming what is missing or not as expected.
     """
-    if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
+    if not isinstance(state, Mapping) or not _is_int(found := state.get("format"), 0) or found != STATE_FORMAT:
         raise ValueError(f"Expected a state of format {STATE_FORMAT}, as Engine.state_dict() gives it.")
     _check_fields(state, FIELDS, "the state's")
     if state["rank"] >= state["world_size"]:
@@ -87,6 +87,10 @@ def check_state(state: Any) -> None:
     _check(state.get("surplus", {}), NAMED, "the state's surplus")
     for name, noted in state.get("surplus", {}).items():
         _check(noted, SURPLUS, f"the state's surplus of {name}")
+        if noted[1] > state["step"]:
+            raise ValueError(
+                f"Expected the surplus of {name} to be of step {state['step']} at most, but got {noted[1]}."
+            )
     for number, group in enumerate(state["groups"]):
         _check(group, NAMED, f"the state's group {number}")
         _check_fields(group, GROUP_FIELDS, f"in group {number} of the state the")

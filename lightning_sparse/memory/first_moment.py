@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -46,11 +46,25 @@ def first_moment(optimizer: Optimizer, parameters: Collection[int]) -> FirstMome
         >>> first_moment(torch.optim.AdamW([weight], betas=(0.0, 0.999)), {id(weight)})
         >>> first_moment(torch.optim.SGD([weight], momentum=0.9), {id(weight)})
     """
-    if not any(word in base.__name__.lower() for base in type(optimizer).__mro__ for word in FAMILY):
+    if not of_adams_family(optimizer):
         return None
     for group in optimizer.param_groups:
         betas = group.get("betas")
-        beta1, beta2 = (group.get("beta1"), None) if betas is None else betas[:2]
+        given = (group.get("beta1"),) if betas is None else betas if isinstance(betas, Sequence) else (betas,)
+        beta1, beta2 = (_number(beta) for beta in (*given, None, None)[:2])
         if beta1 and any(id(parameter) in parameters for parameter in group["params"]):
-            return FirstMoment(type(optimizer).__name__, float(beta1), None if beta2 is None else float(beta2))
+            return FirstMoment(type(optimizer).__name__, beta1, beta2)
     return None
+
+
+def of_adams_family(optimizer: Optimizer) -> bool:
+    """By the names of its classes."""
+    return any(word in base.__name__.lower() for base in type(optimizer).__mro__ for word in FAMILY)
+
+
+def _number(beta: Any) -> float | None:
+    """None for whatever else another package's optimizer may keep there."""
+    try:
+        return float(beta)
+    except (TypeError, ValueError, RuntimeError):
+        return None

@@ -176,10 +176,11 @@ class Door:
                 engine.drop_void(optimizer)
             else:
                 engine.skip_void(optimizer)
-            if engine.void_steps == 1 and engine.void_streak == 1 and engine.run_id not in self._told_of_void:
+            known = engine.known_counts  # a fused optimizer has the flag, and the host hears of it one step later
+            if known.void == 1 and known.streak == 1 and engine.run_id not in self._told_of_void:
                 self._told_of_void.add(engine.run_id)
                 rank_zero_warn(
-                    f"A gradient was not finite on some rank in the backward after step {engine.step}: no rank takes "
+                    f"A gradient was not finite on some rank in the backward after step {known.step}: no rank takes "
                     "this step, and residuals are as before. sparse/void_steps counts such steps from now on."
                 )
 

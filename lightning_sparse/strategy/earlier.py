@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch.nn import Parameter
 
 from lightning_sparse.hook import Engine
 from lightning_sparse.hook.agreement import Note, gather_notes
 from lightning_sparse.hook.plain import checksum
 from lightning_sparse.hook.state import State
+from lightning_sparse.watch import checksum as weights_checksum
 
 SHOWN = 5
 """Names in a message."""
@@ -41,15 +41,15 @@ class EarlierFit:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._norms = _norms(_parameters_of(engine))
+        self._checksums = _checksums(_parameters_of(engine))
 
     def leave(self) -> Left | None:
         """What it leaves to a fit that begins now; None if it has taken no step."""
         if self._engine.step == 0:
             return None
         left = Left.by(self._engine)
-        now = _norms(left.parameters)
-        return left._replace(changed=[name for name in now if now[name] != self._norms[name]])
+        now = _checksums(left.parameters)
+        return left._replace(changed=[name for name in now if now[name] != self._checksums[name]])
 
 
 def go_on(engine: Engine, left: Left | None) -> str:
@@ -91,10 +91,6 @@ def _parameters_of(engine: Engine) -> dict[str, Parameter]:
     return {**engine.parameters, **engine.frozen}
 
 
-def _norms(parameters: Mapping[str, Parameter]) -> dict[str, float]:
+def _checksums(parameters: Mapping[str, Parameter]) -> dict[str, int]:
     """One number for the weights of each parameter, and no copy of them."""
-    return {
-        name: float(torch.linalg.vector_norm(p.detach(), dtype=torch.promote_types(p.dtype, torch.float32)))
-        for name, p in parameters.items()
-        if p.is_floating_point()
-    }
+    return {name: int(weights_checksum(p)) for name, p in parameters.items() if p.is_floating_point()}

@@ -351,9 +351,10 @@ class SparseDDPMixin(Door):
 
     def teardown(self) -> None:
         """Close the engine, then everything else."""
-        if self.engine is not None and not self.engine.closed:
-            self._earlier = EarlierFit(self.engine)
+        at_work = None if self.engine is None or self.engine.closed else self.engine
         self._close_engine()
+        if at_work is not None:
+            self._earlier = EarlierFit(at_work)
         self._resume = None
         self._profile = None
         super().teardown()  # type: ignore[misc]

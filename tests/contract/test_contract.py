@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import math
 import re
 from pathlib import Path
 
@@ -132,20 +133,12 @@ def test_each_release_rule_takes_what_it_says(
         if pair[1] == "packed_union":  # as reduce_union, rounded to half a step that the picks at a coordinate decide
             union, exact = union_of(outcome), n == 1 or max(1, int(DENSITY * numel)) == numel
             assert torch.equal(outcome.updates[0].indices.unique(), union)
-            total, largest = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
-            for acc, p in zip(accs, picks, strict=True):  # 8 is the width of a class, 8**7 how far classes reach down
-                told = acc[p].abs().clamp(min=float(acc[p].abs().max()) / 8**7) if len(p) else acc[p]
-                largest[p] = torch.maximum(largest[p], 8 * told)
-            loudest = max(
-                (float(acc[p].abs().max()) for acc, p in zip(accs, picks, strict=True) if len(p)), default=0.0
-            )
-            largest = torch.where(largest > 0, largest, loudest)  # picked by ranks that have nothing but zeros
+            total, steps = torch.zeros(numel, dtype=torch.float64), steps_of(accs, picks)
             for update, acc in zip(outcome.updates, accs, strict=True):
-                given = gave(update, acc)
+                given, expected = gave(update, acc), torch.zeros(numel, dtype=torch.float64)
+                expected[union] = acc[union] if exact else rounded(acc[union], steps[union], 32767 // n)
+                assert torch.equal(given, expected)
                 assert torch.equal(sent(update, numel).unique(), union if exact else given.nonzero().flatten())
-                left = (acc - given)[union].abs()
-                within = acc[union].abs() <= largest[union] / 8  # what is larger than every pick may be cut off
-                assert bool((left <= (0 if exact else largest[union] / (32767 // n)))[within].all())
                 total += given
             torch.testing.assert_close(outcome.averages[0], total / n, **close(n))
             continue
@@ -460,6 +453,28 @@ def test_every_sparsifier_and_every_exchange_has_documented_defaults() -> None:
             assert registry.resolve(name) == cls()  # all settings have defaults, and equality is by settings
             parameters = [p for p in inspect.signature(cls).parameters if p not in ("self",)]
             assert all(re.search(rf"^ +{p}: ", cls.__doc__, re.MULTILINE) for p in parameters), cls.__name__
+
+
+def steps_of(accs: Tensor, picks: list[Tensor]) -> Tensor:
+    """(numel,) of what each coordinate that was picked is rounded to a multiple of."""
+    most = 32767 // len(picks)
+    steps, lowest = torch.zeros_like(accs[0]), 0.0
+    for acc, places in zip(accs, picks, strict=True):
+        magnitudes = acc[places].abs().tolist()
+        largest = max(magnitudes, default=0.0)
+        if largest == 0:
+            continue
+        top = 2.0 ** math.ceil(math.log2(largest / most))
+        told = [top / 8.0 ** max(c for c in range(8) if x <= largest / 8.0**c) for x in magnitudes]
+        steps[places] = torch.maximum(steps[places], torch.tensor(told, dtype=torch.float64))
+        lowest = max(lowest, min(told))
+    raised = torch.where(steps > 0, steps * 2.0 ** max(0, most.bit_length() - 7), math.inf).clamp(max=lowest)
+    return torch.maximum(steps, raised).clamp(min=torch.finfo(torch.float64).tiny)  # all that was picked is zero
+
+
+def rounded(values: Tensor, steps: Tensor, most: int) -> Tensor:
+    """The nearest multiples, of which there are ``most`` on either side of zero."""
+    return (values / steps).round().clamp(-most, most) * steps
 
 
 def union_of(outcome: Outcome) -> Tensor:

@@ -90,7 +90,37 @@ def test_a_pick_that_dwarfs_all_others_leaves_them_their_digits(n: int, ratio: f
             own = selection.indices[: int(selection.count)]
             own = own[torch.isin(own, outcome.updates[0].indices)]
             acc, left = outcome.accs[rank][own], outcome.after[rank][own]
-            assert bool((left.abs() <= 16 * acc.abs() / (32767 // n)).all())
+            assert bool((left.abs() <= 64 * acc.abs() / (32767 // n)).all())
+
+
+@pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.parametrize("ratio", [2.0, 30.0])
+def test_a_rank_with_larger_gradients_is_not_cut_short_by_the_picks_of_others(n: int, ratio: float) -> None:
+    norms = {}
+    for exchange in ("packed_union", "reduce_union"):
+        generator = torch.Generator().manual_seed(0)
+        ranks = Ranks(n, 2000, sparsifier=ls.UnionTopK(), exchange=exchange, density=0.02, dtype=torch.float32)
+        for _ in range(40):
+            rows = torch.randn(n, 2000, generator=generator)
+            rows[0] *= ratio
+            outcome = ranks.step(rows)
+        norms[exchange] = float(sum(outcome.after).norm())
+    assert norms["packed_union"] < 1.02 * norms["reduce_union"]
+
+
+@pytest.mark.parametrize("n", [2, 8])
+def test_a_rank_without_a_gradient_does_not_coarsen_what_others_send(n: int) -> None:
+    # It names the first coordinates, where others have something, and the largest pick of all is far larger.
+    rows = torch.randn(n, 2000, generator=torch.Generator().manual_seed(0))
+    rows[:, :40] = 5.0
+    rows[:, 1000] = 1e7
+    rows[0] = 0.0
+    ranks = Ranks(n, 2000, sparsifier=ls.UnionTopK(), exchange="packed_union", density=0.02, dtype=torch.float32)
+    served = torch.zeros(2000)
+    for _ in range(20):
+        outcome = ranks.step(rows)
+        served += outcome.averages[0] != 0
+    assert bool((served[:40] > 0).all())
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
