@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -148,3 +148,24 @@ def test_other_threads_hold_nothing(parameters: Any, seen: list[Any]) -> None:
     thread.join()
     assert [p.item() for p in parameters] == [1.0, 1.0]
     assert seen == []
+
+
+def test_an_optimizer_without_hooks_steps_as_it_would(parameters: Any, seen: list[Any]) -> None:
+    class Wrapped:
+        """What Lightning takes for an optimizer."""
+
+        param_groups: ClassVar[Any] = [{"params": parameters}]
+
+        def step(self, closure: Any = None) -> Any:
+            return closure()
+
+    with uninterrupted(Wrapped()) as hold:  # type: ignore[arg-type]
+
+        def closure() -> str:
+            hold.start(SAVING)
+            send(signal.SIGUSR1)
+            assert not seen
+            return "loss"
+
+        assert Wrapped().step(closure) == "loss"
+    assert [number for number, *_ in seen] == [signal.SIGUSR1]

@@ -137,3 +137,38 @@ def test_where_the_host_knows_gradients_are_dropped(one_rank: None) -> None:
     run.step()
     run.step(void=True)
     assert all(p.grad is None for p in run.ddp.parameters())
+
+
+def test_an_engine_that_ends_leaves_no_flag_behind(streams: Streams) -> None:
+    run = Run(FUSED["Adam"])
+    run.step()
+    (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
+    run.skip(run.optimizer)  # whose step never comes
+    assert hasattr(run.optimizer, "found_inf")
+    run.engine.close()
+    assert not hasattr(run.optimizer, "found_inf")
+
+
+def test_flushing_after_a_void_backward_leaves_the_void_step_out(one_rank: None) -> None:
+    run = Run(OTHERS["unknown"])
+    run.step()
+    run.optimizer.zero_grad()
+    (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
+    ls.flush(run.engine, [run.optimizer])
+    run.skip(run.optimizer)
+    run.optimizer.step()
+    assert bool(flat(run.ddp).isfinite().all())
+
+
+def test_of_what_the_host_has_heard_it_is_told_without_waiting(streams: Streams) -> None:
+    run = Run(FUSED["Adam"])
+    run.step()
+    (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
+    waited = streams.host_waits
+    assert run.engine.known_counts[:3] == (1, 0, 0)
+    assert streams.host_waits == waited
+    assert (run.engine.void_steps, run.engine.known_counts.void) == (1, 0)  # until the next step begins
+    run.skip(run.optimizer)
+    run.optimizer.step()
+    run.step()
+    assert run.engine.known_counts[:2] == (1, 1)

@@ -21,6 +21,7 @@ from lightning_sparse.hook import Engine
 from lightning_sparse.hook.plain import checksum, from_plain, to_plain
 from lightning_sparse.sparsifiers import SPARSIFIERS
 from tests.ranks import Ranks
+from tests.trainers import EVERYTHING_SPARSE
 
 SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
 MEMORIES = [
@@ -220,6 +221,9 @@ NO_STATES: dict[str, Any] = {
     "counters to be a dict with names as keys, but got {1: 2}": put({1: 2}, "counters"),
     "groups to be a list": put({}, "groups"),
     "learning rate of 0.bias to be a finite number above 0, but got 'high'": put({"0.bias": "high"}, "rates"),
+    "of format 1, as Engine.state_dict() gives it.": put(True, "format"),
+    "surplus of 0.bias to be of step 3 at most, but got 4": put({"0.bias": [2.0, 4]}, "surplus"),
+    "surplus of 0.bias to be a list of a number from 1 on": put({"0.bias": [0.5, 1]}, "surplus"),
     "steps of 0.bias to be a finite number, but got 'many'": put({"0.bias": {"steps": "many"}}, "counters"),
     "a rank below 2 in the state, but got 2": put(2, "rank"),
     "residual of 0.bias to be a vector": put(torch.ones(40, dtype=torch.int32), "parameters", "0.bias", "residual"),
@@ -561,3 +565,27 @@ def test_an_error_on_one_rank_ends_the_others_at_once(two_ranks: Ranks, options:
     assert "step 2, rank 0" in notes[0]
     assert "step 2, rank 1" in own_notes[0]
     assert taken < 30
+
+
+def freeze_and_thaw() -> list[dict[str, float]]:
+    """Counters of the first layer before it is frozen, in a state while it is, and after it was thawed."""
+    model = nn.Sequential(nn.Linear(40, 40, bias=False), nn.Linear(40, 40, bias=False))
+    options: dict[str, Any] = {"grouping": "layer", "memory": ls.AdamCorrection(), "rules": EVERYTHING_SPARSE}
+    counters, state = [], None
+    for frozen in (False, True, False):
+        model[0].weight.requires_grad_(not frozen)
+        ddp = DistributedDataParallel(model)
+        engine = ls.attach(ddp, **options)
+        if state is not None:
+            engine.load_state_dict(state)
+        for _ in range(3):
+            ddp(torch.ones(2, 40)).sum().backward()
+        engine.count_as_applied()
+        state = engine.state_dict()
+        counters.append(state["counters"]["0.weight"])
+        engine.close()
+    return counters
+
+
+def test_what_is_counted_of_a_parameter_waits_while_it_is_frozen(two_ranks: Ranks) -> None:
+    assert two_ranks(freeze_and_thaw) == [[{"steps": 3.0}, {"steps": 3.0}, {"steps": 6.0}]] * 2

@@ -102,8 +102,16 @@ def disagree(module: Any) -> None:
         shrink_all(module)
 
 
+def flip(module: Any) -> None:
+    """Other weights of the same norms."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.neg_()
+
+
 BETWEEN: dict[str, Callable[[Any], None]] = {
     "weights of one layer": shrink,
+    "all signs": flip,
     "data of one layer": shrink_data,
     "all weights": shrink_all,
     "names": prune,
@@ -173,7 +181,7 @@ def test_what_was_not_sent_goes_with_the_weights_it_is_about(two_ranks: Ranks, t
     assert begins["step"] == 12
 
 
-@pytest.mark.parametrize("between", ["all weights", "another model"])
+@pytest.mark.parametrize("between", ["all weights", "all signs", "another model"])
 def test_a_second_fit_with_other_weights_starts_anew_and_says_so(
     two_ranks: Ranks, tmp_path: Path, between: str
 ) -> None:
