@@ -60,9 +60,8 @@ class UnionTopK(Sparsifier):
     is heard at every step with what matters most to it, and nothing of the budget is left unspent.
 
     Args:
-        max_factor: largest number of picks of a rank in multiples of k/n, at least 1. From 2 on the union always holds
-        k;
-            with 1, which is SharedTopK, it falls short wherever picks meet.
+        max_factor: largest number of picks of a rank in multiples of k/n, at least 1. With 2 the union can always be
+            filled to k, and more changes nothing; with 1, which is SharedTopK, it falls short wherever picks meet.
 
     Raises:
         ValueError: if ``max_factor`` is below 1 or not finite.
