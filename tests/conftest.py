@@ -16,12 +16,6 @@ from tests.streams import Streams, play
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: tests of real ranks mostly wait for each other."""
-    return (os.cpu_count() or 1) + 1
-
-
 def pytest_collection_finish() -> None:
     # What is there by now stays. Each look at all of it for garbage takes 0.3 s, 4 % of the time of short tests.
     gc.freeze()
