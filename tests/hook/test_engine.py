@@ -15,18 +15,10 @@ import lightning_sparse as ls
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.grouping import Group, ParameterSize, make_plan
 from lightning_sparse.hook import Engine
+from tests.gpu.models import Branches
+from tests.gpu.training import LAYOUTS
 from tests.ranks import RankError, Ranks
 from tests.trainers import EVERYTHING_SPARSE
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "view": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-    # About 30 kB a bucket: three buckets from the second iteration on, one in the first.
-    "small_buckets": {"bucket_cap_mb": 0.03},
-}
-
 
 PAIRS = [
     ("topk", "gather_pairs"),
@@ -37,23 +29,6 @@ PAIRS = [
     ("micro", None),
     ("exdyna", None),
 ]
-
-
-class Branches(nn.Module):
-    """A trunk and two branches, of which a forward may use any."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(20, 60)
-        self.left = nn.Linear(60, 60)
-        self.right = nn.Linear(60, 60)
-        self.head = nn.Linear(60, 5)
-
-    def forward(self, x: Tensor, use: str = "both") -> Tensor:
-        x = self.trunk(x).relu()
-        left = self.left(x) if use in ("left", "both") else 0
-        right = self.right(x) if use in ("right", "both") else 0
-        return self.head((left + right).relu())
 
 
 def wrapped(layout: str = "default", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Engine | None]:
