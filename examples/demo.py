@@ -2,9 +2,9 @@
 
     make demo                   # or: python examples/demo.py
 
-Each run is `examples/train_digits.py` with its file from `configs/`, on two GPUs where there are two and on two CPU
-processes elsewhere. Everything lands in `demo_results/`: one folder per run (CSV, W&B offline files, output of the
-processes) and `demo.png`.
+Each run is `examples/train_digits.py` with `configs/base.yaml` and its own file over it, on two GPUs where there are
+two and on two CPU processes elsewhere. Everything lands in `demo_results/`: one folder per run (CSV, W&B offline files,
+output of the processes) and `demo.png`.
 """
 
 import csv
@@ -46,6 +46,7 @@ def train(name: str) -> dict[str, Series]:
         sys.executable,
         str(REPOSITORY / "examples" / "train_digits.py"),
         "fit",
+        f"--config={REPOSITORY / 'configs' / 'base.yaml'}",
         f"--config={REPOSITORY / 'configs' / name}.yaml",
         f"--trainer.accelerator={'gpu' if torch.cuda.device_count() >= NUM_RANKS else 'cpu'}",
         "--trainer.enable_progress_bar=false",
@@ -76,7 +77,7 @@ def train(name: str) -> dict[str, Series]:
         print(f"failed, {output} ends with:\n")
         print("\n".join(output.read_text(errors="replace").splitlines()[-30:]))
         sys.exit(1)
-    [metrics] = folder.glob(f"lightning_logs/{name}/*/metrics.csv")
+    [metrics] = folder.glob("lightning_logs/digits/*/metrics.csv")
     return read_metrics(metrics)
 
 

@@ -1,9 +1,9 @@
 """Train a small convolutional network on scikit-learn's digits, with a gradient exchange chosen in YAML.
 
-    python examples/train_digits.py fit --config configs/dense.yaml
-    python examples/train_digits.py fit --config configs/exdyna.yaml
-    python examples/train_digits.py fit --config configs/exdyna.yaml --trainer.strategy.sparsifier=TopK
-    python examples/train_digits.py fit --config configs/exdyna.yaml --trainer.strategy.density=0.05
+    python examples/train_digits.py fit --config configs/base.yaml --config configs/dense.yaml
+    python examples/train_digits.py fit --config configs/base.yaml --config configs/exdyna.yaml
+    python examples/train_digits.py fit --config configs/base.yaml --trainer.strategy.sparsifier=TopK
+    python examples/train_digits.py fit --config configs/base.yaml --trainer.strategy.density=0.05
 
 Nothing below knows about sparsification: the model and the data are what plain DDP would be given, and the strategy
 in the configuration file decides what travels between the processes.

@@ -1,115 +1,100 @@
-"""The door for plain PyTorch: an engine, and what tunes it, for a ``DistributedDataParallel`` model."""
+"""Plain PyTorch: the sparsified exchange as the communication hook of a ``DistributedDataParallel`` model."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import timedelta
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn import Module, Parameter, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.collective import TorchCollective
-from lightning_sparse.density import DensitySchedule
-from lightning_sparse.exchanges import Exchange
-from lightning_sparse.grouping import GROUPINGS, Group, Grouping, ParameterSize, Rules, as_rules, make_plan
-from lightning_sparse.grouping.plan import MIB
-from lightning_sparse.hook import Engine, Settings, Tuner, check_equal_on_ranks, failing_together
-from lightning_sparse.memory import Memory
-from lightning_sparse.sparsifiers import Everything, Sparsifier
-from lightning_sparse.tuning import Fallback, Planner
-from lightning_sparse.watch import WATCH, Watch, Watchdog, check_watch
+from lightning_sparse.config import SparsificationConfig, StrategyConfig
+from lightning_sparse.controllers import DenseFallback, Planner
+from lightning_sparse.controllers.watchdog import Watchdog
+from lightning_sparse.fields import from_keywords, keywords_of
+from lightning_sparse.plan import Group, ParameterSize, Rules, make_plan
+from lightning_sparse.plan.groupings import MIB
+from lightning_sparse.reducer import Engine, Tuner, check_equal_on_ranks, failing_together
+from lightning_sparse.sparsifiers import Everything
+
+_settings, _strategies = ({field.name: None for field in fields(c)} for c in (SparsificationConfig, StrategyConfig))
+NOT_HERE = f" The strategies for Lightning alone know {', '.join(n for n in _strategies if n not in _settings)}."
 
 
-def attach(
-    ddp: DistributedDataParallel,
-    *,
-    sparsifier: Sparsifier | str = "union_topk",
-    density: float | DensitySchedule = 0.01,
-    memory: Memory | None = None,
-    exchange: Exchange | str | None = None,
-    grouping: Grouping | str = "bucket",
-    dense: Sequence[str] = (),
-    rules: Rules | None = None,
-    executor: str = "auto",
-    fallback: Literal["dense"] | None = None,
-    nonfinite: str = "skip",
-    lr_aware: bool = False,
-    scaler: torch.amp.GradScaler | None = None,
-    watch: Watch | None = WATCH,
-    bucket_cap_mb: float | None = None,
-    timeout: timedelta | None = None,
-    profile: dict[str, Any] | None = None,
-    tuners: Sequence[Tuner] = (),
-) -> Engine:
+@dataclass(frozen=True, kw_only=True)
+class AttachArguments(SparsificationConfig):
+    """What :func:`attach` takes: the settings, and what strategies know from Lightning."""
+
+    scaler: torch.amp.GradScaler | None = None
+    """Scales the loss; residuals are then kept free of its factor."""
+    profile: dict[str, Any] | None = None
+    """The profile of an earlier run, see :attr:`~lightning_sparse.controllers.Planner.saved`; for groupings and
+    densities that need one, if model, settings and ranks are the same."""
+    tuners: Sequence[Tuner] = ()
+    """Further observers of the exchange, see :meth:`Engine.tune`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):
+            raise ValueError(f"Expected scaler to be a GradScaler or None, but got {self.scaler!r}.")
+
+
+@keywords_of(AttachArguments)
+def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     """Replace the gradient all-reduce of a ``DistributedDataParallel`` model. All ranks must call this.
 
-    Args:
-        ddp: the wrapped model, before its first backward, without a communication hook of its own.
-        sparsifier: an instance or a name.
-        density: target in (0, 1], or a schedule over synchronised backward passes.
-        memory: error feedback; None: :class:`~lightning_sparse.Residual`. The optimizer is not seen here: call
-            ``engine.follow([optimizer])`` to have it checked, most of all with memories that bring their own momentum.
-        exchange: an instance, a name, or None for the sparsifier's natural one.
-        grouping: an instance such as ``MergeBelow(8192)`` or a name such as "layer"; see
-            :func:`~lightning_sparse.grouping.make_plan`.
-        dense: patterns of parameter names that stay dense, next to those of ``rules``.
-        rules: which parameters stay dense, and which have densities of their own; None: the default ones, which keep
-            small parameters dense, see :class:`~lightning_sparse.grouping.Rules`.
-        executor: "inline" runs groups inside the hook (on CUDA on a stream of its own); "thread" on a communication
-            thread while backward goes on; "auto" is "thread" between ranks on CPUs, else "inline".
-        fallback: "dense" measures some sparse and some dense steps at the start, and again when the step time changes
-            by much, and goes on with what is faster.
-        nonfinite: where a gradient is not finite on some rank, residuals stay as they were and all ranks get NaN.
-            "skip": that step is not counted, and the caller has to skip it as well, where no ``scaler`` does: call
-            ``engine.skip_void(optimizer)`` before ``optimizer.step()``, or ask ``engine.void``. "nan": whatever then
-            happens is up to the caller, and on CUDA nobody waits to learn about it.
-        lr_aware: keep what residuals are worth when the learning rate changes, see
-            :class:`~lightning_sparse.hook.learning_rates.LearningRates`; needs ``engine.follow([optimizer])``.
-        scaler: the ``GradScaler`` that scales the loss; residuals are then kept free of its factor.
-        watch: warns, on rank 0, of ranks that drift apart, residuals that grow, thresholds that are off, and of
-            Adam's first moment, see :class:`~lightning_sparse.Watch`; None: does not.
-        bucket_cap_mb: size in MiB of groups that are cut by bucket; None: that of DDP's buckets, in which gradients are
-            handed over. Where exchanges go on beside backward, small buckets of DDP start them early.
-        timeout: of the engine's own process group. Inside hooks on CUDA, exchanges go through DDP's, with its timeout.
-        profile: of an earlier run, see :attr:`~lightning_sparse.tuning.Planner.saved`; used by groupings and densities
-            that need one, if model, settings and ranks are the same.
-        tuners: more that look on, see :meth:`Engine.tune`.
+    ``ddp`` is the wrapped model, before its first backward, without a communication hook of its own. All other
+    arguments are keywords: the settings of :class:`~lightning_sparse.SparsificationConfig`, and ``scaler``, ``profile``
+    and ``tuners``.
+
+    The optimizer is not seen here: call ``engine.follow([optimizer])`` to have it checked, most of all with memories
+    that bring their own momentum, and for ``lr_aware``. Where neither ``nonfinite="nan"`` is set nor a ``scaler``
+    skips steps with gradients that are not finite, the caller has to: call ``engine.skip_void(optimizer)`` before
+    ``optimizer.step()``, or ask ``engine.void``.
 
     Returns:
         The engine, for statistics and for :meth:`Engine.close`.
 
     Raises:
-        ValueError: for settings that cannot work, see :class:`Settings` and
-            :func:`~lightning_sparse.grouping.make_plan`.
+        ValueError: for settings that cannot work, see :class:`~lightning_sparse.SparsificationConfig` and
+            :func:`~lightning_sparse.plan.make_plan`.
+        TypeError: for a model that is not wrapped, or a keyword that it does not know.
         RuntimeError: on all ranks, if the ranks' settings or models differ; if the model has a communication hook
             already; on the other ranks, if settings are refused on some only.
     """
+    if not isinstance(getattr(ddp, "_orig_mod", ddp), DistributedDataParallel):  # torch.compile wraps what is wrapped
+        raise TypeError(f"Expected a DistributedDataParallel model, but got {type(ddp).__name__}: wrap it first.")
+    with failing_together(TorchCollective(ddp.process_group), ddp.device):
+        arguments = from_keywords(AttachArguments, keywords, "attach", NOT_HERE)
+    config = SparsificationConfig.of(arguments)
+    return attach_config(ddp, config, arguments.scaler, arguments.profile, arguments.tuners)
+
+
+def attach_config(
+    ddp: DistributedDataParallel,
+    config: SparsificationConfig,
+    scaler: torch.amp.GradScaler | None,
+    profile: dict[str, Any] | None,
+    tuners: Sequence[Tuner],
+) -> Engine:
+    """:func:`attach` with settings that are checked already."""
     ranks, device = TorchCollective(ddp.process_group), ddp.device
     with failing_together(ranks, device):
-        settings = Settings.check(sparsifier, density, memory, exchange, executor, nonfinite, lr_aware)
-        grouping, rules = GROUPINGS.resolve(grouping), as_rules(rules, dense)
-        check_fallback(fallback)
-        check_watch(watch)
-        _check_timeout(timeout)
-        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise ValueError(f"Expected scaler to be a GradScaler or None, but got {scaler!r}.")
         _check_ddp(ddp)
         parameters, frozen = _parameters_of(ddp)
         sizes = sizes_of(parameters)
-        cap = ddp.bucket_bytes_cap / MIB if bucket_cap_mb is None else bucket_cap_mb
-        plan = make_plan(sizes, grouping, rules, cap)
-        refuse_two_orders(ddp.module, settings.executor, device)
+        cap = ddp.bucket_bytes_cap / MIB if config.bucket_cap_mb is None else float(config.bucket_cap_mb)
+        config = replace(config, bucket_cap_mb=cap)  # None means the same as DDP's size
+        plan = make_plan(sizes, config.grouping, config.rules, cap)
+        refuse_two_orders(ddp.module, config.executor, device)
         facts = {
-            **settings._asdict(),
-            "grouping": grouping,
-            "rules": rules,
-            "fallback": fallback,
-            "watch": watch,
+            **vars(config),
             "bucket_cap_mb": (cap, delivery_mb(ddp)),
             "find_unused_parameters": ddp.find_unused_parameters,
             "static_graph": ddp.static_graph,
@@ -119,36 +104,31 @@ def attach(
             "groups": plan,
         }
     check_equal_on_ranks(facts, ranks, device)
-    if ranks.rank == 0 and not isinstance(settings.sparsifier, Everything):
-        _warn_if_nothing_is_left(plan, rules)
+    if ranks.rank == 0 and not isinstance(config.sparsifier, Everything):
+        _warn_if_nothing_is_left(plan, config.rules)
     with ExitStack() as undo:
-        comm = TorchCollective.over(ddp.process_group, timeout, device, settings.executor == "thread")
+        comm = TorchCollective.over(ddp.process_group, config.timeout, device, config.executor == "thread")
         undo.callback(comm.close)
         with failing_together(ranks, device, abort=comm.abort):
             usage = bool(ddp.find_unused_parameters or ddp.static_graph)
             exchanged = {name: p for name, p in parameters.items() if p.numel()}
-            engine = Engine(plan, exchanged, settings, comm, device, watch_usage=usage, frozen=frozen)
+            engine = Engine(plan, exchanged, config, comm, device, watch_usage=usage, frozen=frozen)
             undo.callback(engine.close)
             if scaler is not None:
                 engine.loss_scale = partial(getattr, scaler, "_scale", None)  # public get_scale() waits for the device
-            if watch is not None:
-                engine.tune(Watchdog(watch))
+            if config.watch is not None:
+                engine.tune(Watchdog(config.watch))
             planner = None
-            if Planner.wanted(grouping, settings):
-                planner = Planner(ddp, engine, sizes, grouping, rules, cap, delivery_mb(ddp), profile)
+            if Planner.wanted(config.grouping, config):
+                planner = Planner(ddp, engine, sizes, config.grouping, config.rules, cap, delivery_mb(ddp), profile)
                 engine.tune(planner)
-            if fallback is not None:
-                engine.tune(Fallback(sizes, cap, planner))
+            if config.fallback is not None:
+                engine.tune(DenseFallback(sizes, cap, planner))
             for tuner in tuners:
                 engine.tune(tuner)
             _register(ddp, engine)  # last: there is no way back
         undo.pop_all()
     return engine
-
-
-def _check_timeout(timeout: timedelta | None) -> None:
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta()):
-        raise ValueError(f"Expected timeout to be a timedelta above 0, or None, but got {timeout!r}.")
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:
@@ -222,7 +202,7 @@ def _warn_if_nothing_is_left(plan: Sequence[Group], rules: Rules) -> None:
         warnings.warn(
             f"Nothing is sparsified: all {len(parameters)} parameters stay dense ({rules.reasons()}). Set "
             "rules=Rules(dense_ndim=0, dense_numel=0) to sparsify small parameters, too.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -241,16 +221,6 @@ def refuse_two_orders(module: Module, executor: str, device: torch.device) -> No
                 "messages and those of a communication thread would start in an order that differs between ranks, and "
                 "NCCL may then wait for ever."
             )
-
-
-def check_fallback(fallback: str | None) -> None:
-    """Raise unless there is such a fallback.
-
-    Raises:
-        ValueError: saying which there are.
-    """
-    if fallback not in (None, "dense"):
-        raise ValueError(f"Expected fallback to be 'dense' or None, but got {fallback!r}.")
 
 
 # Without annotations: DDP compares them by identity, and here they would be strings.

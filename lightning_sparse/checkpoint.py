@@ -19,34 +19,24 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from lightning_sparse.collective import Collective
-from lightning_sparse.hook import Engine
-from lightning_sparse.hook.agreement import Note, by_reason, gather_notes, reason
-from lightning_sparse.hook.plain import checksum
-from lightning_sparse.hook.state import State, check_state
+from lightning_sparse.collective import Collective, TorchCollective
+from lightning_sparse.config import Resize
+from lightning_sparse.reducer import Engine
+from lightning_sparse.reducer.agreement import Note, by_reason, gather_notes, reason
+from lightning_sparse.reducer.plain import checksum
+from lightning_sparse.reducer.schema import State, check_state
 
 FORMAT = 2
 """Of side files and of the marker; changed when their meaning does."""
 
-Resize = Literal["merge", "flush", "zero"]
 Path = str | os.PathLike[str]
-
-
-def check_resize(resize: str) -> None:
-    """Raise unless there is such a way to continue with another number of ranks.
-
-    Raises:
-        ValueError: saying which there are.
-    """
-    if resize not in get_args(Resize):
-        raise ValueError(f"Expected resize to be one of {', '.join(map(repr, get_args(Resize)))}, but got {resize!r}.")
 
 
 class SideFile(NamedTuple):
@@ -104,7 +94,7 @@ class SideFiles:
         path: Path,
         engine: Engine,
         write: Callable[[State, str], None],
-        comm: Collective | None,
+        comm: TorchCollective | None,
         global_step: int | None = None,
     ) -> Iterator[dict[str, Any]]:
         """Write this rank's side file, then let the checkpoint be written, then remove older side files.

@@ -10,41 +10,35 @@ WIDTH = 100
 
 
 class Table(NamedTuple):
-    """A title, a header and rows of text; the first column is text, the others are numbers."""
+    """A title, a header and rows of text; columns hold numbers, which are aligned to the right, unless in ``left``."""
 
     title: str
-    header: list[str]
-    rows: list[list[str]]
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Sequence[int] = (0,)
 
     def markdown(self) -> str:
         """The table under a heading."""
-        rule = ["---", *["---:"] * (len(self.header) - 1)]
+        rule = ["---" if column in self.left else "---:" for column in range(len(self.header))]
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, rule, *self.rows)]
         return "\n".join([f"### {self.title}", "", *lines, ""])
 
-
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> None:
-    """Print a table; plain text where rich is missing.
-
-    Args:
-        title: a line above it.
-        header: names of the columns.
-        rows: cells as texts.
-        left: columns that are aligned to the left; the others hold numbers.
-    """
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ModuleNotFoundError:
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in [header, *rows]]
-        print(title, *lines, sep="\n", flush=True)
-        return
-    console = Console()
-    console.width = max(console.width, WIDTH)
-    table = Table(title=title, title_justify="left")
-    for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index in left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    def show(self) -> None:
+        """Print it with rich, which knows the width of the terminal; plain text where rich is missing."""
+        try:
+            from rich.box import SIMPLE_HEAD
+            from rich.console import Console
+            from rich.table import Table as RichTable
+        except ModuleNotFoundError:
+            widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+            lines = ["  ".join(map(str.ljust, row, widths)) for row in (self.header, *self.rows)]
+            print(self.title, *lines, sep="\n", flush=True)
+            return
+        console = Console()
+        console.width = max(console.width, WIDTH)
+        table = RichTable(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for column, name in enumerate(self.header):
+            table.add_column(name, justify="left" if column in self.left else "right", overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)

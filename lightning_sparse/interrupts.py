@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 Handler = Callable[[int, FrameType | None], Any]
 NAMES = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 SAVING = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
-"""What a process is sent that should save its work."""
+"""Signals that ask a process to save its work."""
 HELD = (signal.SIGINT, *SAVING)
 
 

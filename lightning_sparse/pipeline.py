@@ -1,4 +1,8 @@
-"""The journey of a gradient, in order: accumulate, select, exchange, settle, scatter, commit."""
+"""The journey of a gradient, in order: accumulate, select, exchange, settle, scatter, commit.
+
+Everything between ranks is a message that a coroutine yields; :mod:`drivers <lightning_sparse.collective.drivers>`
+send it.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparse.collective import Collective, Metered
+from lightning_sparse.core import Agreement, Context, GroupState, Selection, Update
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.kernels import all_finite, choose, fill_if_, static_shapes
 from lightning_sparse.memory import Memory
+from lightning_sparse.messages import Meter, Steps, resolve
+from lightning_sparse.metrics import Stamp, Statistics, measure
 from lightning_sparse.sparsifiers import Sparsifier
-from lightning_sparse.statistics import Stamp, Statistics, measure
-from lightning_sparse.types import Context, GroupState, Selection, Update
 
 
 def init_group(
@@ -35,36 +39,22 @@ def init_group(
 
 
 def reduce_group(
-    grad: Tensor,
-    state: GroupState,
-    ctx: Context,
-    *,
-    memory: Memory,
-    sparsifier: Sparsifier,
-    exchange: Exchange,
-    comm: Collective,
-) -> tuple[GroupState, Statistics]:
+    grad: Tensor, state: GroupState, ctx: Context, *, memory: Memory, sparsifier: Sparsifier, exchange: Exchange
+) -> Steps[tuple[GroupState, Statistics]]:
     """Replace a group's gradient on this rank by the sparsified average over all ranks.
 
     Nothing is lost: ``n * update + sum_i residual_i(after) = sum_i (residual_i(before) + gradient_i)`` for every
     coordinate. If a gradient is not finite on any rank, the step is void on all: the gradient becomes NaN everywhere,
     and memory, selector and counts stay as they were.
 
-    Args:
-        grad: (numel,) or (numel + 1,) flat gradient of this rank, overwritten with the average. The spare slot is
-            needed where shapes are static (not on the CPU); its content is not defined afterwards.
-        state: of this group on this rank.
-        ctx: the step; ``counts``, ``union`` and ``gather`` are filled in here.
-        memory: error feedback.
-        sparsifier: who picks.
-        exchange: how picks travel.
-        comm: the ranks.
+    This is :func:`exchange_group`, which has the same arguments, and :func:`commit_group`, where no other group has a
+    say in whether the step counts.
 
     Returns:
-        The next state and what happened.
+        A coroutine that ends with the next state and what happened.
     """
-    after, statistics, void = exchange_group(
-        grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, comm=comm
+    after, statistics, void = yield from exchange_group(
+        grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange
     )
     return commit_group(state, after, void, memory), statistics
 
@@ -77,29 +67,28 @@ def exchange_group(
     memory: Memory,
     sparsifier: Sparsifier,
     exchange: Exchange,
-    comm: Collective,
     scale: Tensor | None = None,
     unused: Sequence[slice] = (),
-) -> tuple[GroupState, Statistics, Tensor]:
-    """As :func:`reduce_group`, but the step is left for :func:`commit_group`: other groups decide, too.
+) -> Steps[tuple[GroupState, Statistics, Tensor]]:
+    """Exchange a group's gradient, and leave it to :func:`commit_group` whether the step counts.
 
     Args:
-        grad: as there.
-        state: as there.
-        ctx: as there.
-        memory: as there.
-        sparsifier: as there.
-        exchange: as there.
-        comm: as there.
+        grad: (numel,) or (numel + 1,) flat gradient of this rank, overwritten with the average. The spare slot is
+            needed where shapes are static (not on the CPU); its content is not defined afterwards.
+        state: of this group on this rank.
+        ctx: the step; ``counts``, ``union`` and ``disjoint`` are filled in here.
+        memory: error feedback.
+        sparsifier: who picks.
+        exchange: how picks travel.
         scale: () factor that the loss was multiplied by; what is remembered is free of it, the average has it again.
         unused: coordinates of parameters that no rank used: nothing of them is sent.
 
     Returns:
-        The state that a valid step leaves, for :func:`commit_group`, what happened, and () whether a gradient of this
+        A coroutine that ends with the state that a valid step leaves, what happened, and () whether a gradient of this
         group was not finite on any rank.
     """
-    comm = Metered(comm)
-    ctx = ctx._replace(counts=state.counts, union=state.union, gather=comm.all_gather)
+    disjoint = sparsifier.agreement is Agreement.DISJOINT
+    ctx, meter = ctx._replace(counts=state.counts, union=state.union, disjoint=disjoint), Meter(ctx.world_size)
     begin = Stamp.now(grad.device)
     if scale is not None:
         grad.div_(scale)
@@ -108,9 +97,9 @@ def exchange_group(
         acc[span].zero_()
     finite = all_finite(acc)
     fill_if_(acc, ~finite, 0.0)  # a rank in trouble takes part in the survey like the others
-    selection, selector = sparsifier.select(acc[:-1], state.selector, ctx)
+    selection, selector = yield from meter.watch(resolve(sparsifier.select(acc[:-1], state.selector, ctx)))
     selected = Stamp.now(grad.device)
-    update = exchange(*_raise_alarm(acc, selection, finite), ctx, comm)
+    update = yield from meter.watch(resolve(exchange(*_raise_alarm(acc, selection, finite), ctx)))
     values, sent = _as_gradient(update.values, grad.dtype, scale)
     void = ~all_finite(values if values.dtype == acc.dtype else update.values)  # narrow ones are held in their range
     memory.settle_(state.memory, update, None if grad.dtype == acc.dtype else update.values - sent)
@@ -118,7 +107,7 @@ def exchange_group(
     fill_if_(grad, void, float("nan"))
     stamps = begin, selected, Stamp.now(grad.device)
     numel = acc.numel() - 1
-    statistics = measure(grad, numel, sparsifier.agreement, selection, update, ctx, comm.bytes_sent, stamps)
+    statistics = measure(grad, numel, sparsifier.agreement, selection, update, ctx, meter.bytes_sent, stamps)
     named = update.union if update.named is None else update.named
     return GroupState(state.memory, selector, update.counts, named), statistics, void
 

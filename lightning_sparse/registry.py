@@ -1,10 +1,11 @@
-"""Names for classes: how a string in a config or a strategy name finds its class, and how a typo finds its cure."""
+"""Classes by name, as settings and strategy names write them; a name that is not known is answered with close ones."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -41,26 +42,44 @@ class Registry(Generic[T]):
         """An instance from an instance or from a name (then with the class's defaults).
 
         Raises:
-            ValueError: for an unknown name (the closest known ones are listed), a class instead of an instance, or
-                anything else.
+            ValueError: for an unknown name (the closest known ones are listed), a name of a class that needs arguments,
+                a class instead of an instance, or anything else.
         """
         if isinstance(given, self.base):
             return given
         if isinstance(given, type) and issubclass(given, self.base):
             raise ValueError(f"Expected a {self.kind}, but got the class {given.__name__}: write {given.__name__}().")
         if not isinstance(given, str):
-            raise ValueError(f"Expected a {self.kind} or its name, but got {given!r}. Known names: {self._known()}.")
+            names = ", ".join(sorted(self._classes))
+            raise ValueError(f"Expected a {self.kind} or its name, but got {given!r}. Known names: {names}.")
         by_key = {_key(name): cls for name, cls in self.items()}
         if cls := by_key.get(_key(given)):
+            parameters = inspect.signature(cls).parameters.values()
+            variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+            if needed:
+                arguments = ", ".join(f"{name}=..." for name in needed)
+                raise ValueError(
+                    f"{self.kind.capitalize()} {given!r} needs settings: write {cls.__name__}({arguments})."
+                )
             return cls()
-        keys = {_key(name): name for name in self._classes}
-        close = [keys[key] for key in difflib.get_close_matches(_key(given), list(keys), n=3, cutoff=0.5)]
-        hint = f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""
-        raise ValueError(f"Unknown {self.kind} {given!r}.{hint} Known names: {self._known()}.")
-
-    def _known(self) -> str:
-        return ", ".join(sorted(self._classes))
+        raise unknown(self.kind, given, self._classes)
 
 
 def _key(name: str) -> str:
     return name.replace("_", "").replace("-", "").lower()
+
+
+def unknown(kind: str, given: str, known: Collection[str]) -> ValueError:
+    """The error for a name that is not known, with the names that are close to it.
+
+    Example:
+        >>> raise unknown("colour", "gren", ["blue", "green"])
+        Traceback (most recent call last):
+        ...
+        ValueError: Unknown colour 'gren'. Did you mean 'green'? Known names: blue, green.
+    """
+    keys = {_key(name): name for name in known}
+    close = [keys[key] for key in difflib.get_close_matches(_key(given), list(keys), n=3, cutoff=0.5)]
+    hint = f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""
+    return ValueError(f"Unknown {kind} {given!r}.{hint} Known names: {', '.join(sorted(known))}.")

@@ -1,19 +1,22 @@
-"""Fixtures that several folders share, and one thread of computation for each process."""
+"""Fixtures that several folders share."""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Iterator
+from multiprocessing import spawn
 
 import pytest
 
 from tests.ranks import Ranks
 from tests.streams import Streams, play
+from tests.warm import warm_python
 
-# Before torch and numpy are imported; processes that tests start inherit it. Tests and their ranks fill the cores by
-# themselves: threads beside them would only take these away from each other, and the order of sums depend on them.
-os.environ["OMP_NUM_THREADS"] = "1"
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # What takes long and mostly waits runs beside the many short tests, not alone when these are over.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_collection_finish() -> None:
@@ -30,6 +33,15 @@ def not_launched() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def warm_spawn() -> Iterator[None]:
+    """Spawned processes come with what takes long to import."""
+    before = spawn.get_executable()
+    spawn.set_executable(warm_python())
+    yield
+    spawn.set_executable(before)
 
 
 @pytest.fixture(scope="session")

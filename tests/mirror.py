@@ -35,5 +35,5 @@ class Mirror:
         assert x.shape[0] == self.world_size
         return self._look_at(x)
 
-    def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
+    def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
         return None if source is None else self._look_at(x).clone()

@@ -6,6 +6,7 @@ functions of a module with picklable arguments; `rank` and `world_size` are what
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import time
@@ -120,6 +121,7 @@ def _work(pipe: Any, rank: int, world_size: int, port: int) -> None:
     import pytorch_lightning  # noqa: F401  # once, outside the time of any job
 
     strict_warnings()
+    gc.freeze()  # torch and Lightning stay: each look at them for garbage takes as long as a short job
     pipe.send("ready")
     while True:
         try:

@@ -217,8 +217,8 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
     Their collectives must be those of one rank: messages take no part in this.
     """
-    import lightning_sparse.hook.engine as engine
-    import lightning_sparse.hook.running as running
+    import lightning_sparse.reducer.comm_hook as comm_hook
+    import lightning_sparse.reducer.executor as executor
 
     streams = Streams()
 
@@ -241,6 +241,6 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "stream", streams.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams.current)
-    monkeypatch.setattr(engine, "side_stream", lambda device: streams.new("side"))
-    monkeypatch.setattr(running, "Future", AnsweringFuture)
+    monkeypatch.setattr(executor, "side_stream", lambda device: streams.new("side"))
+    monkeypatch.setattr(comm_hook, "Future", AnsweringFuture)
     return streams

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.attach import refuse_two_orders
 from lightning_sparse.collective import TorchCollective
-from lightning_sparse.hook import failing_together
+from lightning_sparse.reducer import failing_together
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 
@@ -48,6 +48,25 @@ def told(ddp: DistributedDataParallel, **options: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+# Who calls it, and how
+
+
+def test_a_model_that_is_not_wrapped_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(TypeError) as caught:
+        ls.attach(nn.Sequential(nn.Linear(2, 2)))  # type: ignore[arg-type]
+    assert str(caught.value) == "Expected a DistributedDataParallel model, but got Sequential: wrap it first."
+
+
+def test_settings_of_strategies_are_told_to_be_theirs(two_ranks: Ranks) -> None:
+    for said in two_ranks(told_of_strict_resume):
+        assert "TypeError: attach does not know the keyword 'strict_resume'." in said
+        assert "The strategies for Lightning alone know save_residuals, strict_resume, resize." in said
+
+
+def told_of_strict_resume() -> str:
+    return told(DistributedDataParallel(nn.Linear(3, 3)), strict_resume=True)
 
 
 # DDP's keywords
@@ -154,6 +173,20 @@ DIFFERENT = {
     "watch": "watch (Watch(every=100",
     "density": "density (Constant(density=0.1) on rank 0, Constant(density=0.2) on rank 1)",
 }
+
+
+def same_buckets() -> int:
+    """DDP's size of buckets, given on one rank in words of its own."""
+    ddp = DistributedDataParallel(nn.Linear(20, 20), bucket_cap_mb=25)
+    engine = ls.attach(ddp, **SPARSE, bucket_cap_mb=on_rank(1, None, 25))
+    ddp(torch.ones(2, 20)).sum().backward()
+    engine.regroup(engine.plan)
+    engine.close()
+    return engine.step
+
+
+def test_ranks_that_mean_the_same_size_of_buckets_agree_in_every_step(two_ranks: Ranks) -> None:
+    assert two_ranks(same_buckets) == [1, 1]
 
 
 @pytest.mark.parametrize("what", DIFFERENT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import random
 import re
 import shutil
@@ -21,9 +22,10 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 import lightning_sparse as ls
-from lightning_sparse.checkpoint import SideFile, SideFiles, check_resize, restore, side_directory
-from lightning_sparse.hook.plain import checksum
-from tests.lockstep import AbandonedError, Network, Port
+from lightning_sparse.checkpoint import SideFile, SideFiles, restore, side_directory
+from lightning_sparse.config import StrategyConfig
+from lightning_sparse.reducer.plain import checksum
+from tests.network import AbandonedError, Network, Port
 
 SHAPES: dict[str, dict[str, int]] = {
     "weight": {"residual": 6, "momentum": 6},
@@ -99,6 +101,16 @@ def load(path: str) -> Any:
         return torch.load(file, weights_only=True)
 
 
+class Rank(Port):
+    """A rank that can also share objects."""
+
+    def all_gather_object(self, what: Any, device: torch.device) -> list[Any]:
+        text = torch.tensor(list(pickle.dumps(what)), dtype=torch.uint8)
+        lengths = self.all_gather(torch.tensor(len(text)))
+        rows = self.all_gather(torch.nn.functional.pad(text, (0, int(lengths.max()) - len(text))))
+        return [pickle.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+
+
 def on_ranks(n: int, job: Callable[[Port], Any]) -> list[Any]:
     """What `job(comm)` returned or raised, by rank."""
     network = Network(n)
@@ -106,7 +118,7 @@ def on_ranks(n: int, job: Callable[[Port], Any]) -> list[Any]:
     def work(rank: int) -> Any:
         network.begin(rank)
         try:
-            return job(Port(network, rank))
+            return job(Rank(network, rank))
         except BaseException as error:
             return error
         finally:
@@ -843,9 +855,9 @@ def test_states_that_do_not_belong_together_are_not_merged() -> None:
 
 def test_ways_to_continue_with_other_ranks_have_names() -> None:
     for name in ("merge", "flush", "zero"):
-        check_resize(name)
+        assert StrategyConfig(resize=name).resize == name  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Expected resize to be one of 'merge', 'flush', 'zero', but got 'mean'"):
-        check_resize("mean")
+        StrategyConfig(resize="mean")  # type: ignore[arg-type]
 
 
 def test_nothing_is_said_when_all_is_well(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,30 +14,22 @@ from typing import Any
 import pytest
 
 import lightning_sparse as ls
+from tests.forked import forked
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "train_digits.py"
-SPARSE = {
-    "topk": ls.TopK,
-    "dgc": ls.DGC,
-    "redsync": ls.RedSync,
-    "gaussian_k": ls.GaussianK,
-    "hard_threshold": ls.HardThreshold,
-    "micro": ls.MiCRO,
-    "exdyna": ls.ExDyna,
-    "everything": ls.Everything,
-    "shared_topk": ls.SharedTopK,
-    "union_topk": ls.UnionTopK,
-    "striped_topk": ls.StripedTopK,
-    "clt_k": ls.CLTk,
-    "random_k": ls.RandomK,
-    "gtop_k": ls.GTopK,
-    "ok_topk": ls.OkTopK,
-    "sidco_e": ls.SIDCoE,
-    "sidco_gp": ls.SIDCoGP,
-    "sidco_p": ls.SIDCoP,
-    "adam_correction": ls.UnionTopK,
-}
+SPARSE = {**dict(ls.SPARSIFIERS.items()), "adam_correction": ls.UnionTopK}
+
+
+def example() -> Any:
+    """The example's script as a module."""
+    spec = importlib.util.spec_from_file_location("train_digits", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_digits"] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -47,18 +40,13 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Any:
     from pytorch_lightning.cli import LightningCLI
 
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls what it deprecates
-    spec = importlib.util.spec_from_file_location("train_digits", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_digits"] = module
-    spec.loader.exec_module(module)
+    module = example()
 
     def run(config: str, *overrides: str) -> Any:
         monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])  # else it warns that pytest was given arguments, too
-        path = ROOT / "configs" / f"{config}.yaml"
+        configs = [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", config)]
         # As the script gets them, without the subcommand; no logger, so that nothing is written.
-        args = [f"--config={path}", "--trainer.accelerator=cpu", "--trainer.logger=false", *overrides]
+        args = [*configs, "--trainer.accelerator=cpu", "--trainer.logger=false", *overrides]
         return LightningCLI(module.DigitsClassifier, module.Digits, run=False, args=args).trainer
 
     return run
@@ -66,9 +54,49 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_every_configuration_builds_its_sparsifier(parse: Any, name: str) -> None:
-    settings = parse(name).strategy.settings
+    settings = parse(name).strategy.config
     assert type(settings.sparsifier) is SPARSE[name]
     assert settings.density(300) == 0.01  # in the last step: some warm up
+
+
+def test_every_sparsifier_has_a_configuration_that_chooses_it_and_little_else() -> None:
+    found = {path.stem: path.read_text() for path in (ROOT / "configs").glob("*.yaml")}
+    assert found.keys() - {"base", "dense"} == SPARSE.keys()
+    assert all(text.count("\n") < 20 for name, text in found.items() if name != "base")
+
+
+def train_each(log: str) -> None:
+    """Two steps of every configuration, in a process of its own."""
+    sink = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    warnings.simplefilter("ignore")
+    from pytorch_lightning.cli import LightningCLI
+
+    module = example()
+    sys.argv = [str(EXAMPLE)]
+    for name in ("dense", *SPARSE):
+        print(name, flush=True)
+        configs = [f"--config={ROOT / 'configs' / file}.yaml" for file in ("base", name)]
+        small = ["accelerator=cpu", "devices=1", "max_steps=2", "logger=false", "val_check_interval=1.0"]
+        few = ["limit_train_batches=2", "limit_val_batches=1", "check_val_every_n_epoch=1", "num_sanity_val_steps=0"]
+        args = [*configs, *(f"--trainer.{setting}" for setting in small + few)]
+        cli = LightningCLI(module.DigitsClassifier, module.Digits, run=False, args=args, save_config_callback=None)
+        cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+        assert cli.trainer.global_step == 2
+
+
+@pytest.mark.usefixtures("not_launched")
+def test_every_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for needed in ("jsonargparse", "sklearn"):
+        pytest.importorskip(needed, reason=f"{needed} is not installed")
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / "log"
+    process = forked().Process(target=train_each, args=(str(log),), daemon=False)
+    process.start()
+    process.join(100)
+    assert process.exitcode == 0, log.read_text()[-3000:]
 
 
 def test_the_dense_configuration_is_plain_ddp(parse: Any) -> None:
@@ -83,21 +111,21 @@ def test_rules_are_read_from_a_file_and_toggled_on_the_command_line(parse: Any, 
     )
 
     def rules(*overrides: str) -> ls.Rules:
-        found: ls.Rules = parse("topk", f"--config={file}", *overrides).strategy.rules
+        found: ls.Rules = parse("topk", f"--config={file}", *overrides).strategy.config.rules
         return found
 
     expected = ls.Rules(["head.*"], densities={"embed*": 0.001, "*.1.*": 1.0}, dense_numel=0)
     assert repr(rules()) == repr(expected)
     assert rules("--trainer.strategy.rules.dense_numel=7") == replace(expected, dense_numel=7)
     assert rules('--trainer.strategy.rules.sparse=["*.bias"]') == replace(expected, sparse=("*.bias",))
-    assert parse("topk", "--trainer.strategy.rules.dense_ndim=0").strategy.rules == ls.Rules(dense_ndim=0)
-    assert parse("topk").strategy.rules == ls.Rules()
+    assert parse("topk", "--trainer.strategy.rules.dense_ndim=0").strategy.config.rules == ls.Rules(dense_ndim=0)
+    assert parse("topk").strategy.config.rules == ls.Rules()
 
 
 def test_sparsifier_and_density_are_toggled_on_the_command_line(parse: Any) -> None:
-    assert parse("exdyna", "--trainer.strategy.sparsifier=TopK").strategy.settings.sparsifier == ls.TopK()
-    assert parse("exdyna", "--trainer.strategy.sparsifier=topk").strategy.settings.sparsifier == ls.TopK()
-    assert parse("exdyna", "--trainer.strategy.density=0.05").strategy.settings.density(0) == 0.05
+    assert parse("exdyna", "--trainer.strategy.sparsifier=TopK").strategy.config.sparsifier == ls.TopK()
+    assert parse("exdyna", "--trainer.strategy.sparsifier=topk").strategy.config.sparsifier == ls.TopK()
+    assert parse("exdyna", "--trainer.strategy.density=0.05").strategy.config.density(0) == 0.05
     warm = parse(
         "topk",
         "--trainer.strategy.density=Warmup",
@@ -105,13 +133,13 @@ def test_sparsifier_and_density_are_toggled_on_the_command_line(parse: Any) -> N
         "--trainer.strategy.density.end=0.01",
         "--trainer.strategy.density.steps=100",
     )
-    assert warm.strategy.settings.density == ls.Warmup(0.25, 0.01, 100)
+    assert warm.strategy.config.density == ls.Warmup(0.25, 0.01, 100)
     published = parse("exdyna", "--trainer.strategy.sparsifier.variant=published", "--trainer.strategy.grouping=model")
-    assert published.strategy.settings.sparsifier == ls.ExDyna(variant="published")
-    assert published.strategy.grouping == ls.GROUPINGS.resolve("model")
+    assert published.strategy.config.sparsifier == ls.ExDyna(variant="published")
+    assert published.strategy.config.grouping == ls.GROUPINGS.resolve("model")
     merged = parse("topk", "--trainer.strategy.grouping=MergeBelow", "--trainer.strategy.grouping.numel=100")
-    assert merged.strategy.grouping == ls.MergeBelow(100)
-    assert parse("topk", "--trainer.strategy.exchange=ReduceUnion").strategy.settings.exchange == ls.ReduceUnion()
+    assert merged.strategy.config.grouping == ls.MergeBelow(100)
+    assert parse("topk", "--trainer.strategy.exchange=ReduceUnion").strategy.config.exchange == ls.ReduceUnion()
     assert parse("topk", "--trainer.strategy.find_unused_parameters=true").strategy._ddp_kwargs == {
         "find_unused_parameters": True
     }
@@ -119,10 +147,16 @@ def test_sparsifier_and_density_are_toggled_on_the_command_line(parse: Any) -> N
 
 def test_memories_are_built_from_configurations(parse: Any, tmp_path: Path) -> None:
     def memory(*overrides: str) -> ls.Memory:
-        return parse("topk", *overrides).strategy.settings.memory
+        return parse("topk", *overrides).strategy.config.memory
 
     assert memory() == ls.Residual()
     assert memory("--trainer.strategy.memory=LowPass") == ls.LowPass()
+    assert memory("--trainer.strategy.memory=low_pass") == ls.LowPass()
+    with pytest.raises(ValueError, match=r"Unknown memory 'lowpas'\. Did you mean 'low_pass'"):
+        memory("--trainer.strategy.memory=lowpas")
+    named = tmp_path / "named.yaml"
+    named.write_text("trainer: {strategy: {init_args: {memory: adam_correction}}}")
+    assert memory(f"--config={named}") == ls.AdamCorrection()
     assert memory("--trainer.strategy.memory=MomentumCorrection", "--trainer.strategy.memory.momentum=0.8") == (
         ls.MomentumCorrection(0.8)
     )
@@ -155,7 +189,7 @@ CORRECTED = {"dgc": ls.ClipByNorm(10.0, ls.MomentumCorrection(0.9)), "adam_corre
 def test_configurations_with_a_memory_have_the_optimizer_for_it(parse: Any, name: str) -> None:
     import yaml  # comes with jsonargparse
 
-    memory = parse(name).strategy.settings.memory
+    memory = parse(name).strategy.config.memory
     assert memory == CORRECTED[name]
     model = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["model"]
     memory.check_optimizer(sys.modules["train_digits"].DigitsClassifier(**model).configure_optimizers())
@@ -170,7 +204,8 @@ def test_a_typo_is_answered_with_what_is_close(parse: Any, capsys: pytest.Captur
 @pytest.mark.usefixtures("not_launched")
 def test_the_example_trains_from_the_command_line(tmp_path: Path) -> None:
     # One process starts the other, as for a user; everything else in this suite starts ranks by itself.
-    command = [sys.executable, str(EXAMPLE), "fit", f"--config={ROOT / 'configs' / 'exdyna.yaml'}"]
+    command = [sys.executable, str(EXAMPLE), "fit"]
+    command += [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", "exdyna")]
     command += ["--trainer.accelerator=cpu", "--trainer.max_steps=20", "--trainer.strategy.sparsifier=TopK"]
     command += ["--trainer.strategy.density=0.05", "--trainer.val_check_interval=10"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
+import torch
 
 pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 pytest.importorskip("rich", reason="rich is not installed")
 pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
-from lightning_sparse import cli
-from lightning_sparse.bench import compare, runs, tasks
+import lightning_sparse_cli as cli
+from lightning_sparse.compare import figures, recorded, tasks, training
+from lightning_sparse_cli import commands
 
 SIMULATE = ["simulate", "--streams", "heavy_tail", "--ranks", "2", "--densities", "0.01", "0.001", "--steps", "4"]
 JUDGE = ["judge", "--tasks", "digits", "--ranks", "2", "--densities", "0.1", "--seeds", "0", "1", "--steps", "3"]
@@ -26,13 +33,13 @@ JUDGE = ["judge", "--tasks", "digits", "--ranks", "2", "--densities", "0.1", "--
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(tasks.TASKS, "digits", partial(tasks.digits, width=2))
-    monkeypatch.setattr(compare, "heavy_tail", partial(tasks.heavy_tail, numel=2000))
+    monkeypatch.setattr(recorded, "heavy_tail", partial(tasks.heavy_tail, numel=2000))
 
 
 @pytest.fixture
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "simulate_figures", lambda *_: [])
-    monkeypatch.setattr(cli, "judge_figures", lambda *_: [])
+    monkeypatch.setattr(figures, "simulate_figures", lambda *_: [])
+    monkeypatch.setattr(figures, "judge_figures", lambda *_: [])
 
 
 def lines(path: Path) -> list[dict[str, str]]:
@@ -49,15 +56,15 @@ def test_simulate_leaves_numbers_tables_and_a_figure_for_each_measure(
         ("heavy_tail", "2", density, method) for density in ("0.01", "0.001") for method in ("topk", "micro")
     ]
     assert float(rows[0]["bytes_sent"]) == 4 + 20 * 8
-    assert rows[1]["density_error"] == "0.0"
+    assert rows[1]["relative_density_error"] == "0.0"
     written = (tmp_path / "x" / "simulate.md").read_text()
     assert written.count("### heavy_tail, 2 ranks, density") == 2
-    assert all(f"- {name}: {meaning}." in written for name, meaning in compare.QUANTITIES.items())
+    assert all(f"- {name}: {meaning}." in written for name, meaning in recorded.QUANTITIES.items())
     pictures = sorted(path.name for path in (tmp_path / "x").glob("*.png"))
     assert pictures == sorted(
         f"simulate_{name}.png"
         for name in (
-            "density_error",
+            "relative_density_error",
             "steps_to_target",
             "padding_ratio",
             "build_up",
@@ -103,8 +110,8 @@ def test_what_was_simulated_is_not_done_again(tmp_path: Path, monkeypatch: pytes
     whole, tables = path.read_bytes(), (tmp_path / "simulate.md").read_bytes()
     path.write_bytes(whole[: len(whole) - cut])
     done = []
-    original = compare.compare
-    monkeypatch.setattr(compare, "compare", lambda g, m, d: done.append((m.name, d)) or original(g, m, d))
+    original = recorded.compare
+    monkeypatch.setattr(recorded, "compare", lambda g, m, d: done.append((m.name, d)) or original(g, m, d))
     cli.main(command)
     assert done == ([("micro", 0.001)] if cut else [])
     assert path.read_bytes() == whole
@@ -117,31 +124,55 @@ def test_an_interrupted_training_goes_on(
 ) -> None:
     command = [*JUDGE, "--methods", "topk", "--out"]
     cli.main([*command, str(tmp_path / "whole")])
-    original, done = runs.execute, []
+    original, done = training.execute, []
 
-    def execute(job: runs.Job) -> Any:
+    def execute(job: training.Job) -> Any:
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(job.key)
         return original(job)
 
-    monkeypatch.setattr(runs, "execute", execute)
+    monkeypatch.setattr(training, "execute", execute)
     with pytest.raises(SystemExit) as stop:
         cli.main([*command, str(tmp_path / "parts")])
     assert stop.value.code == 130
     assert capsys.readouterr().err == "Interrupted. The same command goes on from here.\n"
     assert len(lines(tmp_path / "parts" / "judge.csv")) == 2
-    monkeypatch.setattr(runs, "execute", lambda job: done.append(job.key) or original(job))
+    monkeypatch.setattr(training, "execute", lambda job: done.append(job.key) or original(job))
     cli.main([*command, str(tmp_path / "parts")])
     assert len(done) == len(set(done)) == 4
     for name in ("judge.csv", "judge_curves.csv", "judge.md"):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+@pytest.mark.parametrize(
+    ("command", "note"), [("simulate", " The same command goes on from here."), ("advise", "")], ids=str
+)
+def test_only_what_keeps_results_is_said_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, note: str
+) -> None:
+    def interrupt(config: str = "", **_: Any) -> None:
+        raise KeyboardInterrupt
+
+    stopped = create_autospec(cli.COMMANDS[command], side_effect=interrupt)
+    parser = cli._parser()
+    monkeypatch.setattr(cli, "_parser", lambda: parser)
+    monkeypatch.setitem(cli.COMMANDS, command, stopped)
+    with pytest.raises(SystemExit):
+        cli.main([command, *(["--config", "x.yaml"] if command == "advise" else [])])
+    assert capsys.readouterr().err == f"Interrupted.{note}\n"
+
+
+def test_versions_need_no_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    cli.main(["--version"])
+    assert f"torch {torch.__version__}\n" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("without_figures")
 def test_a_diverging_method_is_reported_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def explosive(*, momentum: float = 0.9, **settings: Any) -> tasks.Task:
-        optimizer = tasks.optimizer_of("SGD", lr=1e30 if momentum == 0 else 0.05)
+        optimizer = partial(torch.optim.SGD, lr=1e30 if momentum == 0 else 0.05)
         return tasks.digits(width=2, optimizer=optimizer, **settings)
 
     monkeypatch.setitem(tasks.TASKS, "digits", explosive)
@@ -155,26 +186,28 @@ def test_a_diverging_method_is_reported_and_the_others_go_on(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["simulate", "--streams", "digit"], "Unknown streams digit. Known: digits, text, heavy_tail."),
-        (["simulate", "--methods", "topk", "tpok"], "Unknown methods tpok. Known: topk, dgc,"),
-        (["simulate", "--methods", "null"], "Unknown methods null."),
+        (
+            ["simulate", "--streams", "digit"],
+            "Unknown stream 'digit'. Did you mean 'digits'? Known names: digits, heavy_tail,",
+        ),
+        (["simulate", "--methods", "topk", "tpok"], "Unknown method 'tpok'. Did you mean 'topk'"),
+        (["simulate", "--methods", "null"], "Unknown method 'null'."),
         (["simulate", "--densities", "0.1", "2"], "Expected density to be a number in (0, 1]"),
-        (["simulate", "--ranks", "0"], "Expected ranks to be at least 1 but got 0."),
-        (["simulate", "--ranks=[]"], "Expected at least one of ranks but got none."),
-        (["simulate", "--steps", "-1"], "Expected steps to be at least 1 but got -1."),
+        (["simulate", "--ranks", "0"], "Expected ranks to be at least 1, but got 0."),
+        (["simulate", "--steps", "-1"], "Expected steps to be at least 1, but got -1."),
         (
             ["simulate", "--text", "no/file.txt"],
-            "Expected text to be a file in UTF-8 but got no/file.txt: No such file",
+            "Expected text to be a file in UTF-8, but got no/file.txt: No such file",
         ),
         (["simulate", "--streams", "text", "--text", "{binary}"], "binary: invalid start byte."),
         (["judge", "--tasks", "text", "--text", "{short}"], "Expected at least 32 examples to train on"),
-        (["judge", "--tasks", "heavy_tail"], "Unknown tasks heavy_tail. Known: digits, text."),
+        (["judge", "--tasks", "heavy_tail"], "Unknown task 'heavy_tail'. Known names: digits, text."),
         (["judge", "--tasks", "digits", "--ranks", "90"], "Expected at least 1440 examples to train on"),
-        (["judge", "--ranks", "1"], "Expected ranks to be at least 2 but got 1."),
-        (["judge", "--jobs", "0"], "Expected jobs to be at least 1 but got 0."),
+        (["judge", "--ranks", "1"], "Expected ranks to be at least 2, but got 1."),
+        (["judge", "--jobs", "0"], "Expected jobs to be at least 1, but got 0."),
         (["judge", "--out", "{short}"], "short: File exists."),
         (["judge", "--out", "{other}"], "judge.csv to have the columns task, ranks,"),
-        (["judge", "--out", "{broken}"], "judge_curves.csv but got the line"),
+        (["judge", "--out", "{broken}"], "judge_curves.csv, but got the line"),
     ],
 )
 def test_bad_input_is_answered_in_one_line(
@@ -185,7 +218,9 @@ def test_bad_input_is_answered_in_one_line(
     for name in ("other", "broken"):
         (tmp_path / name).mkdir()
     (tmp_path / "other" / "judge.csv").write_text("a,b\n")
-    (tmp_path / "broken" / "judge_curves.csv").write_text(",".join(runs.CurvePoint._fields) + "\n" + "x," * 9 + "x\n")
+    (tmp_path / "broken" / "judge_curves.csv").write_text(
+        ",".join(training.CurvePoint._fields) + "\n" + "x," * 9 + "x\n"
+    )
     paths = {name: tmp_path / name for name in ("binary", "short", "other", "broken")}
     out = [] if "--out" in args else ["--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit) as stop:
@@ -204,15 +239,27 @@ def test_bad_input_is_answered_in_one_line(
     [
         ([], 'expected "subcommand" to be one of {simulate,judge,advise}'),
         (["train"], "invalid choice: 'train'"),
-        (["simulate", "--bogus", "4"], "--bogus"),
+        (["simulat"], "Did you mean simulate?"),
+        (["simulate", "--bogus", "4"], "unrecognized arguments: --bogus"),
+        (["simulate", "--stepz", "4"], "unrecognized arguments: --stepz 4. Did you mean --steps?"),
+        (["simulate", "--step", "4"], "unrecognized arguments: --step 4. Did you mean --steps?"),
+        (["judge", "--gbit", "1"], "unrecognized arguments: --gbit 1\n"),
+        (["judge", "--confg", "x"], "Did you mean --config?"),
+        (["--versoin"], "Did you mean --version?"),
+        (["simulate", "--config", "missing.yaml"], "error: Expected --config to be a file: no '"),
+        (["simulate", "--config", "misspelt.yaml"], "does not accept option 'stepz'. Did you mean steps?"),
+        (["simulate", "--ranks=4", "8"], "unrecognized arguments: 8"),
+        (["advise"], "the following arguments are required: --config"),
         (["simulate", "--ranks", "four"], "Got value: four"),
-        (["simulate", "--ranks"], "expected one argument"),
+        (["simulate", "--ranks"], "expected at least one argument"),
         (["judge", "--steps", "many"], "Got value: many"),
     ],
 )
 def test_options_that_cannot_be_read_are_answered_with_usage(
-    capsys: pytest.CaptureFixture[str], args: list[str], complaint: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, args: list[str], complaint: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("misspelt.yaml").write_text("stepz: 4\n")
     with pytest.raises(SystemExit) as stop:
         cli.main(args)
     assert stop.value.code == 2
@@ -228,7 +275,7 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str], command:
     assert stop.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     documented = (cli.COMMANDS[command].__doc__ or "").split("Args:")[1]
-    options = cli.inspect.signature(cli.COMMANDS[command]).parameters
+    options = inspect.signature(cli.COMMANDS[command]).parameters
     for name in options:
         assert f"--{name}" in shown
         [explanation] = [
@@ -237,18 +284,39 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str], command:
         assert explanation.strip() in shown
 
 
-def test_lists_may_be_written_in_several_ways() -> None:
-    def joined(*args: str) -> list[str]:
-        return cli._join_lists(["simulate", *args])[1:]
+def parsed(*args: str) -> dict[str, Any]:
+    return cli._parser().parse_args(["simulate", *args]).simulate.as_dict()
 
-    assert joined("--ranks", "4", "8", "--seed", "1") == ["--ranks=[4, 8]", "--seed", "1"]
-    assert joined("--ranks=4", "8") == ["--ranks=[4, 8]"]
-    assert joined("--ranks=[4, 8]") == ["--ranks", "[4, 8]"]
-    assert joined("--methods", "topk", "no") == ['--methods=["topk", "no"]']
-    assert joined("--methods=topk") == ['--methods=["topk"]']
-    assert joined("--out=a=b", "--text", "x") == ["--out=a=b", "--text", "x"]
-    assert cli._join_lists(["other", "--ranks", "4"]) == ["other", "--ranks", "4"]
-    assert cli._join_lists([]) == []
+
+def test_lists_are_written_with_spaces_and_in_files_as_lists(tmp_path: Path) -> None:
+    assert parsed("--ranks", "4", "8", "--seed", "1")["ranks"] == [4, 8]
+    assert parsed("--ranks=4")["ranks"] == [4]
+    assert parsed("--methods", "topk", "no")["methods"] == ["topk", "no"]  # no YAML
+    assert parsed("--out=a=b")["out"] == Path("a=b")
+    assert (parsed()["ranks"], parsed()["methods"]) == ([4, 8, 16], None)
+    (tmp_path / "x.yaml").write_text("ranks: [2, 3]\nsteps: 7\nmethods: [topk]\n")
+    file = parsed("--config", str(tmp_path / "x.yaml"), "--steps", "9")
+    assert (file["ranks"], file["steps"], file["methods"]) == ([2, 3], 9, ["topk"])
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_torch_and_lightning_are_not_waited_for(option: str) -> None:
+    program = (
+        "import sys\nfrom lightning_sparse_cli import main\ntry:\n    main([sys.argv[1]])\nexcept SystemExit as stop:\n"
+        "    assert not stop.code\n"
+        "heavy = {'torch', 'lightning', 'pytorch_lightning', 'lightning_sparse', 'matplotlib', 'numpy', 'rich'}\n"
+        "print('imported:', *sorted(heavy & set(sys.modules)))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    started = time.perf_counter()
+    command = [sys.executable, "-c", program, option]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert shown[-1].split() == ["imported:"]
+    assert time.perf_counter() - started < 20  # a fifth of a second on an idle machine
+    if option == "--version":
+        names = ["lightning-sparse", "torch", "pytorch-lightning", "lightning", "numpy", "python", "device:"]
+        assert [line.split()[0] for line in shown[:-1]] == names
+        assert f"torch {torch.__version__}" in shown
 
 
 @pytest.mark.parametrize(
@@ -265,7 +333,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, module: str, package: str, args: list[str]
 ) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == module else found(name))
+    monkeypatch.setattr(commands, "find_spec", lambda name: None if name == module else found(name))
     with pytest.raises(SystemExit) as stop:
         cli.main(args)
     assert stop.value.code == (
@@ -287,7 +355,7 @@ def test_the_benchmark_asks_for_what_the_documentation_shows(monkeypatch: pytest
     module.main(["--out", str(tmp_path), "--jobs", "2"])
     opened, closed = simulate.call_args.kwargs, judge.call_args.kwargs
     assert opened["ranks"] == [4, 8, 16]
-    assert opened["streams"] == list(compare.STREAMS)
+    assert opened["streams"] == list(recorded.STREAMS)
     assert opened["densities"] == closed["densities"] == [0.01, 0.001]
     assert closed["tasks"] == list(tasks.TASKS)
     assert len(closed["seeds"]) == 3

@@ -11,90 +11,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_sparse.collective import LostRankError, Metered, TorchCollective, ring_all_reduce_bytes
+from lightning_sparse.collective import LostRankError, TorchCollective, drive_mirrored, ring_all_reduce_bytes
+from lightning_sparse.messages import AllGather, AllReduce, AllToAll, Broadcast, Message, Meter, SendRecv, Steps
 from tests.ranks import Ranks
 
 
-class Mirror:
-    """n ranks that all bring what this one brings."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return torch.stack([x] * self.world_size)
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x.mul_(self.world_size)
-
-    def broadcast(self, x: Tensor, src: int) -> Tensor:
-        return x + src
-
-    def all_to_all(self, x: Tensor) -> Tensor:
-        return torch.stack([x[self.rank]] * self.world_size)
-
-    def send_on(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
-        return None if source is None else x + source
-
-
 # Ring algorithms over 4 ranks: an all-gather passes each contribution through 3 other ranks; an all-reduce moves 3/4 of
-# the payload twice; broadcast and all-to-all move 3/4 of it once. Sending on moves all of it, where there is a taker.
-# 10 float32 are 40 bytes.
+# the payload twice; broadcast and all-to-all move 3/4 of it once. What is given to one rank moves as it is.
+# 40 float32 are 160 bytes.
 @pytest.mark.parametrize(
-    ("operation", "arguments", "expected"),
+    ("message", "expected"),
     [
-        ("all_gather", (), 120),
-        ("all_reduce", (), 60),
-        ("broadcast", (2,), 30),
-        ("send_on", (2, 0), 40),
-        ("send_on", (2, None), 40),
-        ("send_on", (None, 0), 0),
-        ("send_on", (None, None), 0),
+        (lambda x: AllGather(x), 480),
+        (lambda x: AllReduce(x), 240),
+        (lambda x: Broadcast(x, 2), 120),
+        (lambda x: AllToAll(x), 120),
+        (lambda x: SendRecv(x, 2, 0), 160),
+        (lambda x: SendRecv(x, 2, None), 160),
+        (lambda x: SendRecv(x, None, 0), 0),
+        (lambda x: SendRecv(x, None, None), 0),
     ],
 )
-def test_metered_counts_the_bytes_of_ring_algorithms(operation: str, arguments: tuple, expected: float) -> None:
-    metered = Metered(Mirror(1, 4))
-    getattr(metered, operation)(torch.ones(10), *arguments)
-    assert metered.bytes_sent == expected
-    getattr(metered, operation)(torch.ones(10), *arguments)
-    assert metered.bytes_sent == 2 * expected
-
-
-def test_metered_counts_an_all_to_all_by_what_leaves_the_rank() -> None:
-    metered = Metered(Mirror(1, 4))
-    metered.all_to_all(torch.ones(4, 10))  # 160 bytes, one row of four stays
-    assert metered.bytes_sent == 120
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size"), [(torch.float64, 8), (torch.int32, 4), (torch.bfloat16, 2), (torch.bool, 1)]
-)
-def test_metered_counts_in_bytes_of_the_dtype(dtype: torch.dtype, size: int) -> None:
-    metered = Metered(Mirror(0, 2))
-    metered.all_gather(torch.ones(3, 5, dtype=dtype))
-    assert metered.bytes_sent == 15 * size
-
-
-def test_metered_sums_over_operations_and_passes_results_on() -> None:
-    metered = Metered(Mirror(1, 4))
-    assert (metered.rank, metered.world_size, metered.bytes_sent) == (1, 4, 0)
-    assert metered.all_gather(torch.tensor(7)).tolist() == [7, 7, 7, 7]  # 3 * 8 bytes
-    assert metered.all_reduce(torch.ones(2)).tolist() == [4, 4]  # 1.5 * 8
-    assert metered.broadcast(torch.ones(2), 3).tolist() == [4, 4]  # 0.75 * 8
-    assert metered.all_to_all(torch.arange(4.0)).tolist() == [1, 1, 1, 1]  # 0.75 * 16
-    assert metered.send_on(torch.ones(3), 0, 2).tolist() == [3, 3, 3]  # 3 * 4
-    assert metered.send_on(torch.ones(3), 0, None) is None  # 3 * 4
-    assert metered.bytes_sent == 24 + 12 + 6 + 12 + 24
+def test_messages_count_the_bytes_of_ring_algorithms(message: Callable[[Tensor], Message], expected: float) -> None:
+    assert message(torch.ones(4, 10)).bytes_sent(4) == expected
+    assert message(torch.ones(4, 10, dtype=torch.bfloat16)).bytes_sent(4) == expected / 2
 
 
 def test_one_rank_sends_nothing() -> None:
-    metered = Metered(TorchCollective())
-    metered.all_gather(torch.ones(10))
-    metered.all_reduce(torch.ones(10))
-    metered.broadcast(torch.ones(10), 0)
-    metered.all_to_all(torch.ones(1, 10))
-    assert metered.send_on(torch.ones(10), None, None) is None
-    assert metered.bytes_sent == 0
+    x = torch.ones(1, 10)
+    for message in (AllGather(x), AllReduce(x), Broadcast(x, 0), AllToAll(x), SendRecv(x, None, None)):
+        assert message.bytes_sent(1) == 0
+
+
+def test_a_meter_sums_over_messages_and_passes_answers_on() -> None:
+    def asks() -> Steps[Tensor]:
+        rows = yield AllGather(torch.ones(2))
+        return (yield AllReduce(rows.sum(0)))
+
+    meter = Meter(4)
+    total, messages = drive_mirrored(meter.watch(asks()), 4)
+    assert total.tolist() == [16, 16]
+    assert [message.kind for message in messages] == ["all_gather", "all_reduce"]
+    assert meter.bytes_sent == 3 * 8 + 1.5 * 8
 
 
 @pytest.mark.parametrize(("n", "factor"), [(1, 0), (2, 1), (4, 1.5), (8, 1.75)])
@@ -242,3 +200,20 @@ def test_inside_hooks_on_cuda_ddps_own_group_is_used_and_stays(
     two_ranks: Ranks, backend: str, device: torch.device, threaded: bool, shared: bool
 ) -> None:
     assert two_ranks(share, backend, device, threaded) == [(shared, 2.0)] * 2
+
+
+def give_back() -> str:
+    comm = TorchCollective.of_its_own()
+    comm.close()
+    try:
+        comm.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return str(error)
+    return "sent"
+
+
+def test_a_group_that_was_given_back_is_not_replaced_by_the_default_one(two_ranks: Ranks) -> None:
+    assert (
+        two_ranks(give_back)
+        == ["The exchange has ended on this rank, which cannot take part in all_reduce any more."] * 2
+    )

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.grouping import make_plan
+from lightning_sparse.collective import drive
+from lightning_sparse.core import Context
 from lightning_sparse.pipeline import init_group, reduce_group
-from lightning_sparse.types import Context
+from lightning_sparse.plan import make_plan
 from tests.contract.cases import CASES, MEMORIES, PAIRS, Case
 from tests.lockstep import equal_states
 from tests.mirror import Mirror
@@ -50,7 +51,7 @@ def steps(sparsifier: ls.Sparsifier, exchange: str, memory: ls.Memory) -> tuple:
     found: list[Any] = []
     for step, gradient in enumerate(normal(3, NUMEL)):  # led by each rank in turn
         ctx = ctx._replace(step=step, rank=step)
-        state, statistics = reduce_group(gradient, state, ctx, **parts, comm=Mirror(step))
+        state, statistics = drive(reduce_group(gradient, state, ctx, **parts), Mirror(step))
         found += [gradient, statistics.counts, statistics.union, statistics.threshold]
     return tuple(found)
 

@@ -47,7 +47,7 @@ def test_count_is_at_least_one_and_all_at_full_density() -> None:
 
 @pytest.mark.parametrize("density", [0, -0.1, 1.0000001, 2, float("nan"), float("inf"), True, "0.1", None, 1j])
 def test_a_density_outside_its_range_is_refused_with_its_name(density: object) -> None:
-    with pytest.raises(ValueError, match=r"Expected share to be a number in \(0, 1\].* but got"):
+    with pytest.raises(ValueError, match=r"Expected share to be a number in \(0, 1\].*, but got"):
         check_density(density, "share")
     for make in (Constant, as_schedule):
         with pytest.raises(ValueError, match=r"Expected density to be a number in \(0, 1\]"):
@@ -87,9 +87,9 @@ def test_warmup_stays_between_its_ends_and_moves_one_way(start: float, end: floa
     [
         ((0.0, 0.01, 5), "Expected start to be"),
         ((0.25, 1.5, 5), "Expected end to be"),
-        ((0.25, 0.01, 0), "Expected steps to be a positive integer but got 0"),
-        ((0.25, 0.01, 2.0), "Expected steps to be a positive integer but got 2.0"),
-        ((0.25, 0.01, True), "Expected steps to be a positive integer but got True"),
+        ((0.25, 0.01, 0), "Expected steps to be a positive integer, but got 0"),
+        ((0.25, 0.01, 2.0), "Expected steps to be a positive integer, but got 2.0"),
+        ((0.25, 0.01, True), "Expected steps to be a positive integer, but got True"),
     ],
 )
 def test_warmup_says_which_setting_is_wrong(settings_: tuple, message: str) -> None:

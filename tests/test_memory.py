@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.memory import FeedbackState, NoMemory, Residual, as_memory
-from lightning_sparse.types import Context, Update
+from lightning_sparse.core import Context, Update
+from lightning_sparse.memory import NoMemory, Residual, as_memory
+from lightning_sparse.memory.base import FeedbackState
 from tests.lockstep import noise
 
 CPU = torch.device("cpu")
@@ -528,17 +529,17 @@ def test_a_group_is_worked_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
-    (ls.Residual, {"decay": 0}, r"decay to be a number in \(0, 1\] but got 0"),
+    (ls.Residual, {"decay": 0}, r"decay to be a number in \(0, 1\], but got 0"),
     (ls.Residual, {"decay": 1.5}, "but got 1.5"),
     (ls.Residual, {"decay": True}, "but got True"),
-    (ls.LowPass, {"beta": 0.0}, r"beta to be a number in \(0, 1\] but got 0.0"),
+    (ls.LowPass, {"beta": 0.0}, r"beta to be a number in \(0, 1\], but got 0.0"),
     (ls.LowPass, {"beta": float("nan")}, "but got nan"),
-    (ls.MomentumCorrection, {"momentum": 1}, r"momentum to be a number in \[0, 1\) but got 1"),
+    (ls.MomentumCorrection, {"momentum": 1}, r"momentum to be a number in \[0, 1\), but got 1"),
     (ls.MomentumCorrection, {"momentum": "high"}, "but got 'high'"),
-    (ls.AdamCorrection, {"beta1": 1.0}, r"beta1 to be a number in \[0, 1\) but got 1.0"),
+    (ls.AdamCorrection, {"beta1": 1.0}, r"beta1 to be a number in \[0, 1\), but got 1.0"),
     (ls.AdamCorrection, {"beta2": -0.1}, "but got -0.1"),
-    (ls.AdamCorrection, {"eps": 0}, "eps to be a positive number but got 0"),
-    (ls.ClipByNorm, {"max_norm": 0}, "max_norm to be a positive number but got 0"),
+    (ls.AdamCorrection, {"eps": 0}, "eps to be a positive number, but got 0"),
+    (ls.ClipByNorm, {"max_norm": 0}, "max_norm to be a positive number, but got 0"),
     (ls.ClipByNorm, {"max_norm": float("nan")}, "but got nan"),
     (ls.ClipByNorm, {"max_norm": 1.0, "memory": "residual"}, r"memory to be a Memory such as Residual\(\)"),
 ]
@@ -558,8 +559,22 @@ def test_edges_of_the_ranges_are_allowed() -> None:
 def test_as_memory() -> None:
     assert as_memory(None) == Residual()
     assert as_memory(ls.LowPass(0.5)) == ls.LowPass(0.5)
-    with pytest.raises(ValueError, match="Expected memory to be a Memory such as Residual"):
-        as_memory("residual")  # type: ignore[arg-type]
+    assert as_memory("low_pass") == as_memory("LowPass") == ls.LowPass()
+    with pytest.raises(ValueError, match=r"Unknown memory 'lowpas'\. Did you mean 'low_pass'\? Known names: adam_corr"):
+        as_memory("lowpas")
+    with pytest.raises(
+        ValueError, match=r"Memory 'clip_by_norm' needs settings: write ClipByNorm\(max_norm=\.\.\.\)\."
+    ):
+        as_memory("clip_by_norm")
+    with pytest.raises(ValueError, match="Expected a memory or its name, but got 3"):
+        as_memory(3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"got the class Residual: write Residual\(\)"):
+        as_memory(Residual)  # type: ignore[arg-type]
+
+
+def test_every_memory_has_a_name() -> None:
+    classes = {value for value in vars(ls).values() if isinstance(value, type) and issubclass(value, ls.Memory)}
+    assert {cls for _, cls in ls.MEMORIES.items()} == classes - {ls.Memory}
 
 
 def test_what_serves_dense_groups() -> None:

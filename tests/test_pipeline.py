@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.collective import TorchCollective
+from lightning_sparse.collective import TorchCollective, drive
+from lightning_sparse.core import Context, Selection, Update
 from lightning_sparse.pipeline import commit_group, exchange_group, init_group, reduce_group
-from lightning_sparse.types import Context
 from tests.lockstep import Ranks, equal_states, noise
 
 CPU = torch.device("cpu")
@@ -42,8 +42,8 @@ def test_the_accumulator_has_the_dtype_of_the_gradient_but_at_least_float32(
 def step_alone(grad: Tensor, memory: ls.Memory) -> None:
     numel = 8
     state = init_group(numel, grad.dtype, CPU, ALONE, memory=memory, sparsifier=ls.TopK())
-    parts = {"memory": memory, "sparsifier": ls.TopK(), "exchange": ls.GatherPairs(), "comm": TorchCollective()}
-    reduce_group(grad, state, ALONE, **parts)
+    parts = {"memory": memory, "sparsifier": ls.TopK(), "exchange": ls.GatherPairs()}
+    drive(reduce_group(grad, state, ALONE, **parts), TorchCollective())
 
 
 @pytest.mark.parametrize("memory", [ls.Residual(), ls.NoMemory()])
@@ -90,21 +90,23 @@ def test_an_average_beyond_the_range_of_the_gradient_is_sent_in_parts(sparsifier
 
 def test_a_step_is_void_in_the_units_of_a_scaled_loss_and_residuals_are_not() -> None:
     state = init_group(2, torch.float32, CPU, ALONE, memory=ls.Residual(), sparsifier=ls.TopK())
-    parts = {"memory": ls.Residual(), "sparsifier": ls.TopK(), "exchange": ls.GatherPairs(), "comm": TorchCollective()}
+    parts = {"memory": ls.Residual(), "sparsifier": ls.TopK(), "exchange": ls.GatherPairs()}
     ctx = ALONE._replace(density=0.5)
     for scale, expected in ((1024.0, [3072.0, 0.0]), (2.0, [6.0, 0.0]), (0.5, [1.5, 0.0])):
         grad = torch.tensor([3.0, 1.0]) * scale
-        after, _, void = exchange_group(grad, state, ctx, scale=torch.tensor(scale), **parts)
+        after, _, void = drive(exchange_group(grad, state, ctx, scale=torch.tensor(scale), **parts), TorchCollective())
         assert not void
         state = commit_group(state, after, void, ls.Residual())
         assert grad.tolist() == expected
     assert ls.Residual().residual(state.memory).tolist() == [0.0, 3.0]
     # 2e38 fits into float32, and so does the average; four times as much does not.
-    *_, void = exchange_group(torch.tensor([2e38, 0.0]), state, ctx, scale=torch.tensor(1.0), **parts)
+    steps = exchange_group(torch.tensor([2e38, 0.0]), state, ctx, scale=torch.tensor(1.0), **parts)
+    *_, void = drive(steps, TorchCollective())
     assert not void
     state = init_group(2, torch.float32, CPU, ALONE, memory=ls.Residual(), sparsifier=ls.TopK())
     ls.Residual().residual(state.memory).fill_(2e38)
-    *_, void = exchange_group(torch.tensor([1.0, 0.0]), state, ctx, scale=torch.tensor(4.0), **parts)
+    steps = exchange_group(torch.tensor([1.0, 0.0]), state, ctx, scale=torch.tensor(4.0), **parts)
+    *_, void = drive(steps, TorchCollective())
     assert void
 
 
@@ -121,3 +123,18 @@ def test_the_feedback_that_a_sparsifier_sees_are_the_counts_of_the_step_before()
     ranks.step(torch.zeros(2, 3, dtype=torch.float64))
     ranks.step(torch.zeros(2, 3, dtype=torch.float64))
     assert seen == [(0, 0, None), (1, 0, None), (0, 1, [1, 3]), (1, 1, [1, 3]), (0, 2, [0, 0]), (1, 2, [0, 0])]
+
+
+def test_an_exchange_without_messages_may_return_its_update() -> None:
+    class Alone(ls.Exchange):
+        accepts = ls.GatherPairs.accepts
+
+        def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Update:
+            return drive(ls.GatherPairs()(acc, selection, ctx), TorchCollective())
+
+    parts = {"memory": ls.Residual(), "sparsifier": ls.TopK()}
+    state = init_group(4, torch.float32, CPU, ALONE, **parts)
+    grad = torch.tensor([1.0, -4.0, 3.0, 0.5])
+    state, _ = drive(reduce_group(grad, state, ALONE, **parts, exchange=Alone()), TorchCollective())
+    assert grad.tolist() == [0.0, -4.0, 0.0, 0.0]
+    assert ls.Residual().residual(state.memory).tolist() == [1.0, 0.0, 3.0, 0.5]

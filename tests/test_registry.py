@@ -72,6 +72,15 @@ def test_a_class_is_answered_with_how_to_write_an_instance(fruits: Registry) -> 
         fruits.resolve(dict(fruits.items())["apple"])
 
 
+def test_a_class_that_needs_settings_says_which(fruits: Registry) -> None:
+    @fruits.register
+    class Melon(Fruit):
+        def __init__(self, weight: float, *, seeds: int, ripe: bool = True, **other: object) -> None: ...
+
+    with pytest.raises(ValueError, match=r"Fruit 'melon' needs settings: write Melon\(weight=\.\.\., seeds=\.\.\.\)\."):
+        fruits.resolve("melon")
+
+
 @pytest.mark.parametrize("given", [None, 3, ["apple"], int])
 def test_anything_else_is_answered_with_what_is_expected(fruits: Registry, given: object) -> None:
     with pytest.raises(ValueError, match=r"Expected a fruit or its name, but got .* Known names: apple"):

@@ -9,20 +9,21 @@ from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
-from lightning_sparse import packages
 from lightning_sparse.advisor.run import Advice, advise, package_of
+from lightning_sparse.integrations import packages
 
 SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
 """What every LightningCLI knows; others, such as ``ckpt_path``, belong to its subcommands."""
 
 
 def advise_config(
-    path: Path, *, model: str | None = None, data: str | None = None, **settings: Any
+    *paths: Path, model: str | None = None, data: str | None = None, **settings: Any
 ) -> tuple[Advice, dict[str, Any]]:
     """Advise for the training that a configuration describes.
 
     Args:
-        path: the configuration, flat as LightningCLI saves it or with its sections under ``fit``.
+        paths: the configuration, flat as LightningCLI saves it or with its sections under ``fit``. With several files,
+            what later ones say replaces what earlier ones do, as in LightningCLI.
         model: import path of the LightningModule, where the configuration has only its arguments.
         data: import path of the LightningDataModule, likewise.
         settings: of :func:`~lightning_sparse.advisor.run.advise`.
@@ -33,6 +34,28 @@ def advise_config(
     Raises:
         ValueError: if the file is no such configuration, or as ``advise`` says.
     """
+    sections: dict[str, Any] = {}
+    given: dict[str, Any] = {}
+    for path in paths:
+        given, found = _load(path)
+        sections = _merge(sections, found)
+    if len(paths) > 1:
+        given = sections
+    for name, option in (("model", model), ("data", data)):
+        if option is None and _class_path(sections.get(name)) is None and (name == "model" or sections.get(name)):
+            raise ValueError(f"Expected the section {name!r} of {path} to have a class_path, or --{name} with one.")
+    kept = {name: value for name, value in sections.items() if name in SECTIONS and value is not None}
+    trainer = dict(kept.get("trainer") or {})
+    strategy = trainer.pop("strategy", None)
+    left_out = ("logger", "callbacks", "profiler")
+    kept["trainer"] = {name: value for name, value in trainer.items() if name not in left_out}
+    cli = _read(kept, model, data, paths[0].parent)
+    options = cli.config_init["trainer"].as_dict() | {"strategy": strategy}
+    return advise(cli.model, cli.datamodule, trainer=options, **settings), given
+
+
+def _load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A configuration file, and its sections."""
     import yaml
 
     try:
@@ -42,17 +65,16 @@ def advise_config(
     sections = given.get("fit", given) if isinstance(given, dict) else None
     if not isinstance(sections, dict) or not isinstance(sections.get("trainer") or {}, dict):
         raise ValueError(f"Expected config to be a LightningCLI configuration with sections, but {path} is not.")
-    for name, option in (("model", model), ("data", data)):
-        if option is None and _class_path(sections.get(name)) is None and (name == "model" or sections.get(name)):
-            raise ValueError(f"Expected the section {name!r} of {path} to have a class_path, or --{name} with one.")
-    kept = {name: value for name, value in sections.items() if name in SECTIONS and value is not None}
-    trainer = dict(kept.get("trainer") or {})
-    strategy = trainer.pop("strategy", None)
-    left_out = ("logger", "callbacks", "profiler")
-    kept["trainer"] = {name: value for name, value in trainer.items() if name not in left_out}
-    cli = _read(kept, model, data, path.parent)
-    options = cli.config_init["trainer"].as_dict() | {"strategy": strategy}
-    return advise(cli.model, cli.datamodule, trainer=options, **settings), given
+    return given, sections
+
+
+def _merge(earlier: Any, later: Any) -> Any:
+    """A later configuration over an earlier one; arguments of a class are merged with those of the same class only."""
+    if not isinstance(earlier, dict) or not isinstance(later, dict):
+        return later
+    if earlier.get("class_path") not in (None, later.get("class_path", earlier.get("class_path"))):
+        return later
+    return earlier | {name: _merge(earlier.get(name), value) for name, value in later.items()}
 
 
 def _read(sections: dict[str, Any], model: str | None, data: str | None, folder: Path) -> Any:

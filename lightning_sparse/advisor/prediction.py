@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from lightning_sparse.grouping import (
-    Bucket,
-    GroupCost,
-    Grouping,
-    Layer,
-    LayerTime,
-    Line,
-    MergeBelow,
-    Model,
-    Network,
-    OptimalMerge,
-    Overlap,
-    ParameterSize,
-    Profile,
-    ProfiledMerge,
-    Rules,
-    Traffic,
-    make_plan,
-    timeline,
-)
-from lightning_sparse.grouping.plan import DDP_BUCKET_MB, bucket_numels
+from lightning_sparse.checks import check_integer, check_positive
 from lightning_sparse.memory.first_moment import FirstMoment
-from lightning_sparse.types import Agreement
+from lightning_sparse.performance import GroupCost, Line, Network, Overlap, Profile, Traffic
+from lightning_sparse.performance.serialization import Plain
+from lightning_sparse.plan import ParameterSize, Rules, make_plan
+from lightning_sparse.plan.groupings import DDP_BUCKET_MB
+from lightning_sparse.plan.plan import bucket_numels
+from lightning_sparse.traffic import count_bytes
 
-GROUPINGS: dict[str, Grouping] = {
-    "layer": Layer(),
-    "bucket": Bucket(),
-    "merge_below": MergeBelow(),
-    "model": Model(),
-    "optimal_merge": OptimalMerge(),
-}
+TRIED = ("layer", "bucket", "merge_below", "model", "optimal_merge")
+"""Groupings to predict for."""
 ALL_SPARSE = Rules(dense_ndim=0, dense_numel=0)
 """Small parameters are counted as sparsified: kept dense, they are one short message more."""
 HALVED = ("fp16", "bf16")
@@ -47,6 +30,8 @@ MARGIN = 0.05
 """A step must be shorter by this share to be worth a change of the exchange."""
 LATENCY = 30e-6
 """Seconds from one rank to the next, where no network could be measured."""
+COUNTED = 1_000_000
+"""Coordinates of the group whose messages are counted."""
 BEST_TRAINED = ("union_topk", "shared_topk", "clt_k", "dgc", "topk", "striped_topk", "ok_topk", "redsync", "sidco_gp")
 """Sparsifiers from docs/comparison.md, the one that trains best at equal traffic first; others come after them."""
 
@@ -58,126 +43,81 @@ class Method:
     Args:
         name: of a sparsifier, or "dense", "fp16", "bf16", "powersgd" for what comes with DDP.
         density: of a sparsifier; 1 for the others.
-        agreement: how selections of ranks relate, which decides how messages grow with ranks.
         cost: measured, at the number of ranks that took part.
-        builtin: comes with DDP: exchanged in DDP's buckets, beside backward.
+        builtin: comes with DDP: exchanged in DDP's buckets, which overlaps with backward.
     """
 
     name: str
     density: float
-    agreement: Agreement
     cost: GroupCost
     builtin: bool = False
-
-    @property
-    def label(self) -> str:
-        """Name and density."""
-        return self.name if self.builtin or self.agreement is Agreement.EVERYTHING else f"{self.name} {self.density:g}"
 
     def between(self, known: int, ranks: int, network: Network, value_bytes: int = 4) -> Method:
         """The same method between another number of ranks, on another network.
 
-        Messages per coordinate of a group change like this: picks of methods in which each rank picks by itself stay as
-        long as they are, and their union grows with the ranks, up to everything; where ranks share a budget, or each
-        adds up a region for all, one rank's message shrinks and the union stays. A tree has one round more with each
-        doubling.
+        Messages grow or shrink as the real pipeline's do, counted without a network
+        (:func:`~lightning_sparse.traffic.count_bytes`); those that ``known`` ranks do not send are as counted. What was
+        measured may be longer than the density says, as thresholds let it: a sum is at most as long as the group.
+
+        Args:
+            known: ranks between which the cost was measured.
+            ranks: the other number.
+            network: between these.
+            value_bytes: bytes of a value.
         """
-        rounds = _doublings(ranks) / max(1, _doublings(known))
-        by_region = any(part.operation == "all_to_all" for part in self.cost.traffic)
-        together = by_region or self.agreement in (Agreement.SHARED, Agreement.DISJOINT)
-        parts = []
-        for part in self.cost.traffic:
-            fixed, each, calls = part.nbytes.alpha, part.nbytes.beta, part.calls
-            if part.operation == "send_on":
-                fixed, each, calls = fixed * rounds, each * rounds, calls * rounds
-            elif part.operation == "all_gather" and together:
-                each *= known / ranks
-            elif part.operation == "all_reduce" and self.agreement is Agreement.INDEPENDENT:
-                each = min(max(each, value_bytes), each * ranks / known)
-            parts.append(Traffic(part.operation, calls, Line(fixed, each)))
-        return replace(self, cost=replace(self.cost, traffic=tuple(parts)).on(network))
+        traffic = {part.operation: part for part in self.cost.traffic}
+        if not self.builtin:
+            before, after = _counted(self.name, self.density, known), _counted(self.name, self.density, ranks)
+            for operation, (calls, each) in after.items():
+                if operation not in before:
+                    traffic[operation] = Traffic(operation, calls, Line(0.0, each))
+                elif (part := traffic.get(operation)) is not None:
+                    fixed, slope, growth = part.nbytes.alpha, part.nbytes.beta, each / before[operation][1]
+                    most = max(slope, value_bytes) if operation == "all_reduce" else math.inf
+                    nbytes = Line(fixed * growth, min(slope * growth, most))
+                    traffic[operation] = Traffic(operation, part.calls * calls / before[operation][0], nbytes)
+        return replace(self, cost=replace(self.cost, traffic=tuple(traffic.values())).on(network))
 
 
-def _doublings(ranks: int) -> int:
-    return max(0, ranks - 1).bit_length()
+@functools.cache
+def _counted(sparsifier: str, density: float, ranks: int) -> dict[str, tuple[int, float]]:
+    """Calls, and bytes for each coordinate, by operation."""
+    calls, nbytes = Counter[str](), Counter[str]()
+    for operation, size in count_bytes(sparsifier, COUNTED, ranks, density).messages:
+        calls[operation] += 1
+        nbytes[operation] += size
+    return {operation: (calls[operation], nbytes[operation] / COUNTED) for operation in calls}
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Plain):
     """Everything that predictions start from, as one machine saw it.
 
     Args:
         sizes: of all parameters, in order of registration.
-        layers: in the order of backward, with their times.
-        rest_seconds: of a step without any exchange, all that is not backward.
-        network: between the ranks; of one rank if there was none.
-        overlap: what goes on beside backward where the engine exchanges.
-        bucket_numels: in which DDP hands over gradients to the engine.
+        profile: of a step, with the cost of dense groups.
         methods: with their costs.
         moment: that an optimizer of Adam's family keeps; None if none does.
     """
 
     sizes: Sequence[ParameterSize]
-    layers: Sequence[LayerTime]
-    rest_seconds: float
-    network: Network
-    overlap: Overlap
-    bucket_numels: tuple[float, float]
+    profile: Profile
     methods: Sequence[Method]
     moment: FirstMoment | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for JSON."""
-        return {
-            "sizes": [list(size) for size in self.sizes],
-            "profile": self._profile(self.methods[0].cost).as_dict(),
-            "methods": [[m.name, m.density, m.agreement.value, m.builtin, m.cost.as_dict()] for m in self.methods],
-            "moment": None if self.moment is None else list(self.moment),
-        }
-
-    @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> Measured:
-        """The inverse of :meth:`as_dict`."""
-        first = Profile.from_dict(plain["profile"])
-        methods = [
-            Method(name, density, Agreement(agreement), GroupCost.from_dict(cost), builtin)
-            for name, density, agreement, builtin, cost in plain["methods"]
-        ]
-        return cls(
-            [ParameterSize(*size) for size in plain["sizes"]],
-            first.layers,
-            first.rest_seconds,
-            first.network,
-            first.overlap,
-            first.bucket_numels,
-            methods,
-            None if plain["moment"] is None else FirstMoment(*plain["moment"]),
-        )
-
-    def _profile(self, cost: GroupCost) -> Profile:
-        return Profile("", self.layers, self.rest_seconds, self.network, [cost], self.overlap, self.bucket_numels)
 
     @property
     def on_cpu(self) -> bool:
         """Whether the parameters live on a CPU."""
         return str(self.sizes[0].kind).endswith("cpu")
 
-    @property
-    def compute_seconds(self) -> float:
-        """A step without any exchange."""
-        return self.rest_seconds + sum(layer.backward_seconds for layer in self.layers)
-
     def step_seconds(self, method: Method, grouping: str) -> tuple[float, int]:
         """A whole step with a method's cost as it stands, and the number of groups."""
-        profile = self._profile(method.cost)
+        profile = replace(self.profile, costs=[method.cost])
         if method.builtin:  # DDP begins each of its buckets at once, and never waits for it in backward
-            beside: Overlap = "all" if self.overlap == "all" else "transfer"
-            profile = replace(profile, overlap=beside, bucket_numels=bucket_numels(self.sizes, DDP_BUCKET_MB))
-        rule = GROUPINGS[grouping]
-        if isinstance(rule, OptimalMerge):
-            rule = ProfiledMerge(profile, method.density)
-        groups, times = timeline(make_plan(self.sizes, rule, ALL_SPARSE, DDP_BUCKET_MB), profile)
-        return profile.timeline_seconds(times, method.density), len(groups)
+            overlap: Overlap = "full" if profile.overlap == "full" else "comm"
+            profile = replace(profile, overlap=overlap, bucket_numels=bucket_numels(self.sizes, DDP_BUCKET_MB))
+        plan = make_plan(self.sizes, grouping, ALL_SPARSE, DDP_BUCKET_MB, profile, method.density)
+        return profile.step_seconds(plan, method.density), len(plan)
 
 
 class Scenario(NamedTuple):
@@ -224,10 +164,10 @@ def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[S
     Raises:
         ValueError: if a number is not positive, or there is one rank only and no rate is given.
     """
-    for name, values, kind in (("ranks", ranks, int), ("gbit", gbit, (int, float))):
-        for value in values:
-            if isinstance(value, bool) or not isinstance(value, kind) or not value > 0:
-                raise ValueError(f"Expected {name} to be positive numbers but got {value!r}.")
+    for n in ranks:
+        check_integer(n, "ranks")
+    for rate in gbit:
+        check_positive(rate, "gbit")
     here = [Scenario(n, None) for n in (known, *([] if gbit else ranks))] if known > 1 else []
     others = [Scenario(n, rate) for n in (ranks or [known]) for rate in gbit]
     found = list(dict.fromkeys(one for one in here + others if one.ranks > 1))
@@ -241,23 +181,23 @@ def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[S
 
 def predict(measured: Measured, wanted: Sequence[Scenario]) -> Iterator[Prediction]:
     """Step times of all methods under all groupings; those that come with DDP under DDP's buckets only."""
-    known = measured.network.ranks
+    known = measured.profile.network.ranks
     for scenario in wanted:
         rows = []
         if scenario == (known, None):
             methods = list(measured.methods)
         else:
             rate = None if scenario.gbit is None else scenario.gbit * 1e9
-            here = measured.network if known > 1 else Network.ring(2, LATENCY, float("inf"))
+            here = measured.profile.network if known > 1 else Network.ring(2, LATENCY, float("inf"))
             network = here.between(scenario.ranks, rate)
             value_bytes = measured.sizes[0].element_size
             methods = [method.between(known, scenario.ranks, network, value_bytes) for method in measured.methods]
         for method in methods:
-            for grouping in ["bucket"] if method.builtin else list(GROUPINGS):
+            for grouping in ["bucket"] if method.builtin else list(TRIED):
                 rows.append((method, grouping, *measured.step_seconds(method, grouping)))
         dense = next(seconds for method, _, seconds, _ in rows if method.name == "dense")
         for method, grouping, seconds, groups in rows:
-            exposed = seconds - measured.compute_seconds
+            exposed = seconds - measured.profile.compute_seconds
             yield Prediction(
                 scenario,
                 method.name,

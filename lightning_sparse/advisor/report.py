@@ -173,6 +173,7 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any
         "sparsifier": best.method,
         "density": best.density,
         "grouping": groupings.get(best.grouping, best.grouping),
+        "messages": "group",  # as predicted
     }
     ours = isinstance(given, dict) and "SparseDDPStrategy" in str(given.get("class_path"))
     own = (given.get("init_args") or {}) if ours else {}

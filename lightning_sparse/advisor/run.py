@@ -15,7 +15,6 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_sparse import packages
 from lightning_sparse.advisor.prediction import (
     ALL_SPARSE,
     BEST_TRAINED,
@@ -31,8 +30,10 @@ from lightning_sparse.advisor.prediction import (
     winner,
 )
 from lightning_sparse.advisor.survey import Survey
+from lightning_sparse.checks import check_integer
+from lightning_sparse.config import SparsificationConfig, Watch
+from lightning_sparse.integrations import packages
 from lightning_sparse.sparsifiers import SPARSIFIERS
-from lightning_sparse.watch import WATCH
 
 OWN_OPTIONS = {
     "logger": False,
@@ -140,13 +141,13 @@ class Advice:
 
     def assumptions(self) -> list[str]:
         """What the predictions take for granted, one sentence each."""
-        network, measured = self.measured.network, self.measured
+        network, profile = self.measured.profile.network, self.measured.profile
         sentences = [
-            f"Measured: a step without exchange takes {1e3 * measured.compute_seconds:.4g} ms, "
-            f"{1e3 * (measured.compute_seconds - measured.rest_seconds):.4g} ms of it backward. Beside backward goes: "
-            f"{measured.overlap}.",
+            f"Measured: a step without exchange takes {1e3 * profile.compute_seconds:.4g} ms, "
+            f"{1e3 * (profile.compute_seconds - profile.rest_seconds):.4g} ms of it backward. Overlap with "
+            f"backward: {profile.overlap}.",
             "Every rank computes as fast as here, whatever their number, and none waits for another.",
-            "Gradients for the rehearsal are made up: heavy-tailed, ranks agree on half of their variance.",
+            "Gradients for these measurements are made up: heavy-tailed, ranks agree on half of their variance.",
             "Small parameters are counted as sparsified; by default they stay dense, which is one short message more.",
             "One exchange after the other goes over the network; DDP hands gradients over in buckets.",
             f"A sparsifier must shorten the step by {MARGIN:.0%} at least. Of those within {MARGIN:.0%} of the "
@@ -196,8 +197,8 @@ def advise(
 ) -> Advice:
     """Profile some training steps of a module, and predict the step time of every way to exchange its gradients.
 
-    Runs ``warmup + steps`` steps of the module's own training with a Trainer, times backward, the network between the
-    ranks and every sparsifier, and predicts: dense DDP, DDP's fp16, bf16 and PowerSGD hooks, and each sparsifier at
+    Runs ``warmup + steps + 2`` steps of the module's own training with a Trainer, times backward, the network between
+    the ranks and every sparsifier, and predicts: dense DDP, DDP's fp16, bf16 and PowerSGD hooks, and each sparsifier at
     each density under each grouping, for the network as measured and for others. The module's parameters are put back
     as they were; what ``configure_model`` makes stays.
 
@@ -245,12 +246,11 @@ def advise(
         >>> torch.distributed.destroy_process_group()
     """
     for name, value, least in (("warmup", warmup, 1), ("steps", steps, 2)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"Expected {name} to be an integer of at least {least} but got {value!r}.")
+        check_integer(value, name, least)
     name = package_of(type(module))
     package = importlib.import_module(name)
     _check_data(package.LightningDataModule, train_dataloaders, datamodule)
-    strategy_class = importlib.import_module(f"lightning_sparse.strategy.{packages_file(name)}").SparseDDPStrategy
+    strategy_class = importlib.import_module(f"lightning_sparse.integrations.{packages_file(name)}").SparseDDPStrategy
     options = dict(trainer or {})
     given = options.pop("strategy", None)
     kept = kept_settings(given)
@@ -315,11 +315,11 @@ def package_of(module_class: type) -> str:
     for name in packages.installed():
         if name in sys.modules and issubclass(module_class, sys.modules[name].LightningModule):
             return name
-    raise ValueError(f"Expected a LightningModule but got {module_class.__name__}.")
+    raise ValueError(f"Expected a LightningModule, but got {module_class.__name__}.")
 
 
 def packages_file(package: str) -> str:
-    """The file in ``strategy/`` that serves a Lightning package."""
+    """The file in ``integrations/`` that serves a Lightning package."""
     return package.partition(".")[0]
 
 
@@ -358,9 +358,10 @@ def silenced(strategy: Any) -> bool:
     Args:
         strategy: as for :func:`kept_settings`.
     """
-    watch = getattr(strategy, "watch", WATCH)
+    config = getattr(strategy, "config", None)
+    watch = config.watch if isinstance(config, SparsificationConfig) else Watch()
     if isinstance(strategy, dict):
-        watch = (strategy.get("init_args") or {}).get("watch", WATCH)
+        watch = (strategy.get("init_args") or {}).get("watch", watch)
     if isinstance(watch, dict):
         return (watch.get("init_args") or {}).get("adam") is False
     return watch is None or not watch.adam

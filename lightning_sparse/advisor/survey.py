@@ -13,17 +13,16 @@ from torch import Tensor
 from lightning_sparse.advisor.prediction import Measured, Method
 from lightning_sparse.attach import delivery_mb, sizes_of
 from lightning_sparse.collective import Collective
+from lightning_sparse.core import Agreement
 from lightning_sparse.density import check_density
 from lightning_sparse.exchanges import as_exchange
-from lightning_sparse.grouping import NOTHING, GroupCost, Line, Overlap, Traffic
-from lightning_sparse.grouping.plan import bucket_numels
-from lightning_sparse.hook import Engine
 from lightning_sparse.memory import Residual
 from lightning_sparse.memory.first_moment import first_moment
-from lightning_sparse.profiling import BackwardTimer, from_rank_zero, measure, measure_network, rehearse, sizes_up_to
+from lightning_sparse.performance import NOTHING, GroupCost, Line, Profiler, Traffic
+from lightning_sparse.performance.rank_sync import from_rank_zero, measure
+from lightning_sparse.plan.plan import bucket_numels
+from lightning_sparse.reducer import Engine
 from lightning_sparse.sparsifiers import SPARSIFIERS
-from lightning_sparse.tuning.planner import overlap
-from lightning_sparse.types import Agreement
 
 POWER_SGD_RANK = 4
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -60,76 +59,62 @@ class Survey:
         self._sparsifiers = {name: SPARSIFIERS.resolve(name) for name in methods}
         self._densities = [check_density(density, "densities") for density in densities]
         self._warmup, self._steps, self._path, self._progress = warmup, steps, path, progress
-        self._seen = 0
-        self._timer: BackwardTimer | None = None
+        self._profiler: Profiler | None = None
 
     def before_step(self, engine: Engine) -> None:
         """Count steps, then measure everything within one step."""
         if self.result is not None:
             return
-        if self._timer is None:
-            held_up = lambda: engine.held_up_seconds  # noqa: E731
-            self._timer = BackwardTimer(self._strategy.model, engine.parameters, engine.device, held_up)
-        if self._seen > self._warmup:
-            self._timer.keep()
-        if self._seen == 0:
+        if self._profiler is None:
+            first, others = delivery_mb(self._strategy.model)
+            buckets = bucket_numels(sizes_of(engine.parameters), others, first)
+            self._profiler = Profiler(self._strategy.model, engine, self._warmup, self._steps, buckets)
             self._tell(engine, "timing backward", 0.0)
-        self._seen += 1
-        if self._seen > self._warmup + self._steps:
-            self._timer.close()
-            own = self._measure(self._timer, engine)
+        if self._profiler.before_step():
+            own = self._measure(self._profiler, engine)
             self.result = Measured.from_dict(from_rank_zero(own.as_dict(), engine.comm, engine.device))
             if engine.comm.rank == 0:
                 self._path.write_text(json.dumps(own.as_dict()))
 
     def close(self) -> None:
         """Stop watching backward."""
-        if self._timer is not None:
-            self._timer.close()
+        if self._profiler is not None:
+            self._profiler.close()
 
-    def _measure(self, timer: BackwardTimer, engine: Engine) -> Measured:
+    def _measure(self, profiler: Profiler, engine: Engine) -> Measured:
         comm, device = engine.comm, engine.device
         sizes = sizes_of(engine.parameters)
-        dtype = next(iter(engine.parameters.values())).dtype
-        layers, rest = timer.result(comm)
-        self._tell(engine, "timing the network", 0.1)
         numel = sum(size.numel for size in sizes)
+        dtype = next(iter(engine.parameters.values())).dtype
+        self._tell(engine, "timing the network", 0.1)
         # One rank on a CPU exchanges inline, several do not: see executor "auto".
-        alone = comm.world_size == 1 and device.type == "cpu"
-        beside: Overlap = "transfer" if alone else overlap(engine)
-        network = measure_network(comm, device, dtype, numel * dtype.itemsize, busy=beside == "transfer")
-        dense = GroupCost(1.0, NOTHING, NOTHING, network.dense(dtype.itemsize), (_reduce(1, dtype.itemsize),))
-        methods = [Method("dense", 1.0, Agreement.EVERYTHING, dense, builtin=True)]
+        profiler.measure_step("comm" if comm.world_size == 1 and device.type == "cpu" else None)
+        all_reduce = profiler.network.all_reduce
+        dense = GroupCost(1.0, NOTHING, NOTHING, all_reduce.per(dtype.itemsize), (_reduce(1, dtype.itemsize),))
+        methods = [Method("dense", 1.0, dense, builtin=True)]
         if dtype.itemsize > 2:
             methods += [_halved(name, half, dtype, comm, device) for name, half in HALVES.items()]
-        methods.append(_power_sgd(engine.parameters, comm, device, network.all_reduce))
+        methods.append(_power_sgd(engine.parameters, comm, device, all_reduce))
         jobs = [
             (name, sparsifier, density)
             for name, sparsifier in self._sparsifiers.items()
             for density in ([1.0] if sparsifier.agreement is Agreement.EVERYTHING else self._densities)
         ]
         for done, (name, sparsifier, density) in enumerate(jobs):
-            self._tell(engine, f"rehearsing {name} at {density:g}", 0.2 + 0.8 * done / len(jobs))
-            cost = rehearse(
-                comm,
-                device,
-                sizes_up_to(numel),
+            self._tell(engine, f"timing {name} at {density:g}", 0.2 + 0.8 * done / len(jobs))
+            cost = profiler.group_cost(
+                numel,
                 sparsifier=sparsifier,
                 exchange=as_exchange(None, sparsifier),
                 memory=Residual(),
                 density=density,
-                dtype=dtype,
                 repeats=3,
                 seconds=0.3,
             )
-            if beside == "transfer":
-                cost = cost.on(network)
-            methods.append(Method(name, density, sparsifier.agreement, cost))
-        first, others = delivery_mb(self._strategy.model)
+            methods.append(Method(name, density, cost))
         own = {id(parameter) for parameter in engine.parameters.values()}
         moments = [found for one in engine.optimizers if (found := first_moment(one, own)) is not None]
-        moment = moments[0] if moments else None
-        return Measured(sizes, layers, rest, network, beside, bucket_numels(sizes, others, first), methods, moment)
+        return Measured(sizes, profiler.profile([dense]), methods, moments[0] if moments else None)
 
     def _tell(self, engine: Engine, what: str, done: float) -> None:
         if engine.comm.rank == 0:
@@ -156,7 +141,7 @@ def _halved(name: str, half: torch.dtype, dtype: torch.dtype, comm: Collective, 
     process = _line(lambda x: x.to(half).to(x.dtype), dtype, comm, device)
     transfer = _line(comm.all_reduce, half, comm, device) if comm.world_size > 1 else NOTHING
     cost = GroupCost(1.0, NOTHING, process, transfer, (_reduce(1, half.itemsize),))
-    return Method(name, 1.0, Agreement.EVERYTHING, cost, builtin=True)
+    return Method(name, 1.0, cost, builtin=True)
 
 
 def _power_sgd(parameters: dict[str, Any], comm: Collective, device: torch.device, all_reduce: Line) -> Method:
@@ -184,4 +169,4 @@ def _power_sgd(parameters: dict[str, Any], comm: Collective, device: torch.devic
     traffic = _reduce(3, 4 * sent / numel)
     transfer = Line(3 * all_reduce.alpha, all_reduce.beta * 4 * sent / numel)
     cost = GroupCost(1.0, NOTHING, Line(0.0, seconds / numel), transfer, (traffic,))
-    return Method("powersgd", 1.0, Agreement.EVERYTHING, cost, builtin=True)
+    return Method("powersgd", 1.0, cost, builtin=True)

@@ -1,7 +1,8 @@
 """How picks travel: one file per pattern."""
 
 from lightning_sparse.exchanges.balanced import Balanced
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange, as_exchange
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange
+from lightning_sparse.exchanges.base import as_exchange as as_exchange  # not one of the package's public names
 from lightning_sparse.exchanges.dense import Dense
 from lightning_sparse.exchanges.follow_leader import FollowLeader
 from lightning_sparse.exchanges.gather_pairs import GatherPairs
@@ -21,5 +22,4 @@ __all__ = [
     "ReduceShared",
     "ReduceUnion",
     "Tree",
-    "as_exchange",
 ]

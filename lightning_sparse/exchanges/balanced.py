@@ -8,11 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_sparse.collective import Collective
+from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange
 from lightning_sparse.exchanges.merging import add_up, masked, pack, strongest, unpack
-from lightning_sparse.types import Agreement, Context, Selection, Update
+from lightning_sparse.kernels import pad, spread
+from lightning_sparse.messages import AllGather, AllReduce, AllToAll, Steps
 
 
 @EXCHANGES.register
@@ -46,57 +47,53 @@ class Balanced(Exchange):
 
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT})
 
-    def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
+    def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
-        n, padding = comm.world_size, acc.numel() - 1
+        n, padding = ctx.world_size, acc.numel() - 1
         k = count(ctx.density, padding)
         slots = min(padding, -(-3 * k // (2 * n)))
-        bounds, counts = _regions(selection, k, padding, comm)
+        bounds, counts = yield from _regions(selection, k, padding, ctx)
         mine = _split(selection.indices, bounds, slots, ctx.step)
-        rows = comm.all_to_all(torch.stack([pack((row, acc[row]), slots, padding) for row in mine]))
+        rows = yield AllToAll(torch.stack([pack((row, acc[row]), slots, padding) for row in mine]))
         sums = add_up([unpack(row, slots, acc.dtype, padding) for row in rows], padding)
         largest = masked(sums, strongest(sums, slots, padding), padding)
-        found = [unpack(row, slots, acc.dtype, padding) for row in comm.all_gather(pack(largest, slots, padding))]
-        heard = torch.cat([indices for indices, _ in found]), torch.cat([values for _, values in found])
-        union, total = (x[:k] for x in masked(heard, strongest(heard, k, padding), padding))
+        rows = yield AllGather(pack(largest, slots, padding))
+        found = [unpack(row, slots, acc.dtype, padding) for row in rows]
+        received = torch.cat([indices for indices, _ in found]), torch.cat([values for _, values in found])
+        union, total = (x[:k] for x in masked(received, strongest(received, k, padding), padding))
         sent = mine.flatten()
         sent = sent.masked_fill(~_among(sent, union), padding)
         return Update(union, total / n, sent, None, counts, (union < padding).sum())
 
 
-def _regions(selection: Selection, k: int, numel: int, comm: Collective) -> tuple[Tensor, Tensor]:
+def _regions(selection: Selection, k: int, numel: int, ctx: Context) -> Steps[tuple[Tensor, Tensor]]:
     """(n + 1,) boundaries of the regions, and (n,) counts of all ranks, in one message."""
-    n, device = comm.world_size, selection.indices.device
+    n, device = ctx.world_size, selection.indices.device
     parts = torch.arange(n + 1, device=device)
     even = parts * numel // n
-    ordered = torch.cat([selection.indices, even.new_full((1,), numel)])
+    ordered = pad(selection.indices, selection.indices.numel() + 1, numel)
     own = torch.where(selection.count > 0, ordered[parts[1:-1] * selection.count // n], 0)
-    counts = torch.where(parts[:-1] == comm.rank, selection.count, 0)
-    heard = comm.all_reduce(torch.cat([own, counts]))
-    places, counts = heard[: n - 1], heard[n - 1 :]
+    counts = torch.where(parts[:-1] == ctx.rank, selection.count, 0)
+    received = yield AllReduce(torch.cat([own, counts]))
+    places, counts = received[: n - 1], received[n - 1 :]
     if k == numel:
         return even, counts
-    # A rank that has picked nothing has no say in where the picks are.
+    # A rank that has picked nothing is not counted in where the picks are.
     inner = places // (counts > 0).sum().clamp(min=1)
     return torch.cat([even[:1], inner, even[-1:]]), counts
 
 
 def _split(indices: Tensor, bounds: Tensor, slots: int, phase: int) -> Tensor:
-    """(n, slots) picks by region, padded; where a region has more, every part of it loses the same share.
-
-    With ``total > slots`` picks, slot s holds that of ordinal ``ceil(((s + 1) total - phase) / slots) - 1``.
-    """
+    """(n, slots) picks by region, padded; where a region has more, every part of it loses the same share."""
     first = torch.searchsorted(indices, bounds)
     first, total = first[:-1, None], first.diff()[:, None]
-    slot = torch.arange(slots, device=indices.device)
-    shift = torch.remainder(torch.full_like(total, phase), total.clamp(min=1))
-    thinned = ((slot + 1) * total - shift + slots - 1) // slots - 1
-    place = first + torch.where(total > slots, thinned, slot)
+    ordinals = spread(total, slots, phase)
+    place = (first + ordinals - 1).clamp(max=indices.numel())
     ordered = torch.cat([indices, bounds[-1:]])
-    return torch.where(slot < total, ordered[place.clamp(max=indices.numel())], bounds[-1])
+    return torch.where(ordinals <= total, ordered[place], bounds[-1])
 
 
 def _among(values: Tensor, ordered: Tensor) -> Tensor:
     """Which values are in an ascending tensor."""
-    ordered = torch.cat([ordered, ordered.new_full((1,), -1)])
+    ordered = pad(ordered, len(ordered) + 1, -1)
     return ordered[torch.searchsorted(ordered[:-1], values)] == values

@@ -1,8 +1,9 @@
 """What an exchange is, and the one message format that exchanges share.
 
-An exchange owns the network of a group step: it makes one update out of the ranks' selections and says what each rank
-has sent. *Own release*: a rank forgets what it picked. *Union release*: every rank contributes, and forgets, its values
-at all coordinates that any rank picked. Which of the two it is, the exchange decides.
+An exchange decides what a group's ranks tell each other: it makes one update out of the ranks' selections and says what
+each rank has sent. It never sees the network, but yields :mod:`messages <lightning_sparse.messages>`. *Own release*: a
+rank forgets what it picked. *Union release*: every rank contributes, and forgets, its values at all coordinates that
+any rank picked. Which of the two it is, the exchange decides.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.collective import Collective
-from lightning_sparse.kernels import static_shapes
+from lightning_sparse.core import Agreement, Context, Selection, Update
+from lightning_sparse.kernels import pad, static_shapes
+from lightning_sparse.messages import AllGather, Steps
 from lightning_sparse.registry import Registry
-from lightning_sparse.types import Agreement, Context, Selection, Update
 
 
 class Exchange(ABC):
@@ -26,7 +27,7 @@ class Exchange(ABC):
     """Kinds of selections this pattern is right for."""
 
     @abstractmethod
-    def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
+    def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Update | Steps[Update]:
         """Exchange one group.
 
         Args:
@@ -34,10 +35,10 @@ class Exchange(ABC):
                 sends everything: what it leaves there is not looked at.
             selection: what this rank picked.
             ctx: the step.
-            comm: the only way to the other ranks.
 
         Returns:
-            The update, equal on all ranks but for what this rank has sent.
+            A coroutine that asks for messages, and ends with the update: equal on all ranks but for what this rank has
+            sent. One that asks for nothing may return the update itself.
         """
 
 
@@ -67,6 +68,12 @@ def as_exchange(exchange: Exchange | str | None, sparsifier: object) -> Exchange
     return chosen
 
 
+def own_picks(selection: Selection) -> Tensor:
+    """Coordinates that this rank picked, as an update may have them: without padding on the CPU."""
+    indices = selection.indices
+    return indices if static_shapes(indices.device) else indices[: int(selection.count)]
+
+
 class Picks(NamedTuple):
     """The selections of all ranks, as every rank knows them after :func:`gather_picks`."""
 
@@ -77,28 +84,25 @@ class Picks(NamedTuple):
     counts: Tensor
     """(n,) int64."""
     spare: list[Tensor] | None = None
-    """n tensors of bool like ``indices``: which picks are spare, see :class:`~lightning_sparse.types.Selection`."""
+    """n tensors of bool like ``indices``: which picks are spare, see :class:`~lightning_sparse.core.Selection`."""
 
     def joined(self) -> Tensor:
         """All coordinates, in rank order."""
         return torch.cat(self.indices)
 
 
-def same_length(
-    selection: Selection, values: Tensor | None, padding: int, comm: Collective
-) -> tuple[Selection, Tensor | None]:
+def same_length(selection: Selection, values: Tensor | None, padding: int) -> Steps[tuple[Selection, Tensor | None]]:
     """The selection, and values if there are any, padded to the longest one where lengths may differ."""
     if selection.aligned:
         return selection, values
-    indices, spare = selection.indices, selection.spare
-    missing = int(comm.all_gather(selection.count).max()) - indices.numel()
-    indices = torch.cat([indices, indices.new_full((missing,), padding)])
-    spare = None if spare is None else torch.cat([spare, spare.new_zeros(missing)])
-    padded = selection._replace(indices=indices, spare=spare)
-    return padded, None if values is None else torch.cat([values, values.new_zeros(missing)])
+    counts = yield AllGather(selection.count)
+    slots, spare = int(counts.max()), selection.spare
+    spare = None if spare is None else pad(spare, slots, False)
+    padded = selection._replace(indices=pad(selection.indices, slots, padding), spare=spare)
+    return padded, None if values is None else pad(values, slots, 0)
 
 
-def gather_picks(selection: Selection, values: Tensor | None, padding: int, comm: Collective) -> Picks:
+def gather_picks(selection: Selection, values: Tensor | None, padding: int) -> Steps[Picks]:
     """All-gather selections, and optionally one value per pick, in one message per rank.
 
     The message is int32 words: the count, the coordinates (inverted, and so negative, where a pick is spare), the bits
@@ -109,18 +113,17 @@ def gather_picks(selection: Selection, values: Tensor | None, padding: int, comm
         selection: this rank's picks.
         values: (c,) values at ``selection.indices``, or None.
         padding: the padding index; must fit into 31 bits.
-        comm: the ranks.
     """
-    selection, values = same_length(selection, values, padding, comm)
+    selection, values = yield from same_length(selection, values, padding)
     indices, slots = selection.indices, selection.indices.numel()
     if selection.spare is not None:
         indices = torch.where(selection.spare, ~indices, indices)
     parts = [selection.count.view(1).int(), indices.int()]
     if values is not None:
         parts.append(values.view(torch.int32))
-    rows = comm.all_gather(torch.cat(parts))
+    rows = yield AllGather(torch.cat(parts))
     counts = rows[:, 0].long()
-    ends = [slots] * comm.world_size if static_shapes(counts.device) else counts.tolist()
+    ends = [slots] * len(counts) if static_shapes(counts.device) else counts.tolist()
     picked = [row[1 : 1 + end].long() for row, end in zip(rows, ends, strict=True)]
     spare = None
     if selection.spare is not None:

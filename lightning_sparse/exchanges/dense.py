@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_sparse.collective import Collective
+from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange
-from lightning_sparse.types import Agreement, Context, Selection, Update
+from lightning_sparse.messages import AllReduce, Steps
 
 
 @EXCHANGES.register
@@ -23,9 +23,9 @@ class Dense(Exchange):
 
     accepts: ClassVar[frozenset[Agreement]] = frozenset(Agreement)
 
-    def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
+    def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
-        numel = acc.numel() - 1
-        values = comm.all_reduce(acc[:-1]) / comm.world_size
-        counts = torch.full((comm.world_size,), numel, device=acc.device)
-        return Update(None, values, None, None, counts, torch.full((), numel, device=acc.device))
+        n, numel = ctx.world_size, acc.numel() - 1
+        total = yield AllReduce(acc[:-1])
+        counts = torch.full((n,), numel, device=acc.device)
+        return Update(None, total / n, None, None, counts, torch.full((), numel, device=acc.device))

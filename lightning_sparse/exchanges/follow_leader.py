@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_sparse.collective import Collective
+from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange
-from lightning_sparse.types import Agreement, Context, Selection, Update
+from lightning_sparse.messages import AllReduce, Broadcast, Steps
 
 
 @EXCHANGES.register
@@ -31,10 +31,10 @@ class FollowLeader(Exchange):
 
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.LEADER})
 
-    def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
+    def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
-        n, padding = comm.world_size, acc.numel() - 1
-        indices = comm.broadcast(selection.indices.int(), ctx.step % n).long()
-        values = comm.all_reduce(acc[indices]) / n
+        n, padding = ctx.world_size, acc.numel() - 1
+        indices = (yield Broadcast(selection.indices.int(), ctx.step % n)).long()
+        total = yield AllReduce(acc[indices])
         size = (indices < padding).sum()
-        return Update(indices, values, indices, None, size.repeat(n), size)
+        return Update(indices, total / n, indices, None, size.repeat(n), size)

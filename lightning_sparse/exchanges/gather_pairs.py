@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_sparse.collective import Collective
+from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange, gather_picks
 from lightning_sparse.kernels import distinct, locate
-from lightning_sparse.types import Agreement, Context, Selection, Update
+from lightning_sparse.messages import Steps
 
 
 @EXCHANGES.register
@@ -31,12 +31,12 @@ class GatherPairs(Exchange):
 
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT, Agreement.DISJOINT})
 
-    def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
+    def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         padding = acc.numel() - 1
-        picks = gather_picks(selection, acc[selection.indices], padding, comm)
+        picks = yield from gather_picks(selection, acc[selection.indices], padding)
         assert picks.values is not None
-        if selection.disjoint:
+        if ctx.disjoint:
             union, size = picks.joined(), picks.counts.sum()
             total = torch.cat(picks.values)
         else:
@@ -44,4 +44,4 @@ class GatherPairs(Exchange):
             total = acc.new_zeros(union.shape)
             for indices, values in zip(picks.indices, picks.values, strict=True):
                 total.index_add_(0, locate(union, indices), values)
-        return Update(union, total / comm.world_size, selection.indices, None, picks.counts, size)
+        return Update(union, total / ctx.world_size, selection.indices, None, picks.counts, size)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels import distinct, locate, static_shapes, top_k
+from lightning_sparse.kernels import distinct, locate, pad, static_shapes, top_k
 
 Pairs = tuple[Tensor, Tensor]
 """Coordinates and values."""
@@ -21,7 +21,7 @@ def add_up(parts: Sequence[Pairs], padding: int) -> Pairs:
     """Sum of sparse vectors, ascending; each sum is formed in the order of the parts, so that ranks agree on it."""
     union, _ = distinct(torch.cat([indices for indices, _ in parts]), padding)
     # One more slot: padding finds a place even where the union has none.
-    union = torch.cat([union, union.new_full((1,), padding)])
+    union = pad(union, len(union) + 1, padding)
     total = parts[0][1].new_zeros(union.shape)
     for indices, values in parts:
         total.index_add_(0, locate(union, indices), values)
@@ -64,9 +64,7 @@ def pack(pairs: Pairs, slots: int, padding: int) -> Tensor:
         padding: fills up.
     """
     indices, values = (x[:slots] for x in pairs)
-    missing = slots - indices.numel()
-    indices = torch.cat([indices, indices.new_full((missing,), padding)])
-    values = torch.cat([values, values.new_zeros(missing)])
+    indices, values = pad(indices, slots, padding), pad(values, slots, 0)
     return torch.cat([indices.int(), values.contiguous().view(torch.int32)])
 
 

@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_sparse.collective import Collective
+from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, same_length
 from lightning_sparse.exchanges.reduce_union import union_of
 from lightning_sparse.kernels import static_shapes
-from lightning_sparse.types import Agreement, Context, Selection, Update
+from lightning_sparse.messages import AllGather, AllReduce, Steps
 
 BLOCK = 1 << 16
 """Coordinates that a 16-bit offset can tell apart."""
@@ -50,7 +50,7 @@ class PackedUnion(Exchange):
 
     Indices travel as 16-bit offsets in blocks of 65 536 coordinates and one count for each block, where that is
     shorter, and as 32 bits where it is not; with 4 bits each for class and :attr:`spare
-    <lightning_sparse.types.Selection.spare>`. Together ``2.5 (n - 1) m`` bytes of indices for the longest selection m
+    <lightning_sparse.core.Selection.spare>`. Together ``2.5 (n - 1) m`` bytes of indices for the longest selection m
     and ``4 (n - 1) / n |U|`` of values, plus a few words.
 
     At density 1, with a single rank, and from 512 ranks on (too few levels), values travel unrounded.
@@ -62,19 +62,19 @@ class PackedUnion(Exchange):
 
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT, Agreement.SHARED, Agreement.DISJOINT})
 
-    def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
+    def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
-        numel, n = acc.numel() - 1, comm.world_size
+        numel, n = acc.numel() - 1, ctx.world_size
         most = max(1, LANE // n)
-        picks, levels, lowest, trouble = _gather(acc, selection, most, comm)
-        union = union_of(picks, selection, numel, ctx.step, levels)
+        picks, levels, lowest, trouble = yield from _gather(acc, selection, most, n)
+        union = union_of(picks, selection, numel, ctx, levels)
         indices, named = union.indices, union.named
         if n == 1 or count(ctx.density, numel) == numel or most < FEWEST_LEVELS:
-            values = comm.all_reduce(acc[indices]) / n
-            return Update(indices, values, indices, None, picks.counts, union.size, named)
+            total = yield AllReduce(acc[indices])
+            return Update(indices, total / n, indices, None, picks.counts, union.size, named)
         unit = _step_of(_raised(union.levels, lowest, most), acc.dtype)
         whole = (acc[indices] / unit).round().clamp(-most, most).nan_to_num(nan=0.0)
-        total = unpack(comm.all_reduce(pack(whole.int())), indices.numel())
+        total = unpack((yield AllReduce(pack(whole.int()))), indices.numel())
         values = (total * unit / n).masked_fill(trouble, float("nan"))
         given, rounded = whole != 0, whole * unit
         if static_shapes(acc.device):
@@ -84,7 +84,7 @@ class PackedUnion(Exchange):
         return Update(indices, values, sent, rounded, picks.counts, union.size, named)
 
 
-def _gather(acc: Tensor, selection: Selection, most: int, comm: Collective) -> tuple[Picks, Tensor, Tensor, Tensor]:
+def _gather(acc: Tensor, selection: Selection, most: int, n: int) -> Steps[tuple[Picks, Tensor, Tensor, Tensor]]:
     """Everybody's picks and what is told of them.
 
     Returns:
@@ -92,7 +92,7 @@ def _gather(acc: Tensor, selection: Selection, most: int, comm: Collective) -> t
         :func:`_raised`; and () whether any of them is not finite.
     """
     padding = acc.numel() - 1
-    selection, _ = same_length(selection, None, padding, comm)
+    selection, _ = yield from same_length(selection, None, padding)
     indices, slots = selection.indices, selection.indices.numel()
     magnitudes = acc[indices].abs()
     largest = magnitudes.max() if slots else acc.new_zeros(())
@@ -103,7 +103,7 @@ def _gather(acc: Tensor, selection: Selection, most: int, comm: Collective) -> t
     blocks = -(-padding // BLOCK)
     short = blocks + (slots + 1) // 2 < slots
     body = _shorten(indices, blocks) if short else indices.int()
-    rows = comm.all_gather(torch.cat([head, body, _pack_nibbles(classes)]))
+    rows = yield AllGather(torch.cat([head, body, _pack_nibbles(classes)]))
     end = 2 + body.numel()
     counts, tops, told = rows[:, 0].long(), rows[:, 1:2].long(), _unpack_nibbles(rows[:, end:], slots)
     trouble = tops.max() == TROUBLE
@@ -113,7 +113,7 @@ def _gather(acc: Tensor, selection: Selection, most: int, comm: Collective) -> t
     places = _lengthen(rows[:, 2:end], slots, blocks, padding) if short else rows[:, 2:end].long()
     spare = told >= CLASSES
     parts = [places, spare, levels]
-    ends = [slots] * comm.world_size if static_shapes(acc.device) else counts.tolist()
+    ends = [slots] * n if static_shapes(acc.device) else counts.tolist()
     everyone, spares, each = ([row[:end] for row, end in zip(part, ends, strict=True)] for part in parts)
     return Picks(everyone, None, counts, None if selection.spare is None else spares), torch.cat(each), lowest, trouble
 

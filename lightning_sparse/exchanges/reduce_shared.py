@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_sparse.collective import Collective
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange
-from lightning_sparse.types import Agreement, Context, Selection, Update
+from lightning_sparse.core import Agreement, Context, Selection, Update
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange, own_picks
+from lightning_sparse.messages import AllReduce, Steps
 
 
 @EXCHANGES.register
@@ -26,8 +26,8 @@ class ReduceShared(Exchange):
 
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.IDENTICAL})
 
-    def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
+    def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
-        indices = selection.indices
-        values = comm.all_reduce(acc[indices]) / comm.world_size
-        return Update(indices, values, indices, None, selection.count.repeat(comm.world_size), selection.count)
+        n, indices = ctx.world_size, own_picks(selection)
+        total = yield AllReduce(acc[indices])
+        return Update(indices, total / n, indices, None, selection.count.repeat(n), selection.count)

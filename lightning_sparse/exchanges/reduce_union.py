@@ -8,10 +8,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.collective import Collective
+from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, gather_picks
-from lightning_sparse.kernels import distinct, static_shapes, thin, unite
-from lightning_sparse.types import Agreement, Context, Selection, Update
+from lightning_sparse.kernels import distinct, pad, static_shapes, thin, unite
+from lightning_sparse.messages import AllReduce, Steps
 
 
 @EXCHANGES.register
@@ -31,20 +31,20 @@ class ReduceUnion(Exchange):
 
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT, Agreement.SHARED, Agreement.DISJOINT})
 
-    def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
+    def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         padding = acc.numel() - 1
-        picks = gather_picks(selection, None, padding, comm)
-        union = union_of(picks, selection, padding, ctx.step)
-        values = comm.all_reduce(acc[union.indices]) / comm.world_size
-        return Update(union.indices, values, union.indices, None, picks.counts, union.size, union.named)
+        picks = yield from gather_picks(selection, None, padding)
+        union = union_of(picks, selection, padding, ctx)
+        total = yield AllReduce(acc[union.indices])
+        return Update(union.indices, total / ctx.world_size, union.indices, None, picks.counts, union.size, union.named)
 
 
 class Union(NamedTuple):
     """What the ranks will send together."""
 
     indices: Tensor
-    """(u,) int64 coordinates and padding, as in :class:`~lightning_sparse.types.Update`."""
+    """(u,) int64 coordinates and padding, as in :class:`~lightning_sparse.core.Update`."""
     size: Tensor
     """() int64: different ones among them."""
     named: Tensor
@@ -53,7 +53,7 @@ class Union(NamedTuple):
     """(u,) int64: the largest level that a rank gave the coordinate; 0 where none were given."""
 
 
-def union_of(picks: Picks, selection: Selection, padding: int, step: int, levels: Tensor | None = None) -> Union:
+def union_of(picks: Picks, selection: Selection, padding: int, ctx: Context, levels: Tensor | None = None) -> Union:
     """The union of all picks, thinned to the selection's limit: spare picks first, and others in each step.
 
     On the CPU, a union with repeated coordinates is left as it is where it has the length of the selection's total:
@@ -63,14 +63,14 @@ def union_of(picks: Picks, selection: Selection, padding: int, step: int, levels
         picks: of all ranks.
         selection: of this rank, for what it promises about all of them.
         padding: the padding index.
-        step: number of the step.
+        ctx: the step.
         levels: of all picks in rank order, int64 in [0, 2**20); None: there are none.
     """
     joined = picks.joined()
     if levels is None:
         levels = torch.zeros_like(joined)
-        if not static_shapes(joined.device) and (selection.disjoint or joined.numel() == selection.total):
-            size = picks.counts.sum() if selection.disjoint else distinct(joined, padding)[1]
+        if not static_shapes(joined.device) and (ctx.disjoint or joined.numel() == selection.total):
+            size = picks.counts.sum() if ctx.disjoint else distinct(joined, padding)[1]
             return Union(joined, size, size, levels)
     spare = torch.zeros_like(joined, dtype=torch.bool) if picks.spare is None else torch.cat(picks.spare)
     union, spare, levels, named = unite(joined, spare, levels, padding)
@@ -81,13 +81,13 @@ def union_of(picks: Picks, selection: Selection, padding: int, step: int, levels
     real = union < padding
     spare = real & spare
     first = real & ~spare
-    first = thin(first, torch.full_like(named, limit), step)
-    spare = thin(spare, limit - first.sum(), step)
+    first = thin(first, torch.full_like(named, limit), ctx.step)
+    spare = thin(spare, limit - first.sum(), ctx.step)
     kept = first | spare
     if not static_shapes(joined.device):
         chosen = kept.nonzero().flatten()
     else:  # as many slots as the limit; those that are left take the padding index from the slot behind the union
         chosen = torch.searchsorted(kept.cumsum(0), torch.arange(1, limit + 1, device=union.device))
-    union = torch.cat([union, union.new_full((1,), padding)])[chosen]
-    levels = torch.cat([levels, levels.new_zeros(1)])[chosen]
+    union = pad(union, len(union) + 1, padding)[chosen]
+    levels = pad(levels, len(levels) + 1, 0)[chosen]
     return Union(union, kept.sum(), named, levels)

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from lightning_sparse.collective import Collective
+from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange
 from lightning_sparse.exchanges.merging import add_up, masked, pack, strongest, unpack
-from lightning_sparse.types import Agreement, Context, Selection, Update
+from lightning_sparse.messages import AllGather, Broadcast, SendRecv, Steps
 
 
 @EXCHANGES.register
@@ -39,10 +39,10 @@ class Tree(Exchange):
 
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT})
 
-    def __call__(self, acc: Tensor, selection: Selection, ctx: Context, comm: Collective) -> Update:
+    def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
-        n, rank, padding = comm.world_size, comm.rank, acc.numel() - 1
-        counts = comm.all_gather(selection.count)
+        n, rank, padding = ctx.world_size, ctx.rank, acc.numel() - 1
+        counts = yield AllGather(selection.count)
         slots, keep = selection.indices.numel(), counts.max()
         if count(ctx.density, padding) == padding:
             slots, keep = padding, keep.new_full((), padding)
@@ -55,15 +55,15 @@ class Tree(Exchange):
             gives = rank % (2 * distance) == distance
             takes = rank % (2 * distance) == 0 and rank + distance < n
             to, source = rank - distance if gives else None, rank + distance if takes else None
-            received = comm.send_on(pack(merged, slots, padding), to, source)
-            if received is not None:
+            received = yield SendRecv(pack(merged, slots, padding), to, source)
+            if takes:
                 both = add_up([merged, unpack(received, slots, acc.dtype, padding)], padding)
                 kept = strongest(both, keep, padding)
                 merged = masked(both, kept, padding)
                 indices, values = masked(both, ~kept, padding)
                 gone.append((indices, -values))
             distance *= 2
-        message = comm.broadcast(pack(merged, slots, padding), 0)
+        message = yield Broadcast(pack(merged, slots, padding), 0)
         union, total = unpack(message, slots, acc.dtype, padding)
         sent, sent_values = add_up(gone, padding)
         return Update(union, total / n, sent, sent_values, counts, (union < padding).sum())

@@ -138,6 +138,17 @@ def unite(indices: Tensor, spare: Tensor, levels: Tensor, padding: int) -> tuple
     return static.unite(keys, padding) if static_shapes(indices.device) else host.unite(keys, padding)
 
 
+def pad(x: Tensor, slots: int, value: float) -> Tensor:
+    """A vector, lengthened with a value to ``slots`` places.
+
+    Example:
+        >>> pad(torch.tensor([3, 5]), 4, 9).tolist()
+        [3, 5, 9, 9]
+    """
+    missing = slots - x.numel()
+    return torch.cat([x, x.new_full((missing,), value)]) if missing else x
+
+
 def thin(candidates: Tensor, room: Tensor, phase: int) -> Tensor:
     """At most ``room`` of the candidates, evenly spread over them.
 
@@ -147,7 +158,7 @@ def thin(candidates: Tensor, room: Tensor, phase: int) -> Tensor:
         phase: rotates which ones are given up.
 
     Returns:
-        (c,) bool: all candidates if there is room, else exactly ``room`` of them.
+        (c,) bool: all candidates if there is room, else exactly ``room`` of them, those that :func:`spread` names.
 
     Example:
         >>> thin(torch.ones(6, dtype=torch.bool), torch.tensor(2), phase=0).nonzero().flatten().tolist()
@@ -159,6 +170,28 @@ def thin(candidates: Tensor, room: Tensor, phase: int) -> Tensor:
     total = ordinals[-1:].sum()  # of nothing, 0
     room = torch.minimum(room, total)
     return candidates & (torch.remainder(ordinals * room + phase, total.clamp(min=1)) < room)
+
+
+def spread(total: Tensor, slots: int, phase: int) -> Tensor:
+    """Which ones of ``total`` things in a row get a slot: all, or as many as there are slots, evenly spread.
+
+    Of ``total > c`` things for c slots, slot s (from 0) holds the one of ordinal
+    ``ceil(((s + 1) total - phase mod total) / c)``: every part of the row loses the same share. Cutting off at c would
+    starve its end for ever. These are the ones that :func:`thin` keeps.
+
+    Args:
+        total: () or (..., 1) int64.
+        slots: c.
+        phase: rotates which ones are left out.
+
+    Returns:
+        (..., c) int64 ordinals, ascending from 1; above ``total`` where there are more slots than things.
+
+    Example:
+        >>> spread(torch.tensor(6), 2, phase=0).tolist(), spread(torch.tensor(1), 2, phase=0).tolist()
+        ([3, 6], [1, 2])
+    """
+    return static.spread(total, slots, phase)
 
 
 def locate(ordered: Tensor, values: Tensor) -> Tensor:

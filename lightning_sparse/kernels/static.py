@@ -30,23 +30,23 @@ def largest(x: Tensor, k: int, span: Span | None) -> tuple[Tensor, Tensor]:
 
 
 def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
-    """Ascending coordinates, at most ``capacity`` of them.
-
-    With ``total`` candidates for ``c < total`` slots, slot s holds the candidate of ordinal
-    ``ceil(((s + 1) * total - phase) / c) - 1``: exactly c are kept, still ascending, and every part of the range
-    loses the same share. Cutting off at c would starve the high coordinates for ever.
-    """
+    """Ascending coordinates, at most ``capacity`` of them, see :func:`spread`."""
     mask = x.abs() >= threshold
     if span is not None:
         mask &= _inside(x, span)
     ordinals = mask.cumsum(0)  # int64; the n-th candidate is the first place where this reaches n
     total = ordinals[-1]
-    slots = torch.arange(capacity, device=x.device)
-    shift = torch.remainder(torch.full_like(total, phase), total.clamp(min=1))
-    thinned = ((slots + 1) * total - shift + capacity - 1) // capacity
-    wanted = torch.where(total > capacity, thinned, slots + 1)
-    indices = torch.searchsorted(ordinals, wanted)  # numel, the padding index, where there is no such candidate
+    indices = torch.searchsorted(
+        ordinals, spread(total, capacity, phase)
+    )  # numel, the padding index, where there is no such candidate
     return indices, total.clamp(max=capacity)
+
+
+def spread(total: Tensor, slots: int, phase: int) -> Tensor:
+    """Ordinals from 1 of what gets a slot, see :func:`lightning_sparse.kernels.spread`."""
+    slot = torch.arange(1, slots + 1, device=total.device)
+    shift = torch.remainder(torch.full_like(total, phase), total.clamp(min=1))
+    return torch.where(total > slots, (slot * total - shift + slots - 1) // slots, slot)
 
 
 def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,22 +1,22 @@
 """Error feedback: what a rank remembers of the gradients it has not sent yet. Sole writer of the residual."""
 
 from lightning_sparse.memory.adam import AdamCorrection
-from lightning_sparse.memory.base import FeedbackState, Memory, NoMemory
+from lightning_sparse.memory.base import MEMORIES, Memory, NoMemory
 from lightning_sparse.memory.clip import ClipByNorm
 from lightning_sparse.memory.decay import WeightDecay
 from lightning_sparse.memory.low_pass import LowPass
 from lightning_sparse.memory.momentum import MomentumCorrection
-from lightning_sparse.memory.residual import Residual, as_memory
+from lightning_sparse.memory.residual import Residual
+from lightning_sparse.memory.residual import as_memory as as_memory  # not one of the package's public names
 
 __all__ = [
+    "MEMORIES",
     "AdamCorrection",
     "ClipByNorm",
-    "FeedbackState",
     "LowPass",
     "Memory",
     "MomentumCorrection",
     "NoMemory",
     "Residual",
     "WeightDecay",
-    "as_memory",
 ]

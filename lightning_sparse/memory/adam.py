@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import check_positive, check_share
+from lightning_sparse.core import Context
 from lightning_sparse.kernels import static_shapes
-from lightning_sparse.memory.base import Feedback, FeedbackState, Memory, Pair, check_share
+from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState, Memory, Pair
 from lightning_sparse.memory.momentum import has_momentum
-from lightning_sparse.types import Context
 
 HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 24
 """Elements worked on at once: what is only needed on the way stays in cache, or below 64 MiB."""
@@ -32,6 +33,7 @@ class AdamState(FeedbackState):
     """() float64."""
 
 
+@MEMORIES.register
 @dataclass(frozen=True)
 class AdamCorrection(Feedback):
     """Each rank accumulates and sends the Adam direction of its own gradients; the optimizer is plain SGD.
@@ -93,8 +95,7 @@ class AdamCorrection(Feedback):
     def __post_init__(self) -> None:
         check_share(self.beta1, "beta1", zero=True, one=False)
         check_share(self.beta2, "beta2", zero=True, one=False)
-        if isinstance(self.eps, bool) or not isinstance(self.eps, (int, float)) or not self.eps > 0:
-            raise ValueError(f"Expected eps to be a positive number but got {self.eps!r}.")
+        check_positive(self.eps, "eps")
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> AdamState:
         """Zero vectors of ``numel + 1`` slots: four, or six with a first moment."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sparse.core import Context, Update
 from lightning_sparse.memory.base import Memory
-from lightning_sparse.types import Context, Update
 
 
 @dataclass(frozen=True)
@@ -99,4 +99,4 @@ def check_inside(memory: object) -> None:
         ValueError: saying what came.
     """
     if not isinstance(memory, Memory):
-        raise ValueError(f"Expected memory to be a Memory such as Residual() but got {memory!r}.")
+        raise ValueError(f"Expected memory to be a Memory such as Residual(), but got {memory!r}.")

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.core import Context, Update
 from lightning_sparse.kernels import static_shapes
-from lightning_sparse.types import Context, Update
+from lightning_sparse.registry import Registry
 
 
 class Memory(ABC):
@@ -120,6 +121,11 @@ class Memory(ABC):
         """
 
 
+MEMORIES: Registry[Memory] = Registry("memory", Memory)  # type: ignore[type-abstract]
+"""Error feedback by name."""
+
+
+@MEMORIES.register
 @dataclass(frozen=True)
 class NoMemory(Memory):
     """No error feedback: what is not sent in its own step is lost. For comparison, and for dense groups.
@@ -250,15 +256,3 @@ def give_back_(acc: Tensor, update: Update, rounding: Tensor) -> None:
     # Not index_add_: a repeated coordinate carries the same value and must count once.
     acc.index_copy_(0, update.indices, acc[update.indices] + rounding)
     acc[-1:].zero_()
-
-
-def check_share(value: float, name: str, *, zero: bool = False, one: bool = True) -> None:
-    """Raise if a setting is no real number between 0 and 1, of which each end may or may not be allowed.
-
-    Raises:
-        ValueError: naming the setting and the interval.
-    """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 <= value <= 1 or (value == 0 and not zero) or (value == 1 and not one):
-        interval = f"{'[' if zero else '('}0, 1{']' if one else ')'}"
-        raise ValueError(f"Expected {name} to be a number in {interval} but got {value!r}.")

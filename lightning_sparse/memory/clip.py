@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import check_positive
+from lightning_sparse.core import Context
 from lightning_sparse.kernels import static_shapes
 from lightning_sparse.memory.around import Around, check_inside
-from lightning_sparse.memory.base import Memory
+from lightning_sparse.memory.base import MEMORIES, Memory
 from lightning_sparse.memory.residual import Residual
-from lightning_sparse.types import Context
 
 CHUNK = 1 << 16
 """Elements of which norms are taken at once: float32 sums of millions of squares are off in the fourth digit."""
 
 
+@MEMORIES.register
 @dataclass(frozen=True)
 class ClipByNorm(Around):
     """Clip each rank's gradient before it is accumulated; around any other memory.
@@ -54,8 +56,7 @@ class ClipByNorm(Around):
     memory: Memory = field(default_factory=Residual)
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_norm, bool) or not isinstance(self.max_norm, (int, float)) or not self.max_norm > 0:
-            raise ValueError(f"Expected max_norm to be a positive number but got {self.max_norm!r}.")
+        check_positive(self.max_norm, "max_norm")
         check_inside(self.memory)
 
     def change_(self, grad: Tensor, ctx: Context) -> None:

@@ -8,12 +8,14 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_sparse.checks import check_integer, expect, is_number
+from lightning_sparse.core import Context
 from lightning_sparse.memory.around import Around, check_inside
-from lightning_sparse.memory.base import Memory
+from lightning_sparse.memory.base import MEMORIES, Memory
 from lightning_sparse.memory.residual import Residual
-from lightning_sparse.types import Context
 
 
+@MEMORIES.register
 @dataclass(frozen=True)
 class WeightDecay(Around):
     """Add the weight decay to each rank's gradient before it is accumulated; around any other memory.
@@ -51,15 +53,12 @@ class WeightDecay(Around):
     min_ndim: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not self.decay >= 0:
-            raise ValueError(f"Expected decay to be a number of at least 0, but got {self.decay!r}.")
-        if isinstance(self.min_ndim, bool) or not isinstance(self.min_ndim, int) or self.min_ndim < 0:
-            raise ValueError(f"Expected min_ndim to be an integer of at least 0, but got {self.min_ndim!r}.")
+        expect(is_number(self.decay) and self.decay >= 0, "decay", "a number of at least 0", self.decay)
+        check_integer(self.min_ndim, "min_ndim", least=0)
         check_inside(self.memory)
 
     @property
     def reads_parameters(self) -> bool:
-        """Of course."""
         return True
 
     def change_(self, grad: Tensor, ctx: Context) -> None:

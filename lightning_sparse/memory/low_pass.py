@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.memory.base import Feedback, FeedbackState, check_share, give_back_, take_out_
-from lightning_sparse.types import Context, Update
+from lightning_sparse.checks import check_share
+from lightning_sparse.core import Context, Update
+from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState, give_back_, take_out_
 
 
+@MEMORIES.register
 @dataclass(frozen=True)
 class LowPass(Feedback):
     """Error feedback whose residual follows slowly: ``residual' = residual + beta (gradient - sent)``.

@@ -8,8 +8,9 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.memory.base import Feedback, FeedbackState, Memory, Pair, check_share
-from lightning_sparse.types import Context, Update
+from lightning_sparse.checks import check_share
+from lightning_sparse.core import Context, Update
+from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState, Memory, Pair
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class MomentumState(FeedbackState):
     momentum: Pair
 
 
+@MEMORIES.register
 @dataclass(frozen=True)
 class MomentumCorrection(Feedback):
     """Momentum on each rank before anything is left unsent: velocities are accumulated instead of gradients.

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sparse.memory.base import Feedback, FeedbackState, Memory, check_share
-from lightning_sparse.types import Context
+from lightning_sparse.checks import check_share
+from lightning_sparse.core import Context
+from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState, Memory
 
 
+@MEMORIES.register
 @dataclass(frozen=True)
 class Residual(Feedback):
     """Plain error feedback: ``acc = residual + gradient``; what was not sent is the next residual.
@@ -52,14 +54,11 @@ class Residual(Feedback):
         return acc
 
 
-def as_memory(memory: Memory | None) -> Memory:
-    """Turn None into :class:`Residual`; leave memories as they are.
+def as_memory(memory: Memory | str | None) -> Memory:
+    """A memory from an instance or a name such as ``"low_pass"``; :class:`Residual` from None.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: for an unknown name (the closest known ones are listed), a name of a memory that needs arguments, or
+            anything else.
     """
-    if memory is None:
-        return Residual()
-    if not isinstance(memory, Memory):
-        raise ValueError(f"Expected memory to be a Memory such as Residual(), or None, but got {memory!r}.")
-    return memory
+    return Residual() if memory is None else MEMORIES.resolve(memory)

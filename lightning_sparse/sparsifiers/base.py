@@ -1,8 +1,8 @@
 """What a sparsifier is.
 
-A sparsifier looks at one rank's accumulator and picks coordinates. It never touches the accumulator, and all that it
-knows of other ranks comes in through the context: the counts of the previous step, and whatever the ranks share with
-``ctx.gather`` while they select.
+A sparsifier looks at one rank's accumulator and picks coordinates. It never touches the accumulator. Of other ranks it
+knows the counts of the previous step, which are in the context, and what it asks them for: a sparsifier that needs
+others while it selects is a generator that yields :mod:`messages <lightning_sparse.messages>`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sparse.core import Agreement, Context, Selection
+from lightning_sparse.messages import Steps
 from lightning_sparse.registry import Registry
-from lightning_sparse.types import Agreement, Context, Selection
+
+Selected = tuple[Selection, Any]
+"""The picks of this rank, and the next state of the sparsifier."""
 
 
 class Sparsifier(ABC):
@@ -40,7 +44,7 @@ class Sparsifier(ABC):
         return None
 
     @abstractmethod
-    def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
+    def select(self, acc: Tensor, state: Any, ctx: Context) -> Selected | Steps[Selected]:
         """Pick.
 
         Args:
@@ -49,7 +53,7 @@ class Sparsifier(ABC):
             ctx: the step.
 
         Returns:
-            The picks and the next state.
+            The picks and the next state, or a coroutine that asks for messages and ends with these.
         """
 
     def ranges(self, numel: int, state: Any, ctx: Context) -> Tensor | None:
@@ -65,13 +69,3 @@ class Sparsifier(ABC):
 
 SPARSIFIERS: Registry[Sparsifier] = Registry("sparsifier", Sparsifier)  # type: ignore[type-abstract]
 """Sparsifiers by name, for configs, strategy names and error messages."""
-
-
-def check_positive_integer(value: object, name: str) -> None:
-    """Raise unless a setting is an integer of at least 1.
-
-    Raises:
-        ValueError: naming the setting.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"Expected {name} to be a positive integer, but got {value!r}.")

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.core import Selection
 from lightning_sparse.kernels import above, static_shapes, thin, top_k
-from lightning_sparse.types import Selection
 
 CANDIDATES = 4
 """Device slots, in multiples of k, for what still passes when the search for a threshold ends."""

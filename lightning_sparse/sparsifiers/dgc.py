@@ -9,12 +9,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import check_integer
+from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import check_density, count
 from lightning_sparse.kernels import top_k
-from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier, check_positive_integer
+from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.sparsifiers.bracket import Bracket, Survivors, everything, narrow, picked
 from lightning_sparse.sparsifiers.estimation import check_variant
-from lightning_sparse.types import Agreement, Context, Selection
 
 ROUNDS = 11
 """The threshold from the sample, and ten times a lower one."""
@@ -74,7 +75,7 @@ class DGC(Sparsifier):
 
     def __post_init__(self) -> None:
         check_density(self.sample, "sample")
-        check_positive_integer(self.exact_below, "exact_below")
+        check_integer(self.exact_below, "exact_below")
         check_variant(self.variant)
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:

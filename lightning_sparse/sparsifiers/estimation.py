@@ -7,8 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import expect
+from lightning_sparse.core import Context, Selection
 from lightning_sparse.kernels import largest, static_shapes
-from lightning_sparse.types import Context, Selection
+from lightning_sparse.messages import AllGather, Steps
 
 SHARE_LIMIT = 2
 """No rank sends more than this multiple of k/n, whatever its range holds: bounds the padding ratio and the messages."""
@@ -18,7 +20,7 @@ CAPACITY = 4
 """Device slots per rank of the published variant, in multiples of k/n."""
 
 
-def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context) -> Selection:
+def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context) -> Steps[Selection]:
     """Pick k coordinates in all from disjoint ranges, by one magnitude threshold that all ranks derive together.
 
     Every rank finds the ``m = min(k, ceil(2 k / n))`` largest magnitudes of its own range and tells the others a few of
@@ -47,18 +49,18 @@ def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context) -> Selection:
     candidates, magnitudes = largest(acc, most, (spans[ctx.rank, 0], spans[ctx.rank, 1]))
     survey = magnitudes.new_zeros(most)
     survey[: magnitudes.numel()] = magnitudes.clamp(min=0)
-    heard = ctx.gather(survey[grid - 1])
+    received = yield AllGather(survey[grid - 1])
     sizes = (spans[:, 1] - spans[:, 0]).clamp(max=most)
-    shares, threshold = split(heard.double(), grid.double(), sizes.double(), k)
+    shares, threshold = split(received.double(), grid.double(), sizes.double(), k)
     own = shares[ctx.rank]
     slots = most if on_device else int(shares.max())
     indices = torch.full((slots,), numel, device=acc.device)
     indices[: candidates.numel()] = candidates[:slots]
     indices = indices.masked_fill(torch.arange(slots, device=acc.device) >= own, numel).sort().values
-    return Selection(indices, own, threshold, disjoint=True, aligned=True, total=min(k, numel))
+    return Selection(indices, own, threshold, aligned=True, total=min(k, numel))
 
 
-def split(heard: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def split(received: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Share k picks out between ranks by order statistics of their magnitudes.
 
     ``N_i(x)``, the number of candidates of rank i that reach x, is known at the order statistics and taken as linear in
@@ -66,7 +68,7 @@ def split(heard: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, T
     lower rank first.
 
     Args:
-        heard: (n, p) magnitudes by rank, descending, zero where a rank has no such candidate.
+        received: (n, p) magnitudes by rank, descending, zero where a rank has no such candidate.
         grid: (p,) which order statistics these are, ascending from 1.
         sizes: (n,) number of candidates of each rank.
         k: number of picks.
@@ -74,8 +76,8 @@ def split(heard: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, T
     Returns:
         shares: (n,) int64, summing to k, or to all candidates if there are fewer; and the threshold, ().
     """
-    knots = torch.cat([heard.new_zeros(1), heard.flatten()]).sort().values
-    reached = torch.minimum(_reaching(heard, grid, knots), sizes.unsqueeze(1))
+    knots = torch.cat([received.new_zeros(1), received.flatten()]).sort().values
+    reached = torch.minimum(_reaching(received, grid, knots), sizes.unsqueeze(1))
     # Above the highest knot there is nothing; this extra column saves a special case for k below the count there.
     reached = torch.cat([reached, torch.zeros_like(reached[:, :1])], dim=1)
     knots = torch.cat([knots, knots[-1:]])
@@ -94,14 +96,14 @@ def split(heard: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, T
     return torch.minimum(shares + extra, sizes).long(), threshold
 
 
-def _reaching(heard: Tensor, grid: Tensor, knots: Tensor) -> Tensor:
+def _reaching(received: Tensor, grid: Tensor, knots: Tensor) -> Tensor:
     """(n, q) number of candidates of each rank with a magnitude of at least each knot."""
-    n, points = heard.shape
-    ascending = heard.flip(1).contiguous()
+    n, points = received.shape
+    ascending = received.flip(1).contiguous()
     beyond = points - torch.searchsorted(ascending, knots.expand(n, -1).contiguous())  # statistics that reach it
     upper = (beyond - 1).clamp(min=0)
     lower = beyond.clamp(max=points - 1)
-    high, low = heard.gather(1, upper), heard.gather(1, lower)
+    high, low = received.gather(1, upper), received.gather(1, lower)
     gap = high - low
     between = (grid[lower] - grid[upper]) * torch.where(gap > 0, (high - knots) / gap.where(gap > 0, 1), 0)
     return torch.where(beyond > 0, grid[upper] + between, 0)
@@ -160,22 +162,11 @@ def force_one(
 
 
 def check_variant(variant: str) -> None:
-    """Raise unless the variant is one of the two that exist.
-
-    Raises:
-        ValueError: naming both.
-    """
-    if variant not in ("corrected", "published"):
-        raise ValueError(f"Expected variant to be 'corrected' or 'published', but got {variant!r}.")
+    """Raise a ValueError unless the variant is one of the two that exist."""
+    expect(variant in ("corrected", "published"), "variant", "'corrected' or 'published'", variant)
 
 
 def check_controller(beta: float, gamma: float) -> None:
-    """Raise unless the published controller's settings make sense.
-
-    Raises:
-        ValueError: if ``beta <= 1`` or gamma is not in (0, 1).
-    """
-    if not beta > 1:
-        raise ValueError(f"Expected beta, the width of the density band, to be above 1, but got {beta!r}.")
-    if not 0 < gamma < 1:
-        raise ValueError(f"Expected gamma, the gain per step, to be in (0, 1), but got {gamma!r}.")
+    """Raise a ValueError unless ``beta > 1`` and ``0 < gamma < 1``, for the published controller."""
+    expect(beta > 1, "beta, the width of the density band,", "above 1", beta)
+    expect(0 < gamma < 1, "gamma, the gain per step,", "in (0, 1)", gamma)

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.types import Agreement, Context, Selection
 
 
 @SPARSIFIERS.register
@@ -33,4 +33,4 @@ class Everything(Sparsifier):
         """All coordinates; the indices are left empty."""
         indices = torch.empty(0, dtype=torch.int64, device=acc.device)
         count = torch.full((), acc.numel(), device=acc.device)
-        return Selection(indices, count, disjoint=False, aligned=True), state
+        return Selection(indices, count, aligned=True), state

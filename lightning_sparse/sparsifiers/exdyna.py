@@ -9,9 +9,12 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import check_integer
+from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import above, static_shapes
-from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier, check_positive_integer
+from lightning_sparse.messages import Steps
+from lightning_sparse.sparsifiers.base import SPARSIFIERS, Selected, Sparsifier
 from lightning_sparse.sparsifiers.estimation import (
     CAPACITY,
     check_controller,
@@ -21,7 +24,6 @@ from lightning_sparse.sparsifiers.estimation import (
     initial_threshold,
     pick_jointly,
 )
-from lightning_sparse.types import Agreement, Context, Selection
 
 PUBLISHED_BLOCKS = 1024
 
@@ -105,7 +107,7 @@ class ExDyna(Sparsifier):
         if not self.alpha > 1:
             raise ValueError(f"Expected alpha, the tolerated imbalance, to be above 1, but got {self.alpha!r}.")
         for name, value in (("num_blocks", 1 if self.num_blocks is None else self.num_blocks), ("move", self.move)):
-            check_positive_integer(value, name)
+            check_integer(value, name)
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> Partition:
         """Ranges of equal numbers of blocks."""
@@ -123,12 +125,12 @@ class ExDyna(Sparsifier):
         share = blocks // world_size + (part < blocks % world_size).long()
         return Partition(share, share.cumsum(0) - share, threshold, step=torch.zeros_like(part[0]))
 
-    def select(self, acc: Tensor, state: Partition, ctx: Context) -> tuple[Selection, Partition]:
+    def select(self, acc: Tensor, state: Partition, ctx: Context) -> Steps[Selected]:
         """Move blocks, then pick within the own range."""
         state = self._rebalanced(acc.numel(), state, ctx)
         spans = self.ranges(acc.numel(), state, ctx)
         if state.threshold is None:
-            return pick_jointly(acc, spans, count(ctx.density, acc.numel()), ctx), state
+            return (yield from pick_jointly(acc, spans, count(ctx.density, acc.numel()), ctx)), state
         k = max(1, int(ctx.density * acc.numel()))
         kept = follow(state.threshold, ctx.counts, k, self.beta, self.gamma)
         threshold = kept * ctx.surplus
@@ -137,7 +139,7 @@ class ExDyna(Sparsifier):
         indices, picks = above(acc, threshold, (first, last), capacity=capacity, phase=ctx.step)
         indices, picks = force_one(indices, picks, first, last, ctx.step)
         aligned = static_shapes(acc.device)
-        return Selection(indices, picks, threshold, disjoint=True, aligned=aligned), state._replace(threshold=kept)
+        return Selection(indices, picks, threshold, aligned=aligned), state._replace(threshold=kept)
 
     def ranges(self, numel: int, state: Partition, ctx: Context) -> Tensor:
         """Rank i holds range ``(t + i) mod n``."""

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.sparsifiers.bracket import Bracket, Survivors, everything, narrow, next_above
 from lightning_sparse.sparsifiers.estimation import check_variant
-from lightning_sparse.types import Agreement, Context, Selection
 
 ROUNDS = 12
 """Trials of the corrected variant at most. One or two are usual for normal data, four to six for heavy tails."""

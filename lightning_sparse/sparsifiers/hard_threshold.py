@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import above, static_shapes
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.types import Agreement, Context, Selection
 
 CAPACITY = 8
 """Device slots per pick at the target density. On the CPU, selections are as long as they come."""

@@ -8,9 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import above, static_shapes
-from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
+from lightning_sparse.messages import Steps
+from lightning_sparse.sparsifiers.base import SPARSIFIERS, Selected, Sparsifier
 from lightning_sparse.sparsifiers.estimation import (
     CAPACITY,
     check_controller,
@@ -20,7 +22,6 @@ from lightning_sparse.sparsifiers.estimation import (
     initial_threshold,
     pick_jointly,
 )
-from lightning_sparse.types import Agreement, Context, Selection
 
 
 @SPARSIFIERS.register
@@ -90,10 +91,11 @@ class MiCRO(Sparsifier):
             )
         return initial_threshold(density, numel, device, "MiCRO")
 
-    def select(self, acc: Tensor, state: Tensor | None, ctx: Context) -> tuple[Selection, Tensor | None]:
+    def select(self, acc: Tensor, state: Tensor | None, ctx: Context) -> Steps[Selected]:
         """Picks within the own range."""
         if self.variant == "corrected":
-            return pick_jointly(acc, _spans(acc.numel(), ctx, acc.device), count(ctx.density, acc.numel()), ctx), None
+            spans, k = _spans(acc.numel(), ctx, acc.device), count(ctx.density, acc.numel())
+            return (yield from pick_jointly(acc, spans, k, ctx)), None
         assert state is not None
         k = max(1, int(ctx.density * acc.numel()))
         kept = follow(state, ctx.counts, k, self.beta, self.gamma)
@@ -104,7 +106,7 @@ class MiCRO(Sparsifier):
         indices, picks = above(acc, threshold, (first, last), capacity=capacity, phase=ctx.step)
         indices, picks = force_one(indices, picks, first, last, ctx.step)
         aligned = static_shapes(acc.device)
-        return Selection(indices, picks, threshold, disjoint=True, aligned=aligned), kept
+        return Selection(indices, picks, threshold, aligned=aligned), kept
 
     def ranges(self, numel: int, state: Tensor | None, ctx: Context) -> Tensor:
         """Sizes ``numel // n``, one more for the first ``numel mod n``; on the CPU, whatever the group's device."""

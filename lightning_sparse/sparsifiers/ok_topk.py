@@ -9,10 +9,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import check_integer
+from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import above, static_shapes, top_k
-from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier, check_positive_integer
-from lightning_sparse.types import Agreement, Context, Selection
+from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
 
 CAPACITY = 2
 """Device slots in multiples of k. On the CPU, selections are as long as they come."""
@@ -74,7 +75,7 @@ class OkTopK(Sparsifier):
     exchange: ClassVar[str] = "balanced"
 
     def __post_init__(self) -> None:
-        check_positive_integer(self.interval, "interval")
+        check_integer(self.interval, "interval")
         if not 1 < self.gain < math.inf:
             raise ValueError(
                 f"Expected gain, the factor that moves the threshold, to be above 1 and finite, but got {self.gain!r}."

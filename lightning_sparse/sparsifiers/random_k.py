@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import expect, is_integer
+from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.types import Agreement, Context, Selection
 
 GOLDEN = 0x9E3779B97F4A7C15
 FACTORS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
@@ -62,8 +63,7 @@ class RandomK(Sparsifier):
     exchange: ClassVar[str] = "reduce_shared"
 
     def __post_init__(self) -> None:
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"Expected seed to be an integer, but got {self.seed!r}.")
+        expect(is_integer(self.seed), "seed", "an integer", self.seed)
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
         """One pick a stratum; no state."""

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import top_k
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.types import Agreement, Context, Selection
 
 
 @SPARSIFIERS.register
@@ -25,7 +25,7 @@ class SharedTopK(Sparsifier):
     the same sum each time it travels. With fewer than n picks to share out, k of the ranks pick one each, in turns.
 
     Unlike methods of exclusive ranges, each rank brings up what matters most to it at every step, not only when its
-    turn at a range comes; unlike CLT-k, all ranks are heard at every step.
+    turn at a range comes; unlike CLT-k, all ranks contribute at every step.
 
     Where ranks agree on what is large, the picks overlap and the union is smaller than k. At density 1 there is nothing
     to choose, and every rank names its n-th part of the group.

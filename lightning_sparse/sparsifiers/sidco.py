@@ -9,11 +9,12 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import check_integer
+from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import above, excess, log_sum, static_shapes, tail
-from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier, check_positive_integer
+from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.sparsifiers.estimation import check_variant
-from lightning_sparse.types import Agreement, Context, Selection
 
 Fit = Literal["exponential", "gamma", "pareto"]
 
@@ -61,9 +62,9 @@ class _SIDCo(Sparsifier):
             value = getattr(self, name)
             if not 0 < value < 1:
                 raise ValueError(f"Expected {name} to be in (0, 1), but got {value!r}.")
-        check_positive_integer(self.interval, "interval")
+        check_integer(self.interval, "interval")
         if self.max_stages is not None:
-            check_positive_integer(self.max_stages, "max_stages")
+            check_integer(self.max_stages, "max_stages")
         check_variant(self.variant)
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> SIDCoState:

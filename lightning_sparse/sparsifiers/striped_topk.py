@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import check_integer
+from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import top_k
-from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier, check_positive_integer
-from lightning_sparse.types import Agreement, Context, Selection
+from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
 
 
 @SPARSIFIERS.register
@@ -51,7 +52,7 @@ class StripedTopK(Sparsifier):
     exchange: ClassVar[str] = "reduce_union"
 
     def __post_init__(self) -> None:
-        check_positive_integer(self.block, "block")
+        check_integer(self.block, "block")
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
         """The largest of the own blocks; no state."""
@@ -71,7 +72,7 @@ class StripedTopK(Sparsifier):
             # Within the rest, places continue after the last complete round as they do from round to round.
             indices[:share] = picked // block * (n * block) + first + picked % block
         picks = torch.full((), share, device=acc.device)
-        return Selection(indices, picks, disjoint=True, aligned=True, total=k), state
+        return Selection(indices, picks, aligned=True, total=k), state
 
 
 def even_shares(k: int, owned: list[int]) -> list[int]:

@@ -9,10 +9,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import expect, is_number
+from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
-from lightning_sparse.kernels import static_shapes, top_k
+from lightning_sparse.kernels import pad, static_shapes, top_k
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.types import Agreement, Context, Selection
 
 WINDOW = 64
 """Steps after which the largest need for spare picks begins to be forgotten; it is gone after twice as many."""
@@ -57,7 +58,7 @@ class UnionTopK(Sparsifier):
     the latter at every step.
 
     In closed loops this trains better than all published methods of equal traffic (``docs/comparison.md``): every rank
-    is heard at every step with what matters most to it, and nothing of the budget is left unspent.
+    contributes its largest coordinates at every step, and nothing of the budget is left unspent.
 
     Args:
         max_factor: largest number of picks of a rank in multiples of k/n, at least 1. With 2 the union can always be
@@ -88,9 +89,8 @@ class UnionTopK(Sparsifier):
     exchange: ClassVar[str] = "packed_union"
 
     def __post_init__(self) -> None:
-        number = isinstance(self.max_factor, (int, float)) and not isinstance(self.max_factor, bool)
-        if not number or not 1 <= self.max_factor < math.inf:
-            raise ValueError(f"Expected max_factor to be a finite number of at least 1, but got {self.max_factor!r}.")
+        finite = is_number(self.max_factor) and 1 <= self.max_factor < math.inf
+        expect(finite, "max_factor", "a finite number of at least 1", self.max_factor)
 
     @property
     def _most(self) -> float:
@@ -122,8 +122,7 @@ class UnionTopK(Sparsifier):
         else:
             room = int((fill * k + n - 1) / n)
             keys = _pick_host(acc, share, int(spare), turn, n)
-        missing = slots + room - keys.numel()  # shares differ by one, and a stripe may have nothing else left
-        keys = torch.cat([keys, keys.new_full((missing,), 2 * numel)]) if missing else keys
+        keys = pad(keys, slots + room, 2 * numel)  # shares differ by one, and a stripe may have nothing else left
         indices = keys >> 1
         picks = (indices < numel).sum()
         return Selection(indices, picks, aligned=True, limit=k, spare=(keys & 1).bool()), after
@@ -172,7 +171,7 @@ def _pick_static(acc: Tensor, share: int, spare: Tensor, room: int, turn: int, n
         return 2 * first
     stripe = acc[turn::n].abs()
     owned = stripe.numel()
-    stripe = torch.cat([stripe, stripe.new_zeros(1)])  # a slot for what is not of the stripe
+    stripe = pad(stripe, owned + 1, 0)  # one more slot for what is not of the stripe
     stripe.index_fill_(0, torch.where(first % n == turn, first // n, owned), -1.0)
     top = torch.topk(stripe[:owned], min(room, owned))
     left_out = (torch.arange(top.indices.numel(), device=acc.device) >= spare) | (top.values < 0)

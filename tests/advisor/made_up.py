@@ -7,21 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_sparse.advisor import Advice, Measured, Method, Prediction, Scenario
-from lightning_sparse.grouping import GroupCost, LayerTime, Line, Network, ParameterSize, Traffic
-from lightning_sparse.types import Agreement
+from lightning_sparse.performance import GroupCost, LayerTime, Line, Network, Profile, Traffic
+from lightning_sparse.plan import ParameterSize
 
 NOTHING = Line(0.0, 0.0)
 HERE = Scenario(2, None)
 
 
-def method(
-    name: str, density: float, cost: GroupCost, agreement: Agreement = Agreement.INDEPENDENT, builtin: bool = False
-) -> Method:
-    return Method(name, density, Agreement.EVERYTHING if builtin else agreement, cost, builtin)
+def method(name: str, density: float, cost: GroupCost, builtin: bool = False) -> Method:
+    return Method(name, density, cost, builtin)
 
 
 def measured(
-    layers: int = 5, overlap: Any = "transfer", seed: int = 0, ranks: int = 2, kind: str = "float32.cpu"
+    layers: int = 5, overlap: Any = "comm", seed: int = 0, ranks: int = 2, kind: str = "float32.cpu"
 ) -> Measured:
     """Layers of a weight and a bias, dense DDP with its hooks, and two sparsifiers."""
     generator = random.Random(seed)
@@ -46,9 +44,10 @@ def measured(
     for density in (0.1, 0.01):
         methods.append(method("topk", density, cost(density, "all_gather")))
         shared = cost(density, "all_gather", "all_reduce")
-        methods.append(method("shared_topk", density, shared, Agreement.SHARED))
+        methods.append(method("shared_topk", density, shared))
     buckets = generator.choice([(2.0**16, 2.0**18), (1e9, 1e9), (0.0, 0.0)])
-    return Measured(sizes, times[::-1], 4e-3, network, overlap, buckets, methods)
+    profile = Profile("", times[::-1], 4e-3, network, [methods[0].cost], overlap, buckets)
+    return Measured(sizes, profile, methods)
 
 
 def predicted(

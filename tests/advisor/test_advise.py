@@ -6,7 +6,6 @@ import copy
 import importlib
 import os
 import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.advisor.prediction import GROUPINGS
+from lightning_sparse.advisor.prediction import TRIED
 from lightning_sparse.advisor.report import markdown, write_configs
 from lightning_sparse.sparsifiers import SPARSIFIERS
 from tests.advisor.toys import TOYS, Numbers, Toy, quiet
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES
+from tests.warm import warm_python
 
 ROOT = Path(__file__).parent.parent.parent
 SHORT: dict[str, Any] = {"sparsifiers": ["topk"], "densities": [0.01], "warmup": 1, "steps": 2}
@@ -94,43 +94,43 @@ def test_what_is_measured_and_predicted() -> None:
     advice = ls.advise(module, **ONE | wanted, progress=note)
     seen = advice.measured
     assert [size.name for size in seen.sizes] == [name for name, _ in Toy().named_parameters()]
-    assert sum(layer.numel for layer in seen.layers) == sum(p.numel() for p in Toy().parameters())
-    assert seen.network.ranks == 1
-    assert seen.overlap == "transfer"
-    assert seen.rest_seconds > 0.02  # the nap is in every step
+    assert sum(layer.numel for layer in seen.profile.layers) == sum(p.numel() for p in Toy().parameters())
+    assert seen.profile.network.ranks == 1
+    assert seen.profile.overlap == "comm"
+    assert seen.profile.rest_seconds > 0.02  # the nap is in every step
     methods = [(method.name, method.density) for method in seen.methods]
     assert methods == [
         *((name, 1.0) for name in ("dense", "fp16", "bf16", "powersgd")),
         *((name, density) for name in ("topk", "shared_topk") for density in (0.1, 0.01)),
         ("everything", 1.0),
     ]
-    assert len(advice.predictions) == 4 + 5 * len(GROUPINGS)
-    assert all(p.step_seconds >= seen.compute_seconds > 0.02 for p in advice.predictions)
+    assert len(advice.predictions) == 4 + 5 * len(TRIED)
+    assert all(p.step_seconds >= seen.profile.compute_seconds > 0.02 for p in advice.predictions)
     assert advice.best().builtin
     assert "stay dense" in advice.verdict()
     assert (steps["timing backward"], steps["timing the network"]) == (0, 1 + 2)  # within the step after the last one
     shares = [done for _, done in said]
     assert shares == sorted(shares)
     assert 0 <= shares[0] < shares[-1] < 1
-    assert [what for what, _ in said][-5:] == [f"rehearsing {name} at {density:g}" for name, density in methods[4:]]
+    assert [what for what, _ in said][-5:] == [f"timing {name} at {density:g}" for name, density in methods[4:]]
 
 
 @pytest.mark.usefixtures("alone")
 def test_by_default_all_sparsifiers_that_may_be_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_sparse.advisor import survey
+    from lightning_sparse.performance import profiler
 
-    rehearsed = []
-    rehearse = survey.rehearse
+    tried = []
+    measure_group = profiler.measure_group
 
     def note(*args: Any, **settings: Any) -> Any:
-        rehearsed.append((settings["sparsifier"], settings["density"]))
-        return rehearse(*args, **settings | {"sparsifier": ls.TopK(), "exchange": ls.GatherPairs()})
+        tried.append((settings["sparsifier"], settings["density"]))
+        return measure_group(*args, **settings | {"sparsifier": ls.TopK(), "exchange": ls.GatherPairs()})
 
-    monkeypatch.setattr(survey, "rehearse", note)
+    monkeypatch.setattr(profiler, "measure_group", note)
     advice = ls.advise(Toy(), **ONE | {"sparsifiers": None, "densities": [0.1, 0.01]})
     names = [name for name, _ in SPARSIFIERS.items() if name != "random_k"]
     expected = [name for name in names for _ in ("a" if name == "everything" else "ab")]
-    assert [SPARSIFIERS.name_of(sparsifier) for sparsifier, _ in rehearsed] == expected
+    assert [SPARSIFIERS.name_of(sparsifier) for sparsifier, _ in tried] == expected
     assert {p.method for p in advice.predictions if not p.builtin} == set(names)
 
 
@@ -305,15 +305,15 @@ class Untouched(Toy):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"ranks": [0]}, "Expected ranks to be positive numbers but got 0"),
-        ({"ranks": [2.5]}, "Expected ranks to be positive numbers but got 2.5"),
-        ({"gbit": [-1]}, "Expected gbit to be positive numbers but got -1"),
+        ({"ranks": [0]}, "Expected ranks to be a positive integer, but got 0"),
+        ({"ranks": [2.5]}, "Expected ranks to be a positive integer, but got 2.5"),
+        ({"gbit": [-1]}, "Expected gbit to be a positive number, but got -1"),
         ({"gbit": []}, "there is one rank only: give ranks and gbit"),
         ({"ranks": [], "gbit": []}, "there is one rank only: give ranks and gbit"),
-        ({"warmup": 0}, "Expected warmup to be an integer of at least 1 but got 0"),
-        ({"warmup": True}, "Expected warmup to be an integer of at least 1 but got True"),
-        ({"steps": 1}, "Expected steps to be an integer of at least 2 but got 1"),
-        ({"steps": 2.0}, "Expected steps to be an integer of at least 2 but got 2.0"),
+        ({"warmup": 0}, "Expected warmup to be a positive integer, but got 0"),
+        ({"warmup": True}, "Expected warmup to be a positive integer, but got True"),
+        ({"steps": 1}, "Expected steps to be an integer of at least 2, but got 1"),
+        ({"steps": 2.0}, "Expected steps to be an integer of at least 2, but got 2.0"),
         ({"densities": [0.1, 0]}, r"in \(0, 1\].*but got 0"),
         ({"densities": [2]}, r"in \(0, 1\].*but got 2"),
         ({"densities": ["low"]}, r"in \(0, 1\].*but got 'low'"),
@@ -330,7 +330,7 @@ def test_bad_settings_are_refused_before_anything_is_trained(settings: dict[str,
 
 @pytest.mark.parametrize("thing", [nn.Linear(2, 1), None, Toy, "module"])
 def test_only_modules_of_lightning_are_profiled(thing: Any) -> None:
-    with pytest.raises(ValueError, match=f"Expected a LightningModule but got {type(thing).__name__}"):
+    with pytest.raises(ValueError, match=f"Expected a LightningModule, but got {type(thing).__name__}"):
         ls.advise(thing, **ONE)
 
 
@@ -345,7 +345,7 @@ def advise_on_two(package: str) -> tuple[list[Any], str, bool, str]:
         [tuple(p) for p in advice.predictions],
         advice.verdict(),
         same(state(module), before),
-        advice.measured.overlap,
+        advice.measured.profile.overlap,
     )
 
 
@@ -356,7 +356,7 @@ def test_all_ranks_are_given_the_same_advice(two_ranks: Ranks, package: str) -> 
     assert put_back
     assert {row[0] for row in first} == {(2, None), (8, None)}
     assert verdict.startswith("2 ranks, measured: ")
-    assert overlap in ("transfer", "all")
+    assert overlap in ("comm", "full")
 
 
 SCRIPT = """
@@ -367,7 +367,7 @@ module = Toy(nap=0.05)
 advice = ls.advise(module, trainer={"accelerator": "cpu", "devices": 2, "strategy": "ddp"}, sparsifiers=["topk"],
                    densities=[0.01], warmup=1, steps=2)
 seconds = [p.step_seconds for p in advice.predictions]
-print(f"RESULT|{advice.measured.network.ranks}|{seconds}|{advice.verdict()}|\\n", end="", flush=True)
+print(f"RESULT|{advice.measured.profile.network.ranks}|{seconds}|{advice.verdict()}|\\n", end="", flush=True)
 """
 
 
@@ -377,7 +377,7 @@ def test_the_usual_launcher(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script)]
+    command = [warm_python(), str(script)]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=110)
     assert result.returncode == 0, result.stderr[-3000:]
     first, other = [line.split("|")[1:] for line in result.stdout.splitlines() if line.startswith("RESULT")]
@@ -394,7 +394,7 @@ def to_a_file(what: str, done: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "warm_spawn")
 def test_spawned_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOLD", str(tmp_path / "told"))
     module = Toy(nap=0.05)
@@ -402,11 +402,11 @@ def test_spawned_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp_spawn"}
     advice = ls.advise(module, trainer=options, gbit=[1], progress=to_a_file, **SHORT)
     assert advice.scenarios == [(2, None), (2, 1)]
-    assert advice.measured.network.ranks == 2
+    assert advice.measured.profile.network.ranks == 2
     assert advice.verdict().startswith("2 ranks, measured: ")  # on a busy machine, anything may win by a hair
     assert same(state(module), before)
     told = (tmp_path / "told").read_text().splitlines()
-    assert told == ["timing backward", "timing the network", "rehearsing topk at 0.01"]  # by rank 0 only
+    assert told == ["timing backward", "timing the network", "timing topk at 0.01"]  # by rank 0 only
 
 
 # Adam's first moment

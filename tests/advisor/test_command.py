@@ -19,10 +19,11 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 
 import yaml
 
-from lightning_sparse import cli
+import lightning_sparse_cli as cli
 from lightning_sparse.advisor import config
-from lightning_sparse.advisor.prediction import GROUPINGS
+from lightning_sparse.advisor.prediction import TRIED
 from tests.advisor.made_up import advice, predicted
+from tests.warm import warm_python
 
 ROOT = Path(__file__).parent.parent.parent
 TOY: dict[str, Any] = {
@@ -73,8 +74,8 @@ def test_options_reach_the_advisor_and_files_are_written(
     asked: dict[str, Any] = {}
     found = advice([predicted("topk", 0.5, 0.01, "layer", 3), predicted("dgc", 0.7, 0.1)])
 
-    def stand_in(path: Path, **settings: Any) -> Any:
-        asked.update(settings, config=path)
+    def stand_in(*paths: Path, **settings: Any) -> Any:
+        asked.update(settings, config=paths)
         return found, TOY
 
     monkeypatch.setattr(config, "advise_config", stand_in)
@@ -82,6 +83,8 @@ def test_options_reach_the_advisor_and_files_are_written(
         "advise",
         "--config",
         "some.yaml",
+        "over.yaml",
+        "--config=it.yaml",
         "--ranks",
         "8",
         "64",
@@ -96,7 +99,7 @@ def test_options_reach_the_advisor_and_files_are_written(
     cli.main([*command, "--out", str(tmp_path / "x" / "y")])
     assert asked.pop("progress")
     assert asked == {
-        "config": Path("some.yaml"),
+        "config": (Path("some.yaml"), Path("over.yaml"), Path("it.yaml")),
         "ranks": [8, 64],
         "gbit": [1.0, 2.5],
         "sparsifiers": ["topk", "dgc"],
@@ -139,14 +142,14 @@ def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"model": {"class_path": "nowhere.Toy"}}, [], "No module named 'nowhere'"),
         (TOY, ["--model", "nowhere.Toy"], "Expected --model to be an import path"),
         (TOY | {"trainer": {"devcies": 2}}, [], "does not accept option 'devcies'"),
-        (TOY, ["--ranks", "0", "--gbit", "1"], "Expected ranks to be positive numbers but got 0."),
-        (TOY, ["--ranks", "8", "--gbit", "-1"], "Expected gbit to be positive numbers but got -1.0."),
+        (TOY, ["--ranks", "0", "--gbit", "1"], "Expected ranks to be a positive integer, but got 0."),
+        (TOY, ["--ranks", "8", "--gbit", "-1"], "Expected gbit to be a positive number, but got -1.0."),
         (TOY, [], "there is one rank only: give ranks and gbit (--ranks 8 --gbit 10), or devices in the trainer."),
         (TOY, ["--sparsifiers", "topk", "tpok"], "Unknown sparsifier 'tpok'. Did you mean 'topk'"),
         (TOY, ["--densities", "0.1", "2"], "in (0, 1]"),
-        (TOY, ["--warmup", "0"], "Expected warmup to be an integer of at least 1 but got 0."),
-        (TOY, ["--steps", "1"], "Expected steps to be an integer of at least 2 but got 1."),
-        (TOY, ["--out", "{file}"], "Expected out to be a folder but got"),
+        (TOY, ["--warmup", "0"], "Expected warmup to be a positive integer, but got 0."),
+        (TOY, ["--steps", "1"], "Expected steps to be an integer of at least 2, but got 1."),
+        (TOY, ["--out", "{file}"], "Expected out to be a folder, but got"),
     ],
 )
 def test_bad_input_is_answered_in_one_line(
@@ -214,7 +217,7 @@ def test_advice_for_two_devices_and_a_training_with_it(tmp_path: Path) -> None:
         made.mkdir()
     (folder / "napping.py").write_text(MODEL)
     # As installed commands are: not in the folder of the call, where the model's class is.
-    (scripts / "advise.py").write_text("from lightning_sparse.cli import main\n\nmain()\n")
+    (scripts / "advise.py").write_text("from lightning_sparse_cli import main\n\nmain()\n")
     (folder / "train.py").write_text("from pytorch_lightning.cli import LightningCLI\n\nLightningCLI()\n")
     quiet = {"enable_progress_bar": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = {"accelerator": "cpu", "devices": 2, "strategy": "ddp_find_unused_parameters_true", "max_epochs": 5}
@@ -229,7 +232,7 @@ def test_advice_for_two_devices_and_a_training_with_it(tmp_path: Path) -> None:
     def run(*command: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         result = subprocess.run(
-            [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=140
+            [warm_python(), *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=140
         )
         assert result.returncode == 0, result.stderr[-3000:]
         return result
@@ -247,11 +250,11 @@ def test_advice_for_two_devices_and_a_training_with_it(tmp_path: Path) -> None:
     assert verdict.startswith("- 2 ranks, measured: stay dense")
     assert verdict.removeprefix("- ") in asked.stdout
     assert asked.stdout.count("What to use where") == 1  # one process of the two
-    assert asked.stderr.count("rehearsing topk at 0.01") == 1
+    assert asked.stderr.count("timing topk at 0.01") == 1
     networks = ["2 ranks, measured", *(f"{n} ranks, {rate} Gbit/s" for n in (8, 64) for rate in (1, 10))]
     assert all(f"\n{network}: " in asked.stdout for network in networks)
     with (out / "advice.csv").open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == 5 * (4 + len(GROUPINGS))
+        assert len(list(csv.DictReader(file))) == 5 * (4 + len(TRIED))
     after = yaml.safe_load((out / "config.yaml").read_text())
     strategy = {"class_path": "DDPStrategy", "init_args": {"find_unused_parameters": True}}
     assert after == given | {"trainer": given["trainer"] | {"strategy": strategy}}

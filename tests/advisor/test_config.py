@@ -107,6 +107,27 @@ def test_classes_by_option(asked: Asked, tmp_path: Path) -> None:
     assert asked.datamodule is None
 
 
+def test_later_files_are_laid_over_earlier_ones(asked: Asked, tmp_path: Path) -> None:
+    def file(name: str, content: dict[str, Any]) -> Path:
+        (tmp_path / name).write_text(yaml.safe_dump(content))
+        return tmp_path / name
+
+    strategy = {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": {"density": 0.01}}
+    base = file("base", {"trainer": {"devices": 2, "accelerator": "cpu", "strategy": strategy}, "model": TOY})
+    topk = {"strategy": {"init_args": {"sparsifier": "TopK"}}}
+    _, given = advise_config(base, file("topk", {"fit": {"trainer": topk, "model": {"init_args": {"width": 7}}}}))
+    merged = strategy | {"init_args": {"density": 0.01, "sparsifier": "TopK"}}
+    assert given["trainer"] == {"devices": 2, "accelerator": "cpu", "strategy": merged}
+    assert asked.trainer["strategy"] == merged
+    assert asked.module.net[0].out_features == 7
+    _, given = advise_config(base, file("dense", {"trainer": {"strategy": "ddp"}}))
+    assert given["trainer"]["strategy"] == "ddp"
+    other = {"class_path": "tests.advisor.toys.OtherToy"}
+    _, given = advise_config(base, file("other", {"model": other}))
+    assert given["model"] == other  # not with the arguments of the class before
+    assert type(asked.module) is OtherToy
+
+
 def test_modules_of_the_other_package(asked: Asked, tmp_path: Path) -> None:
     advise_config(written(tmp_path, {"model": {"class_path": "tests.advisor.toys.OtherToy"}}))
     assert type(asked.module) is OtherToy
@@ -190,7 +211,7 @@ def test_settings_of_strategies() -> None:
 
     made = DDPStrategy(find_unused_parameters=True, start_method="spawn", bucket_cap_mb=3)
     assert kept_settings(made) == unused | {"start_method": "spawn"}
-    assert kept_settings(ls.SparseDDPStrategy("topk", static_graph=True)) == {"static_graph": True}
+    assert kept_settings(ls.SparseDDPStrategy(sparsifier="topk", static_graph=True)) == {"static_graph": True}
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [

@@ -20,21 +20,24 @@ from lightning_sparse import simulation
 from lightning_sparse.advisor import Measured, Method, Prediction, Scenario
 from lightning_sparse.advisor.prediction import (
     BEST_TRAINED,
-    GROUPINGS,
     LATENCY,
+    TRIED,
     best_groupings,
     predict,
     scenarios,
     winner,
 )
-from lightning_sparse.grouping import GroupCost, Line, Network, Traffic
+from lightning_sparse.core import Context
+from lightning_sparse.messages import Steps
+from lightning_sparse.performance import GroupCost, Line, Network, Traffic
+from lightning_sparse.pipeline import reduce_group
 from lightning_sparse.sparsifiers import SPARSIFIERS
-from lightning_sparse.types import Agreement
 from tests.advisor.made_up import HERE, NOTHING, measured, method, predicted
 from tests.reference.merging import groupings
 from tests.reference.steps import simulated_step
 
-OVERLAPS = ["nothing", "transfer", "all"]
+OVERLAPS = ["none", "comm", "full"]
+ALONE = Network(NOTHING, NOTHING, 1)
 MIB = 2**20
 Groups = list[tuple[list[str], int]]
 
@@ -50,7 +53,7 @@ def by_parameters(seen: Measured, groups: list[list[str]]) -> Groups:
 def cut(seen: Measured, grouping: str) -> Iterator[Groups]:
     """The groups of a grouping; of "optimal_merge" all that it could choose."""
     names = [size.name for size in reversed(seen.sizes)]
-    modules = [[name for name in names if name.startswith(f"m{i}.")] for i in reversed(range(len(seen.layers)))]
+    modules = [[name for name in names if name.startswith(f"m{i}.")] for i in reversed(range(len(seen.profile.layers)))]
     numels = {size.name: size.numel for size in seen.sizes}
     if grouping == "model":
         yield by_parameters(seen, [names])
@@ -72,17 +75,17 @@ def cut(seen: Measured, grouping: str) -> Iterator[Groups]:
 
 def simulated(seen: Measured, one: Method, groups: Groups) -> float:
     parts: dict[str, tuple[list[Line], list[Line]]] = {
-        "nothing": ([one.cost.select, one.cost.process, one.cost.transfer], []),
-        "transfer": ([one.cost.select, one.cost.process], [one.cost.transfer]),
-        "all": ([], [one.cost.select, one.cost.process, one.cost.transfer]),
+        "none": ([one.cost.select, one.cost.process, one.cost.transfer], []),
+        "comm": ([one.cost.select, one.cost.process], [one.cost.transfer]),
+        "full": ([], [one.cost.select, one.cost.process, one.cost.transfer]),
     }
-    overlap, buckets = str(seen.overlap), seen.bucket_numels
+    overlap, buckets = str(seen.profile.overlap), seen.profile.bucket_numels
     if one.builtin:
-        overlap = "all" if overlap == "all" else "transfer"
+        overlap = "full" if overlap == "full" else "comm"
         buckets = MIB / 4, 25 * MIB / 4
     select, send = parts[overlap]
-    return seen.rest_seconds + simulated_step(
-        [(layer.parameters, layer.numel, layer.backward_seconds) for layer in seen.layers],
+    return seen.profile.rest_seconds + simulated_step(
+        [(layer.parameters, layer.numel, layer.backward_seconds) for layer in seen.profile.layers],
         groups,
         buckets,
         lambda numel: sum(line.alpha + line.beta * numel for line in select),
@@ -91,7 +94,7 @@ def simulated(seen: Measured, one: Method, groups: Groups) -> float:
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("grouping", TRIED)
 def test_steps_take_as_long_as_in_a_simulation(grouping: str, overlap: str) -> None:
     generator = random.Random(1)
     cuts = Counter[int]()
@@ -104,16 +107,16 @@ def test_steps_take_as_long_as_in_a_simulation(grouping: str, overlap: str) -> N
             assert found == pytest.approx(min(times), rel=1e-9)
             assert groups in [len(chosen) for chosen, time in zip(possible, times, strict=True) if time <= found + 1e-9]
             cuts[groups] += 1
-    one_is_best = grouping == "model" or (grouping, overlap) == ("optimal_merge", "nothing")
+    one_is_best = grouping == "model" or (grouping, overlap) == ("optimal_merge", "none")
     assert len(cuts) == 1 if one_is_best else len(cuts) > 1
 
 
 def test_groups_that_follow_another_order_than_backward() -> None:
     for seed, overlap in enumerate(OVERLAPS):
         seen = measured(6, overlap, seed)
-        layers = list(seen.layers)
+        layers = list(seen.profile.layers)
         random.Random(seed).shuffle(layers)
-        seen = replace(seen, layers=layers)
+        seen = replace(seen, profile=replace(seen.profile, layers=layers))
         for one in seen.methods[4:]:
             for grouping in ("layer", "bucket", "merge_below", "model"):
                 [groups] = cut(seen, grouping)
@@ -122,10 +125,10 @@ def test_groups_that_follow_another_order_than_backward() -> None:
 
 def test_a_step_without_exchange() -> None:
     seen = measured()
-    assert seen.compute_seconds == pytest.approx(4e-3 + sum(layer.backward_seconds for layer in seen.layers))
+    assert seen.profile.compute_seconds == pytest.approx(4e-3 + sum(seen.profile.backward_seconds))
     free = method("topk", 0.01, GroupCost(0.01, NOTHING, NOTHING, NOTHING))
-    for grouping in GROUPINGS:
-        assert seen.step_seconds(free, grouping)[0] == pytest.approx(seen.compute_seconds)
+    for grouping in TRIED:
+        assert seen.step_seconds(free, grouping)[0] == pytest.approx(seen.profile.compute_seconds)
 
 
 def test_measurements_survive_a_file() -> None:
@@ -134,8 +137,9 @@ def test_measurements_survive_a_file() -> None:
         again = Measured.from_dict(json.loads(json.dumps(seen.as_dict())))
         assert again.as_dict() == seen.as_dict()
         assert list(again.methods) == list(seen.methods)
-        assert again.sizes == seen.sizes
-        assert (again.network, again.overlap, again.bucket_numels) == (seen.network, overlap, seen.bucket_numels)
+        assert list(again.sizes) == list(seen.sizes)
+        assert again.profile == seen.profile
+        assert again.profile.overlap == overlap
         for one in again.methods:
             assert again.step_seconds(one, "bucket") == seen.step_seconds(one, "bucket")
 
@@ -144,28 +148,25 @@ def test_measurements_survive_a_file() -> None:
 
 
 def recorded(name: str, ranks: int, numel: int, density: float) -> dict[str, tuple[float, float]]:
-    """Calls, and bytes of the rank that gives most, by operation and step, as in a rehearsal."""
+    """Calls, and bytes of the rank that gives most, by operation and step, as in a microbenchmark."""
     calls: list[Counter[str]] = [Counter() for _ in range(ranks)]
     nbytes: list[Counter[str]] = [Counter() for _ in range(ranks)]
     steps, warmup = 6, 3
     counting = False
 
-    class Recording(simulation._ThreadCollective):
-        def _meet(self, x: Tensor, combine: Any) -> Tensor:
+    def recording(grad: Tensor, state: Any, ctx: Context, **parts: Any) -> Steps[Any]:
+        """The group's step, with its messages counted."""
+        steps, answer = reduce_group(grad, state, ctx, **parts), None
+        while True:
+            try:
+                message = steps.send(answer)
+            except StopIteration as end:
+                return end.value
             if counting:
-                calls[self.rank][self.operation] += 1
-                nbytes[self.rank][self.operation] += x.nbytes
-            return super()._meet(x, combine)
+                calls[ctx.rank][message.kind] += 1
+                nbytes[ctx.rank][message.kind] += message.x.nbytes
+            answer = yield message
 
-    def counted(operation: str) -> Any:
-        def run(self: Any, x: Tensor, *rest: Any) -> Any:
-            self.operation = operation
-            return getattr(super(Recording, self), operation)(x, *rest)
-
-        return run
-
-    for operation in ("all_gather", "all_reduce", "broadcast", "all_to_all", "send_on"):
-        setattr(Recording, operation, counted(operation))
     generator = torch.Generator().manual_seed(0)
     common, own = torch.randn(1, numel, generator=generator), torch.randn(ranks, numel, generator=generator)
 
@@ -175,12 +176,9 @@ def recorded(name: str, ranks: int, numel: int, density: float) -> dict[str, tup
             counting = step >= warmup
             yield (common + own).pow(3).roll(step * (numel // 7 + 1), 1)
 
-    original = simulation._ThreadCollective
-    simulation._ThreadCollective = Recording  # type: ignore[misc]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "reduce_group", recording)
         list(ls.simulate(stream(), sparsifier=name, density=density))
-    finally:
-        simulation._ThreadCollective = original  # type: ignore[misc]
     counted_steps = steps - warmup
     return {
         operation: (calls[0][operation] / counted_steps, max(rank[operation] for rank in nbytes) / counted_steps)
@@ -193,20 +191,18 @@ EXACT = ("topk", "shared_topk", "striped_topk", "clt_k", "gtop_k", "random_k", "
 
 
 def known_between(name: str, ranks: int, density: float) -> Method:
-    """A method as a rehearsal between so many ranks would know it."""
+    """A method as a microbenchmark between so many ranks would know it."""
     points = {numel: recorded(name, ranks, numel, density) for numel in (SMALL, LARGE)}
     parts = [
         Traffic(operation, calls, Line.fit([SMALL, LARGE], [points[numel][operation][1] for numel in points]))
         for operation, (calls, _) in points[LARGE].items()
     ]
-    agreement = SPARSIFIERS.resolve(name).agreement
-    return Method(name, density, agreement, GroupCost(density, NOTHING, NOTHING, NOTHING, tuple(parts)))
+    return Method(name, density, GroupCost(density, NOTHING, NOTHING, NOTHING, tuple(parts)))
 
 
-# One rank alone sends nothing up a tree.
 @pytest.mark.parametrize(
     ("name", "known"),
-    [(name, 2) for name, _ in SPARSIFIERS.items()] + [(name, 1) for name in EXACT if name != "gtop_k"],
+    [(name, 2) for name, _ in SPARSIFIERS.items()] + [(name, 1) for name in EXACT],
 )
 def test_messages_grow_with_ranks_as_they_do_in_simulations(name: str, known: int) -> None:
     density = 0.02
@@ -224,27 +220,29 @@ def test_messages_grow_with_ranks_as_they_do_in_simulations(name: str, known: in
 
 
 @pytest.mark.parametrize(
-    ("agreement", "operation", "factor"),
+    ("name", "operation", "factor"),
     [
-        (Agreement.INDEPENDENT, "all_gather", 1),
-        (Agreement.INDEPENDENT, "all_reduce", 4),
-        (Agreement.INDEPENDENT, "broadcast", 1),
-        (Agreement.SHARED, "all_gather", 1 / 4),
-        (Agreement.SHARED, "all_reduce", 1),
-        (Agreement.DISJOINT, "all_gather", 1 / 4),
-        (Agreement.DISJOINT, "all_reduce", 1),
-        (Agreement.LEADER, "broadcast", 1),
-        (Agreement.LEADER, "all_reduce", 1),
-        (Agreement.IDENTICAL, "all_reduce", 1),
-        (Agreement.EVERYTHING, "all_reduce", 1),
+        ("topk", "all_gather", 1),
+        ("hard_threshold", "all_reduce", 4),
+        ("shared_topk", "all_gather", 1 / 4),
+        ("shared_topk", "all_reduce", 1),
+        ("micro", "all_gather", 1 / 4),
+        ("micro", "all_reduce", 1),
+        ("ok_topk", "all_gather", 1 / 4),
+        ("ok_topk", "all_to_all", 1),
+        ("clt_k", "broadcast", 1),
+        ("clt_k", "all_reduce", 1),
+        ("random_k", "all_reduce", 1),
+        ("everything", "all_reduce", 1),
     ],
 )
-def test_bytes_of_a_coordinate_by_hand(agreement: Agreement, operation: str, factor: float) -> None:
+def test_bytes_of_a_coordinate_by_hand(name: str, operation: str, factor: float) -> None:
     cost = GroupCost(0.1, Line(1, 1), Line(2, 2), Line(3, 3), (Traffic(operation, 3.0, Line(8, 0.4)),))
-    moved = method("x", 0.1, cost, agreement).between(2, 8, Network.ring(8, 1e-5, 1e9))
+    moved = method(name, 0.01, cost).between(2, 8, Network.ring(8, 1e-5, 1e9))
     [part] = moved.cost.traffic
-    assert (part.operation, part.calls, part.nbytes.alpha) == (operation, 3.0, 8)
-    assert part.nbytes.beta == pytest.approx(0.4 * factor)
+    assert (part.operation, part.calls) == (operation, 3.0)
+    # Messages of counted groups hold some words besides.
+    assert (part.nbytes.alpha, part.nbytes.beta) == pytest.approx((8 * factor, 0.4 * factor), rel=0.02)
     assert (moved.cost.select, moved.cost.process) == (cost.select, cost.process)
 
 
@@ -252,26 +250,28 @@ def test_bytes_of_a_coordinate_by_hand(agreement: Agreement, operation: str, fac
 def test_a_union_grows_up_to_everything(each: float, expected: float) -> None:
     cost = GroupCost(0.1, NOTHING, NOTHING, NOTHING, (Traffic("all_reduce", 1.0, Line(0, each)),))
     network = Network.ring(8, 0, 1e9)
-    assert method("x", 0.1, cost).between(2, 8, network).cost.traffic[0].nbytes.beta == pytest.approx(expected)
-    in_halves = method("x", 0.1, cost).between(2, 8, network, value_bytes=2).cost.traffic[0].nbytes.beta
+    assert method("hard_threshold", 0.01, cost).between(2, 8, network).cost.traffic[0].nbytes.beta == pytest.approx(
+        expected
+    )
+    in_halves = method("hard_threshold", 0.01, cost).between(2, 8, network, value_bytes=2).cost.traffic[0].nbytes.beta
     assert in_halves == pytest.approx(max(each, min(expected, 2.0)))
 
 
 @pytest.mark.parametrize("known", [2, 3, 4, 8])
 def test_a_tree_has_a_round_more_with_each_doubling(known: int) -> None:
-    cost = GroupCost(0.1, NOTHING, NOTHING, NOTHING, (Traffic("send_on", 1.0, Line(8, 0.5)),))
+    cost = GroupCost(0.1, NOTHING, NOTHING, NOTHING, (Traffic("send_recv", 1.0, Line(8, 0.5)),))
     for ranks in (2, 5, 8, 64, 100):
         rounds = math.ceil(math.log2(ranks)) / math.ceil(math.log2(known))
-        [part] = method("x", 0.1, cost).between(known, ranks, Network.ring(ranks, 0, 1e9)).cost.traffic
+        [part] = method("gtop_k", 0.1, cost).between(known, ranks, Network.ring(ranks, 0, 1e9)).cost.traffic
         assert (part.calls, part.nbytes.alpha, part.nbytes.beta) == pytest.approx((rounds, 8 * rounds, 0.5 * rounds))
 
 
-@pytest.mark.parametrize("agreement", Agreement)
-def test_the_same_ranks_and_network_change_prices_only(agreement: Agreement) -> None:
+@pytest.mark.parametrize("name", ["topk", "shared_topk", "gtop_k", "ok_topk", "hard_threshold"])
+def test_the_same_ranks_and_network_change_prices_only(name: str) -> None:
     network = Network(Line(1e-4, 1e-9), Line(2e-4, 2e-9), ranks=4)
-    names = ("all_gather", "all_reduce", "broadcast", "all_to_all", "send_on")
-    traffic = tuple(Traffic(name, 2.0, Line(8.0, 0.3)) for name in names)
-    one = method("x", 0.1, GroupCost(0.1, Line(1, 1), Line(2, 2), Line(3, 3), traffic), agreement)
+    operations = ("all_gather", "all_reduce", "broadcast", "all_to_all", "send_recv")
+    traffic = tuple(Traffic(operation, 2.0, Line(8.0, 0.3)) for operation in operations)
+    one = method(name, 0.1, GroupCost(0.1, Line(1, 1), Line(2, 2), Line(3, 3), traffic))
     same = one.between(4, 4, network)
     assert replace(same, cost=replace(same.cost, transfer=one.cost.transfer)) == one
     # A broadcast gives each byte to one hop at a time, an all-to-all three quarters of them.
@@ -310,14 +310,14 @@ def test_what_is_predicted_for(known: int, ranks: list[int], gbit: list[float], 
         (1, [8], [], "there is one rank only: give ranks and gbit"),
         (1, [], [10], "there is one rank only: give ranks and gbit"),
         (1, [1], [10], "there is one rank only: give ranks and gbit"),
-        (2, [0], [], "Expected ranks to be positive numbers but got 0"),
-        (2, [2.5], [], "Expected ranks to be positive numbers but got 2.5"),
-        (2, ["8"], [], "Expected ranks to be positive numbers but got '8'"),
-        (2, [True], [], "Expected ranks to be positive numbers but got True"),
-        (2, [], [0], "Expected gbit to be positive numbers but got 0"),
-        (2, [], [-1.5], "Expected gbit to be positive numbers but got -1.5"),
-        (2, [], [math.nan], "Expected gbit to be positive numbers but got nan"),
-        (2, [], ["fast"], "Expected gbit to be positive numbers but got 'fast'"),
+        (2, [0], [], "Expected ranks to be a positive integer, but got 0"),
+        (2, [2.5], [], "Expected ranks to be a positive integer, but got 2.5"),
+        (2, ["8"], [], "Expected ranks to be a positive integer, but got '8'"),
+        (2, [True], [], "Expected ranks to be a positive integer, but got True"),
+        (2, [], [0], "Expected gbit to be a positive number, but got 0"),
+        (2, [], [-1.5], "Expected gbit to be a positive number, but got -1.5"),
+        (2, [], [math.nan], "Expected gbit to be a positive number, but got nan"),
+        (2, [], ["fast"], "Expected gbit to be a positive number, but got 'fast'"),
     ],
 )
 def test_numbers_that_make_no_scenario(known: int, ranks: Any, gbit: Any, message: str) -> None:
@@ -329,7 +329,7 @@ def test_every_method_is_predicted_in_every_scenario() -> None:
     seen = measured()
     wanted = scenarios(2, [8, 64], [1, 10])
     rows = list(predict(seen, wanted))
-    assert len(rows) == len(wanted) * (4 + 4 * len(GROUPINGS))
+    assert len(rows) == len(wanted) * (4 + 4 * len(TRIED))
     for scenario in wanted:
         here = [row for row in rows if row.scenario == scenario]
         assert {(row.method, row.grouping) for row in here if row.builtin} == {
@@ -339,7 +339,7 @@ def test_every_method_is_predicted_in_every_scenario() -> None:
         assert dense.over_dense == 1
         for row in here:
             assert row.over_dense == pytest.approx(row.step_seconds / dense.step_seconds)
-            assert row.exposed_seconds == pytest.approx(row.step_seconds - seen.compute_seconds)
+            assert row.exposed_seconds == pytest.approx(row.step_seconds - seen.profile.compute_seconds)
             assert row.exposed_seconds >= 0
 
 
@@ -348,7 +348,8 @@ def test_the_network_here_is_priced_as_it_was_measured() -> None:
     network = Network(Line(1e-4, 1e-9), Line(1e-4, 1e-9), ranks=2)
     odd = GroupCost(0.01, NOTHING, NOTHING, Line(1.0, 0.0), (Traffic("all_gather", 1.0, Line(0, 0.08)),))
     seen = measured(1)
-    seen = replace(seen, network=network, methods=[*seen.methods[:4], method("topk", 0.01, odd)], overlap="nothing")
+    profile = replace(seen.profile, network=network, overlap="none")
+    seen = replace(seen, profile=profile, methods=[*seen.methods[:4], method("topk", 0.01, odd)])
 
     def times(*wanted: Scenario) -> list[float]:
         rows = predict(seen, wanted)
@@ -363,21 +364,21 @@ def test_the_network_here_is_priced_as_it_was_measured() -> None:
 def test_values_of_two_bytes() -> None:
     # All of them are sent between 8 ranks: half of them are, between 2.
     half = GroupCost(0.5, NOTHING, NOTHING, NOTHING, (Traffic("all_reduce", 1.0, Line(0, 1.0)),))
-    seen = measured(1, "nothing")
+    seen = measured(1, "none")
     sizes = [size._replace(element_size=2) for size in seen.sizes]
     seen = replace(seen, sizes=sizes, methods=[*seen.methods[:1], method("hard_threshold", 0.5, half)])
     rows = {(row.method, row.grouping): row for row in predict(seen, [Scenario(8, 1)])}
     sent = 2 * sum(size.numel for size in sizes)
-    fixed = 3 * seen.network.all_reduce.alpha
+    fixed = 3 * seen.profile.network.all_reduce.alpha
     assert rows["hard_threshold", "model"].exposed_seconds == pytest.approx(fixed + 2 * 7 / 8 * sent * 8e-9)
 
 
 def test_without_a_network_fixed_prices_are_assumed() -> None:
-    seen = measured(1, "nothing")
+    seen = measured(1, "none")
     gathered = GroupCost(0.01, NOTHING, NOTHING, NOTHING, (Traffic("all_gather", 2.0, Line(0, 0.08)),))
     reduced = GroupCost(1.0, NOTHING, NOTHING, NOTHING, (Traffic("all_reduce", 1.0, Line(0, 4.0)),))
     methods = [method("dense", 1.0, reduced, builtin=True), method("topk", 0.01, gathered)]
-    seen = replace(seen, network=Network(NOTHING, NOTHING, 1), methods=methods)
+    seen = replace(seen, profile=replace(seen.profile, network=ALONE), methods=methods)
     numel = sum(size.numel for size in seen.sizes)
     for ranks, tree in ((2, 1), (8, 3), (64, 6)):
         rows = {(row.method, row.grouping): row for row in predict(seen, [Scenario(ranks, 10)])}
@@ -394,7 +395,8 @@ def test_small_messages_do_not_gain_from_more_ranks() -> None:
     few = Traffic("all_gather", 1.0, Line(8, 0)), Traffic("all_reduce", 1.0, Line(8, 0))
     sparse, dense = (GroupCost(1.0, NOTHING, NOTHING, NOTHING, (one,)) for one in few)
     methods = [method("dense", 1.0, dense, builtin=True), method("topk", 0.01, sparse)]
-    seen = replace(measured(1, "nothing"), network=Network(NOTHING, NOTHING, 1), methods=methods)
+    seen = measured(1, "none")
+    seen = replace(seen, profile=replace(seen.profile, network=ALONE), methods=methods)
     for ranks in (8, 64, 512):
         assert winner(list(predict(seen, [Scenario(ranks, 100)])), Scenario(ranks, 100)).method == "dense"
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_sparse import grouping as groupings
 from lightning_sparse.advisor import Advice, Scenario
-from lightning_sparse.advisor.prediction import GROUPINGS, predict, scenarios
+from lightning_sparse.advisor.prediction import TRIED, predict, scenarios
 from lightning_sparse.advisor.report import (
     across,
     figure,
@@ -20,6 +19,7 @@ from lightning_sparse.advisor.report import (
     write_configs,
     write_csv,
 )
+from lightning_sparse.plan import GROUPINGS
 from tests.advisor.made_up import HERE, advice, measured, predicted
 
 THERE = Scenario(8, 1.0)
@@ -133,7 +133,7 @@ def test_the_file_has_every_prediction(tmp_path: Path) -> None:
     write_csv(found, tmp_path / "advice.csv")
     with (tmp_path / "advice.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
-    assert len(lines) == len(found.predictions) == 2 * (4 + 4 * len(GROUPINGS))
+    assert len(lines) == len(found.predictions) == 2 * (4 + 4 * len(TRIED))
     for line, one in zip(lines, found.predictions, strict=True):
         assert (int(line["ranks"]), line["gbit"]) == (one.scenario.ranks, str(one.scenario.gbit or ""))
         assert (line["method"], line["grouping"], line["builtin"]) == (one.method, one.grouping, str(one.builtin))
@@ -176,7 +176,7 @@ def given(**trainer: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", GROUPINGS)
+@pytest.mark.parametrize("name", TRIED)
 def test_a_configuration_for_each_grouping(trainer_of: Any, tmp_path: Path, name: str) -> None:
     path = tmp_path / "config.yaml"
     found = advice([predicted("shared_topk", 0.5, 0.003, name)])
@@ -185,9 +185,9 @@ def test_a_configuration_for_each_grouping(trainer_of: Any, tmp_path: Path, name
     trainer = trainer_of(path)
     strategy = trainer.strategy
     assert type(strategy).__name__ == "SparseDDPStrategy"
-    assert type(strategy.settings.sparsifier).__name__ == "SharedTopK"
-    assert strategy.settings.density(0) == 0.003
-    assert strategy.grouping == groupings.GROUPINGS.resolve(name) == GROUPINGS[name]
+    assert type(strategy.config.sparsifier).__name__ == "SharedTopK"
+    assert strategy.config.density(0) == 0.003
+    assert strategy.config.grouping == GROUPINGS.resolve(name)
     assert trainer.max_steps == 7
 
 
@@ -235,8 +235,8 @@ def test_what_ddp_is_told_stays(trainer_of: Any, tmp_path: Path, before: Any, ke
     found = advice([predicted("topk", 1.5), predicted(best, 0.5)], kind="float32.cuda:0")
     assert write_configs(found, tmp_path, given(strategy=before)) == [path]
     strategy = trainer_of(path).strategy
-    package = "lightning_sparse.strategy.pytorch_lightning" if best == "topk" else "pytorch_lightning.strategies.ddp"
-    assert type(strategy).__module__ == package
+    sparse = "lightning_sparse.integrations.pytorch_lightning"
+    assert type(strategy).__module__ == (sparse if best == "topk" else "pytorch_lightning.strategies.ddp")
     seen = strategy._ddp_kwargs | {"start_method": strategy._start_method}
     assert {name: seen[name] for name in kept} == kept
     assert seen.get("find_unused_parameters", False) == kept.get("find_unused_parameters", False)
@@ -274,7 +274,7 @@ def test_what_stays_dense_and_what_becomes_of_residuals_is_left_as_it_is() -> No
     own = {"rules": {"dense_numel": 1000}, "dense": ["*.bias"], "resize": "flush", "watch": None}
     before = {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": own | {"sparsifier": "dgc"}}
     after = strategy_config(advice([predicted("shared_topk", 0.5, 0.003, "layer")]), given=before)
-    chosen = {"sparsifier": "shared_topk", "density": 0.003, "grouping": "layer"}
+    chosen = {"sparsifier": "shared_topk", "density": 0.003, "grouping": "layer", "messages": "group"}
     assert after["init_args"] == chosen | own
     other = {"class_path": "DDPStrategy", "init_args": own}
     assert strategy_config(advice([predicted("shared_topk", 0.5, 0.003, "layer")]), given=other)["init_args"] == chosen

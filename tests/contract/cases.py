@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch import Tensor
+
 import lightning_sparse as ls
 
 
@@ -72,13 +74,59 @@ PAIRS = [
 
 PAIR_NAMES = [f"{case.name}-{exchange}" for case, exchange in PAIRS]
 
-MEMORIES = [
-    ls.Residual(decay=0.5),
-    ls.LowPass(0.25),
-    ls.MomentumCorrection(0.5),
-    ls.MomentumCorrection(0.5, nesterov=True, masking=False),
-    ls.ClipByNorm(4.0),
-    ls.AdamCorrection(),
-    ls.AdamCorrection(beta1=0.75),
-]
+
+class Offer(NamedTuple):
+    """What a rank knows when it forms its accumulator."""
+
+    before: dict[str, Tensor]
+    """What it remembers of each coordinate, by name."""
+    gradient: Tensor
+    number: int
+    """Steps that counted, this one included."""
+    n: int
+
+    @property
+    def residual(self) -> Tensor:
+        return self.before["residual"]
+
+
+def not_sent(residual: Tensor, acc: Tensor, gradient: Tensor, given: Tensor) -> Tensor:
+    return acc - given
+
+
+class Law(NamedTuple):
+    """What a memory does, by the formulas of the papers."""
+
+    offered: Callable[[Offer], Tensor]
+    """The accumulator that a rank brings to the exchange."""
+    kept: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = not_sent
+    """The residual after the step, from residual before, accumulator, gradient and what was given. Linear: of sums over
+    ranks, it is the sum of residuals."""
+
+
+def clipped(offer: Offer, limit: float) -> Tensor:
+    return offer.residual + offer.gradient * min(1, limit / offer.n**0.5 / offer.gradient.square().sum().sqrt())
+
+
+def adam(offer: Offer, beta1: float = 0.0, beta2: float = 0.999, eps: float = 1e-8) -> Tensor:
+    m = beta1 * offer.before.get("first", 0) + (1 - beta1) * offer.gradient
+    v = beta2 * offer.before["second"] + (1 - beta2) * offer.gradient**2
+    m, v = m / (1 - beta1**offer.number), v / (1 - beta2**offer.number)
+    return offer.residual + offer.n**0.5 * (m / (v**0.5 + eps))
+
+
+MEMORIES = {
+    ls.Residual(decay=0.5): Law(lambda offer: 0.5 * offer.residual + offer.gradient),
+    ls.LowPass(0.25): Law(
+        lambda offer: offer.residual + offer.gradient,
+        lambda residual, acc, gradient, given: residual + 0.25 * (gradient - given),
+    ),
+    ls.MomentumCorrection(0.5): Law(lambda offer: offer.residual + 0.5 * offer.before["momentum"] + offer.gradient),
+    ls.MomentumCorrection(0.5, nesterov=True, masking=False): Law(
+        lambda offer: offer.residual + 0.5 * (offer.before["momentum"] + offer.gradient) + offer.gradient
+    ),
+    ls.ClipByNorm(4.0): Law(lambda offer: clipped(offer, 4.0)),
+    ls.AdamCorrection(): Law(adam),
+    ls.AdamCorrection(beta1=0.75): Law(lambda offer: adam(offer, beta1=0.75)),
+}
 """Memories beside the plain residual, with settings that are exact in sums of a few small binary fractions."""

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
+from lightning_sparse.collective import drive
+from lightning_sparse.core import Context
 from lightning_sparse.pipeline import commit_group, exchange_group, init_group
-from lightning_sparse.types import Context
 from tests.contract.cases import CASES, MEMORIES, PAIRS, Case
 from tests.fake_cuda import CUDA, HostWaitsError, fake_cuda
 from tests.mirror import Mirror
@@ -38,15 +39,10 @@ def steps(case: Case, exchange: str, memory: ls.Memory, dtype: torch.dtype, rank
         scale = torch.ones((), device=CUDA) if dtype is torch.float32 else None
         for step in range(count):
             grad = torch.zeros(NUMEL + 1, dtype=dtype, device=CUDA)
-            after, statistics, void = exchange_group(
-                grad,
-                state,
-                ctx._replace(step=step),
-                **parts,
-                exchange=ls.EXCHANGES.resolve(exchange),
-                comm=Mirror(rank, 4, CUDA),
-                scale=scale,
+            steps = exchange_group(
+                grad, state, ctx._replace(step=step), **parts, exchange=ls.EXCHANGES.resolve(exchange), scale=scale
             )
+            after, statistics, void = drive(steps, Mirror(rank, 4, CUDA))
             state = commit_group(state, after, void, memory)
             assert {grad.device, void.device, statistics.union.device, state.counts.device} == {CUDA}
 

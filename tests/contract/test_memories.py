@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.types import GroupState
-from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
+from lightning_sparse.core import GroupState
+from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case, Offer
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
 from tests.static_path import static_path
 
@@ -42,33 +42,12 @@ def walk(case: Case, exchange: str, memory: ls.Memory, numel: int) -> Iterator[t
         yield outcome, before, [remembered(memory, state) for state in outcome.states]
 
 
-def offered(memory: ls.Memory, gradient: Tensor, before: dict[str, Tensor], step: int) -> Tensor:
-    """What a rank brings to the exchange, by the formulas of the papers."""
-    e = before["residual"]
-    match memory:
-        case ls.Residual(decay):
-            return decay * e + gradient
-        case ls.LowPass():
-            return e + gradient
-        case ls.MomentumCorrection(mu, nesterov=False):
-            return e + mu * before["momentum"] + gradient
-        case ls.MomentumCorrection(mu, nesterov=True):
-            return e + mu * (before["momentum"] + gradient) + gradient
-        case ls.ClipByNorm(limit, ls.Residual()):
-            return e + gradient * min(1, limit / N**0.5 / gradient.square().sum().sqrt())
-        case ls.AdamCorrection(beta1, beta2, eps):
-            m = beta1 * before.get("first", 0) + (1 - beta1) * gradient
-            v = beta2 * before["second"] + (1 - beta2) * gradient**2
-            return e + N**0.5 * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)) ** 0.5 + eps)
-    raise AssertionError(memory)
-
-
 @pytest.fixture(scope="module", params=[pair for _, pair in SOME], ids=[name for name, _ in SOME])
 def pair(request: pytest.FixtureRequest) -> tuple[Case, str]:
     return request.param
 
 
-@pytest.fixture(scope="module", params=MEMORIES, ids=repr)
+@pytest.fixture(scope="module", params=list(MEMORIES), ids=repr)
 def memory(request: pytest.FixtureRequest) -> ls.Memory:
     return request.param
 
@@ -89,7 +68,7 @@ def test_each_rank_offers_what_its_memory_says(steps: list[Any], memory: ls.Memo
         number = outcome.step + (outcome.step < VOID_STEP)  # committed steps, this one included
         for rank in range(N):
             if not is_void(outcome):
-                expected = offered(memory, outcome.gradients[rank], before[rank], number)
+                expected = MEMORIES[memory].offered(Offer(before[rank], outcome.gradients[rank], number, N))
                 torch.testing.assert_close(outcome.accs[rank], expected, **CLOSE)
 
 
@@ -100,10 +79,8 @@ def test_what_was_given_is_averaged_and_leaves_the_residual(steps: list[Any], me
         given = [gave(update, acc) for update, acc in zip(outcome.updates, outcome.accs, strict=True)]
         torch.testing.assert_close(N * outcome.averages[0], sum(given), **CLOSE)
         for rank in range(N):
-            kept = outcome.accs[rank] - given[rank]
-            if isinstance(memory, ls.LowPass):  # e + beta (gradient - sent)
-                e = before[rank]["residual"]
-                kept = e + memory.beta * (outcome.gradients[rank] - given[rank])
+            old = before[rank]["residual"]
+            kept = MEMORIES[memory].kept(old, outcome.accs[rank], outcome.gradients[rank], given[rank])
             torch.testing.assert_close(after[rank]["residual"], kept, **CLOSE)
 
 
@@ -112,11 +89,8 @@ def test_nothing_is_lost_but_by_the_memorys_own_rule(steps: list[Any], memory: l
         if is_void(outcome):
             continue
         now = sum(kept["residual"] for kept in after)
-        if isinstance(memory, ls.LowPass):
-            change = outcome.gradients.sum(0) - N * outcome.averages[0]
-            expected = sum(kept["residual"] for kept in before) + memory.beta * change
-        else:
-            expected = sum(outcome.accs) - N * outcome.averages[0]
+        old, total = sum(kept["residual"] for kept in before), N * outcome.averages[0]
+        expected = MEMORIES[memory].kept(old, sum(outcome.accs), outcome.gradients.sum(0), total)
         torch.testing.assert_close(now, expected, **CLOSE)
 
 
@@ -170,16 +144,21 @@ def test_what_the_cast_of_a_mean_loses_is_kept(memory: ls.Memory, name: str) -> 
     ranks = Ranks(2, 257, sparsifier=case.sparsifier, exchange=exchange, memory=memory, density=DENSITY, dtype=dtype)
     rounded = False
     for seed in range(4):
-        gradients = noise(2, 257, seed=seed, grain=16, dtype=dtype)
+        gradients = noise(2, 257, seed=seed, grain=256, dtype=dtype)
         outcome = ranks.step(gradients.clone())
         total, mean = sum(outcome.accs), outcome.averages[0].float()
         rounded |= not torch.equal(outcome.updates[0].values, outcome.updates[0].values.to(dtype).float())
-        expected = total - 2 * mean
-        if isinstance(memory, ls.LowPass):
-            expected = sum(outcome.before) + memory.beta * (gradients.float().sum(0) - 2 * mean)
+        expected = MEMORIES[memory].kept(sum(outcome.before), total, gradients.float().sum(0), 2 * mean)
         torch.testing.assert_close(sum(outcome.after), expected, rtol=0, atol=0 if exact else 1e-5)
         assert outcome.averages.dtype == dtype
     assert rounded
+
+
+def test_every_memory_has_a_law() -> None:
+    # NoMemory has nothing to keep; WeightDecay reads a model's parameters, which are not here.
+    assert {type(memory) for memory in MEMORIES} | {ls.NoMemory, ls.WeightDecay} == {
+        cls for _, cls in ls.MEMORIES.items()
+    }
 
 
 STATIC = ["topk-gather_pairs", "shared_topk-reduce_union", "exdyna-reduce_union", "gtop_k-tree", "topk-dense"]

@@ -8,25 +8,20 @@ import pytest
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse.collective import drive_ranks
+from lightning_sparse.core import Context, Selection
 from lightning_sparse.exchanges.balanced import _regions, _split
-from lightning_sparse.types import Selection
 from tests.lockstep import Ranks, noise
 from tests.reference.merged import boundaries_of_regions, split_and_reduce, thinned
 
 
-class Sum:
-    """The ranks of a list of selections: an all-reduce sums what each of them would bring."""
-
-    def __init__(self, selections: list[Selection], k: int, numel: int) -> None:
-        self.world_size, self.asked = len(selections), (k, numel)
-        self.brought: list[torch.Tensor] = []
-        for self.rank, selection in enumerate(selections):
-            _regions(selection, *self.asked, self)
-        self.total = sum(self.brought)
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self.brought.append(x)
-        return getattr(self, "total", x)
+def regions(selections: list[Selection], k: int, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What all ranks of a list of selections find: boundaries and counts."""
+    n = len(selections)
+    contexts = [Context(0, 0.1, rank, n) for rank in range(n)]
+    found = drive_ranks([_regions(s, k, numel, ctx) for s, ctx in zip(selections, contexts, strict=True)])
+    assert all(torch.equal(a, b) for other in found for a, b in zip(other, found[0], strict=True))
+    return found[0]
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
@@ -39,8 +34,7 @@ def test_regions_tile_the_group_and_hold_about_equally_many_picks(n: int) -> Non
             places = (torch.rand(longest // (1 + rank % 3), generator=generator) ** 2 * numel).long().unique()
             offers.append(places[: len(places) * (rank % 4 != 3)])
         selections = [Selection(torch.cat([p, p.new_full((3,), numel)]), torch.tensor(len(p))) for p in offers]
-        ranks = Sum(selections, 1, numel)
-        bounds, counts = _regions(selections[-1], 1 if numel > 1 else 0, numel, ranks)
+        bounds, counts = regions(selections, 1 if numel > 1 else 0, numel)
         assert counts.tolist() == [len(p) for p in offers]
         assert bounds.tolist() == boundaries_of_regions([dict.fromkeys(p.tolist(), 1.0) for p in offers], numel, 0)
         assert (bounds[0], bounds[-1], bounds.numel()) == (0, numel, n + 1)
@@ -51,7 +45,7 @@ def test_regions_tile_the_group_and_hold_about_equally_many_picks(n: int) -> Non
 
 def test_at_full_density_regions_are_equal_whatever_was_picked() -> None:
     selections = [Selection(torch.arange(3), torch.tensor(3)), Selection(torch.arange(10), torch.tensor(10))]
-    bounds, counts = _regions(selections[1], 10, 10, Sum(selections, 10, 10))
+    bounds, counts = regions(selections, 10, 10)
     assert (bounds.tolist(), counts.tolist()) == ([0, 5, 10], [3, 10])
 
 

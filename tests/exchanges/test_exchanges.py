@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse.collective import drive_mirrored
+from lightning_sparse.core import Agreement, Selection
 from lightning_sparse.exchanges import as_exchange
 from lightning_sparse.exchanges.base import gather_picks
-from lightning_sparse.types import Agreement, Selection
 from tests.lockstep import Ranks, noise
 
 
@@ -80,21 +81,12 @@ def test_values_travel_bit_for_bit() -> None:
         assert torch.equal(outcome.averages[0], row / 2)
 
 
-class Echo:
-    """Two ranks, the other of which brings the same as this one."""
-
-    rank, world_size = 0, 2
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([x, x])
-
-
 def test_the_largest_coordinates_survive_the_32_bit_message() -> None:
     picked = torch.tensor([0, 2**24 + 1, 2**31 - 3])
     values = torch.tensor([1.5, -0.0, 2.0**-149])
     for aligned in (True, False):
         selection = Selection(picked, torch.tensor(3), aligned=aligned)
-        picks = gather_picks(selection, values, 2**31 - 2, Echo())
+        picks, _ = drive_mirrored(gather_picks(selection, values, 2**31 - 2), 2)
         assert picks.counts.tolist() == [3, 3]
         assert torch.equal(picks.joined(), torch.cat([picked, picked]))
         for got in picks.values:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_sparse as ls
+from lightning_sparse.core import Context, Selection
 from lightning_sparse.exchanges.packed_union import _lengthen, _shorten, pack, unpack
-from lightning_sparse.types import Context, Selection
 from tests.lockstep import Outcome, Ranks
 
 LANE = 32767

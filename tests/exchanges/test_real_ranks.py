@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.collective import TorchCollective
+from lightning_sparse.collective import TorchCollective, drive
+from lightning_sparse.core import Context
 from lightning_sparse.pipeline import init_group, reduce_group
-from lightning_sparse.types import Context
 from tests.lockstep import noise
 from tests.ranks import Ranks
 
@@ -43,7 +43,7 @@ def walk(name: str) -> list[tuple[list[float], list[int], float]]:
     seen = []
     for step in range(STEPS):
         grad = torch.cat([rows_of(step, comm.world_size, exact)[comm.rank], torch.zeros(1)])
-        state, statistics = reduce_group(grad, state, ctx._replace(step=step), **parts, comm=comm)
+        state, statistics = drive(reduce_group(grad, state, ctx._replace(step=step), **parts), comm)
         seen.append((grad[:-1].tolist(), statistics.counts.tolist(), statistics.bytes_sent))
     return seen
 
@@ -68,9 +68,9 @@ def pass_around() -> list[Any]:
     comm = TorchCollective()
     rank, n = comm.rank, comm.world_size
     own = torch.arange(6).view(2, 3).T + 10 * rank  # not contiguous
-    ring = comm.send_on(own, (rank + 1) % n, (rank - 1) % n)
-    down = comm.send_on(own.float(), 0 if rank == n - 1 else None, n - 1 if rank == 0 else None)
-    nothing = comm.send_on(own, None, None)
+    ring = comm.send_recv(own, (rank + 1) % n, (rank - 1) % n)
+    down = comm.send_recv(own.float(), 0 if rank == n - 1 else None, n - 1 if rank == 0 else None)
+    nothing = comm.send_recv(own, None, None)
     assert ring is not None
     return [ring.tolist(), None if down is None else (str(down.dtype), down.tolist()), nothing]
 

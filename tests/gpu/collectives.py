@@ -32,7 +32,7 @@ def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
             (all_reduce, WORDS + GRADIENTS),
             (broadcast, WORDS + VALUES),
             (all_to_all, WORDS + VALUES),
-            (send_on, WORDS + VALUES),
+            (send_recv, WORDS + VALUES),
             (average, GRADIENTS),
             (average_later, GRADIENTS),
         ]
@@ -76,7 +76,7 @@ def all_to_all(x: Tensor) -> Tensor:
     return out
 
 
-def send_on(x: Tensor) -> Tensor:
+def send_recv(x: Tensor) -> Tensor:
     if not x.is_cuda:
         raise SkipError("gloo sends nothing to the same rank")
     out = torch.empty_like(x)

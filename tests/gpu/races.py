@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.grouping import make_plan
+from lightning_sparse.plan import make_plan
 from tests.gpu.checks import Check, Clock, SkipError, require, synchronize
 from tests.gpu.parts import ROOT
 from tests.gpu.processes import one_rank

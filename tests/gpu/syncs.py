@@ -11,8 +11,9 @@ from functools import partial
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse.collective import drive
+from lightning_sparse.core import Context
 from lightning_sparse.pipeline import init_group, reduce_group
-from lightning_sparse.types import Context
 from tests.contract.cases import MEMORIES, PAIR_NAMES, PAIRS, Case
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, sweep
 from tests.mirror import Mirror
@@ -67,7 +68,7 @@ def steps(
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may load kernels
         try:
-            state, _ = reduce_group(grad, state, ctx._replace(step=step), **parts, comm=Mirror(1, RANKS))
+            state, _ = drive(reduce_group(grad, state, ctx._replace(step=step), **parts), Mirror(1, RANKS))
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")

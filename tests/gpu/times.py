@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import lightning_sparse as ls
+from lightning_sparse.collective import drive
+from lightning_sparse.core import Context
 from lightning_sparse.pipeline import init_group, reduce_group
-from lightning_sparse.types import Context
 from tests.gpu.checks import Check, Clock, Numbers, synchronize
 from tests.gpu.machine import copy_rate, require_memory
 from tests.gpu.models import Transformer
@@ -85,9 +86,9 @@ def local_step(name: str, density: float, device: torch.device, numel: int) -> C
     step = [0]
 
     def take() -> None:
-        parts = {"memory": memory, "sparsifier": sparsifier, "exchange": exchange, "comm": comm}
+        parts = {"memory": memory, "sparsifier": sparsifier, "exchange": exchange}
         # The average of one step is the gradient of the next, so that no time is spent on making another.
-        state[0], _ = reduce_group(grad, state[0], ctx._replace(step=step[0]), **parts)
+        state[0], _ = drive(reduce_group(grad, state[0], ctx._replace(step=step[0]), **parts), comm)
         step[0] += 1
 
     return take

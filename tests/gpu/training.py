@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.grouping import make_plan
+from lightning_sparse.plan import make_plan
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require
 from tests.gpu.models import Branches
 from tests.gpu.processes import one_rank
@@ -381,9 +381,9 @@ def fit(package: str, accelerator: str, strategy: Any, **options: Any) -> tuple[
 
 def strategy_of(package: str, **options: Any) -> Any:
     if package == "pytorch_lightning":
-        from lightning_sparse.strategy.pytorch_lightning import SparseDDPStrategy
+        from lightning_sparse.integrations.pytorch_lightning import SparseDDPStrategy
     else:
-        from lightning_sparse.strategy.lightning import SparseDDPStrategy
+        from lightning_sparse.integrations.lightning import SparseDDPStrategy
     return SparseDDPStrategy(rules=EVERYTHING_SPARSE, **options)
 
 

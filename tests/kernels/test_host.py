@@ -187,7 +187,7 @@ def test_choose_goes_through_tuples(static: bool, monkeypatch: pytest.MonkeyPatc
 
 
 def test_choose_keeps_named_tuples() -> None:
-    from lightning_sparse.types import Selection  # any of the nouns
+    from lightning_sparse.core import Selection  # any of the nouns
 
     yes, no = (Selection(torch.tensor([i]), torch.tensor(1)) for i in (4, 5))
     for static in (False, True):

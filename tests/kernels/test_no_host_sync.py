@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_sparse as ls
+from lightning_sparse.collective import drive
+from lightning_sparse.core import Context
 from lightning_sparse.pipeline import init_group, reduce_group
-from lightning_sparse.types import Context
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
 from tests.mirror import Mirror
 
@@ -83,7 +84,7 @@ def steps(
     for step in range(count):
         grad = torch.zeros(NUMEL + 1, dtype=dtype, device=DEVICE)
         with no_waiting():
-            state, statistics = reduce_group(grad, state, ctx._replace(step=step), **parts, comm=Mirror(rank))
+            state, statistics = drive(reduce_group(grad, state, ctx._replace(step=step), **parts), Mirror(rank))
         assert grad.device == statistics.union.device == state.counts.device == DEVICE
 
 
@@ -160,6 +161,6 @@ def test_cuda_itself_sees_no_synchronisation(case: Case, exchange: str) -> None:
         grad = torch.randn(NUMEL + 1, device=device)
         torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may load kernels
         try:
-            state, _ = reduce_group(grad, state, ctx._replace(step=step), **parts, comm=Mirror(1))
+            state, _ = drive(reduce_group(grad, state, ctx._replace(step=step), **parts), Mirror(1))
         finally:
             torch.cuda.set_sync_debug_mode("default")

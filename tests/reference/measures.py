@@ -1,6 +1,6 @@
 """Measures of the open loop in plain numpy, from what each rank held before and after each step.
 
-Written from the definitions in :data:`lightning_sparse.bench.compare.QUANTITIES`, on data of the tests' own network.
+Written from the definitions in :data:`lightning_sparse.compare.recorded.QUANTITIES`, on data of the tests' own network.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def measures(steps: Sequence[Step], k: int, together: bool) -> dict[str, float |
     settled = np.concatenate(rows[min(60, len(rows) // 2) :])
     ratios = [len(s.picks) * max(s.picks) / sum(s.picks) if sum(s.picks) else 1.0 for s in last]
     return {
-        "density_error": float(np.mean([100 * abs(step.updated - k) / k for step in last])),
+        "relative_density_error": float(np.mean([100 * abs(step.updated - k) / k for step in last])),
         "steps_to_target": steps_to_target([float(np.mean(row)) for row in rows]),
         "padding_ratio": float(np.mean(ratios)),
         "build_up": float(np.mean([step.updated / k for step in last])),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.types import Context
+from lightning_sparse.core import Context
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

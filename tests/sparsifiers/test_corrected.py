@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lightning_sparse as ls
+from lightning_sparse.collective import drive_mirrored
+from lightning_sparse.core import Context
 from lightning_sparse.density import count
-from lightning_sparse.types import Context
 from tests.lockstep import noise
 
 each_method = pytest.mark.parametrize("sparsifier", [ls.MiCRO(), ls.ExDyna(num_blocks=64)], ids=["micro", "exdyna"])
@@ -191,9 +192,9 @@ class Ranges:
             rank=0,
             world_size=self.n,
             counts=None if counts is None else torch.tensor(counts),
-            gather=lambda x: x.expand(self.n, *x.shape),
         )
-        _, self.state = self.sparsifier.select(torch.zeros(self.numel), self.state, ctx)
+        steps = self.sparsifier.select(torch.zeros(self.numel), self.state, ctx)
+        (_, self.state), _ = drive_mirrored(steps, self.n)
         spans = self.sparsifier.ranges(self.numel, self.state, ctx)
         self.step += 1
         return spans.roll(ctx.step, dims=0)  # rank i holds range (step + i) mod n

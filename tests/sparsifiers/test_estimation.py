@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_sparse.collective import drive_mirrored, drive_ranks
+from lightning_sparse.core import Context, Selection
+from lightning_sparse.messages import Steps
 from lightning_sparse.sparsifiers.estimation import follow, force_one, pick_jointly, split
-from lightning_sparse.types import Context
 
 
 def survey(candidates: list[np.ndarray], k: int, points: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -142,27 +144,28 @@ def test_picking_jointly_takes_its_share_largest_first_and_pads_to_the_longest()
     # Rank 0 of 2 owns coordinates 2 to 5. Rank 1 is heard to have 6 and 1. k = 3: 9, 6 and the 5 of rank 0.
     acc = torch.tensor([100.0, 100.0, 9.0, -5.0, 0.5, 0.0, 100.0])
     spans = torch.tensor([[2, 6], [0, 2]])
-    heard = []
+    ctx = Context(step=0, density=0.5, rank=0, world_size=2)
+    # The other rank, which has one pick and as many slots.
+    beside = torch.tensor([6.0, -1.0, 0, 0, 0, 0, 0])
+    asked = []
 
-    def gather(own: torch.Tensor) -> torch.Tensor:
-        heard.append(own.tolist())
-        return torch.stack([own, torch.tensor([6.0, 1.0, 0.0])])
+    def pick(acc: torch.Tensor, rank: int) -> Steps[Selection]:
+        steps = pick_jointly(acc, spans, 3, ctx._replace(rank=rank))
+        message = next(steps)
+        asked.append((message.kind, message.x.tolist()))
+        try:
+            steps.send((yield message))
+        except StopIteration as end:
+            return end.value
+        raise AssertionError("a second message")
 
-    ctx = Context(step=0, density=0.5, rank=0, world_size=2, gather=gather)
-    selection = pick_jointly(acc, spans, 3, ctx)
-    assert heard == [[9.0, 5.0, 0.5]]
+    selection, other = drive_ranks([pick(acc, 0), pick(beside, 1)])
+    assert asked == [("all_gather", [9.0, 5.0, 0.5]), ("all_gather", [6.0, 1.0, 0.0])]
     assert selection.indices.tolist() == [2, 3]
     assert int(selection.count) == 2
     # At 6 the ranks have 1.75 and 1, at 5 they have 2 and 1.2: 3 are reached 5/9 of the way down.
     assert float(selection.threshold) == pytest.approx(6 - 5 / 9, rel=1e-12)
-    assert (selection.disjoint, selection.aligned, selection.total) == (True, True, 3)
-    # The other rank, which has one pick and as many slots.
-    other = pick_jointly(
-        torch.tensor([6.0, -1.0, 0, 0, 0, 0, 0]),
-        spans,
-        3,
-        ctx._replace(rank=1, gather=lambda own: torch.stack([torch.tensor([9.0, 5.0, 0.5]), own])),
-    )
+    assert (selection.aligned, selection.total) == (True, 3)
     assert other.indices.tolist() == [0, 7]
     assert int(other.count) == 1
     assert other.threshold == selection.threshold
@@ -170,17 +173,11 @@ def test_picking_jointly_takes_its_share_largest_first_and_pads_to_the_longest()
 
 @pytest.mark.parametrize(("n", "points"), [(1, 32), (8, 32), (16, 16), (32, 8), (64, 8)])
 def test_the_survey_is_short_and_shorter_with_more_ranks(n: int, points: int) -> None:
-    told = []
-
-    def gather(own: torch.Tensor) -> torch.Tensor:
-        told.append(own.numel())
-        return own.expand(n, -1)
-
     bounds = torch.arange(n + 1) * 100
     spans = torch.stack([bounds[:-1], bounds[1:]], dim=1)
-    ctx = Context(step=0, density=0.5, rank=0, world_size=n, gather=gather)
-    pick_jointly(torch.rand(100 * n), spans, 50 * n, ctx)
-    assert told == [points]
+    ctx = Context(step=0, density=0.5, rank=0, world_size=n)
+    _, messages = drive_mirrored(pick_jointly(torch.rand(100 * n), spans, 50 * n, ctx), n)
+    assert [(message.kind, message.x.numel()) for message in messages] == [("all_gather", points)]
 
 
 # k = 1000: 0.909 and 1.1 are the edges of the published band. There is no dead zone: inside it the threshold rises.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.types import Context
+from lightning_sparse.core import Context
 from tests.reference.partitioned import reference_hard_threshold
 
 RELEASES = {"own": "gather_pairs", "union": "reduce_union"}

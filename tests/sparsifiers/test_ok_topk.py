@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.types import Context
+from lightning_sparse.core import Context
 from tests.reference.merged import reference_ok_topk
 
 

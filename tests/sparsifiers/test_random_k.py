@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse.core import Context
 from lightning_sparse.sparsifiers.random_k import draw, mix
-from lightning_sparse.types import Context
 
 CPU = torch.device("cpu")
 WORD = 2**64

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.bench.tasks import digits, heavy_tail, record
+from lightning_sparse.compare.tasks import digits, heavy_tail, record
 
 N, STEPS = 8, 90
 SETTLED = 60
@@ -25,6 +25,7 @@ def stream(name: str) -> list[Tensor]:
     return list(heavy_tail(ranks=2, numel=100_000, steps=STEPS))
 
 
+@cache
 def follow(name: str, sparsifier: ls.Sparsifier, density: float) -> list[ls.StepTrace]:
     return list(ls.simulate(stream(name), sparsifier=sparsifier, density=density))
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse.core import Context
 from lightning_sparse.kernels import top_k
 from lightning_sparse.sparsifiers.striped_topk import even_shares
-from lightning_sparse.types import Context
 
 
 def stream(steps: int, n: int, numel: int, seed: int = 0) -> torch.Tensor:

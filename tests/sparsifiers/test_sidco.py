@@ -14,8 +14,8 @@ from scipy import stats
 from torch import Tensor
 
 import lightning_sparse as ls
+from lightning_sparse.core import Context
 from lightning_sparse.sparsifiers.sidco import SIDCoState, gamma_quantile, pareto_quantile, threshold
-from lightning_sparse.types import Context
 from tests.reference.sidco import reference_sidco, reference_threshold
 
 METHODS = {"E": ls.SIDCoE, "GP": ls.SIDCoGP, "P": ls.SIDCoP}

@@ -1,0 +1,60 @@
+"""Checks of settings: what was expected and what came, in one sentence."""
+
+from __future__ import annotations
+
+import math
+
+
+def is_integer(value: object) -> bool:
+    """Whether a value is an int; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is an int or a float; True and False are none, nan is one."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def expect(holds: bool, name: str, what: str, value: object) -> None:
+    """Raise unless a condition holds.
+
+    Raises:
+        ValueError: naming the setting, what it should be, and what came.
+
+    Example:
+        >>> expect(False, "port", "even", 7)
+        Traceback (most recent call last):
+        ...
+        ValueError: Expected port to be even, but got 7.
+    """
+    if not holds:
+        raise ValueError(f"Expected {name} to be {what}, but got {value!r}.")
+
+
+def check_integer(value: object, name: str, least: int = 1) -> None:
+    """Raise a ValueError unless a setting is an integer of at least ``least``."""
+    what = "a positive integer" if least == 1 else f"an integer of at least {least}"
+    expect(is_integer(value) and value >= least, name, what, value)  # type: ignore[operator]
+
+
+def check_number(value: float, name: str, what: str = "a finite number of at least 0") -> None:
+    """Raise a ValueError unless a setting is a finite number of at least 0."""
+    expect(is_number(value) and 0 <= value < math.inf, name, what, value)
+
+
+def check_positive(value: float, name: str) -> None:
+    """Raise a ValueError unless a setting is a number above 0."""
+    expect(is_number(value) and value > 0, name, "a positive number", value)
+
+
+def check_share(value: float, name: str, *, zero: bool = False, one: bool = True) -> None:
+    """Raise a ValueError unless a setting is a number between 0 and 1.
+
+    Args:
+        value: of the setting.
+        name: of the setting.
+        zero: whether 0 is allowed.
+        one: whether 1 is.
+    """
+    inside = is_number(value) and 0 <= value <= 1 and (zero or value != 0) and (one or value != 1)
+    expect(inside, name, f"a number in {'[' if zero else '('}0, 1{']' if one else ')'}", value)

@@ -1,0 +1,19 @@
+"""The network: what one rank sees of it, the process groups of a training, and the drivers that use them."""
+
+from lightning_sparse.collective.drivers import drive, drive_mirrored, drive_ranks, drive_together, send, together
+from lightning_sparse.collective.process_group import LostRankError, TorchCollective
+from lightning_sparse.collective.protocol import Collective
+from lightning_sparse.messages import ring_all_reduce_bytes
+
+__all__ = [
+    "Collective",
+    "LostRankError",
+    "TorchCollective",
+    "drive",
+    "drive_mirrored",
+    "drive_ranks",
+    "drive_together",
+    "ring_all_reduce_bytes",
+    "send",
+    "together",
+]

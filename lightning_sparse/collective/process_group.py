@@ -1,0 +1,307 @@
+"""The network of a training: a process group of ``torch.distributed``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+# Renamed in torch 2.13, where the old name warns.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+LOST = (
+    *("connection closed by peer", "connection reset", "connection refused", "connection timed out"),
+    *("broken pipe", "socket closed", "timed out waiting", "application timeout"),  # gloo
+    *("ncclremoteerror", "communicator was aborted", "collective operation timeout"),
+)
+"""What libraries say where another rank is gone or late. They raise the same type where memory runs out, shapes do not
+fit or two ranks share a GPU."""
+PAUSE = 5e-5
+"""Seconds between two looks at whether a device is done."""
+LISTEN = 1.0
+"""Seconds of waiting after which the store is asked whether another rank has failed."""
+
+T = TypeVar("T")
+
+
+class LostRankError(RuntimeError):
+    """Another rank ended, failed or did not come in time, so that this one cannot go on."""
+
+
+class TorchCollective:
+    """A ``torch.distributed`` process group; with one rank, no group is needed and nothing is sent.
+
+    Args:
+        group: process group, or None for the default one (a single rank where none is initialised).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.timeout: timedelta | None = None
+        """How long this rank waits for the others; None: the group's default."""
+        self._owned = self._given_back = False
+        self._key = ""
+        self._averages: bool | None = None
+        alone = not (dist.is_available() and dist.is_initialized())
+        self._rank = 0 if alone else dist.get_rank(group)
+        self._world_size = 1 if alone else dist.get_world_size(group)
+
+    @classmethod
+    def over(
+        cls, group: dist.ProcessGroup | None, timeout: timedelta | None, device: torch.device, threaded: bool
+    ) -> TorchCollective:
+        """The ranks of DDP's group, beside DDP's own messages. All its ranks must call this.
+
+        NCCL does not promise that kernels of two groups that wait at the same time go on: what is sent inside hooks on
+        CUDA goes through the given group, in one order with the messages of SyncBatchNorm and of DDP itself. A thread
+        has no such order, and gets a group of its own, as exchanges between CPUs do.
+
+        Args:
+            group: DDP's.
+            timeout: of a group of its own.
+            device: of the gradients.
+            threaded: whether messages come from a thread of their own.
+        """
+        shared = device.type == "cuda" and not threaded and dist.is_initialized() and dist.get_backend(group) != "gloo"
+        return cls(group) if shared else cls.of_its_own(group, timeout)
+
+    @classmethod
+    def of_its_own(
+        cls, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, backend: str | None = None
+    ) -> TorchCollective:
+        """A new group over the same ranks, free of other traffic. All its ranks must call this.
+
+        Args:
+            group: whose ranks; None: the default group's.
+            timeout: of the new group; None: its backend's default.
+            backend: of the new group; None: that of the default group.
+        """
+        if not dist.is_initialized() or dist.get_world_size(group) == 1:
+            return cls(group)
+        if dist.get_world_size(group) == dist.get_world_size():
+            made = cls(dist.new_group(timeout=timeout, backend=backend))
+        else:
+            ranks = dist.get_process_group_ranks(group)
+            made = cls(dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True))
+        made._owned = True
+        made.timeout = timeout
+        return made
+
+    def between_hosts(self) -> TorchCollective:
+        """The same ranks for small messages of CPU tensors, which wait for no device. All ranks must call this.
+
+        This one, where it serves; else a group of its own over gloo, to be closed.
+        """
+        if self._world_size == 1 or dist.get_backend(self.group) == "gloo":
+            return self
+        return self.of_its_own(self.group, self.timeout, "gloo")
+
+    @contextmanager
+    def _together(self, operation: str) -> Iterator[None]:
+        """Say what it means when a collective fails because of another rank; other errors are this rank's own."""
+        if self._given_back:  # no group would mean the default one
+            raise RuntimeError(f"The exchange has ended on this rank, which cannot take part in {operation} any more.")
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_loss(error):
+                raise
+            raise self._lost(operation, f"Here: {error}") from error
+
+    def _lost(self, operation: str, reason: str) -> LostRankError:
+        waited = f" within {self.timeout.total_seconds():.6g} s" if self.timeout else ""
+        return LostRankError(
+            f"Rank {self.rank} lost another rank in {operation}: it has ended or failed, or did not come{waited}. The "
+            f"first error is the one to look at, most likely another rank's. {reason}"
+        )
+
+    def listen(self, name: str) -> None:
+        """Let :meth:`abort` tell the ranks that are in :meth:`wait_until`, by a key in the group's store.
+
+        Args:
+            name: equal on all ranks, and never used before.
+        """
+        self._key = f"lightning_sparse/{name}/failed"
+
+    @property
+    def _store(self) -> Any:
+        if not self._key or not dist.is_initialized():
+            return None
+        group = self.group or dist.group.WORLD
+        return None if group is None else group.get_group_store()
+
+    def wait_until(self, done: Callable[[], bool], what: str) -> None:
+        """Wait for a device, whose messages may never end where another rank is gone.
+
+        Args:
+            done: whether it is; must not wait.
+            what: is waited for.
+
+        Raises:
+            LostRankError: if another rank has called :meth:`abort`.
+        """
+        asked = time.monotonic()
+        while not done():
+            time.sleep(PAUSE)
+            if (now := time.monotonic()) - asked < LISTEN:
+                continue
+            asked, store = now, self._store
+            if store is not None and store.check([self._key]):
+                failed = store.get(self._key).decode()
+                self.abort()
+                raise self._lost(what, f"Rank {failed} has failed.")
+
+    def abort(self) -> None:
+        """Let the others know at once that this rank cannot go on, instead of waiting for it.
+
+        Between CPUs, their collectives fail, because the connections of a group of its own end, see :meth:`of_its_own`.
+        NCCL does not pass that on: ranks that wait in :meth:`wait_until` find the key in the store, others wait until
+        their timeout. A shared group stays as it is.
+        """
+        store = self._store
+        if store is not None:
+            with suppress(RuntimeError):  # it lives on a rank that may have ended
+                store.compare_set(self._key, "", str(self.rank))  # who is first
+        if self._owned and self.group is not None and dist.is_initialized():
+            if dist.get_backend(self.group) == "nccl":
+                self.group.abort()  # would otherwise be waited for
+            self.close()
+
+    def close(self) -> None:
+        """Give the group back if it was made by :meth:`of_its_own`."""
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+            # The last reference: threads of a group that outlives the interpreter abort the process at its end.
+            self.group, self._given_back = None, True
+        self._owned = False
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._world_size
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """``(*shape)`` of each rank to ``(n, *shape)`` on all."""
+        if self.world_size == 1:
+            return x.unsqueeze(0)
+        x = x.contiguous()
+        out = x.new_empty(self.world_size * x.numel())
+        with self._together("all_gather"):
+            _all_gather(out, x.view(-1), group=self.group)
+        return out.view(self.world_size, *x.shape)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum over ranks, in place."""
+        if self.world_size > 1:
+            with self._together("all_reduce"):
+                dist.all_reduce(x, group=self.group)
+        return x
+
+    def start_average(self, x: Tensor, wait: bool = False) -> Future[Tensor]:
+        """Mean over ranks, in place, while the caller goes on; the future holds x.
+
+        Args:
+            x: is overwritten.
+            wait: on a CPU, go on when it is done: spares the change of threads where there is nothing else to do.
+        """
+        future: Future[Tensor] = Future(devices=[x.device] if x.is_cuda else None)
+        if self.world_size == 1:
+            future.set_result(x)
+            return future
+        if self._averages is None:
+            self._averages = self._can_average(x)
+        operation = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+        work = dist.all_reduce(x if self._averages else x.div_(self.world_size), operation, self.group, async_op=True)
+        if wait:
+            work.wait()
+            future.set_result(x)
+            return future
+        started: Future[Tensor] = work.get_future()
+        return started.then(lambda _: x)
+
+    def _can_average(self, x: Tensor) -> bool:
+        """Whether the backend divides by itself, which spares a pass; not all versions of gloo do."""
+        try:
+            dist.all_reduce(x.new_zeros(1), dist.ReduceOp.AVG, self.group)
+        except RuntimeError:
+            return False
+        return True
+
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """What rank ``src`` gave, in place."""
+        if self.world_size > 1:
+            with self._together("broadcast"):
+                dist.broadcast(x, group=self.group, group_src=src)
+        return x
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Row j of rank i becomes row i of rank j."""
+        if self.world_size == 1:
+            return x
+        out = torch.empty_like(x)
+        with self._together("all_to_all"):
+            dist.all_to_all_single(out, x.contiguous(), group=self.group)
+        return out
+
+    def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
+        """Give x to one rank and take another's; started together, so that rings and swaps do not lock up."""
+        x = x.contiguous()
+        out = None if source is None else torch.empty_like(x)
+        moves = []
+        if to is not None:
+            moves.append(dist.P2POp(dist.isend, x, group=self.group, group_peer=to))
+        if out is not None:
+            moves.append(dist.P2POp(dist.irecv, out, group=self.group, group_peer=source))
+        with self._together("send_recv"):
+            for move in dist.batch_isend_irecv(moves) if moves else []:
+                move.wait()
+        return out
+
+    def all_gather_object(self, what: T, device: torch.device) -> list[T]:
+        """What each rank gives, on all ranks; picklable, and small.
+
+        Args:
+            what: of this rank.
+            device: that messages of NCCL go through.
+        """
+        if self.world_size == 1:
+            return [what]
+        given: list[Any] = [None] * self.world_size
+        with self._together("all_gather_object"), _current(device):
+            dist.all_gather_object(given, what, group=self.group)
+        return given
+
+    def broadcast_object(self, what: T, src: int, device: torch.device) -> T:
+        """What rank ``src`` gives, on all ranks; see :meth:`all_gather_object`."""
+        if self.world_size == 1:
+            return what
+        given = [what]
+        with self._together("broadcast_object"), _current(device):
+            dist.broadcast_object_list(given, group=self.group, group_src=src)
+        return given[0]
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a CUDA device the current one, through which torch sends objects."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _is_loss(error: RuntimeError) -> bool:
+    """Whether a collective failed because of another rank."""
+    if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+        return True
+    said = str(error).lower()
+    return any(words in said for words in LOST)

@@ -1,0 +1,248 @@
+"""The only list of the library's settings.
+
+Strategies, :func:`~lightning_sparse.attach`, checkpoints, the agreement between ranks and a logger's config take it as
+it is: a new setting is one field here, and what uses it. How functions get their signatures from it is said in
+:mod:`lightning_sparse.fields`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
+
+from lightning_sparse.checks import check_integer, expect, is_number
+from lightning_sparse.density import Constant, DensitySchedule, as_schedule
+from lightning_sparse.exchanges import Exchange, as_exchange
+from lightning_sparse.fields import Resolved, documented, hints_of
+from lightning_sparse.memory import Memory, NoMemory, as_memory
+from lightning_sparse.plan import GROUPINGS, Grouping, Rules, as_rules
+from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
+
+Resize = Literal["merge", "flush", "zero"]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What watchdogs look for, and how often; each problem ends in one warning, on rank 0.
+
+    - *Divergence*: parameters are no longer equal on all ranks, bit for bit. Buffers are not compared.
+    - *Residual growth*: a group's residual has become several times as large as it was when it had filled.
+    - *Starving parameters*: gradients arrive at a parameter, and nothing of it is ever sent.
+    - *Dead threshold*: nothing at all is selected in a group, though its residual is not empty.
+    - *Saturation*: far more is selected than the density asks for.
+    - *Shortage*: far less is selected than the density asks for, though the residual is not empty.
+    - *Void steps*: step after step, a gradient was not finite on some rank.
+    - *Adam's first moment*: an optimizer of Adam's family keeps one of parameters that are sparsified; docs/adam.md.
+
+    The residual of a group grows by itself at first: a coordinate waits for about ``1 / density`` steps between two
+    times that it is sent. What later norms (Euclidean, mean over ranks) are compared with is therefore that of the
+    first check after ``3 / density`` steps at one density: at 0.01 after 300 steps, at 0.001 after 3000. Where a
+    schedule changes the density, this begins anew, as everything does where groups change. With ``lr_aware``, residuals
+    change with the learning rate, and their growth is not watched.
+
+    Which parameters are served is seen in the update of the step before each check, that is in one step of ``every``.
+    Of a parameter with ``m`` coordinates, ``density * m`` are expected there; those of a few checks in a row add up
+    while none is sent, and checks do not count where its residual did not move on any rank: such a parameter was not
+    used.
+
+    A check is one all-gather of a few bytes per parameter, and on a device the only time that the host waits. The first
+    one is at the second exchange. Void steps are noticed at every step, optimizers at the first exchange after they
+    were set up, and those that nobody shows to the engine at their first step.
+
+    Args:
+        every: exchanges between two checks, at least 1.
+        growth: times that a residual may grow over its reference, above 1; at three checks in a row.
+        missed: coordinates of a parameter that must have been expected in vain, at least 1; at five checks or more.
+        excess: factor by which what is selected may differ from the density, up or down, above 1; at three checks in a
+            row. What counts is the rank that picks most for methods whose ranks pick by themselves, the union for all
+            others.
+        voids: void steps in a row, at least 1.
+        adam: whether to warn of a first moment. On one rank, too: its gradients are sparsified just as well.
+
+    Raises:
+        ValueError: if a setting is outside its range.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> strategy = ls.SparseDDPStrategy(density=0.01, watch=ls.Watch(every=1000))
+        >>> ls.Watch(growth=0.5)
+        Traceback (most recent call last):
+        ...
+        ValueError: Expected growth to be a finite number above 1, but got 0.5.
+    """
+
+    every: int = 100
+    growth: float = 10.0
+    missed: int = 200
+    excess: float = 3.0
+    voids: int = 20
+    adam: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if field.type == "int":
+                check_integer(value, name)
+            elif field.type == "bool":
+                expect(isinstance(value, bool), name, "True or False", value)
+            elif field.type == "float":
+                expect(is_number(value) and 1 < value < math.inf, name, "a finite number above 1", value)
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class SparsificationConfig:
+    """How gradients are sparsified and exchanged: checked where it is made, with names resolved to objects.
+
+    Raises:
+        ValueError: for a setting that cannot work, or settings that do not go together.
+
+    Example:
+        >>> config = SparsificationConfig(sparsifier="topk", density=0.05)
+        >>> config.exchange
+        GatherPairs()
+        >>> config.as_dict()["density"]
+        0.05
+        >>> SparsificationConfig(executor="tread")
+        Traceback (most recent call last):
+        ...
+        ValueError: Expected executor to be one of 'auto', 'inline', 'thread', but got 'tread'. Did you mean 'thread'?
+    """
+
+    sparsifier: Resolved[Sparsifier | str, Sparsifier] = Resolved("union_topk", SPARSIFIERS.resolve)
+    """Selects the coordinates to send: an instance such as ``ExDyna(alpha=1.1)`` or a name such as "topk"."""
+    density: Resolved[float | DensitySchedule, DensitySchedule] = Resolved(0.01, as_schedule)
+    """Share of coordinates to send, in (0, 1], or a schedule such as ``Warmup(0.25, 0.01, steps=500)`` over backward
+    passes with an exchange."""
+    memory: Resolved[Memory | str | None, Memory] = Resolved(None, as_memory)
+    """Error feedback: an instance, a name such as "low_pass", or None for ``Residual()``."""
+    exchange: Resolved[Exchange | str | None, Exchange] = Resolved(None)  # with the sparsifier, below
+    """How what was selected travels: an instance, a name such as "reduce_union", or None for the sparsifier's natural
+    one."""
+    grouping: Resolved[Grouping | str, Grouping] = Resolved("bucket", GROUPINGS.resolve)
+    """Which gradients are selected from together: "layer", "bucket" (about ``bucket_cap_mb`` each), "model", or an
+    instance such as ``MergeBelow(8192)``, which merges small layers, or ``OptimalMerge()``, which measures the first
+    steps and merges layers so that a step ends soonest."""
+    messages: Literal["auto", "step", "group"] = "auto"
+    """What travels together: "step" joins the messages of all groups when the last gradients of a step are here, so
+    that a step takes two or three collectives however many groups there are; "group" sends those of each group as soon
+    as its own gradients are here, while backward goes on; "auto" is "group" with groupings and densities that follow
+    from a profile, because they predict steps of such groups, else "step"."""
+    dense: Sequence[str] = ()
+    """Shell-style patterns of parameter names that stay dense, such as ``["*.bias"]``, next to those of ``rules``; each
+    has to match."""
+    rules: Resolved[Rules | None, Rules] = Resolved(None, as_rules)
+    """Which parameters stay dense, and which have densities of their own; None: the default ones, which keep parameters
+    with fewer than 2 dimensions or fewer than 256 coordinates dense, see :class:`~lightning_sparse.Rules`."""
+    executor: Literal["auto", "inline", "thread"] = "auto"
+    """"inline" exchanges inside DDP's hook (on CUDA on a stream of its own), "thread" on a communication thread while
+    backward goes on; "auto" is "thread" between ranks on CPUs, else "inline"."""
+    fallback: Literal["dense"] | None = None
+    """"dense" measures some sparse and some dense steps at the start, and again when the step time changes by much, and
+    goes on with what is faster."""
+    nonfinite: Literal["skip", "nan"] = "skip"
+    """Where a gradient is not finite on some rank, all ranks agree, residuals stay as they were, and gradients become
+    NaN. With loss scaling the scaler skips the step. Without: "skip" leaves the optimizer's step out on all ranks (on
+    CUDA, the host waits for backward to learn about it, but for fused optimizers), "nan" leaves it to the optimizer, as
+    plain DDP does."""
+    lr_aware: bool = False
+    """Keep what residuals are worth when the learning rate changes: multiply those of each parameter group by
+    ``lr_old / lr_new``. For SGD; refused with optimizers that scale gradients by themselves, such as Adam."""
+    watch: Watch | None = Watch()
+    """Warns, on rank 0, of ranks that drift apart, residuals that grow, thresholds that are off, and of Adam's first
+    moment, see :class:`~lightning_sparse.Watch`; None: does not."""
+    bucket_cap_mb: float | None = None
+    """Size in MiB of groups that are cut by bucket, above 0. None: that of DDP's buckets in ``attach``; in strategies
+    25, DDP's default, and where exchanges go on beside backward (CUDA, "thread", no fallback) DDP hands gradients over
+    in smaller pieces."""
+    timeout: timedelta | None = None
+    """How long ranks wait for each other before they end with an error. None: 10 minutes in strategies, that of the
+    model's process group in ``attach``. Inside hooks on CUDA, exchanges go through DDP's group, with its timeout."""
+
+    def __post_init__(self) -> None:
+        vars(self)["exchange"] = as_exchange(self.exchange, self.sparsifier)
+        patterns = self.rules.also_dense(self.dense).dense
+        vars(self)["dense"] = patterns[len(self.rules.dense) :]
+        vars(self)["rules"] = replace(self.rules, dense=tuple(dict.fromkeys(patterns)))
+        for name, hint in hints_of(type(self)).items():
+            _check_choice(name, getattr(self, name), hint)
+        if self.messages == "auto":
+            profiled = self.grouping.needs_profile or self.density.needs_profile
+            vars(self)["messages"] = "group" if profiled else "step"
+        if self.watch is not None and not isinstance(self.watch, Watch):
+            raise ValueError(
+                f"Expected watch to be a Watch such as Watch(every=1000), or None, but got {self.watch!r}."
+            )
+        size = self.bucket_cap_mb
+        if size is not None and not (isinstance(size, (int, float)) and 0 < size < math.inf):
+            raise ValueError(f"Expected bucket_cap_mb to be a number above 0, or None, but got {size!r}.")
+        if self.timeout is not None and not (isinstance(self.timeout, timedelta) and self.timeout > timedelta()):
+            raise ValueError(
+                "Expected timeout to be a timedelta above 0 such as timedelta(seconds=60), or None, but got "
+                f"{self.timeout!r}."
+            )
+        if self.lr_aware and isinstance(self.memory, NoMemory):
+            raise ValueError(
+                "lr_aware=True rescales residuals, and NoMemory has none. Use memory=Residual() or lr_aware=False."
+            )
+
+    @property
+    def algorithm(self) -> str:
+        """What state that was saved depends on."""
+        return repr((self.sparsifier, self.density, self.memory, self.exchange))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as text, numbers, True, False and None, for a logger: ``log_hyperparams(config.as_dict())``.
+
+        A constant density is a number, a timeout is in seconds, and objects are written as in Python.
+        """
+        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+
+    @classmethod
+    def of(cls, arguments: SparsificationConfig) -> Self:
+        """The settings alone, of a subclass with more fields."""
+        return cls(**{field.name: getattr(arguments, field.name) for field in fields(cls)})
+
+
+# As if not frozen for mypy, which takes what the inherited fields of a frozen class accept for what they keep.
+@documented
+@dataclass(frozen=not TYPE_CHECKING, kw_only=True)  # type: ignore[literal-required]
+class StrategyConfig(SparsificationConfig):  # type: ignore[misc]
+    """The settings of the strategies for Lightning: also what becomes of residuals in checkpoints."""
+
+    save_residuals: bool = True
+    """Save what each rank remembers beside every checkpoint that holds optimizer states (with Fabric: a module and an
+    optimizer), so that a resumed run continues bit for bit; see docs/checkpoints.md for what that takes."""
+    strict_resume: bool = False
+    """Raise, on all ranks, where a checkpoint comes without residuals that fit, instead of starting with empty ones and
+    a warning."""
+    resize: Resize = "merge"
+    """What becomes of residuals when a run is resumed with another number of ranks: "merge" gives every rank their
+    mean, "flush" sends them in the first step, densely, "zero" drops them."""
+
+
+def _check_choice(name: str, given: Any, hint: Any) -> None:
+    """Raise unless this is one of what a ``bool`` or a ``Literal`` allows; other types are for their own checks."""
+    literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+    allowed: list[Any] = [True, False] if hint is bool else [option for part in literals for option in get_args(part)]
+    if literals and type(None) in get_args(hint):
+        allowed.append(None)
+    words = [repr(option) for option in allowed]
+    if not allowed or repr(given) in words:
+        return
+    close = difflib.get_close_matches(repr(given), words, n=1)
+    expected = " or ".join(words) if len(words) < 3 else f"one of {', '.join(words)}"
+    mean = f" Did you mean {close[0]}?" if close else ""
+    raise ValueError(f"Expected {name} to be {expected}, but got {given!r}.{mean}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Constant):
+        return value.density
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    return value if value is None or isinstance(value, (str, int, float)) else repr(value)

@@ -1,0 +1,161 @@
+"""Profile the first steps, then cut groups and set densities by what was measured."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.console import Table
+from lightning_sparse.performance import Profile, Profiler
+from lightning_sparse.performance.rank_sync import from_rank_zero
+from lightning_sparse.plan import Group, Grouping, ParameterSize, Rules, make_plan
+from lightning_sparse.plan.plan import bucket_numels
+from lightning_sparse.reducer import Engine
+
+LONGEST_TABLE = 40
+
+
+class Planner:
+    """Gives an engine the groups and densities that its grouping and its schedule want, once there is a profile.
+
+    Until then, and while it is made, training goes on as usual; the profile itself holds up one step for some seconds.
+
+    Args:
+        module: whose forward is called before each backward.
+        engine: works with the groups to begin with.
+        sizes: of all parameters, in order of registration.
+        grouping: what the user asked for.
+        rules: which parameters stay dense, and which have densities of their own; these keep them.
+        bucket_cap_mb: size of groups by bucket.
+        delivery_mb: sizes of DDP's first bucket and of the others, in which gradients are handed over.
+        profile: of an earlier run, as :attr:`saved` gave it; used if it fits this one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: Engine,
+        sizes: Sequence[ParameterSize],
+        grouping: Grouping,
+        rules: Rules,
+        bucket_cap_mb: float,
+        delivery_mb: tuple[float, float],
+        profile: dict[str, Any] | None = None,
+    ) -> None:
+        self.profile: Profile | None = None
+        first, others = delivery_mb
+        self._bucket_numels = bucket_numels(sizes, others, first)
+        self._sizes, self._grouping, self._rules, self._cap = list(sizes), grouping, rules, bucket_cap_mb
+        self._profiler: Profiler | None = None
+        self._fingerprint = fingerprint(sizes, engine)
+        if not self.resume(profile, engine):
+            warmup, steps = grouping.profiled_steps
+            self._profiler = Profiler(module, engine, warmup, steps, self._bucket_numels)
+
+    def resume(self, profile: dict[str, Any] | None, engine: Engine) -> bool:
+        """Use the profile of an earlier run instead of measuring, if it fits this one; collective, between two steps.
+
+        Args:
+            profile: as :attr:`saved` gave it; what rank 0 has decides.
+            engine: whose groups change.
+
+        Returns:
+            Whether it fits.
+        """
+        known = from_rank_zero(profile, engine.comm, engine.device)
+        if not isinstance(known, dict) or known.get("fingerprint") != self._fingerprint:
+            return False
+        self.close()
+        self._apply(replace(Profile.from_dict(known), bucket_numels=self._bucket_numels), engine)
+        return True
+
+    @staticmethod
+    def wanted(grouping: Grouping, settings: SparsificationConfig) -> bool:
+        """Whether these settings need a profile."""
+        return grouping.needs_profile or settings.density.needs_profile
+
+    @property
+    def saved(self) -> dict[str, Any] | None:
+        """The profile, to be kept in a checkpoint."""
+        return None if self.profile is None else self.profile.as_dict()
+
+    def before_step(self, engine: Engine) -> None:
+        """Count steps; after the last one that is timed, measure the rest and change the groups."""
+        profiler = self._profiler
+        if profiler is None:
+            return
+        if profiler.seen == 0 and engine.comm.rank == 0:
+            print(f"sparse_ddp: profiling {profiler.steps} steps after {profiler.warmup} of warm-up ...", flush=True)
+        if profiler.before_step():
+            self._profiler = None
+            self._apply(self._measure(profiler, engine), engine)
+
+    def close(self) -> None:
+        """Stop watching backward."""
+        if self._profiler is not None:
+            self._profiler.close()
+            self._profiler = None
+
+    def _measure(self, profiler: Profiler, engine: Engine) -> Profile:
+        settings = engine.settings
+        profiler.measure_step()
+        sparse = sum(group.numel for group in engine.plan if not group.dense)
+        costs = [
+            profiler.group_cost(
+                sparse,
+                sparsifier=settings.sparsifier,
+                exchange=settings.exchange,
+                memory=settings.memory,
+                density=density,
+            )
+            for density in sorted({*settings.density.tried, *self._rules.densities.values()})
+        ]
+        return profiler.profile(costs, self._fingerprint)
+
+    def _apply(self, profile: Profile, engine: Engine) -> None:
+        plan = self._plan(profile, engine.settings)
+        engine.regroup(plan)
+        self.profile = profile
+        if engine.comm.rank == 0:
+            print_profile(profile, plan, engine.settings.density.final)
+
+    def _plan(self, profile: Profile, settings: SparsificationConfig) -> list[Group]:
+        def plan_at(density: float) -> list[Group]:
+            return make_plan(self._sizes, self._grouping, self._rules, self._cap, profile, density)
+
+        plan: list[Group] = settings.density.assign(plan_at, profile)
+        return plan
+
+
+def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:
+    """Of everything that a profile depends on, but for the machine."""
+    settings = engine.settings
+    what = (list(sizes), settings.algorithm, settings.executor, engine.comm.world_size, engine.device.type)
+    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+
+def print_profile(profile: Profile, plan: Sequence[Group], density: float) -> None:
+    """Print groups with the times that led to them."""
+    rows = []
+    groups, (_, backward) = profile.timeline(plan)
+    for group, seconds in list(zip(groups, backward, strict=True))[:LONGEST_TABLE]:
+        cost = profile.group_cost(group.density or density)
+        parts = (cost.select, cost.process, cost.transfer)
+        times = [f"{1e3 * one:.3g}" for one in (seconds, *(part(group.numel) for part in parts))]
+        rows.append([group.name, f"{group.numel:,}", f"{group.density or density:.3g}", *times])
+    network = profile.network
+    print(
+        f"sparse_ddp: {len(profile.layers)} layers; a step without exchange takes {1e3 * profile.compute_seconds:.4g} "
+        f"ms, {1e3 * sum(profile.backward_seconds):.4g} ms of it backward. Overlap with backward: {profile.overlap}."
+    )
+    if network.ranks > 1:
+        lines = [("all-reduce", network.all_reduce), ("all-gather", network.all_gather)]
+        each = [f"{name} {1e6 * line.alpha:.3g} us + {1e9 * line.beta:.3g} ns/byte" for name, line in lines]
+        print(f"sparse_ddp: {network.ranks} ranks, {', '.join(each)}", flush=True)
+    header = ["group", "coordinates", "density", "backward ms", "select ms", "process ms", "transfer ms"]
+    Table("sparse_ddp: groups by this profile", header, rows).show()

@@ -1,0 +1,224 @@
+"""What the strategies for Trainer and for Fabric have in common: settings, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn.parameter import is_lazy
+
+from lightning_sparse.attach import attach_config
+from lightning_sparse.checkpoint import SideFiles, restore
+from lightning_sparse.collective import TorchCollective
+from lightning_sparse.config import StrategyConfig
+from lightning_sparse.controllers import Planner
+from lightning_sparse.fields import from_keywords
+from lightning_sparse.integrations.earlier import Left, go_on
+from lightning_sparse.plan.groupings import DDP_BUCKET_MB, MIB
+from lightning_sparse.reducer import Engine, Tuner, check_equal_on_ranks, failing_together
+from lightning_sparse.sparsifiers import SPARSIFIERS
+
+CHECKPOINT_KEY = "lightning_sparse"
+"""Where checkpoints keep what belongs to this package."""
+DELIVERIES = 32
+"""Buckets in which DDP hands over a large model, where exchanges go on beside backward: more cost more calls."""
+TIMEOUT = timedelta(minutes=10)
+"""PyTorch's default for NCCL; Lightning's is half an hour."""
+OTHERS = " Other keywords of DistributedDataParallel would be ignored or conflict with the sparsified exchange."
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyConfig
+    """What a strategy takes: its settings, and what Lightning's ``DDPStrategy`` takes.
+
+    Of DistributedDataParallel's keywords, only those are passed on that go together with the sparsified exchange.
+    """
+
+    find_unused_parameters: bool = False
+    """As in ``DistributedDataParallel``."""
+    static_graph: bool = False
+    """As in ``DistributedDataParallel``."""
+    gradient_as_bucket_view: bool = False
+    """As in ``DistributedDataParallel``."""
+    broadcast_buffers: bool = True
+    """As in ``DistributedDataParallel``."""
+    accelerator: Any = None
+    """Filled in by Lightning."""
+    parallel_devices: Any = None
+    """Filled in by Lightning."""
+    cluster_environment: Any = None
+    """As in Lightning's ``DDPStrategy``."""
+    checkpoint_io: Any = None
+    """As in Lightning's ``DDPStrategy``."""
+    process_group_backend: str | None = None
+    """As in Lightning's ``DDPStrategy``; None: by device."""
+    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+    """How Lightning starts the processes."""
+
+    def for_lightning(self) -> dict[str, Any]:
+        """Keywords for Lightning's strategy, without defaults, so that no version must know all of them."""
+        ours = {field.name for field in fields(StrategyConfig)} - {"bucket_cap_mb"}
+        given = [(field, getattr(self, field.name)) for field in fields(self) if field.name not in ours]
+        told = {field.name: value for field, value in given if value != field.default}
+        return {**told, "timeout": self.timeout or TIMEOUT}
+
+
+class SparseStrategy:
+    """Holds the settings, and applies them to ``DistributedDataParallel`` models."""
+
+    package: ClassVar[str]
+    """The Lightning package that takes this class."""
+    config: StrategyConfig
+    """The settings; for a logger, ``config.as_dict()``."""
+    # Of Lightning's strategies:
+    checkpoint_io: Any
+    root_device: torch.device
+    _ddp_kwargs: dict[str, Any]
+    _timeout: timedelta | None
+
+    def _choose(
+        self, arguments: type[StrategyArguments], given: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Check the settings and keep them.
+
+        Args:
+            arguments: of this strategy.
+            given: by position: nothing, or an error.
+            keywords: that it was given.
+
+        Returns:
+            The keywords for Lightning's strategy.
+
+        Raises:
+            ValueError: for settings that cannot work.
+            TypeError: for a keyword that the strategy does not know, or an argument without one.
+        """
+        if given:
+            name = "density" if isinstance(given[0], float) else "sparsifier"
+            raise TypeError(
+                f"{type(self).__name__} takes keywords only, but got {given[0]!r}: write "
+                f"{type(self).__name__}({name}={given[0]!r})."
+            )
+        chosen = from_keywords(arguments, keywords, type(self).__name__, OTHERS)
+        self.config = StrategyConfig.of(chosen)
+        self.tuners: list[Tuner] = []
+        """Further observers, for the engine that is attached next."""
+        self._side_files = SideFiles()
+        self._told_of_void: set[str] = set()
+        return chosen.for_lightning()
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The attached engines."""
+        raise NotImplementedError
+
+    def _check_equal_models(self, model: Any) -> None:
+        """Raise on all ranks if their models differ: within DDP's constructor, rank 0 would wait for the others."""
+        shapes = [
+            (name, None if is_lazy(p) else tuple(p.shape), p.dtype, p.requires_grad)
+            for name, p in model.named_parameters()
+        ]
+        check_equal_on_ranks({"parameters": shapes}, TorchCollective(), self.root_device)
+
+    @contextmanager
+    def _small_deliveries(self, model: Any) -> Iterator[None]:
+        """Where exchanges can begin beside backward, let DDP hand gradients over in small buckets."""
+        given = self._ddp_kwargs
+        beside = self.config.executor != "inline" or self.root_device.type == "cuda"
+        # A fallback to dense exchanges DDP's buckets as they are: large ones are faster then.
+        if beside and self.config.bucket_cap_mb is None and self.config.fallback is None:
+            size = sum(p.nbytes for p in model.parameters() if p.requires_grad) / MIB
+            self._ddp_kwargs = given | {"bucket_cap_mb": min(DDP_BUCKET_MB, max(1.0, size / DELIVERIES))}
+        try:
+            yield
+        finally:
+            self._ddp_kwargs = given
+
+    def _attach(self, ddp: Any, precision: Any, profile: dict[str, Any] | None) -> Engine:
+        config = replace(self.config, bucket_cap_mb=self.config.bucket_cap_mb or DDP_BUCKET_MB, timeout=self._timeout)
+        return attach_config(ddp, config, getattr(precision, "scaler", None), profile, self.tuners)
+
+    def _go_on(self, engine: Engine, left: Left | None) -> None:
+        """Let an engine go on where the one before was, and warn on rank zero of what was dropped."""
+        if told := go_on(engine, left):
+            rank_zero_warn(told)
+
+    def _follow_together(self, engine: Engine, optimizers: Sequence[Any]) -> None:
+        """Let an engine check the optimizers; what one rank refuses, all do."""
+        with failing_together(engine.comm, engine.device):
+            engine.follow(optimizers)
+
+    def _restore(self, engine: Engine, path: Any, marker: dict[str, Any] | None) -> None:
+        restore(engine, path, marker, self._load_side_file, self.config.resize, self.config.strict_resume)
+
+    def _load_side_file(self, path: str) -> Any:
+        return self.checkpoint_io.load_checkpoint(path, weights_only=True)
+
+    def _skip_void(self, optimizer: Any, precision: Any, *, drop: bool = False) -> None:
+        """Let the optimizer skip a void step, where no loss scaler does so.
+
+        Args:
+            optimizer: that steps next.
+            precision: Lightning's plugin, which may have a scaler.
+            drop: leave no gradients of such a step, whatever the optimizer could do with them.
+        """
+        scaler = getattr(precision, "scaler", None)
+        if self.config.nonfinite != "skip" or (scaler is not None and scaler.is_enabled()):
+            return
+        for engine in self.engines:
+            if drop:
+                engine.drop_void(optimizer)
+            else:
+                engine.skip_void(optimizer)
+            known = engine.known_counts  # a fused optimizer has the flag, and the host learns it one step later
+            if known.void == 1 and known.streak == 1 and engine.run_id not in self._told_of_void:
+                self._told_of_void.add(engine.run_id)
+                rank_zero_warn(
+                    f"A gradient was not finite on some rank in the backward after step {known.step}: no rank takes "
+                    "this step, and residuals are as before. sparse/void_steps counts such steps from now on."
+                )
+
+
+def profile_of(engine: Engine | None) -> dict[str, Any] | None:
+    """What was measured for groups and densities, a :class:`~lightning_sparse.performance.Profile`; or None."""
+    planners = [tuner for tuner in engine.tuners if isinstance(tuner, Planner)] if engine else []
+    return planners[0].saved if planners else None
+
+
+def register(registry: Any, strategy: type) -> None:
+    """Make the strategy known by name, in all the variants that DDP has.
+
+    ``sparse_ddp`` and ``sparse_ddp_<sparsifier>``, each with ``_spawn``, ``_fork`` or ``_notebook`` and with
+    ``_find_unused_parameters_true`` or ``_false``.
+
+    Args:
+        registry: a Lightning package's StrategyRegistry.
+        strategy: that package's class.
+    """
+    launches: list[tuple[str, str]] = [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")]
+    unused: list[tuple[str, dict[str, bool]]] = [
+        ("", {}),
+        ("_find_unused_parameters_false", {"find_unused_parameters": False}),
+        ("_find_unused_parameters_true", {"find_unused_parameters": True}),
+    ]
+    sparsifiers: list[tuple[str, dict[str, str]]] = [("", {})] + [
+        (f"_{name}", {"sparsifier": name}) for name, _ in SPARSIFIERS.items()
+    ]
+    for method, choice in sparsifiers:
+        for launch, start_method in launches:
+            for ending, flag in unused:
+                name = f"sparse_ddp{method}{launch}{ending}"
+                registry.register(
+                    name,
+                    strategy,
+                    description=f"DDP with a sparsified gradient exchange ({name})",
+                    override=True,
+                    start_method=start_method,
+                    **choice,
+                    **flag,
+                )

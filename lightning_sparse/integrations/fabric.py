@@ -1,0 +1,252 @@
+"""The strategy for Fabric, whichever Lightning package it is of.
+
+Fabric wraps each module in DDP by itself, any number of them, and knows no communication hooks: every module gets an
+engine of its own. The class translates between Fabric and the engines and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_sparse.checkpoint import side_directory
+from lightning_sparse.collective import TorchCollective
+from lightning_sparse.controllers import Planner
+from lightning_sparse.fields import keywords_of
+from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
+from lightning_sparse.integrations.earlier import Left
+from lightning_sparse.interrupts import uninterrupted
+from lightning_sparse.reducer import Engine
+
+if TYPE_CHECKING:  # at run time the class of each package brings its own
+    from lightning_fabric.strategies.ddp import DDPStrategy as Base
+else:
+    Base = object
+
+
+@dataclass(frozen=True, kw_only=True)
+class FabricArguments(StrategyArguments):  # type: ignore[misc]  # see StrategyConfig
+    """What the strategies for Fabric take."""
+
+    precision: Any = None
+    """Filled in by Fabric."""
+
+
+class FabricSparseDDPMixin(SparseStrategy, Base):
+    """DDP whose gradient all-reduce is a sparsified exchange with error feedback, for Fabric.
+
+    Everything else is Fabric's ``DDPStrategy``: launchers, cluster environments, ``fabric.no_backward_sync``. Clipping
+    acts on the averages, after the exchange. Each module that is set up has an engine of its own; see
+    :attr:`engines`. With one device nothing is communicated, and gradients still pass through the sparsifier.
+
+    ``fabric.save`` writes what each rank remembers beside every checkpoint whose state holds a module and an optimizer;
+    ``fabric.load`` into such a state lets the engines continue.
+
+    All arguments are keywords: the settings of :class:`~lightning_sparse.config.StrategyConfig`, and those of
+    Lightning's ``DDPStrategy`` in :class:`FabricArguments`.
+
+    Raises:
+        ValueError: for settings that cannot work: unknown names, a density outside (0, 1], an exchange that does not
+            accept the sparsifier; when it is set up, for an optimizer that does not go with the memory or with
+            ``lr_aware``.
+        TypeError: for keywords that this strategy does not know.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> strategy = ls.FabricSparseDDPStrategy(sparsifier="topk", density=0.01, dense=["*.bias"])
+        >>> strategy.config.exchange
+        GatherPairs()
+        >>> ls.FabricSparseDDPStrategy(densty=0.01)
+        Traceback (most recent call last):
+        ...
+        TypeError: FabricSparseDDPStrategy does not know the keyword 'densty'. Did you mean density? ...
+    """
+
+    @keywords_of(FabricArguments)
+    def __init__(self, *given: Any, **keywords: Any) -> None:
+        for_lightning = self._choose(FabricArguments, given, keywords)
+        self.optimizers: list[Optimizer] = []
+        """Those that were set up."""
+        self._wrapped: list[tuple[Any, Engine]] = []
+        self._waiting: list[tuple[Module, Any, dict[str, Any]]] = []
+        super().__init__(**for_lightning)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """One for each module, in the order in which they were set up."""
+        return [engine for _, engine in self._wrapped]
+
+    @property
+    def engine(self) -> Engine | None:
+        """The only one; None before a module is set up.
+
+        Raises:
+            RuntimeError: if there are several.
+        """
+        engines = self.engines
+        if len(engines) > 1:
+            raise RuntimeError(f"There are {len(engines)} engines, one for each module: see strategy.engines.")
+        return engines[0] if engines else None
+
+    def engine_of(self, module: Module) -> Engine | None:
+        """That of a module, as it was set up or as DDP wraps it."""
+        return next((engine for ddp, engine in self._wrapped if module in (ddp, ddp.module)), None)
+
+    def setup_module(self, module: Module) -> Any:
+        """As in Fabric; the engine of a module that is set up again goes on where the one before was."""
+        before, profile = self.engine_of(module), None
+        left = None
+        if before is not None:
+            before.count_as_applied()
+            left = Left.by(before)
+            profile = profile_of(before)
+            before.close()
+            self._wrapped = [(ddp, engine) for ddp, engine in self._wrapped if engine is not before]
+        loaded = next(((path, own) for waiting, path, own in self._waiting if waiting is module), None)
+        if loaded is not None:
+            self._waiting = [entry for entry in self._waiting if entry[0] is not module]
+            profile = loaded[1].get("profile")
+        self._check_equal_models(module)
+        with self._small_deliveries(module):
+            ddp = super().setup_module(module)
+        engine = self._attach(ddp, self.precision, profile)
+        self._wrapped.append((ddp, engine))
+        self._follow(engine)
+        if loaded is not None:
+            self._restore(engine, loaded[0], loaded[1].get("residuals"))
+        elif left is not None:
+            self._go_on(engine, left)
+        return ddp
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """As in Fabric; then the engines have a look at it.
+
+        Raises:
+            ValueError: if it does not go with the memory or with ``lr_aware``.
+        """
+        chosen: Optimizer = super().setup_optimizer(optimizer)
+        self.optimizers.append(chosen)
+        for engine in self.engines:
+            self._follow(engine)
+        return chosen
+
+    def _follow(self, engine: Engine) -> None:
+        own = {id(p) for p in engine.parameters.values()}
+        applying = [o for o in self.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
+        self._follow_together(engine, applying)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """As in Fabric; a void step is left out where no loss scaler does so.
+
+        Signals wait while the optimizer updates parameters.
+        """
+        closure: Callable[[], Any] | None = kwargs.pop("closure", None)
+
+        def then_skip() -> Any:
+            result = closure() if closure is not None else None
+            self._skip_void(optimizer, self.precision)
+            return result
+
+        with uninterrupted(optimizer):
+            if closure is None:
+                then_skip()
+                return super().optimizer_step(optimizer, **kwargs)
+            return super().optimizer_step(optimizer, closure=then_skip, **kwargs)
+
+    def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Fabric; where no loss scaler does so, a void step is left out before its norm is looked at."""
+        self._skip_void(optimizer, self.precision, drop=True)
+        return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """As in Fabric, with every rank's residuals beside it if there is an optimizer in it.
+
+        Raises:
+            ValueError: if the state uses the key under which checkpoints say where residuals are.
+            RuntimeError: on all ranks, if residuals could not be written.
+        """
+        if CHECKPOINT_KEY in state:
+            raise ValueError(f"Expected a state without the key {CHECKPOINT_KEY!r}, which is used for residuals.")
+        modules = {key: engine for key, engine in self._engines_in(state).items() if engine is not None}
+
+        def write(content: dict[str, Any], place: str) -> None:
+            self.checkpoint_io.save_checkpoint(content, place, storage_options=storage_options)
+
+        if modules:  # names may hold metrics, which may differ from rank to rank: rank 0 writes the checkpoint
+            path = self.broadcast(path)
+        own: dict[str, dict[str, Any]] = {}
+        with ExitStack() as stack:
+            for key, engine in modules.items():
+                profile = profile_of(engine)
+                own[key] = {} if profile is None else {"profile": profile}
+                if self.config.save_residuals:
+                    place = _place(path, key, len(modules))
+                    own[key]["residuals"] = stack.enter_context(
+                        self._side_files.beside(place, engine, write, TorchCollective())
+                    )
+            kept = {CHECKPOINT_KEY: own} if any(own.values()) else {}
+            super().save_checkpoint(path, {**state, **kept}, storage_options, filter)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As in Fabric; engines of modules in the state go on if there is an optimizer in it, too.
+
+        A module that has not been set up yet goes on when it is.
+
+        Raises:
+            RuntimeError: on all ranks, with ``strict_resume``, if there are no residuals that fit.
+        """
+        rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
+        if isinstance(state, (Module, Optimizer)):
+            return rest
+        own: dict[str, dict[str, Any]] = rest.pop(CHECKPOINT_KEY, {})
+        for key, engine in self._engines_in(state or {}).items():
+            found = own.get(key, {})
+            place = _place(path, key, len(own))
+            if engine is None:
+                self._waiting = [entry for entry in self._waiting if entry[0] is not state[key]]
+                self._waiting.append((state[key], place, found))
+                continue
+            for tuner in engine.tuners:
+                if isinstance(tuner, Planner):
+                    tuner.resume(found.get("profile"), engine)
+            self._restore(engine, place, found.get("residuals"))
+        return rest
+
+    def _engines_in(self, state: Mapping[str, Any]) -> dict[str, Engine | None]:
+        """Engines of the modules in a state, by key; none where it is no training state, but weights alone."""
+        if not any(isinstance(value, Optimizer) for value in state.values()):
+            return {}
+        return {key: self.engine_of(value) for key, value in state.items() if isinstance(value, Module)}
+
+    def teardown(self) -> None:
+        """Close the engines, then everything else."""
+        for engine in self.engines:
+            engine.close()
+        super().teardown()
+        self._side_files.sweep()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no engines until modules are set up."""
+        return {**vars(self), "_wrapped": []}
+
+    def __repr__(self) -> str:
+        """Fabric prints this when it is of the other package: say what to import instead."""
+        other = {"lightning_fabric": "lightning.fabric", "lightning.fabric": "lightning_fabric"}[self.package]
+        return (
+            f"<FabricSparseDDPStrategy({self.config.sparsifier}, {self.config.density}) for {self.package}.Fabric; "
+            f"a {other}.Fabric needs the FabricSparseDDPStrategy of lightning_sparse.integrations."
+            f"{other.partition('.')[0]}>"
+        )
+
+
+def _place(path: Any, key: str, modules: int) -> str:
+    """Where the side files of a module are written beside: all are within the directory of the checkpoint."""
+    return str(path) if modules <= 1 else f"{side_directory(path)}/{quote(key, safe='')}"

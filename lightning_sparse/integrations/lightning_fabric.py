@@ -1,0 +1,15 @@
+"""The strategy for ``lightning_fabric.Fabric``."""
+
+from lightning_fabric.strategies import STRATEGY_REGISTRY
+from lightning_fabric.strategies.ddp import DDPStrategy
+
+from lightning_sparse.integrations.base import register
+from lightning_sparse.integrations.fabric import FabricSparseDDPMixin
+
+
+class FabricSparseDDPStrategy(FabricSparseDDPMixin, DDPStrategy):
+    __doc__ = FabricSparseDDPMixin.__doc__
+    package = "lightning_fabric"
+
+
+register(STRATEGY_REGISTRY, FabricSparseDDPStrategy)

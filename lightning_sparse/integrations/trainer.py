@@ -1,0 +1,282 @@
+"""The strategy for the Trainer, whichever Lightning package it is of.
+
+Lightning registers communication hooks on CUDA only; here the engine is attached on every device. The class translates
+between Lightning and the engine and decides nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_sparse.collective import TorchCollective
+from lightning_sparse.fields import keywords_of
+from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
+from lightning_sparse.integrations.earlier import EarlierFit, Left
+from lightning_sparse.interrupts import SAVING, uninterrupted
+from lightning_sparse.reducer import Engine
+
+if TYPE_CHECKING:  # at run time the class of each package brings its own
+    from pytorch_lightning.strategies import DDPStrategy as Base
+else:
+    Base = object
+
+UNUSED_PARAMETERS = (
+    "It looks like your LightningModule has parameters that were not used in producing the loss returned by "
+    "training_step. If this is intentional, let DDP look for them: set find_unused_parameters=True in the strategy, as "
+    "in strategy=SparseDDPStrategy(find_unused_parameters=True), or add it to the strategy's name, as in "
+    "strategy='sparse_ddp_find_unused_parameters_true'."
+)
+"""Instead of Lightning's sentence, which names strategies that exchange everything."""
+SECOND_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+"""What Lightning's ``DDPStrategy`` takes for a communication hook of the user's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerArguments(StrategyArguments):  # type: ignore[misc]  # see StrategyConfig
+    """What the strategies for the Trainer take."""
+
+    precision_plugin: Any = None
+    """Filled in by the Trainer."""
+
+
+class SparseDDPMixin(SparseStrategy, Base):
+    """DDP whose gradient all-reduce is a sparsified exchange with error feedback.
+
+    Everything else is Lightning's ``DDPStrategy``: launchers, cluster environments, SyncBatchNorm, accumulation. With
+    one device nothing is communicated, and gradients still pass through the sparsifier, so that a script behaves alike
+    everywhere.
+
+    All arguments are keywords: the settings of :class:`~lightning_sparse.config.StrategyConfig`, and those of
+    Lightning's ``DDPStrategy`` in :class:`TrainerArguments`.
+
+    Raises:
+        ValueError: for settings that cannot work: unknown names, a density outside (0, 1], an exchange that does not
+            accept the sparsifier, a second communication hook; at the start of fit, for an optimizer that does not go
+            with the memory or with ``lr_aware``.
+        TypeError: for keywords that this strategy does not know.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> strategy = ls.SparseDDPStrategy(sparsifier="topk", density=0.01, dense=["*.bias"])
+        >>> strategy.config.exchange
+        GatherPairs()
+        >>> ls.SparseDDPStrategy(sparsifier="exdina")
+        Traceback (most recent call last):
+        ...
+        ValueError: Unknown sparsifier 'exdina'. Did you mean 'exdyna'? Known names: clt_k, dgc, ...
+    """
+
+    @keywords_of(TrainerArguments)
+    def __init__(self, *given: Any, **keywords: Any) -> None:
+        refuse_second_hook(keywords)
+        for_lightning = self._choose(TrainerArguments, given, keywords)
+        self._profile: dict[str, Any] | None = None
+        self._resume: tuple[Any, dict[str, Any] | None] | None = None
+        self._earlier: EarlierFit | None = None
+        self._left: Left | None = None
+        self.engine: Engine | None = None
+        """At work during fit; ``step`` and ``hook_calls`` can still be read afterwards."""
+        super().__init__(**for_lightning)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engine, if there is one."""
+        return [] if self.engine is None else [self.engine]
+
+    def _setup_model(self, model: Any) -> Any:
+        """As in Lightning; DDP hands gradients over in small buckets where exchanges can begin beside backward."""
+        self._check_equal_models(model)
+        with self._small_deliveries(model):
+            return super()._setup_model(model)
+
+    def _register_ddp_hooks(self) -> None:
+        """Lightning calls this right after it wrapped the model; its own version does nothing on a CPU."""
+        profile = self._profile or self.profile  # from a checkpoint, or from an earlier fit
+        left, self._left = self._left, None
+        if self._earlier is not None and self._resume is None:  # a checkpoint knows better
+            left = self._earlier.leave()
+        self._close_engine()
+        self.engine = self._earlier = None  # frees their buffers
+        self.engine = self._attach(self.model, self.precision_plugin, profile)
+        self._go_on(self.engine, left)
+        self._continue()
+
+    def _continue(self) -> None:
+        """Give the engine the residuals of the checkpoint that was loaded last, once."""
+        resume, self._resume = self._resume, None
+        if resume is not None and self.engine is not None and not self.engine.closed:
+            self._restore(self.engine, *resume)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """As in Lightning; residuals go with optimizers, also where a callback goes back to a checkpoint within fit."""
+        super().load_optimizer_state_dict(checkpoint)
+        self._continue()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """As in Lightning; then the engine has a look at the optimizers.
+
+        Raises:
+            ValueError: if one does not go with the memory or with ``lr_aware``.
+            RuntimeError: if Lightning has wrapped the model without attaching the exchange, as a later version might.
+        """
+        super().setup_optimizers(trainer)
+        if self.engine is None or self.engine.closed:
+            version = importlib.import_module(self.package).__version__
+            raise RuntimeError(
+                f"{self.package} {version} wrapped the model without calling _register_ddp_hooks, so that gradients "
+                "would be averaged densely. Use a version that lightning-sparse is tested with, see its README."
+            )
+        self._follow_together(self.engine, self.optimizers)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """As in Lightning; a void step is left out where no loss scaler does so.
+
+        Signals wait while the optimizer updates parameters. Those that ask for a checkpoint wait from the end of
+        backward on, so that ranks save the same step; Ctrl-C does not, because callbacks run in between.
+        """
+        with uninterrupted(optimizer) as hold:
+
+            def then_skip() -> Any:
+                result = closure()
+                self._skip_void(optimizer, self.precision_plugin)
+                hold.start(SAVING)
+                return result
+
+            return super().optimizer_step(optimizer, then_skip, model, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As in Lightning; parameters that were frozen or unfrozen since the last step leave or join the exchange."""
+        if self._membership_changed():
+            self._wrap_again()
+        return super().training_step(*args, **kwargs)
+
+    def _membership_changed(self) -> bool:
+        engine = self.engine
+        if engine is None or engine.closed:
+            return False
+        thawed = any(p.requires_grad for p in engine.frozen.values())
+        if self._ddp_kwargs.get("find_unused_parameters", False):
+            return thawed  # what is frozen is unused, for as long as it is
+        return thawed or not all(p.requires_grad for p in engine.parameters.values())
+
+    def _wrap_again(self) -> None:
+        """A new DDP, for the parameters that need gradients now; what is remembered of all of them moves on."""
+        assert self.engine is not None
+        self.engine.count_as_applied()
+        self._left = Left.by(self.engine)
+        self._close_engine()
+        wrapped: Any = self.model
+        model, self.model, self.engine = wrapped.module, None, None
+        del wrapped
+        gc.collect()  # the old reducer hears of every backward until it is gone
+        self.model = self._setup_model(model)
+        self._register_ddp_hooks()
+        assert self.engine is not None
+        self._follow_together(self.engine, self.optimizers)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As in Lightning; remembers where a fit that follows finds residuals, and what an earlier one measured."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        own = checkpoint.get(CHECKPOINT_KEY, {})
+        self._profile = own.get("profile")
+        residuals = own.get("residuals")
+        if residuals and "global_step" in residuals:  # as the checkpoint says now, for the side files to agree with
+            residuals = {**residuals, "global_step": checkpoint.get("global_step")}
+        self._resume = checkpoint_path, residuals
+        return checkpoint
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """As in Lightning, with the profile in it if there is one, and with every rank's residuals beside it."""
+        own = {} if self.profile is None else {"profile": self.profile}
+        with self._residuals_beside(checkpoint, filepath, storage_options) as marker:
+            if marker is not None:
+                own["residuals"] = marker
+            if own:
+                checkpoint[CHECKPOINT_KEY] = own
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _residuals_beside(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any
+    ) -> AbstractContextManager[dict[str, Any] | None]:
+        if not self.config.save_residuals or self.engine is None or "optimizer_states" not in checkpoint:
+            return nullcontext()
+
+        def write(content: dict[str, Any], place: str) -> None:
+            self.checkpoint_io.save_checkpoint(content, place, storage_options=storage_options)
+
+        module: Any = self.lightning_module
+        trainer, step = module.trainer, checkpoint.get("global_step")
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current
+        if batches.ready == batches.processed:  # whether all of its optimizers have taken a step is the user's business
+            self.engine.count_as_applied()
+        # After an error, Lightning lets callbacks save on the ranks that had it; others may not come.
+        if trainer.interrupted:
+            return self._side_files.beside(path, self.engine, write, None, step)
+        # Names may hold metrics, which may differ from rank to rank: the checkpoint is where rank 0 writes it.
+        path = self.broadcast(path)
+        return self._side_files.beside(path, self.engine, write, TorchCollective(), step)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """As in Lightning, with the residuals beside it."""
+        super().remove_checkpoint(filepath)
+        self._side_files.remove(filepath, self.global_rank, self.world_size)
+
+    @property
+    def profile(self) -> dict[str, Any] | None:
+        """What was measured for groups and densities, a :class:`~lightning_sparse.performance.Profile`; or None."""
+        return profile_of(self.engine)
+
+    def teardown(self) -> None:
+        """Close the engine, then everything else."""
+        at_work = None if self.engine is None or self.engine.closed else self.engine
+        self._close_engine()
+        if at_work is not None:
+            self._earlier = EarlierFit(at_work)
+        self._resume = None
+        self._profile = None
+        super().teardown()
+        self._side_files.sweep()
+
+    def _close_engine(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """As in Lightning; advice on unused parameters leads to this strategy, not to one that is dense."""
+        super().on_exception(exception)
+        exception.args = tuple(
+            UNUSED_PARAMETERS if isinstance(arg, str) and "find_unused_parameters_true" in arg else arg
+            for arg in exception.args
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As in Lightning; a copy has no engine until it is set up."""
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "engine": None, "_earlier": None}
+
+    def __repr__(self) -> str:
+        """Lightning prints this when its Trainer is of the other package: say what to import instead."""
+        other = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}[self.package]
+        return (
+            f"<SparseDDPStrategy({self.config.sparsifier}, {self.config.density}) for {self.package}.Trainer; "
+            f"a {other}.Trainer needs the SparseDDPStrategy of lightning_sparse.integrations.{other.partition('.')[0]}>"
+        )
+
+
+def refuse_second_hook(keywords: dict[str, Any]) -> None:
+    """Raise if there is a communication hook among the keywords; leave out what says that there is none.
+
+    Raises:
+        ValueError: naming what was given.
+    """
+    names = [name for name in SECOND_HOOK if keywords.pop(name, None) is not None]
+    if names:
+        raise ValueError(
+            f"SparseDDPStrategy does not take {', '.join(names)}: DDP has room for one communication hook, and the "
+            "sparsified exchange is it. Use Lightning's DDPStrategy for other hooks."
+        )

@@ -1,1 +1,0 @@
-"""What the exchange does, into any Lightning logger: one mixin, and one thin class per Lightning package."""

@@ -1,0 +1,31 @@
+"""Which parameters are exchanged together: names and sizes in, groups out; no tensors."""
+
+from lightning_sparse.plan.groupings import (
+    GROUPINGS,
+    Bucket,
+    Cut,
+    Grouping,
+    Layer,
+    MergeBelow,
+    Model,
+    ParameterSize,
+    merge_below,
+)
+from lightning_sparse.plan.plan import Group, make_plan
+from lightning_sparse.plan.rules import Rules, as_rules
+
+__all__ = [
+    "GROUPINGS",
+    "Bucket",
+    "Cut",
+    "Group",
+    "Grouping",
+    "Layer",
+    "MergeBelow",
+    "Model",
+    "ParameterSize",
+    "Rules",
+    "as_rules",
+    "make_plan",
+    "merge_below",
+]

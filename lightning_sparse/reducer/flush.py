@@ -1,0 +1,48 @@
+"""What all ranks together have not sent yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_sparse.collective import Collective
+from lightning_sparse.reducer.group import Running
+
+
+def average_residuals(
+    groups: Sequence[Running], parameters: Mapping[str, Parameter], comm: Collective, device: torch.device
+) -> dict[str, Tensor]:
+    """``(1/n) sum_i residual_i`` of each parameter that has a residual on any rank, in its shape and dtype; collective.
+
+    Args:
+        groups: all of them.
+        parameters: by name.
+        comm: the ranks.
+        device: where gradients live.
+    """
+    residuals = [group.memory.residual(group.state.memory) for group in groups]
+    have = torch.tensor([r is not None for r in residuals], dtype=torch.uint8, device=device)
+    anywhere = comm.all_gather(have).amax(0).tolist()
+    pending = {}
+    for group, residual, wanted in zip(groups, residuals, anywhere, strict=True):
+        if not wanted:
+            continue
+        if residual is None:
+            residual = torch.zeros(group.plan.numel, device=device, dtype=group.wide)
+        average = comm.all_reduce(residual.clone()) / comm.world_size
+        for name, span in group.spans.items():
+            parameter = parameters[name]
+            pending[name] = in_shape(average[span].to(parameter.dtype), parameter)
+    return pending
+
+
+def in_shape(flat: Tensor, parameter: Tensor) -> Tensor:
+    """A flat gradient in the parameter's shape, its coordinates in the order of memory, as in DDP's buckets."""
+    shaped = torch.empty_like(parameter, requires_grad=False)
+    if shaped.stride() != parameter.stride():  # overlapping, or with gaps
+        return flat.view(parameter.shape)
+    shaped.as_strided((flat.numel(),), (1,)).copy_(flat)
+    return shaped

@@ -1,0 +1,271 @@
+"""A group at work: its state, and how its gradient goes from the buckets through the pipeline."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.core import Context, GroupState
+from lightning_sparse.density import Constant
+from lightning_sparse.exchanges import Dense, Exchange
+from lightning_sparse.kernels import static_shapes
+from lightning_sparse.memory import Memory
+from lightning_sparse.messages import Steps
+from lightning_sparse.metrics import Stamp, Statistics, norm_of
+from lightning_sparse.pipeline import commit_group, exchange_group, init_group
+from lightning_sparse.plan import Group
+from lightning_sparse.sparsifiers import Everything, Sparsifier
+
+
+class Running:
+    """A group at work: its state, and the pieces of its gradient that have arrived."""
+
+    def __init__(
+        self,
+        plan: Group,
+        parameters: Mapping[str, Parameter],
+        settings: SparsificationConfig,
+        first: Context,
+        flush: bool,
+    ) -> None:
+        self.plan = plan
+        self.spans = plan.offsets()
+        schedule = settings.density if plan.density is None else Constant(plan.density)
+        self.density = schedule.for_group()
+        # A group that becomes dense must be able to send what it remembers.
+        self.memory: Memory = settings.memory.for_dense() if plan.dense and not flush else settings.memory
+        self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
+        self.exchange: Exchange = Dense() if plan.dense else settings.exchange
+        example = parameters[plan.parameters[0].name]
+        self.device, self.dtype = example.device, example.dtype
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        """Of what is remembered."""
+        self.state: GroupState = init_group(
+            plan.numel, self.dtype, self.device, first, memory=self.memory, sparsifier=self.sparsifier
+        )
+        self.statistics: Statistics | None = None
+        """Of the latest step in which it was exchanged, which need not be the latest one, see :attr:`ran`."""
+        self.arrived: dict[str, Tensor] = {}
+        """Pieces of the gradient, in the buckets, from their arrival to the end of the step."""
+        self.untouched: set[str] = set()
+        """Parameters that no rank used in the latest step."""
+        self.exchanged = False
+        """Whether the group has run in this step."""
+        self._exchanged: _Exchanged | None = None
+        self._scratch: Tensor | None = None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether anything of earlier gradients is left; waits for the device."""
+        return any(bool(vector.any()) for vector in self.memory.vectors(self.state.memory).values())
+
+    @property
+    def sent(self) -> bool:
+        """Whether nothing is remembered, or a valid step went by since the group was formed; waits for the device."""
+        stepped = self.state.counts is not None and bool((self.state.counts >= 0).all())
+        return stepped or not self.remembers
+
+    @property
+    def ran(self) -> bool:
+        """Whether the group was exchanged in the latest step, because some rank used some of its parameters."""
+        return self.statistics is not None and len(self.untouched) < len(self.spans)
+
+    def carry(self, name: str, old: Running) -> None:
+        """Take over what another group remembers of a parameter; a group without memory is only made of empty ones."""
+        if self.memory.vectors(self.state.memory):
+            self.memory.carry_(self.state.memory, self.spans[name], old.memory, old.state.memory, old.spans[name])
+
+    @property
+    def version(self) -> GroupVersion:
+        """What counts now."""
+        return GroupVersion(self, self.state, self.density.learned)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the memory keeps, and the copy of a gradient that does not lie in one run."""
+        kept = [*tensors_in(self.state.memory), *([] if self._scratch is None else [self._scratch])]
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
+
+    def receive(self, name: str, piece: Tensor) -> None:
+        """The gradient of a parameter is here, in a bucket."""
+        self.arrived[name] = piece
+
+    @property
+    def complete(self) -> bool:
+        """All pieces are here."""
+        return len(self.arrived) == len(self.plan.parameters)
+
+    def exchange_steps(
+        self, ctx: Context, unused: Set[str] = frozenset(), scale: Tensor | None = None, flush: bool = False
+    ) -> Steps[None]:
+        """Exchange the group; :meth:`after` says what then counts.
+
+        Args:
+            ctx: the step.
+            unused: parameters of the group that no rank used in this backward.
+            scale: of the loss, see :func:`~lightning_sparse.pipeline.exchange_group`.
+            flush: send everything, this time.
+
+        Returns:
+            A coroutine that works on the gradients in the buckets.
+        """
+        self.untouched = set(unused)
+        if len(unused) == len(self.spans):
+            self.exchanged = True
+            return
+        flat, in_place = self._gather()
+        # Their slots in the buckets hold zeros or an old average, which must neither be accumulated nor changed; and
+        # DDP throws the result for them away, so that nothing of what is remembered of them may be sent.
+        spans = [span for name, span in self.spans.items() if name in unused]
+        grads = [flat[span].clone() for span in spans]
+        for span in spans:
+            flat[span].zero_()
+        if ctx.parameters is not None:
+            used_ones = [p for name, p in zip(self.spans, ctx.parameters, strict=True) if name not in unused]
+            ctx = ctx._replace(parameters=used_ones)
+        after, statistics, void = yield from exchange_group(
+            flat,
+            self.state,
+            ctx,
+            memory=self.memory,
+            sparsifier=Everything() if flush else self.sparsifier,
+            exchange=Dense() if flush else self.exchange,
+            scale=scale,
+            unused=spans,
+        )
+        if flush:  # nothing to be learned from it
+            after = self.state
+        places = None if static_shapes(self.device) else statistics.indices
+        self._exchanged = _Exchanged(ctx.step, after, void, flat, spans, places)
+        self.statistics = statistics
+        for span, grad in zip(spans, grads, strict=True):
+            flat[span].copy_(grad)
+        if not in_place:
+            for name, span in self.spans.items():
+                self.arrived[name].copy_(flat[span])
+        self.exchanged = True
+
+    def note_pause(self, paused: Stamp, resumed: Stamp) -> None:
+        """The group, which has just been exchanged, waited in between for others to travel with."""
+        if self._exchanged is not None and self.statistics is not None:
+            self.statistics = self.statistics._replace(pause=(paused, resumed))
+
+    @property
+    def void(self) -> Tensor | None:
+        """() whether this group's gradient was not finite on some rank; None if no rank used it."""
+        return None if self._exchanged is None else self._exchanged.void
+
+    def after(self, void: Tensor) -> GroupVersion:
+        """What counts when all groups have run: if the step is void for any of them, it is for this one.
+
+        What counts now stays as it is until the next step begins. To ask twice changes nothing.
+        """
+        step = self._exchanged
+        if step is None:
+            return self.version
+        state = commit_group(self.state, step.after, void, self.memory, step.unused)
+        learned = self.density.learned
+        if static_shapes(self.device) or not void:
+            learned = self.density.observed(step.step, step.flat[: self.plan.numel], void, step.places)
+        return GroupVersion(self, state, learned)
+
+    def adopt(self, version: GroupVersion) -> None:
+        """Go on with this version."""
+        self.state, self.density.learned = version.state, version.learned
+
+    def end_step(self) -> None:
+        """The pieces of the gradient are answered."""
+        self.arrived, self.exchanged, self._exchanged = {}, False, None
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of this rank's residual; waits for the device."""
+        return norm_of(self.memory.residual(self.state.memory))
+
+    def _gather(self) -> tuple[Tensor, bool]:
+        """The flat gradient: a view of the bucket if it lies there in one run (CPU), else a copy with a spare slot."""
+        pieces = [self.arrived[name] for name in self.spans]
+        first = pieces[0]
+        in_one_run = all(
+            piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and piece.storage_offset() == first.storage_offset() + span.start
+            for piece, span in zip(pieces, self.spans.values(), strict=True)
+        )
+        if in_one_run and not static_shapes(self.device):
+            self._scratch = None  # needed in the first step only, before DDP cuts its buckets anew
+            return first.as_strided((self.plan.numel,), (1,)), True
+        if self._scratch is None:
+            self._scratch = torch.zeros(self.plan.numel + 1, dtype=self.dtype, device=self.device)
+        for piece, span in zip(pieces, self.spans.values(), strict=True):
+            self._scratch[span].copy_(piece)
+        return self._scratch, False
+
+
+class GroupVersion(NamedTuple):
+    """What counts of a group after a step; never changed, so that it can be read at any moment.
+
+    Its buffers are written to again in the step after the next one.
+    """
+
+    group: Running
+    state: GroupState
+    learned: Any
+    """By the density."""
+
+    def scaled(self, factors: Mapping[str, float]) -> GroupVersion:
+        """The residuals of parameters multiplied by factors, where there are any."""
+        group = self.group
+        if not factors.keys() & group.spans.keys():
+            return self
+        spans = [(span, factors.get(name, 1.0)) for name, span in group.spans.items()]
+        return self._replace(state=self.state._replace(memory=group.memory.scale(self.state.memory, spans)))
+
+
+class _Exchanged(NamedTuple):
+    """A step of a group that has been exchanged and does not count yet."""
+
+    step: int
+    after: GroupState
+    void: Tensor
+    flat: Tensor
+    """The average; (numel,) and maybe a spare slot."""
+    unused: list[slice]
+    """Where parameters lie that no rank used."""
+    places: Tensor | None
+    """Coordinates of the average, where the host knows them; None: all."""
+
+
+def tensors_in(state: Any) -> Iterator[Tensor]:
+    """All tensors of a memory's state: dataclasses and tuples of these."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, tuple):
+        for part in state:
+            yield from tensors_in(part)
+    elif is_dataclass(state):
+        for field in fields(state):
+            yield from tensors_in(getattr(state, field.name))
+
+
+def check_covers(plan: Sequence[Group], parameters: Mapping[str, Parameter]) -> None:
+    """Raise unless a plan names each parameter once.
+
+    Raises:
+        ValueError: saying which ones are wrong, or which names of groups repeat.
+    """
+    named = Counter(p.name for group in plan for p in group.parameters)
+    known = parameters.keys()
+    wrong = [name for name in sorted(named.keys() | known) if named[name] != 1 or name not in known]
+    if wrong:
+        raise ValueError(
+            "Expected a plan that names each parameter of the model once, but these are unknown, missing or named "
+            f"twice: {', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}."
+        )
+    if len({group.name for group in plan}) < len(plan):
+        raise ValueError(f"Expected groups with different names, but got {[group.name for group in plan]}.")

@@ -1,0 +1,234 @@
+"""What an engine held after its latest step and before it, and which of the two belongs to the weights.
+
+An exchange is concluded in backward, and its average is applied later, by an optimizer. In between, the weights are of
+before the step, and so must be whatever is saved. Nothing here is ever changed but replaced, in one assignment, so that
+a signal handler or another thread may look at any moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lightning_sparse.reducer.group import GroupVersion
+from lightning_sparse.reducer.skip import SkipFlag
+
+Surplus = Mapping[str, tuple[float, int]]
+"""What changes of learning rates have left in residuals, see :class:`~lightning_sparse.reducer.learning_rates`."""
+
+
+class Counts(NamedTuple):
+    """Of exchanges."""
+
+    step: int = 0
+    """Those that counted."""
+    void: int = 0
+    """Those that were skipped."""
+    streak: int = 0
+    """Of these, the latest ones without a step that counted."""
+    flushes: int = 0
+    """How often residuals were emptied between two steps."""
+
+
+class Version(NamedTuple):
+    """What counts after an exchange, or at the start."""
+
+    groups: tuple[GroupVersion, ...]
+    rates: Mapping[str, float]
+    """Latest learning rates."""
+    surplus: Surplus
+    """What changes of them have left in residuals."""
+    start: Counts
+    """Before the exchange."""
+    skipped: SkipFlag | None = None
+    """Whether the exchange counted for nothing; None: there was none."""
+
+    @property
+    def void(self) -> bool:
+        """Whether the exchange counted for nothing; may wait for the device."""
+        return self.skipped is not None and bool(self.skipped)
+
+    @property
+    def counts(self) -> Counts:
+        """After the exchange; may wait for the device."""
+        step, void, streak, flushes = self.start
+        if self.skipped is None:
+            return self.start
+        return Counts(step, void + 1, streak + 1, flushes) if self.skipped else Counts(step + 1, void, 0, flushes)
+
+    @property
+    def number(self) -> int:
+        """Equal on all ranks, and different for versions that differ."""
+        counts = self.counts
+        return counts.step + counts.flushes
+
+
+class Handout:
+    """The averages that an exchange has handed out, and who has applied them.
+
+    A parameter has taken its average when it was written to, or when an optimizer that holds it has finished a step.
+
+    Args:
+        parameters: that got one, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+        self._parameters = parameters
+        self._before = {name: parameter._version for name, parameter in parameters.items()}
+        self._stepped: Set[str] = frozenset()
+
+    def step(self, names: Set[str]) -> None:
+        """An optimizer that holds these has finished a step."""
+        self._stepped = self._stepped | names
+
+    @property
+    def names(self) -> Set[str]:
+        """Of the parameters that got one."""
+        return self._before.keys()
+
+    def applied(self, held: Set[str]) -> Set[str]:
+        """Names of the parameters whose average was applied; all, when no other one will be.
+
+        Args:
+            held: parameters that optimizers hold; empty: nobody knows yet.
+        """
+        stepped = self._stepped
+        done = {name for name, p in self._parameters.items() if name in stepped or p._version != self._before[name]}
+        expected = self.names & held if held else self.names
+        return self.names if done and expected <= done else done
+
+
+class History(NamedTuple):
+    """The latest version, and the one before while it may still be the one that belongs to the weights."""
+
+    latest: Version
+    before: Version | None = None
+    handout: Handout | None = None
+
+    def numbers(self, names: Mapping[str, Parameter], held: Set[str]) -> list[int]:
+        """Which version belongs to the weights: as a whole, and of each parameter.
+
+        Args:
+            names: of all parameters, in order.
+            held: see :meth:`Handout.applied`.
+        """
+        latest = self.latest.number
+        if self.before is None or self.handout is None or self.latest.void:
+            return [latest] * (1 + len(names))
+        before, applied = self.before.number, self.handout.applied(held)
+        whole = latest if applied == self.handout.names else before
+        waiting = self.handout.names - applied
+        return [whole, *(latest if name in applied else before if name in waiting else whole for name in names)]
+
+
+class Record:
+    """The history of an engine, and who applies its averages.
+
+    Args:
+        parameters: by name.
+        names: of parameters, by id.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], names: Mapping[int, str]) -> None:
+        self.history = History(Version((), {}, {}, Counts()))
+        self.lock = threading.RLock()
+        """Held while a state is read, and while buffers of an old version are given free to be written to."""
+        self._parameters = parameters
+        self._names = names
+        self._held: Set[str] = frozenset()
+        """Parameters that optimizers hold, as far as they have been seen."""
+        self._hook = register_optimizer_step_post_hook(_Stepped(self))
+
+    @property
+    def latest(self) -> Version:
+        """What counts after the latest exchange."""
+        return self.history.latest
+
+    def numbers(self, history: History) -> list[int]:
+        """Which version of a history belongs to the weights: as a whole, and of each parameter.
+
+        The history is the caller's, who may look while another thread replaces it.
+        """
+        return history.numbers(self._parameters, self._held)
+
+    def restart(
+        self, groups: Sequence[GroupVersion], rates: Mapping[str, float], surplus: Surplus, start: Counts
+    ) -> None:
+        """Other groups, between two steps."""
+        self.history = History(Version(tuple(groups), rates, surplus, start))
+
+    def begin_step(self) -> None:
+        """From here on, buffers of the version before may be written to; the lock must be held."""
+        self.history = History(self.latest)
+
+    def commit(self, groups: Sequence[GroupVersion], skipped: SkipFlag, names: Set[str]) -> None:
+        """What groups have formed in an exchange counts from now on; until it is applied, what was before is kept.
+
+        Args:
+            groups: all of them.
+            skipped: whether the exchange counts for nothing.
+            names: of the parameters that got an average.
+        """
+        before = self.latest
+        latest = before._replace(groups=tuple(groups), start=before.counts, skipped=skipped)
+        self._go_on_with(History(latest, before, self._handout(names)))
+
+    def flush(self, groups: Sequence[GroupVersion], names: Set[str]) -> None:
+        """Residuals of these parameters are empty from now on: all of them have been handed out as averages."""
+        with self.lock:
+            before, counts = self.latest, self.latest.counts
+            start = counts._replace(flushes=counts.flushes + 1)
+            latest = before._replace(groups=tuple(groups), start=start, skipped=None)
+            self._go_on_with(History(latest, before, self._handout(names)))
+
+    def rescale(self, groups: Sequence[GroupVersion], rates: Mapping[str, float], surplus: Surplus) -> None:
+        """Residuals have been multiplied, because learning rates have changed, in a step that has just begun."""
+        self._go_on_with(History(self.latest._replace(groups=tuple(groups), rates=rates, surplus=surplus)))
+
+    def _go_on_with(self, history: History) -> None:
+        self.history = history
+        for version in history.latest.groups:
+            version.group.adopt(version)
+
+    def _handout(self, names: Set[str]) -> Handout:
+        return Handout({name: self._parameters[name] for name in names})
+
+    def hold(self, optimizer: Optimizer) -> Set[str]:
+        """An optimizer holds parameters; their names."""
+        found = {self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
+        names = {name for name in found if name is not None}
+        if not names <= self._held:
+            self._held = self._held | names
+        return names
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has finished a step; called for all of the process."""
+        names = self.hold(optimizer)
+        if names and (handout := self.history.handout) is not None:
+            handout.step(names)
+
+    def count_as_applied(self) -> None:
+        """What the latest exchange handed out has been applied, or never will be."""
+        if (handout := self.history.handout) is not None:
+            handout.step(handout.names)
+
+    def close(self) -> None:
+        """Stop looking at optimizers."""
+        self._hook.remove()
+
+
+class _Stepped:
+    """Tells a record that an optimizer has finished a step, without keeping it."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = weakref.ref(record)
+
+    def __call__(self, optimizer: Optimizer, *args: Any) -> None:
+        if (record := self._record()) is not None:
+            record.stepped(optimizer)

@@ -1,0 +1,88 @@
+"""What a step sends, counted without a network: the real pipeline on tensors that have shapes and no content."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from lightning_sparse.collective import drive_mirrored
+from lightning_sparse.core import Context
+from lightning_sparse.exchanges import Exchange, as_exchange
+from lightning_sparse.memory import NoMemory
+from lightning_sparse.messages import Message, SendRecv
+from lightning_sparse.pipeline import init_group, reduce_group
+from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
+
+META = torch.device("meta")
+
+
+class Traffic(NamedTuple):
+    """What a step of one group sends."""
+
+    messages: tuple[tuple[str, int], ...]
+    """Name of the operation (a method of :class:`~lightning_sparse.collective.Collective`) and bytes that a rank brings
+    to it, in order. Who only takes part in an operation without giving is counted as if it gave."""
+    bytes_sent: float
+    """By a rank under ring algorithms, mean over ranks."""
+
+
+def count_bytes(
+    sparsifier: Sparsifier | str,
+    numel: int,
+    world_size: int,
+    density: float,
+    *,
+    exchange: Exchange | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Traffic:
+    """Count the messages of a step of one group.
+
+    The group's step runs as on CUDA, where the length of every message is known beforehand, on tensors without
+    content. There the result is exact, in every step.
+
+    On the CPU, messages are as long as what was found:
+
+    - Top-k, SharedTopK, UnionTopK (its first 64 steps), StripedTopK, CLT-k, Random-k, gTop-k and all dense exchanges:
+      exact with the sparsifier's natural exchange; where a union is formed of Top-k's, it is shorter by what ranks
+      agree on, and the result an upper bound.
+    - MiCRO, ExDyna: an upper bound, as if one rank had twice its share.
+    - DGC, RedSync, GaussianK, SIDCo: an upper bound, as if as much was found as fits into a message on CUDA.
+    - hard-threshold, Ok-Topk with other exchanges than its own, and the published variants: no bound, since nothing
+      limits on the CPU what reaches their thresholds.
+
+    Selections whose length differs from rank to rank take one more all-gather of 8 bytes on the CPU, not counted here.
+
+    Args:
+        sparsifier: an instance or a name.
+        numel: coordinates of the group.
+        world_size: number of ranks n.
+        density: target density.
+        exchange: an instance, a name, or None for the sparsifier's natural one.
+        dtype: of the gradients.
+
+    Raises:
+        ValueError: if a name is unknown, if the exchange does not accept the sparsifier, or if the sparsifier cannot
+            serve such a group.
+
+    Example:
+        >>> count_bytes("topk", 1000, world_size=4, density=0.01)
+        Traffic(messages=(('all_gather', 84),), bytes_sent=252.0)
+        >>> count_bytes("everything", 1000, world_size=4, density=0.01)
+        Traffic(messages=(('all_reduce', 4000),), bytes_sent=6000.0)
+    """
+    sparsifier = SPARSIFIERS.resolve(sparsifier)
+    exchange, memory = as_exchange(exchange, sparsifier), NoMemory()
+    grad = torch.empty(numel + 1, dtype=dtype, device=META)
+
+    def messages_of(rank: int) -> list[Message]:
+        ctx = Context(0, density, rank, world_size)
+        state = init_group(numel, dtype, META, ctx, memory=memory, sparsifier=sparsifier)
+        steps = reduce_group(grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange)
+        return drive_mirrored(steps, world_size)[1]
+
+    ranks = [messages_of(0)]
+    if any(isinstance(message, SendRecv) for message in ranks[0]):  # some ranks give more than others
+        ranks += [messages_of(rank) for rank in range(1, world_size)]
+    sent = sum(message.bytes_sent(world_size) for messages in ranks for message in messages)
+    return Traffic(tuple((message.kind, message.x.nbytes) for message in ranks[0]), sent / len(ranks))

@@ -1,0 +1,120 @@
+"""The command ``lightning-sparse``.
+
+A package beside ``lightning_sparse``: importing that one imports torch and Lightning, and ``--help`` and ``--version``
+must not wait for them. :mod:`~lightning_sparse_cli.commands` has the subcommands.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, get_args, get_origin, get_type_hints
+
+from lightning_sparse_cli.commands import advise, judge, need, simulate
+
+COMMANDS: dict[str, Callable[..., None]] = {"simulate": simulate, "judge": judge, "advise": advise}
+"""Subcommands; their signatures give the options."""
+GO_ON = ("simulate", "judge")
+"""Those that keep what is finished."""
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a subcommand.
+
+    Args:
+        args: the command line without the command's name; None: what this process was called with.
+    """
+    words = sys.argv[1:] if args is None else list(args)
+    if words[:1] == ["--version"]:  # needs no package
+        return _print_versions()
+    need("jsonargparse", "docstring_parser")
+    given = _parser().parse_args(words)
+    options = given[given.subcommand].as_dict()
+    try:
+        COMMANDS[given.subcommand](**{name: options[name] for name in _parameters(COMMANDS[given.subcommand])})
+    except KeyboardInterrupt:
+        note = " The same command goes on from here." if given.subcommand in GO_ON else ""
+        print(f"Interrupted.{note}", file=sys.stderr)
+        raise SystemExit(130) from None  # as shells say it
+
+
+def _parameters(command: Callable[..., None]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(command).parameters)
+
+
+def _parser() -> Any:
+    from docstring_parser import parse
+    from jsonargparse import ArgumentParser
+
+    class Parser(ArgumentParser):
+        known: Sequence[str] = ()
+
+        def error(self, message: str, ex: Exception | None = None) -> Any:
+            """In the words of the command line, with what is close to a command or an option that is not known."""
+            message = re.sub(r"required: \w+\.(\w+)", r"required: --\1", message)
+            message = re.sub(
+                r".*\"config\": File does not exist: (.+)", r"Expected --config to be a file: no \1", message
+            )
+            unknown = r"(?:unrecognized arguments: |invalid choice: '|does not accept option ')(-*)([\w-]+)"
+            if wrong := re.search(unknown, message):
+                of = getattr(ex, "subcommand_parser", None) or self  # keys of a file are refused by the main parser
+                close = difflib.get_close_matches(wrong[2], of.known, n=1)
+                message += f". Did you mean {wrong[1]}{close[0]}?" if close else ""
+            super().error(message, ex)
+
+    parser = Parser(prog="lightning-sparse", allow_abbrev=False)
+    parser.known = [*COMMANDS, "version", "help"]
+    parser.add_argument("--version", action="store_true", help="Versions and the device, for reports.")
+    subcommands = parser.add_subcommands(required=True)
+    for name, command in COMMANDS.items():
+        kinds, text = get_type_hints(command), parse(command.__doc__ or "")
+        described = {param.arg_name: param.description for param in text.params}
+        options = Parser(description=text.short_description, allow_abbrev=False)
+        options.known = [*_parameters(command), "config", "help"]
+        if "config" not in kinds:
+            options.add_argument("--config", action="config", help="Path to a file with these options.")
+        for option, parameter in _parameters(command).items():
+            element = _element(kinds[option])
+            settings: dict[str, Any] = {"type": element or kinds[option]}
+            if element:
+                settings["nargs"] = "+"
+            if parameter.default is parameter.empty:
+                settings |= {"required": True, "action": "extend"}
+            else:
+                settings["default"] = parameter.default
+            options.add_argument(f"--{option}", help=described[option], **settings)
+        subcommands.add_subcommand(name, options, help=text.short_description)
+    return parser
+
+
+def _element(kind: Any) -> Any:
+    """``int`` of ``list[int]`` and of ``list[int] | None``; None of everything else."""
+    return next((get_args(one)[0] for one in (kind, *get_args(kind)) if get_origin(one) is list), None)
+
+
+def _print_versions() -> None:
+    """Without importing what they are of."""
+    for package in ("lightning-sparse", "torch", "pytorch-lightning", "lightning", "numpy"):
+        try:
+            print(package, version(package))
+        except PackageNotFoundError:
+            print(package, "is not installed")
+    print("python", platform.python_version())
+    print("device:", _device())
+
+
+def _device() -> str:
+    """Names of the GPUs as their driver knows them, or the processor's."""
+    if shutil.which("nvidia-smi"):
+        ask = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        answer = subprocess.run(ask, capture_output=True, text=True, check=False)
+        if answer.returncode == 0 and answer.stdout.strip():
+            return ", ".join(answer.stdout.strip().splitlines())
+    return f"CPU ({platform.processor() or platform.machine()})"

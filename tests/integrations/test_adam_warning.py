@@ -1,0 +1,221 @@
+"""The warning of Adam's first moment behind a sparse exchange: in all doors, once, and only where it is true."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from tests.integrations.test_fabric import FABRICS, close, make_fabric
+from tests.integrations.test_strategy import strategy_class
+from tests.ranks import Ranks
+from tests.trainers import EVERYTHING_SPARSE, PACKAGES, make_data, make_module, make_trainer
+
+SPARSE: dict[str, Any] = {"sparsifier": "topk", "density": 0.1, "rules": EVERYTHING_SPARSE}
+ADAM: dict[str, Any] = {"lr": 0.01}
+
+Job = Callable[..., None]
+
+
+class FusedAdam8bit(torch.optim.AdamW):
+    """As other packages name theirs."""
+
+
+class Lion(torch.optim.SGD):
+    """Has betas and is no Adam."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.param_groups[0]["betas"] = (0.9, 0.99)
+
+
+def make_optimizer(name: str, parameters: Any, settings: dict[str, Any]) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = {**vars(torch.optim), **globals()}[name](parameters, **settings)
+    return made
+
+
+def said(job: Job, *args: Any) -> list[str]:
+    """What was warned of a first moment on this rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job(*args)
+    return [str(warning.message) for warning in caught if "first moment" in str(warning.message)]
+
+
+def attach(options: dict[str, Any], name: str, settings: dict[str, Any], followed: bool = False) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 20)))
+    engine = ls.attach(ddp, **SPARSE | options)
+    optimizer = make_optimizer(name, ddp.parameters(), settings)
+    if followed:
+        engine.follow([optimizer])
+    for _ in range(3):
+        ddp(torch.ones(2, 10)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+
+
+def fit(
+    options: dict[str, Any], name: str, settings: dict[str, Any], package: str = PACKAGES[0], devices: int = 2
+) -> None:
+    module = make_module(package)
+    module.__class__ = type(
+        "Other",
+        (type(module),),
+        {"configure_optimizers": lambda self: make_optimizer(name, self.parameters(), settings)},
+    )
+    trainer = make_trainer(package, strategy=strategy_class(package)(**SPARSE | options), max_steps=3, devices=devices)
+    trainer.fit(module, make_data())
+
+
+def fit_fabric(options: dict[str, Any], name: str, settings: dict[str, Any], package: str = FABRICS[0]) -> None:
+    fabric = make_fabric(package, SPARSE | options)
+    model = nn.Linear(10, 30)
+    model, optimizer = fabric.setup(model, make_optimizer(name, model.parameters(), settings))
+    for _ in range(3):
+        fabric.backward(model(torch.ones(2, 10)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    close(fabric)
+
+
+@pytest.mark.parametrize(
+    ("job", "args"),
+    [
+        *((fit, (package,)) for package in PACKAGES),
+        *((fit_fabric, (package,)) for package in FABRICS),
+        (attach, (False,)),
+        (attach, (True,)),
+    ],
+    ids=lambda part: getattr(part, "__name__", str(part)),
+)
+def test_all_doors_warn_once_on_rank_zero_until_told_not_to(two_ranks: Ranks, job: Job, args: tuple[Any, ...]) -> None:
+    [sentence], others = two_ranks(said, job, {}, "AdamW", ADAM, *args)
+    assert others == []
+    for part in ("AdamW keeps a first moment", "betas=(0.0, 0.999)", "four times", "docs/adam.md", "Watch(adam=False)"):
+        assert part in sentence
+    for watch in (None, ls.Watch(adam=False)):
+        assert two_ranks(said, job, {"watch": watch}, "AdamW", ADAM, *args) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("Adam", {}), ("NAdam", {}), ("RAdam", {}), ("Adamax", {}), ("FusedAdam8bit", {"betas": (0.5, 0.95)})],
+)
+def test_the_whole_family_is_known(two_ranks: Ranks, name: str, settings: dict[str, Any]) -> None:
+    [sentence], _ = two_ranks(said, attach, {}, name, ADAM | settings)
+    assert f"{name} keeps a first moment" in sentence
+    beta2 = settings.get("betas", (0.9, 0.999))[1]
+    assert f"betas=(0.0, {beta2:g})" in sentence
+
+
+def attach_without(part: str) -> None:
+    """A first moment for parameters that stay dense, of a model whose others are left to SGD."""
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 20)))
+    engine = ls.attach(ddp, **SPARSE, dense=[f"{part}.*"])
+    adam, sgd = torch.optim.AdamW(ddp.module[0].parameters()), torch.optim.SGD(ddp.module[1].parameters(), lr=0.1)
+    ddp(torch.ones(2, 10)).square().sum().backward()
+    adam.step()
+    sgd.step()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "settings"),
+    [
+        ({}, "AdamW", {"betas": (0.0, 0.999)}),
+        ({}, "SGD", {"momentum": 0.9}),
+        ({}, "RMSprop", {}),
+        ({}, "Adafactor", {}),
+        ({}, "Lion", {}),
+        ({"density": 1.0}, "AdamW", {}),
+        ({"dense": ["*"]}, "AdamW", {}),
+        ({"sparsifier": "everything"}, "AdamW", {}),
+        ({"memory": ls.NoMemory()}, "AdamW", {}),
+        ({"memory": ls.MomentumCorrection(0.9)}, "AdamW", {}),
+        ({"memory": ls.ClipByNorm(1.0, ls.AdamCorrection())}, "AdamW", {}),
+    ],
+)
+def test_nobody_is_warned_without_reason(
+    two_ranks: Ranks, options: dict[str, Any], name: str, settings: dict[str, Any]
+) -> None:
+    assert two_ranks(said, attach, options, name, ADAM | settings) == [[], []]
+
+
+def test_parameters_that_stay_dense_may_have_a_first_moment(two_ranks: Ranks) -> None:
+    assert two_ranks(said, attach_without, "0") == [[], []]
+    assert len(two_ranks(said, attach_without, "1")[0]) == 1
+
+
+@pytest.mark.parametrize("memory", [ls.LowPass(0.5), ls.ClipByNorm(1.0)], ids=lambda memory: type(memory).__name__)
+def test_other_memories_that_let_gradients_wait(two_ranks: Ranks, memory: ls.Memory) -> None:
+    assert len(two_ranks(said, attach, {"memory": memory}, "AdamW", ADAM)[0]) == 1
+
+
+def attach_twice() -> None:
+    """Two engines, one after the other, as where parameters are unfrozen; and an optimizer of nobody's parameters."""
+    model = nn.Linear(10, 20)
+    adam = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        ddp = DistributedDataParallel(model)
+        engine = ls.attach(ddp, **SPARSE)
+        ddp(torch.ones(2, 10)).square().sum().backward()
+        adam.step()
+        engine.close()
+    other = nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    torch.optim.AdamW([other]).step()
+
+
+def test_an_optimizer_that_meets_a_second_engine_is_known(two_ranks: Ranks) -> None:
+    assert [len(sentences) for sentences in two_ranks(said, attach_twice)] == [1, 0]
+
+
+def attach_at_full_density_first() -> list[int]:
+    """How many warnings there are after each step of a density that falls from 1."""
+    ddp = DistributedDataParallel(nn.Linear(10, 20))
+    engine = ls.attach(ddp, **SPARSE | {"density": ls.Warmup(1.0, 0.1, steps=3)})
+    adam = torch.optim.AdamW(ddp.parameters())
+    counts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            ddp(torch.ones(2, 10)).square().sum().backward()
+            adam.step()
+            counts.append(sum("first moment" in str(warning.message) for warning in caught))
+    engine.close()
+    return counts
+
+
+def test_a_density_that_falls_from_one_warns_when_it_does(two_ranks: Ranks) -> None:
+    counts, none = two_ranks(attach_at_full_density_first)
+    assert counts[-1] == 1 and none == [0, 0, 0, 0]
+
+
+def test_one_rank_is_warned_too(not_launched: None) -> None:
+    sentences = said(fit, {}, "AdamW", ADAM, PACKAGES[0], 1)
+    dist.destroy_process_group()
+    assert len(sentences) == 1
+
+
+@pytest.mark.parametrize("value", [1, "no", None])
+def test_the_setting_is_true_or_false(value: Any) -> None:
+    with pytest.raises(ValueError, match="Expected adam to be True or False, but got"):
+        ls.Watch(adam=value)
+
+
+def test_the_setting_in_a_configuration() -> None:
+    parser = importlib.import_module("jsonargparse").ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=ls.SparseDDPStrategy)
+    watch = {"class_path": "lightning_sparse.Watch", "init_args": {"adam": False}}
+    given = {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": {"watch": watch}}
+    made = parser.instantiate(parser.parse_object({"strategy": given})).strategy
+    assert made.config.watch == ls.Watch(adam=False)

@@ -1,0 +1,605 @@
+"""`Fabric(strategy="sparse_ddp")` in both packages, on two real processes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_sparse as ls
+from tests.ranks import Ranks
+from tests.trainers import EVERYTHING_SPARSE, flat
+
+FABRICS = ["lightning_fabric", "lightning.fabric"]
+SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "sparsifier": "topk", "density": 0.05}
+
+
+def strategy_class(package: str) -> Any:
+    name = package.partition(".")[0]
+    return importlib.import_module(f"lightning_sparse.integrations.{name}").FabricSparseDDPStrategy
+
+
+def make_fabric(package: str, strategy: Any, loss_scale: float | None = None) -> Any:
+    """Launched; a dict is for SparseDDPStrategy."""
+    if isinstance(strategy, dict):
+        strategy = strategy_class(package)(**strategy)
+    plugins = []
+    if loss_scale is not None:
+        precision = importlib.import_module(package + ".plugins.precision.amp").MixedPrecision
+        scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale, growth_interval=3)
+        plugins = [precision("16-mixed", "cpu", scaler)]
+    fabric = importlib.import_module(package).Fabric(
+        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=plugins
+    )
+    fabric.launch()
+    return fabric
+
+
+def make_model(width: int = 30) -> nn.Module:
+    torch.manual_seed(width)
+    return nn.Sequential(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def batches(steps: int, rank: int | None = None) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
+    return [torch.randn(8, 10, generator=generator) for _ in range(steps)]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def close(fabric: Any) -> None:
+    for engine in getattr(fabric.strategy, "engines", ()):
+        engine.close()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "view": {"ddp": {"gradient_as_bucket_view": True}},
+    "accumulate": {"accumulate": 3},
+    "clip": {"clip": {"max_norm": 0.05}},
+    "clip value": {"clip": {"clip_val": 0.002}},
+    "closure": {"closure": True},
+    "scaled": {"loss_scale": 2.0**12},
+    "scaled, accumulate, clip": {"loss_scale": 2.0**12, "accumulate": 2, "clip": {"max_norm": 0.05}},
+    "compiled": {"compiled": True},
+}
+
+
+def train(
+    package: str,
+    strategy: Any,
+    steps: int = 6,
+    accumulate: int = 1,
+    clip: dict[str, float] | None = None,
+    loss_scale: float | None = None,
+    closure: bool = False,
+    compiled: bool = False,
+    ddp: dict[str, Any] | None = None,
+) -> tuple[Tensor, list[int]]:
+    """Parameters, and hook calls of the engines."""
+    if ddp and strategy == "ddp":
+        strategy = importlib.import_module(package + ".strategies").DDPStrategy(**ddp)
+    elif ddp:
+        strategy = {**strategy, **ddp}
+    fabric = make_fabric(package, strategy, loss_scale)
+    model = make_model()
+    model, optimizer = fabric.setup(torch.compile(model, backend="eager") if compiled else model, sgd(model))
+    for index, batch in enumerate(batches(steps * accumulate)):
+        last = (index + 1) % accumulate == 0
+
+        def backward(batch: Tensor = batch, last: bool = last) -> Tensor:
+            with fabric.no_backward_sync(model, enabled=not last):
+                loss = model(batch).square().mean() / accumulate
+                fabric.backward(loss)
+            return loss
+
+        if closure:
+            optimizer.step(backward)
+            optimizer.zero_grad()
+            continue
+        backward()
+        if last:
+            if clip:
+                fabric.clip_gradients(model, optimizer, **clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    calls = [engine.hook_calls for engine in getattr(fabric.strategy, "engines", ())]
+    close(fabric)
+    return flat(model), calls
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("package", FABRICS)
+def test_density_1_trains_like_ddp(two_ranks: Ranks, package: str, case: str) -> None:
+    options = CASES[case]
+    plain = two_ranks(train_with, package, "ddp", options)
+    for sparsifier in ("topk", "exdyna"):
+        chosen = {"sparsifier": sparsifier, "density": 1.0, "rules": EVERYTHING_SPARSE}
+        # Bit for bit: two ranks, see tests/reducer/test_engine.py.
+        for (sparse, calls), (dense, none) in zip(two_ranks(train_with, package, chosen, options), plain, strict=True):
+            assert torch.equal(sparse, dense)
+            assert (calls, none) == ([6], [])
+
+
+def train_with(package: str, strategy: Any, options: dict[str, Any]) -> tuple[Tensor, list[int]]:
+    return train(package, strategy, **options)
+
+
+@pytest.mark.parametrize("package", FABRICS)
+def test_the_name_alone_trains_sparsely(two_ranks: Ranks, package: str) -> None:
+    dense, sparse = two_ranks(train, package, "ddp"), two_ranks(train, package, "sparse_ddp_topk")
+    assert [calls for _, calls in sparse] == [[6], [6]]
+    assert torch.equal(sparse[0][0], sparse[1][0])
+    assert not torch.equal(sparse[0][0], dense[0][0])
+
+
+def train_gan(package: str, strategy: Any) -> tuple[Tensor, Tensor, list[int]]:
+    """Two modules, each set up with its optimizer; the second takes two steps for each of the first."""
+    fabric = make_fabric(package, strategy)
+    maker, judge = make_model(20), nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 1))
+    maker, maker_optimizer = fabric.setup(maker, sgd(maker))
+    judge = fabric.setup_module(judge)
+    judge_optimizer = fabric.setup_optimizers(torch.optim.Adam(judge.parameters(), lr=0.01))
+    for index, batch in enumerate(batches(8)):
+        fabric.backward(judge(maker(batch).detach()).square().mean() - judge(batch[:, :3]).mean())
+        judge_optimizer.step()
+        judge_optimizer.zero_grad()
+        if index % 2:
+            judge.requires_grad_(False)
+            fabric.backward(judge.module(maker(batch)).mean())
+            judge.requires_grad_(True)
+            maker_optimizer.step()
+            maker_optimizer.zero_grad()
+    steps = [engine.step for engine in getattr(fabric.strategy, "engines", ())]
+    if steps:
+        assert fabric.strategy.engine_of(maker.module) is fabric.strategy.engines[0]
+        with pytest.raises(RuntimeError, match="There are 2 engines, one for each module"):
+            _ = fabric.strategy.engine
+    close(fabric)
+    return flat(maker), flat(judge), steps
+
+
+@pytest.mark.parametrize("package", FABRICS)
+def test_two_modules_train_like_ddp_at_density_1_and_alike_on_all_ranks_below(two_ranks: Ranks, package: str) -> None:
+    torch.manual_seed(0)
+    plain = two_ranks(train_gan, package, "ddp")
+    full = two_ranks(train_gan, package, {**SPARSE, "density": 1.0})
+    for (maker, judge, steps), (plain_maker, plain_judge, _) in zip(full, plain, strict=True):
+        assert torch.equal(maker, plain_maker)
+        assert torch.equal(judge, plain_judge)
+        assert steps == [4, 8]
+    first, second = two_ranks(train_gan, package, {**SPARSE, "watch": None})
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    assert not torch.equal(first[0], plain[0][0])
+
+
+def conserve(package: str, options: dict[str, Any], loss_scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of the averages that arrived, sum of this rank's own gradients, this rank's residual at the end."""
+    fabric = make_fabric(package, options, loss_scale)
+    model = make_model().double() if loss_scale is None else make_model()
+    alone = make_model().to(next(model.parameters()).dtype)  # same parameters, no exchange
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    arrived, own = torch.zeros_like(flat(model)), torch.zeros_like(flat(model))
+    for batch in batches(8):
+        batch = batch.to(own.dtype)
+        fabric.backward(model(batch).square().mean())
+        factor = fabric.strategy.precision.scaler.get_scale() if loss_scale else 1
+        arrived += torch.cat([p.grad.flatten() for p in model.parameters()]) / factor
+        optimizer.step()
+        optimizer.zero_grad()
+        alone.zero_grad()
+        with torch.autocast("cpu", torch.float16, enabled=loss_scale is not None):
+            output = alone(batch if loss_scale is None else batch.half())  # as Fabric does
+        (output.to(own.dtype).square().mean() * factor).backward()
+        own += torch.cat([p.grad.flatten() for p in alone.parameters()]) / factor
+    engine = fabric.strategy.engine
+    residual = torch.cat([engine.residual(name) for name in engine.parameters])
+    close(fabric)
+    return arrived, own, residual
+
+
+@pytest.mark.parametrize("loss_scale", [None, 2.0**10])
+@pytest.mark.parametrize("sparsifier", ["topk", "union_topk", "exdyna"])
+def test_nothing_is_lost(two_ranks: Ranks, sparsifier: str, loss_scale: float | None) -> None:
+    options = {**SPARSE, "sparsifier": sparsifier}
+    (arrived, own0, left0), (other, own1, left1) = two_ranks(conserve, FABRICS[0], options, loss_scale)
+    assert torch.equal(arrived, other)
+    assert left0.norm() > 0.1 * own0.norm()  # something is held back
+    # The loss scale is a power of 2 and changes on the way: nothing is rounded by it but by sums in float32.
+    tolerance = 1e-12 if loss_scale is None else 1e-5
+    expected = (own0 + own1).to(arrived)
+    torch.testing.assert_close(2 * arrived + left0 + left1, expected, rtol=0, atol=tolerance)
+
+
+def overflow(package: str, options: dict[str, Any], loss_scale: float | None, clip: bool) -> dict[str, Any]:
+    """Seven steps; rank 1 meets an infinite loss in the fourth."""
+    fabric = make_fabric(package, options, loss_scale)
+    model = make_model()
+    model, optimizer = fabric.setup(model, sgd(model))
+    engine = fabric.strategy.engine
+    moved, residuals = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for index, batch in enumerate(batches(7)):
+            factor = float("inf") if index == 3 and dist.get_rank() == 1 else 1.0
+            before = flat(model)
+            fabric.backward(model(batch).square().mean() * factor)
+            if clip:
+                fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=loss_scale is None)
+            optimizer.step()
+            optimizer.zero_grad()
+            moved.append(not torch.equal(flat(model), before))
+            residuals.append(torch.cat([engine.residual(name) for name in engine.parameters]).clone())
+    result = {
+        "moved": moved,
+        "kept": torch.equal(residuals[2], residuals[3]),
+        "finite": bool(flat(model).isfinite().all()),
+        "parameters": flat(model),
+        "steps": (engine.step, engine.void_steps),
+        "warnings": [str(w.message) for w in caught if "was not finite" in str(w.message)],
+    }
+    close(fabric)
+    return result
+
+
+@pytest.mark.parametrize("loss_scale", [None, 2.0**10])
+@pytest.mark.parametrize("clip", [False, True])
+def test_an_overflow_on_one_rank_is_skipped_on_all(two_ranks: Ranks, loss_scale: float | None, clip: bool) -> None:
+    for package in FABRICS:
+        results = two_ranks(overflow, package, SPARSE, loss_scale, clip)
+        assert torch.equal(results[0]["parameters"], results[1]["parameters"])
+        for rank, result in enumerate(results):
+            assert result["moved"] == [True, True, True, False, True, True, True]
+            assert result["kept"]
+            assert result["finite"]
+            assert result["steps"] == (6, 1)
+            assert bool(result["warnings"]) == (rank == 0 and loss_scale is None)
+
+
+def test_what_is_not_finite_reaches_the_optimizer_if_asked_to(two_ranks: Ranks) -> None:
+    for result in two_ranks(overflow, FABRICS[0], {**SPARSE, "nonfinite": "nan"}, None, False):
+        assert not result["finite"]
+
+
+class Run:
+    """Some steps, with a checkpoint on the way or from a checkpoint."""
+
+    def __init__(self, package: str, options: dict[str, Any], modules: int, early: bool = False) -> None:
+        self.fabric = make_fabric(package, options)
+        self.models: list[Any] = [make_model(20 + 5 * index) for index in range(modules)]
+        self.optimizers: list[Any] = [sgd(model) for model in self.models]
+        self.done = 0
+        if not early:
+            self.setup()
+
+    def setup(self) -> None:
+        for index, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            self.models[index], self.optimizers[index] = self.fabric.setup(model, optimizer)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        models = {f"model/{index}": model for index, model in enumerate(self.models)}
+        return {**models, **{f"optimizer {i}": o for i, o in enumerate(self.optimizers)}, "done": self.done}
+
+    def steps(self, until: int) -> None:
+        for index, batch in list(enumerate(batches(until)))[self.done :]:
+            for number, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+                if index % (number + 1) == 0:  # the second module takes every other step
+                    self.fabric.backward(model(batch).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+        self.done = until
+
+    @property
+    def engines(self) -> list[Any]:
+        return list(self.fabric.strategy.engines)
+
+    @property
+    def outcome(self) -> list[Any]:
+        """All that must be equal."""
+        states = [engine.state_dict() for engine in self.engines]
+        remembered = [v for state in states for vectors in state["parameters"].values() for v in vectors.values()]
+        assert all(bool(v.any()) for v in remembered if v.numel() > 30)
+        return [*map(flat, self.models), *remembered, *(torch.tensor(engine.step) for engine in self.engines)]
+
+
+def goes_on(package: str, options: dict[str, Any], modules: int, folder: str, early: bool) -> list[str]:
+    """Names in the folder."""
+    path = f"{folder}/deep/checkpoint.pt"
+    first = Run(package, options, modules)
+    first.steps(4)
+    first.fabric.save(path, first.state | {"note": "mine"})
+    first.steps(9)
+    expected = first.outcome
+    close(first.fabric)
+    again = Run(package, options | {"strict_resume": True}, modules, early)
+    state = again.state
+    rest = again.fabric.load(path, state)
+    assert rest == {"note": "mine"}
+    assert sorted(state) == sorted(again.state)
+    again.done = state["done"]
+    assert again.done == 4
+    if early:
+        again.setup()
+    again.steps(9)
+    for ours, theirs in zip(again.outcome, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    full = again.fabric.load(path)
+    assert sorted(full) == sorted([*again.state, "note"])
+    close(again.fabric)
+    dist.barrier()
+    root = Path(folder)
+    return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("modules", [1, 2])
+@pytest.mark.parametrize("package", FABRICS)
+def test_a_run_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path, package: str, modules: int, early: bool) -> None:
+    names, _ = two_ranks(goes_on, package, SPARSE, modules, str(tmp_path), early)
+    assert names[0] == "deep/checkpoint.pt"
+    folders = {os.path.dirname(name) for name in names[1:]}
+    own = {"deep/checkpoint.pt.sparse"}
+    several = {f"deep/checkpoint.pt.sparse/model%2F{index}.sparse" for index in range(2)}
+    assert folders == (own if modules == 1 else several)
+    assert len(names) == 1 + 2 * modules
+
+
+@pytest.mark.parametrize(
+    "options", [{"sparsifier": "exdyna"}, {"memory": ls.MomentumCorrection(0.5)}, {"lr_aware": True}]
+)
+def test_what_sparsifiers_and_memories_hold_goes_on_too(
+    two_ranks: Ranks, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    two_ranks(goes_on_with, options, str(tmp_path))
+
+
+def goes_on_with(options: dict[str, Any], folder: str) -> None:
+    if "memory" in options:  # brings its own momentum
+        global sgd
+
+        def sgd(model: nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    goes_on(FABRICS[0], {**SPARSE, **options}, 1, folder, False)
+
+
+def load_other_states(package: str, folder: str) -> list[list[str]]:
+    """Warnings about residuals: weights alone, raw weights, and a whole state that was saved without residuals."""
+    run = Run(package, SPARSE, 1)
+    run.steps(3)
+    path = f"{folder}/{package}.pt"
+    run.fabric.save(path + ".weights", {"model/0": run.models[0]})
+    run.fabric.save(path + ".whole", run.state)
+    close(run.fabric)
+    dense = Run(package, {**SPARSE, "save_residuals": False}, 1)
+    dense.steps(3)
+    dense.fabric.save(path + ".dense", dense.state)
+    raw = f"{path}.raw.{dist.get_rank()}"
+    torch.save(make_model(20).state_dict(), raw)
+    close(dense.fabric)
+    heard = []
+    new = Run(package, SPARSE, 1)
+    calls: list[Any] = [
+        lambda: new.fabric.load(path + ".weights", {"model/0": new.models[0]}),
+        lambda: new.fabric.load(path + ".whole", {"model/0": new.models[0]}),
+        lambda: new.fabric.load_raw(raw, new.models[0]),
+        lambda: new.fabric.load(path + ".dense", new.state),
+    ]
+    for call in calls:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        heard.append([str(w.message) for w in caught if "residuals" in str(w.message)])
+    assert new.fabric.strategy.engine.step == 0
+    strict = Run(package, {**SPARSE, "strict_resume": True}, 1)
+    with pytest.raises(RuntimeError, match="saved without them"):
+        strict.fabric.load(path + ".dense", strict.state)
+    with pytest.raises(ValueError, match="Expected a state without the key 'lightning_sparse'"):
+        new.fabric.save(path, {**new.state, "lightning_sparse": 1})
+    close(new.fabric)
+    close(strict.fabric)
+    return heard
+
+
+def test_residuals_are_asked_for_with_whole_states_only(two_ranks: Ranks, tmp_path: Path) -> None:
+    for package in FABRICS:
+        first, second = two_ranks(load_other_states, package, str(tmp_path))
+        assert first[:3] == [[], [], []]
+        assert len(first[3]) == 1
+        assert "saved without them. Error feedback starts empty on all ranks" in first[3][0]
+        assert second == [[], [], [], []]
+        assert sorted(p.name for p in tmp_path.glob(f"{package}.pt*.sparse")) == [f"{package}.pt.whole.sparse"]
+
+
+def go_on_with_a_profile(folder: str) -> bool:
+    """Groups by measurement: kept in the checkpoint, so that nothing has to be measured again."""
+    options = {**SPARSE, "grouping": ls.OptimalMerge(warmup=1, steps=2)}
+    first = Run(FABRICS[0], options, 1)
+    first.steps(6)
+    first.fabric.save(f"{folder}/c.pt", first.state)
+    first.steps(10)
+    again = Run(FABRICS[0], {**options, "strict_resume": True}, 1)
+    again.fabric.load(f"{folder}/c.pt", again.state)
+    again.done = 6
+    plans = again.engines[0].plan == first.engines[0].plan
+    again.steps(10)
+    equal = all(torch.equal(a, b) for a, b in zip(again.outcome, first.outcome, strict=True))
+    close(first.fabric)
+    close(again.fabric)
+    return plans and equal
+
+
+def test_a_profile_goes_on_too(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks(go_on_with_a_profile, str(tmp_path)) == [True, True]
+
+
+def thaw(package: str) -> tuple[Tensor, float, bool]:
+    """The first layer is frozen for four steps; then the model is set up again."""
+    fabric = make_fabric(package, SPARSE)
+    original = make_model()
+    optimizer = sgd(original)
+    original[0].requires_grad_(False)
+    model, wrapped = fabric.setup(original, optimizer)
+    frozen = original[0].weight.clone()
+    residual = 0.0
+    for index, batch in enumerate(batches(8)):
+        if index == 4:
+            assert torch.equal(original[0].weight, frozen)
+            original[0].requires_grad_(True)
+            residual = float(fabric.strategy.engine.residual("2.weight").norm())
+            model = fabric.setup_module(original)
+            assert float(fabric.strategy.engine.residual("2.weight").norm()) == residual
+            assert fabric.strategy.engine.step == 4
+        fabric.backward(model(batch).square().mean())
+        wrapped.step()
+        wrapped.zero_grad()
+    assert len(fabric.strategy.engines) == 1
+    close(fabric)
+    return flat(original), residual, torch.equal(original[0].weight, frozen)
+
+
+def test_a_module_can_be_set_up_again(two_ranks: Ranks) -> None:
+    (first, residual, same), (second, _, _) = two_ranks(thaw, FABRICS[0])
+    assert torch.equal(first, second)
+    assert residual > 0
+    assert not same
+
+
+def set_up_adam(options: dict[str, Any], together: bool) -> str:
+    fabric = make_fabric(FABRICS[0], options)
+    model = make_model()
+    adam = torch.optim.Adam(model.parameters())
+    try:
+        if together:
+            fabric.setup(model, adam)
+        else:  # the optimizer first
+            fabric.setup_optimizers(adam)
+            fabric.setup_module(model)
+    except ValueError as error:
+        return str(error)
+    except (UserWarning, RuntimeError) as error:
+        return str(error)
+    finally:
+        close(fabric)
+    return ""
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_optimizers_are_checked_when_they_are_set_up(two_ranks: Ranks, together: bool) -> None:
+    for message in two_ranks(set_up_adam, {"lr_aware": True}, together):
+        assert "lr_aware=True needs steps of lr * gradient" in message
+    # A warning of rank 0, which is an error in these tests, and so one of all ranks.
+    for message in two_ranks(set_up_adam, {"memory": ls.MomentumCorrection(0.9)}, together):
+        assert "Adam would apply momentum to them a second time" in message
+
+
+@pytest.mark.parametrize("package", FABRICS)
+def test_all_names_are_registered(package: str) -> None:
+    registry = importlib.import_module(package + ".strategies").STRATEGY_REGISTRY
+    for method in ("", "_topk", "_exdyna"):
+        for launch, start in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
+            for ending in ("", "_find_unused_parameters_true", "_find_unused_parameters_false"):
+                strategy = registry.get(f"sparse_ddp{method}{launch}{ending}")
+                assert type(strategy) is strategy_class(package)
+                assert strategy._start_method == start
+                assert strategy._ddp_kwargs.get("find_unused_parameters", False) == ending.endswith("true")
+                expected = {"": ls.UnionTopK, "_topk": ls.TopK, "_exdyna": ls.ExDyna}
+                assert type(strategy.config.sparsifier) is expected[method]
+
+
+@pytest.mark.usefixtures("not_launched")
+def test_one_device_works_without_communication() -> None:
+    try:
+        fabric = importlib.import_module(FABRICS[0]).Fabric(accelerator="cpu", devices=1, strategy="sparse_ddp_topk")
+        fabric.launch()
+        model = make_model()
+        model, optimizer = fabric.setup(model, sgd(model))
+        for batch in batches(3):
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        engine = fabric.strategy.engine
+        assert engine.summary()["bytes_sent"] == 0
+        assert engine.step == 3
+        assert ls.flush(fabric) > 0
+        fabric.strategy.teardown()
+        assert engine.closed
+    finally:
+        dist.destroy_process_group()
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"sparsifier": "exdina"}, ValueError, "Unknown sparsifier 'exdina'. Did you mean 'exdyna'"),
+    ({"density": 0}, ValueError, r"in \(0, 1\].*but got 0"),
+    ({"fallback": "sparse"}, ValueError, "Expected fallback to be 'dense' or None"),
+    ({"resize": "most"}, ValueError, "Expected resize to be one of 'merge', 'flush', 'zero'"),
+    ({"nonfinite": "stop"}, ValueError, "Expected nonfinite"),
+    ({"densty": 0.1}, TypeError, "Did you mean density?"),
+    ({"ddp_comm_hook": print}, TypeError, "does not know the keyword 'ddp_comm_hook'"),
+    ({"precision_plugin": None}, TypeError, "does not know the keyword 'precision_plugin'"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "error", "message"), BAD, ids=[next(iter(b[0])) for b in BAD])
+def test_bad_settings_fail_at_construction(keywords: dict[str, Any], error: type[Exception], message: str) -> None:
+    for package in FABRICS:
+        with pytest.raises(error, match=message):
+            strategy_class(package)(**keywords)
+
+
+@pytest.mark.parametrize(("package", "other"), [FABRICS, FABRICS[::-1]])
+def test_a_strategy_for_the_other_package_says_which_import_is_meant(package: str, other: str) -> None:
+    fabric = importlib.import_module(other).Fabric
+    right = other.partition(".")[0]
+    with pytest.raises(ValueError, match=rf"a {other}.Fabric needs .* lightning_sparse.integrations.{right}>"):
+        fabric(accelerator="cpu", devices=1, strategy=strategy_class(package)())
+
+
+SCRIPT = """
+import torch
+import lightning_sparse as ls
+from {package} import Fabric
+
+fabric = Fabric(accelerator="cpu", devices={devices}, strategy="sparse_ddp_{launch}")
+def train(fabric):
+    model = torch.nn.Linear(20, 20)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        fabric.backward(model(torch.randn(4, 20)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"rank {{fabric.global_rank}} steps {{fabric.strategy.engine.step}}\\n", end="", flush=True)
+fabric.launch(train)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("not_launched")
+def test_a_program_starts_its_ranks_and_ends() -> None:
+    program = SCRIPT.format(package="lightning.fabric", launch="fork", devices=2)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 steps 3", "rank 1 steps 3"]
+
+
+def set_up_without_match(package: str) -> None:
+    fabric = make_fabric(package, {**SPARSE, "dense": ["*.bais"]})
+    with pytest.raises(ValueError, match=r"'\*.bais' in dense matches no parameter"):
+        fabric.setup_module(make_model())
+
+
+def test_a_pattern_that_matches_nothing_fails_when_the_module_is_set_up(two_ranks: Ranks) -> None:
+    two_ranks(set_up_without_match, FABRICS[0])

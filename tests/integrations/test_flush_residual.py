@@ -1,0 +1,198 @@
+"""`FlushResidual` in both Lightning packages, on two real processes."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_sparse as ls
+from tests.ranks import Ranks
+from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
+
+LR = 0.1
+
+
+def own(package: str, name: str) -> Any:
+    """A class of ours for this Lightning package."""
+    return getattr(importlib.import_module(f"lightning_sparse.integrations.{package.removesuffix('.pytorch')}"), name)
+
+
+class Fit:
+    """A run with plain SGD whose learning rate is 0 from the second epoch's end on."""
+
+    def __init__(self, package: str, flush: dict[str, Any] | None, callbacks: Any = (), **options: Any) -> None:
+        strategy = own(package, "SparseDDPStrategy")(sparsifier="topk", density=0.05, rules=EVERYTHING_SPARSE)
+        flushing = [] if flush is None else [own(package, "FlushResidual")(**flush)]
+        self.module = make_module(package)
+        base = importlib.import_module(package).Callback
+
+        class Looking(base):  # type: ignore[misc, valid-type]
+            """Whether anything is held back when validation begins, and the parameters when it ends."""
+
+            def __init__(self) -> None:
+                self.empty: list[bool] = []
+                self.validated: list[Tensor] = []
+
+            def on_validation_start(self, trainer: Any, module: Any) -> None:
+                self.empty.append(not held(trainer.strategy.engine).any())
+                self.validated.append(flat(module))
+
+        def configure_optimizers() -> Any:
+            optimizer = torch.optim.SGD(self.module.parameters(), lr=LR)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.0)]
+
+        self.module.configure_optimizers = configure_optimizers
+        self.looking = Looking()
+        self.trainer = make_trainer(
+            package,
+            strategy=strategy,
+            enable_checkpointing=bool(callbacks),
+            num_sanity_val_steps=0,
+            callbacks=[*callbacks, *flushing, self.looking],
+            **options,
+        )
+        self.trainer.fit(self.module, make_data(), make_data(16))
+        self.held = held(strategy.engine)
+        self.parameters = flat(self.module)
+        self.rates = [group["lr"] for group in self.trainer.optimizers[0].param_groups]
+
+
+def held(engine: Any) -> Tensor:
+    return torch.cat([engine.residual(name) for name in engine.parameters]).clone()
+
+
+def saver(package: str, **options: Any) -> Any:
+    return importlib.import_module(package + ".callbacks").ModelCheckpoint(**options)
+
+
+def flat_in(path: Path) -> Tensor:
+    return torch.cat([v.flatten() for v in torch.load(path, weights_only=True)["state_dict"].values()])
+
+
+def fit_twice(package: str, folder: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Parameters and residual without a flush, and parameters with one."""
+    without = Fit(package, None, [saver(package, dirpath=f"{folder}/without")])
+    # The default saves at the end of an epoch; the other one does when validation ends.
+    savers = [
+        saver(package, dirpath=f"{folder}/epoch", filename="{epoch}", save_top_k=-1, save_last=True),
+        saver(
+            package,
+            dirpath=f"{folder}/val",
+            filename="{epoch}",
+            save_top_k=-1,
+            monitor="val_loss",
+            save_on_train_epoch_end=False,
+        ),
+        saver(package, dirpath=f"{folder}/step", filename="{epoch}", save_top_k=-1, every_n_train_steps=6),
+    ]
+    run = Fit(package, {}, savers)
+    assert not run.held.any()
+    assert run.rates == without.rates == [0.0]
+    assert run.looking.empty == [False, True]
+    assert torch.equal(run.looking.validated[-1], run.parameters)
+    assert run.trainer.global_step == without.trainer.global_step == 12
+    for kind in ("epoch", "val", "step"):
+        assert torch.equal(flat_in(Path(folder, kind, "epoch=1.ckpt")), run.parameters), kind
+        assert not torch.equal(flat_in(Path(folder, kind, "epoch=0.ckpt")), run.parameters)
+    assert torch.equal(flat_in(Path(folder, "epoch", "last.ckpt")), run.parameters)
+    rank = torch.distributed.get_rank()
+    for epoch, empty in ((0, False), (1, True)):
+        [side] = Path(folder, "epoch", f"epoch={epoch}.ckpt.sparse").glob(f"rank-{rank}-*")
+        vectors = torch.load(side, weights_only=True)["state"]["parameters"].values()
+        assert all(not v["residual"].any() for v in vectors) == empty
+    return without.parameters, without.held, run.parameters
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_last_checkpoint_contains_everything(two_ranks: Ranks, tmp_path: Path, package: str) -> None:
+    (before, held0, after), (_, held1, other) = two_ranks(fit_twice, package, str(tmp_path))
+    pending = (held0.double() + held1.double()) / 2
+    assert pending.norm() > 0.01
+    # By the rate of the last step, though the schedule is at 0; one rounding in float32 of numbers below 1.
+    torch.testing.assert_close(after.double(), before.double() - LR * pending, rtol=0, atol=1e-7)
+    assert torch.equal(after, other)
+
+
+def fit_every(package: str, every: int | None, epochs: int) -> list[bool]:
+    run = Fit(package, {"every_n_epochs": every}, max_epochs=epochs)
+    assert not run.held.any()
+    return run.looking.empty
+
+
+def test_every_so_many_epochs(two_ranks: Ranks) -> None:
+    # From the third epoch on the rate is 0, and gradients still come.
+    for every, expected in (
+        (1, [True, True, True, True, True]),
+        (2, [False, True, False, True, True]),
+        (None, [False, False, False, False, True]),
+    ):
+        assert two_ranks(fit_every, PACKAGES[0], every, 5) == [expected] * 2
+
+
+class StopsIn:
+    """Stops training after some validation."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        trainer.should_stop = trainer.current_epoch >= self.epoch
+
+
+def fit_and_stop(package: str, folder: str, how: str) -> None:
+    """However training ends, the checkpoint of the last epoch holds what the module holds."""
+    saving = saver(package, dirpath=f"{folder}/{package}/{how}", filename="{epoch}", save_top_k=-1)
+    options: dict[str, Any] = {
+        "steps": {"max_steps": 9, "max_epochs": -1},
+        "stop": {"max_epochs": 9},
+        "one batch": {"max_epochs": 1, "limit_train_batches": 1},
+        "accumulate": {"max_epochs": 1, "accumulate_grad_batches": 4},
+    }[how]
+    callbacks: list[Any] = [saving]
+    if how == "stop":
+        base = importlib.import_module(package).Callback
+        callbacks.append(type("Stops", (StopsIn, base), {})(1))
+    run = Fit(package, {}, callbacks, **options)
+    assert not run.held.any()
+    last = {"steps": 1, "stop": 1}.get(how, 0)
+    assert run.trainer.global_step == {"steps": 9, "stop": 12, "one batch": 1, "accumulate": 2}[how]
+    assert torch.equal(flat_in(Path(folder, package, how, f"epoch={last}.ckpt")), run.parameters)
+    if how != "stop":  # there, validation has come before
+        assert torch.equal(run.looking.validated[-1], run.parameters) or how == "steps"
+
+
+@pytest.mark.parametrize("how", ["steps", "stop", "one batch", "accumulate"])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_however_training_ends_the_last_checkpoint_contains_everything(
+    two_ranks: Ranks, tmp_path: Path, package: str, how: str
+) -> None:
+    two_ranks(fit_and_stop, package, str(tmp_path), how)
+
+
+def fit_densely(package: str) -> None:
+    callback = own(package, "FlushResidual")()
+    trainer = make_trainer(package, strategy="ddp", callbacks=[callback])
+    if torch.distributed.get_rank() == 0:
+        with pytest.warns(UserWarning, match="FlushResidual has nothing to do: the strategy DDPStrategy"):
+            trainer.fit(make_module(package), make_data(), make_data(16))
+    else:
+        trainer.fit(make_module(package), make_data(), make_data(16))
+    assert trainer.global_step == 12
+
+
+def test_without_a_sparse_strategy_it_warns_and_does_nothing(two_ranks: Ranks) -> None:
+    for package in PACKAGES:
+        two_ranks(fit_densely, package)
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, "1"])
+def test_bad_settings_fail_at_construction(every: Any) -> None:
+    for package in PACKAGES:
+        with pytest.raises(ValueError, match=f"every_n_epochs to be an integer from 1 on, or None, but got {every!r}"):
+            own(package, "FlushResidual")(every_n_epochs=every)
+    assert ls.FlushResidual().every_n_epochs is None

@@ -1,0 +1,111 @@
+"""Memories in training: dense groups, and the optimizer that has to go with them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import lightning_sparse as ls
+from tests.integrations.test_strategy import strategy_class
+from tests.ranks import Ranks
+from tests.trainers import PACKAGES, flat, make_data, make_module, make_trainer
+
+
+def fit(package: str, strategy: Any, name: str, settings: dict[str, Any], devices: int = 2) -> tuple[Tensor, str]:
+    """Parameters after one epoch with an optimizer of torch's, and what was warned of or refused."""
+    if isinstance(strategy, dict):
+        strategy = strategy_class(package)(**strategy)
+    module = make_module(package)
+
+    def configure_optimizers(self: Any) -> Any:
+        return getattr(torch.optim, name)(self.parameters(), **settings)
+
+    module.__class__ = type("Other", (type(module),), {"configure_optimizers": configure_optimizers})
+    trainer = make_trainer(package, strategy=strategy, max_epochs=1, devices=devices)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, make_data(), make_data(16))
+        except ValueError as error:
+            return flat(module), str(error)
+    return flat(module), " ".join(str(w.message) for w in caught if "Correction" in str(w.message))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_correction_at_full_density_trains_like_ddp_with_momentum(two_ranks: Ranks, nesterov: bool) -> None:
+    reference = {"lr": 0.1, "momentum": 0.9, "nesterov": nesterov}
+    [(plain, _), _] = two_ranks(fit, "pytorch_lightning", "ddp", "SGD", reference)
+    memory = ls.MomentumCorrection(0.9, nesterov)
+    for sparsifier, dense in (("topk", []), ("exdyna", ["*.bias"]), ("topk", ["*.weight"]), ("everything", [])):
+        strategy = {"sparsifier": sparsifier, "density": 1.0, "memory": memory, "dense": dense}
+        for parameters, said in two_ranks(fit, "pytorch_lightning", strategy, "SGD", {"lr": 0.1}):
+            # Six steps of float32 momentum, whose products and sums are rounded in another order.
+            torch.testing.assert_close(parameters, plain, rtol=0, atol=1e-6)
+            assert said == ""
+
+
+def test_clipping_reaches_dense_groups(two_ranks: Ranks) -> None:
+    def moved(max_norm: float, dense: list[str]) -> float:
+        strategy = {"density": 1.0, "memory": ls.ClipByNorm(max_norm), "grouping": "model", "dense": dense}
+        before = flat(make_module("pytorch_lightning"))
+        [(parameters, _), _] = two_ranks(fit, "pytorch_lightning", strategy, "SGD", {"lr": 1.0})
+        return float((parameters - before).norm())
+
+    for dense in ([], ["*"]):
+        # Six steps of at most 1e-3 / sqrt(2): gradients here are longer.
+        assert 1e-3 < moved(1e-3, dense) <= 6e-3 / 2**0.5 + 1e-6
+        assert moved(1e3, dense) > 0.1
+
+
+@pytest.mark.usefixtures("not_launched")
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("dense", [[], ["*.bias"]], ids=["all", "dense biases"])
+def test_adam_correction_on_one_device_at_full_density_is_adamw(package: str, dense: list[str]) -> None:
+    settings = {"lr": 0.01, "weight_decay": 0.1}
+    strategy = {"sparsifier": "topk", "density": 1.0, "memory": ls.AdamCorrection(0.9), "dense": dense}
+    try:
+        ours, _ = fit(package, strategy, "SGD", settings, devices=1)
+        theirs, _ = fit(package, "ddp", "AdamW", settings, devices=1)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    # Twelve steps of 0.01 in float32.
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_adam_correction_keeps_ranks_equal(two_ranks: Ranks, package: str) -> None:
+    strategy = {"sparsifier": "shared_topk", "density": 0.1, "memory": ls.AdamCorrection(), "dense": ["*.bias"]}
+    (first, said), (second, _) = two_ranks(fit, package, strategy, "SGD", {"lr": 0.01})
+    assert said == ""
+    assert torch.equal(first, second)
+    assert bool(first.isfinite().all())
+    assert not torch.equal(first, flat(make_module(package)))
+
+
+WRONG: list[tuple[ls.Memory, str, dict[str, Any], str, list[bool]]] = [
+    (ls.AdamCorrection(), "AdamW", {}, "but got AdamW. Set torch.optim.SGD(lr=", [True, True]),
+    (ls.AdamCorrection(), "SGD", {"lr": 0.1, "momentum": 0.9}, "but got SGD with momentum. Set", [True, True]),
+    (ls.ClipByNorm(1.0, ls.AdamCorrection()), "Adam", {}, "but got Adam. Set", [True, True]),
+    # A warning is given once, on rank 0.
+    (ls.MomentumCorrection(), "SGD", {"lr": 0.1, "momentum": 0.9}, "SGD would apply momentum", [True, False]),
+    (ls.Residual(), "AdamW", {}, "Correction", [False, False]),
+]
+
+
+@pytest.mark.parametrize(
+    ("memory", "name", "settings", "message", "said"), WRONG, ids=[f"{w[0]} {w[1]}" for w in WRONG]
+)
+def test_the_optimizer_is_looked_at_before_the_first_step(
+    two_ranks: Ranks, memory: ls.Memory, name: str, settings: dict[str, Any], message: str, said: list[bool]
+) -> None:
+    for package in PACKAGES:
+        results = two_ranks(fit, package, {"memory": memory}, name, settings)
+        assert [message in answer for _, answer in results] == said
+        untouched = [torch.equal(parameters, flat(make_module(package))) for parameters, _ in results]
+        assert untouched == [isinstance(memory, (ls.AdamCorrection, ls.ClipByNorm))] * 2

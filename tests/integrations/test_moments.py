@@ -1,0 +1,323 @@
+"""Checkpoints at any moment of a step: weights and residuals of one and the same step, in the files, exactly."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning_sparse as ls
+from tests.integrations.test_checkpoints import saver, strategy_of
+from tests.ranks import Ranks
+from tests.sums import SPARSE, Sums, check_files
+from tests.trainers import PACKAGES, make_trainer
+
+HOOKS = [
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+]
+LATER = ["on_train_batch_end"]
+"""The optimizer has stepped."""
+
+
+def make_module(package: str) -> Any:
+    class Module(importlib.import_module(package).LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.sums = Sums()
+            self.in_backward: Callable[[], None] = lambda: None
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.sums(self.global_rank)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    return Module()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    ranks = Ranks(1)
+    yield ranks
+    ranks.stop()
+
+
+def fit(package: str, options: dict[str, Any], callbacks: list[Any], steps: int = 5, module: Any = None) -> Any:
+    # Small buckets, so that groups run at different times of backward.
+    strategy = strategy_of(package, {**SPARSE, "bucket_cap_mb": 0.0005, **options})
+    trainer = make_trainer(
+        package,
+        strategy=strategy,
+        devices=dist.get_world_size(),
+        max_epochs=1,
+        enable_checkpointing=any("Checkpoint" in type(callback).__name__ for callback in callbacks),
+        callbacks=callbacks,
+        use_distributed_sampler=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # callbacks that save make Lightning think of a fit before this one
+        trainer.fit(module or make_module(package), DataLoader(torch.zeros(steps, 1), batch_size=1))
+    return trainer
+
+
+def calling(package: str, hooks: dict[str, Callable[[Any], None]]) -> Any:
+    """A callback that calls these with the Trainer."""
+    methods = {name: lambda self, trainer, *_, call=call: call(trainer) for name, call in hooks.items()}
+    return type("Calling", (importlib.import_module(package).Callback,), methods)()
+
+
+def save_in_hooks(package: str, executor: str, folder: str, options: dict[str, Any]) -> None:
+    def save_in(hook: str) -> Callable[[Any], None]:
+        return lambda trainer: trainer.save_checkpoint(f"{folder}/{hook}-{trainer.fit_loop.total_batch_idx}.ckpt")
+
+    module = make_module(package)
+    [in_the_middle] = [p for name, p in module.named_parameters() if name.endswith("second")]
+    in_the_middle.register_post_accumulate_grad_hook(lambda _: save_in("backward")(module.trainer))
+    fit(
+        package,
+        {"executor": executor, **options},
+        [calling(package, {hook: save_in(hook) for hook in HOOKS})],
+        4,
+        module,
+    )
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sparsifier": "union_topk", "exchange": "reduce_union", "grouping": "model"},
+        {"find_unused_parameters": True},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "default",
+)
+def test_what_is_saved_in_a_hook_is_of_one_step(
+    alone: Ranks, two_ranks: Ranks, tmp_path: Path, executor: str, options: dict[str, Any]
+) -> None:
+    for ranks, package in ((alone, PACKAGES[0]), (two_ranks, PACKAGES[1])):
+        folder = tmp_path / package
+        ranks(save_in_hooks, package, executor, str(folder), options)
+        for hook in [*HOOKS, "backward"]:
+            for batch in range(4):
+                step = check_files(folder / f"{hook}-{batch}.ckpt", ranks.world_size)
+                assert step == batch + (hook in LATER), hook
+
+
+# ---- Signals
+
+
+class Sender:
+    """Sends this process a signal at random moments, each when the one before has been handled."""
+
+    def __init__(self, number: int, moments: int, seed: int, handle: Callable[[int], None]) -> None:
+        self.sent = 0
+        self.moments = moments
+        self._random = random.Random(seed)
+        self._handled = threading.Event()
+        self._handle, self._number = handle, number
+        self._before = signal.signal(number, self._on_signal)
+        self._thread = threading.Thread(target=self._send, daemon=True)
+        self._thread.start()
+
+    def _on_signal(self, *_: Any) -> None:
+        try:
+            self._handle(self.sent)
+        finally:
+            self.sent += 1
+            self._handled.set()
+
+    def _send(self) -> None:
+        for _ in range(self.moments):
+            time.sleep(self._random.uniform(0, 0.01))
+            self._handled.clear()
+            os.kill(os.getpid(), self._number)
+            self._handled.wait(20)
+
+    @property
+    def done(self) -> bool:
+        return self.sent >= self.moments
+
+    def end(self) -> None:
+        self._thread.join(20)
+        signal.signal(self._number, self._before)
+
+
+def save_on_signals(executor: str, folder: str, moments: int, seed: int) -> int:
+    package = "pytorch_lightning"
+    senders: list[Sender] = []
+
+    def start(trainer: Any) -> None:
+        senders.append(Sender(signal.SIGUSR1, moments, seed, lambda i: trainer.save_checkpoint(f"{folder}/{i}.ckpt")))
+
+    def stop(trainer: Any) -> None:
+        trainer.should_stop = senders[0].done
+
+    fit(
+        package, {"executor": executor}, [calling(package, {"on_train_start": start, "on_train_batch_end": stop})], 5000
+    )
+    senders[0].end()
+    return senders[0].sent
+
+
+def check_signals(alone: Ranks, tmp_path: Path, executor: str, moments: int, seed: int) -> None:
+    assert alone(save_on_signals, executor, str(tmp_path), moments, seed) == [moments]
+    assert len({check_files(tmp_path / f"{i}.ckpt", 1) for i in range(moments)}) > moments // 4
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_what_a_signal_handler_saves_is_of_one_step(alone: Ranks, tmp_path: Path, executor: str) -> None:
+    check_signals(alone, tmp_path, executor, 20, 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_what_a_signal_handler_saves_at_any_moment(alone: Ranks, tmp_path: Path, executor: str, seed: int) -> None:
+    check_signals(alone, tmp_path, executor, 100, seed)
+
+
+def interrupted(executor: str, folder: str, seed: int) -> str:
+    """Ctrl-C at a random moment; Lightning ends the process then, and lets callbacks save."""
+    package = "pytorch_lightning"
+    emergency = importlib.import_module(package + ".callbacks").OnExceptionCheckpoint(folder, f"{seed}")
+    generator = random.Random(seed)
+
+    def start(trainer: Any) -> None:
+        threading.Timer(generator.uniform(0.02, 0.1), os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    try:
+        with suppress(SystemExit):
+            fit(package, {"executor": executor}, [calling(package, {"on_train_start": start}), emergency], 100_000)
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return emergency.ckpt_path
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize(
+    "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 25))]
+)
+def test_what_is_saved_after_ctrl_c_is_of_one_step(alone: Ranks, tmp_path: Path, executor: str, seed: int) -> None:
+    [path] = alone(interrupted, executor, str(tmp_path), seed)
+    assert check_files(path, 1) > 0
+
+
+# ---- Errors
+
+
+@dataclass(frozen=True)
+class FailsOnRank1(ls.TopK):
+    """Top-k with an error on one rank, in the second group of one step."""
+
+    def select(self, acc: Tensor, state: Any, ctx: Any) -> Any:
+        if ctx.rank == 1 and ctx.step == 3 and acc.numel() == 300:
+            raise ZeroDivisionError("only here")
+        return super().select(acc, state, ctx)
+
+
+def fail_in_backward(executor: str, folder: str) -> str:
+    package = "pytorch_lightning"
+    emergency = saver(package, dirpath=folder, filename="{step}", save_on_exception=True)
+    try:
+        fit(package, {"executor": executor, "sparsifier": FailsOnRank1()}, [emergency], 6)
+    except (RuntimeError, ZeroDivisionError) as error:
+        return type(error).__name__
+    return "nothing"
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_what_is_saved_after_an_error_within_backward_is_of_the_step_before(
+    two_ranks: Ranks, tmp_path: Path, executor: str
+) -> None:
+    assert two_ranks(fail_in_backward, executor, str(tmp_path)) == ["LostRankError", "ZeroDivisionError"]
+    assert check_files(tmp_path / "step=3.ckpt", 2) == 3
+
+
+# ---- Ranks at different moments
+
+
+def save_apart(first: str, other: str, folder: str) -> None:
+    """Rank 0 saves in one hook of batch 2, rank 1 in another one; both wait for each other there."""
+
+    def save(trainer: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == 2:
+            trainer.save_checkpoint(f"{folder}/apart.ckpt")
+
+    package = "pytorch_lightning"
+    fit(package, {"executor": "thread"}, [calling(package, {(first, other)[dist.get_rank()]: save})])
+
+
+@pytest.mark.parametrize("first", ["on_train_batch_end", "on_after_backward", "on_before_optimizer_step"])
+@pytest.mark.parametrize("other", ["on_train_batch_end", "on_after_backward", "on_before_optimizer_step"])
+def test_all_ranks_save_what_belongs_to_the_weights_of_rank_0(
+    two_ranks: Ranks, tmp_path: Path, first: str, other: str
+) -> None:
+    two_ranks(save_apart, first, other, str(tmp_path))
+    assert check_files(tmp_path / "apart.ckpt", 2) == 2 + (first in LATER)
+
+
+@dataclass(frozen=True)
+class SlowOnRank1(ls.Residual):
+    """Takes a while after all communication is over."""
+
+    def settle_(self, *args: Any) -> None:
+        super().settle_(*args)
+        if dist.get_rank() == 1:
+            time.sleep(0.1)
+
+
+def save_while_the_other_ends_its_exchange(folder: str) -> None:
+    package = "pytorch_lightning"
+    path = f"{folder}/late.ckpt"
+    trainer: Any = None
+
+    def save(given: Any) -> None:
+        if given.fit_loop.total_batch_idx == 2:
+            given.save_checkpoint(path)
+
+    def ask(given: Any) -> None:
+        if given.fit_loop.total_batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: save(trainer))
+    module = make_module(package)
+    if dist.get_rank() == 0:
+        callbacks = [calling(package, {"on_train_batch_end": save})]
+    else:  # while the main thread waits for the communication thread
+        callbacks = []
+        [last] = [p for name, p in module.named_parameters() if name.endswith("first")]
+
+        def later(_: Tensor) -> None:
+            nonlocal trainer
+            trainer = module.trainer
+            threading.Timer(0.05, ask, (trainer,)).start()
+
+        last.register_post_accumulate_grad_hook(later)
+    fit(package, {"executor": "thread", "memory": SlowOnRank1(), "grouping": "model"}, callbacks, 4, module)
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_waits_for_the_end_of_an_exchange_that_rank_0_has_concluded(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(save_while_the_other_ends_its_exchange, str(tmp_path))
+    assert check_files(tmp_path / "late.ckpt", 2) == 3

@@ -1,0 +1,248 @@
+"""What SparsityMonitor writes, read back from the files of real loggers."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml  # comes with Lightning
+
+from lightning_sparse.metrics import QUANTITIES
+from tests.ranks import Ranks
+from tests.trainers import PACKAGES, make_data, make_module, make_trainer
+
+
+def monitor(package: str, **options: Any) -> Any:
+    name = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}[package]
+    return importlib.import_module(f"lightning_sparse.integrations.{name}").SparsityMonitor(**options)
+
+
+def train(package: str, folder: str, strategy: str, wandb: bool, options: dict[str, Any]) -> dict[str, Any]:
+    loggers = importlib.import_module(package + ".loggers")
+    chosen = [loggers.CSVLogger(folder, name="csv", version=0)]
+    if wandb:
+        chosen.append(loggers.WandbLogger(save_dir=folder, project="tests", offline=True))
+    trainer = make_trainer(
+        package,
+        strategy=strategy,
+        logger=chosen,
+        callbacks=[monitor(package, groups=True)],
+        log_every_n_steps=2,
+        max_epochs=1,
+        **options,
+    )
+    trainer.logger.log_hyperparams({"density": "the user's own"})
+    trainer.fit(make_module(package), make_data(96 * options.get("accumulate_grad_batches", 1)), make_data(16))
+    if wandb and trainer.is_global_zero:
+        importlib.import_module("wandb").finish()
+    return {
+        "progress": {key: float(value) for key, value in trainer.progress_bar_metrics.items()},
+        "steps": trainer.global_step,
+        "settings": trainer.strategy.config.as_dict() if strategy.startswith("sparse") else None,
+    }
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    with (folder / "csv" / "version_0" / "metrics.csv").open(newline="") as file:
+        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def sparse_rows(folder: Path) -> dict[int, dict[str, float]]:
+    return {
+        int(row["step"]): {key: value for key, value in row.items() if key.startswith("sparse/")}
+        for row in rows(folder)
+        if "sparse/density" in row
+    }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_quantity_is_logged_on_logging_steps_only(two_ranks: Ranks, tmp_path: Path, package: str) -> None:
+    result = two_ranks(train, package, str(tmp_path), "sparse_ddp_exdyna", False, {})
+    written = yaml.safe_load((tmp_path / "csv" / "version_0" / "hparams.yaml").read_text())
+    assert written == {"density": "the user's own", "sparse_ddp": result[0]["settings"]}
+    logged = sparse_rows(tmp_path)
+    # 6 steps; Lightning counts from 0 and logs every second one.
+    assert list(logged) == [1, 3, 5]
+    for row in logged.values():
+        own = {key.removeprefix("sparse/") for key in row if "/group/" not in key}
+        assert own == set(QUANTITIES)
+        assert row["sparse/density"] == pytest.approx(3 / 300)  # the first weight; everything else is small
+        assert {key for key in row if key.startswith("sparse/group/bucket0/")} == {
+            f"sparse/group/bucket0/{name}" for name in set(QUANTITIES) - {"exposed_ms", "void_steps"}
+        }
+        assert row["sparse/group/bucket0/density"] == row["sparse/density"]
+    assert result[0]["progress"]["sparse/density"] == pytest.approx(logged[5]["sparse/density"])
+    assert all(not key.startswith("sparse/") or key == "sparse/density" for key in result[0]["progress"])
+
+
+def test_accumulated_batches_count_as_one_step(two_ranks: Ranks, tmp_path: Path) -> None:
+    result = two_ranks(
+        train, "pytorch_lightning", str(tmp_path), "sparse_ddp_topk", False, {"accumulate_grad_batches": 3}
+    )
+    assert result[0]["steps"] == 6
+    assert list(sparse_rows(tmp_path)) == [1, 3, 5]
+
+
+def test_wandb_offline_holds_the_same_rows(two_ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="W&B is not installed")
+    [result, _] = two_ranks(train, "pytorch_lightning", str(tmp_path), "sparse_ddp_micro", True, {})
+    [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    history: dict[int, dict[str, float]] = {}
+    metrics = {}
+    config = {}
+    for record in finished_wandb_records(file):
+        if record.WhichOneof("record_type") == "history":
+            items = {(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
+            if "sparse/density" in items:
+                sparse = {key: value for key, value in items.items() if key.startswith("sparse/")}
+                history[items["trainer/global_step"]] = sparse
+        elif record.WhichOneof("record_type") == "config":
+            config |= {update.key: json.loads(update.value_json) for update in record.config.update if update.key}
+        elif record.WhichOneof("record_type") == "metric":
+            metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+    assert config["sparse_ddp"] == result["settings"]
+    assert metrics.get("sparse/*") == "trainer/global_step", metrics
+    in_csv = sparse_rows(tmp_path)
+    assert list(history) == list(in_csv) == [1, 3, 5]
+    for step, row in in_csv.items():
+        assert history[step] == pytest.approx(row)
+
+
+def finished_wandb_records(path: Path) -> list[Any]:
+    """All records, up to the one that ends a run: W&B's own process may still be writing when `finish` returns."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        records = list(wandb_records(path))
+        if records and records[-1].WhichOneof("record_type") == "exit":
+            return records
+        time.sleep(0.1)
+    raise AssertionError(f"{path} has no end after 20 s")
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """Records of a W&B file: LevelDB's log format, 32 KiB blocks of pieces with a 7-byte header."""
+    from wandb.proto import wandb_internal_pb2
+
+    data = path.read_bytes()
+    assert data[:4] in (b":W&B", b"")
+    position, message = 7, b""
+    while position + 7 <= len(data):
+        left = 32768 - position % 32768
+        if left < 7:
+            position += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[position : position + 7])
+        position += 7
+        if position + size > len(data):
+            return  # still being written
+        message += data[position : position + size]
+        position += size
+        if kind in (1, 4):  # whole, or last piece
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(message)
+            message = b""
+            yield record
+
+
+def warned_with_ddp(folder: str) -> list[str]:
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train("pytorch_lightning", folder, "ddp", False, {})
+    return [str(w.message) for w in caught if "SparsityMonitor" in str(w.message)]
+
+
+def test_with_plain_ddp_it_warns_once_and_logs_nothing(two_ranks: Ranks, tmp_path: Path) -> None:
+    messages = two_ranks(warned_with_ddp, str(tmp_path))
+    assert len(messages[0]) == 1
+    assert "the strategy DDPStrategy does not sparsify" in messages[0][0]
+    assert messages[1] == [], "said by rank zero alone"
+    assert sparse_rows(tmp_path) == {}
+    assert len(rows(tmp_path)) > 0
+
+
+def table(density: float, rich: bool) -> str:
+    import contextlib
+    import io
+    import sys
+
+    import lightning_sparse as ls
+
+    hidden = {"rich.console": None, "rich.table": None} if not rich else {}
+    saved = {name: sys.modules.get(name) for name in hidden}
+    sys.modules.update(hidden)  # type: ignore[arg-type]
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            trainer = make_trainer(
+                "pytorch_lightning",
+                strategy=ls.SparseDDPStrategy(
+                    sparsifier="topk",
+                    density=density,
+                    dense=["*.0.bias"],
+                    rules=ls.Rules(densities={"net.2.weight": 0.5}),
+                    grouping="layer",
+                ),
+                callbacks=[monitor("pytorch_lightning")],
+                max_epochs=1,
+            )
+            trainer.fit(make_module("pytorch_lightning"), make_data(), make_data(16))
+    finally:
+        for name, module in saved.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_the_table_names_groups_sizes_and_what_stays_dense(two_ranks: Ranks, rich: bool) -> None:
+    printed = two_ranks(table, 0.1, rich)
+    assert "TopK()" in printed[0]
+    assert "2 ranks" in printed[0]
+    lines = printed[0].splitlines()
+    # Parameters, coordinates, density now, k now, exchange.
+    expected = {
+        "net.0": ["1", "300", "0.1", "30", "GatherPairs"],
+        "density0.5.net.2": ["1", "90", "0.5", "45", "GatherPairs"],
+        "dense.bucket0": ["2", "33", "33", "dense"],
+    }
+    rows = [line.replace("│", " ").split() for line in lines]
+    for name, cells in expected.items():
+        [row] = [row for row in rows if row[:1] == [name]]
+        assert row[1 : 1 + len(cells)] == cells
+    reasons = "fewer than 2 dimensions, fewer than 256 coordinates or named"
+    assert f"dense: 2 parameters, 33 coordinates (7.8 %): {reasons}" in lines
+    assert "sparse_ddp" not in printed[1], "rank zero alone prints"
+
+
+def test_callback_logs_nothing_of_a_step_twice() -> None:
+    class Engine:
+        step = 4
+
+    class Strategy:
+        engine = Engine()
+
+    class Loops:
+        should_update_logs = True
+
+        def _should_accumulate(self) -> bool:
+            return False
+
+    class Trainer:
+        strategy = Strategy()
+        _logger_connector = fit_loop = Loops()
+
+    watching = monitor("pytorch_lightning")
+    watching._logged_step = 4
+    watching.on_train_batch_end(Trainer(), torch.nn.Identity())  # would need the engine's summary to go on

@@ -1,0 +1,492 @@
+"""Gradients that are not finite, on one rank and in one parameter: such steps leave no trace on any rank."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import lightning_sparse as ls
+from tests.integrations.test_strategy import strategy_class
+from tests.ranks import Ranks
+from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_trainer
+
+BATCHES, PLAIN = 200, 40
+"""In Lightning's Trainer and, for every memory, with plain DDP."""
+
+
+def bad_batches(seed: int, share: float = 0.1, batches: int = BATCHES) -> dict[int, tuple[str, float]]:
+    """Where something goes wrong: number of the batch to the parameter and what is added to its gradient."""
+    rng = random.Random(seed)
+    chosen = {0, 1, *rng.sample(range(batches), int(share * batches))}  # the first step has nothing to go back to
+    names = [f"{layer}.{kind}" for layer in ("first", "second", "third") for kind in ("weight", "bias")]
+    return {n: (rng.choice(names), rng.choice([float("inf"), float("-inf"), float("nan")])) for n in sorted(chosen)}
+
+
+class Net(nn.Module):
+    """Three layers; one coordinate of a gradient goes wrong on rank 1 where it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(12, 24)
+        self.second = nn.Linear(24, 24)
+        self.third = nn.Linear(24, 4)
+        self.wrong: tuple[str, float] | None = None
+        for name, p in self.named_parameters():
+            p.register_hook(lambda grad, name=name: self.spoil(name, grad))  # type: ignore[no-untyped-call]
+
+    def spoil(self, name: str, grad: Tensor) -> Tensor | None:
+        if self.wrong is None or self.wrong[0] != name or dist.get_rank() != 1:
+            return None
+        grad = grad.clone()
+        grad.view(-1)[3] += self.wrong[1]
+        return grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x).relu())
+        out: Tensor = self.third(x.relu())
+        return out
+
+
+def batch(number: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Each rank's own."""
+    generator = torch.Generator().manual_seed(1000 * rank + number)
+    x = torch.randn(8, 12, generator=generator)
+    return x, x[:, :4].argmax(1)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit for bit, in nested dictionaries and lists."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+# In Lightning's Trainer.
+
+
+def make_module(package: str, optimizer: str) -> Any:
+    class Module(importlib.import_module(package).LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+            self.wrong = dict[int, tuple[str, float]]()
+
+        def training_step(self, number: int, batch_idx: int) -> Tensor:
+            self.net.wrong = self.wrong.get(number)
+            x, y = batch(number, self.global_rank)
+            # In float32, where a factor of 2**k changes no digit.
+            with torch.autocast("cpu", enabled=False):
+                return nn.functional.cross_entropy(self.net(x), y)
+
+        def configure_optimizers(self) -> Any:
+            if optimizer == "Adam":
+                return torch.optim.Adam(self.parameters(), lr=0.003)
+            return torch.optim.SGD(self.parameters(), lr=0.03, momentum=0.9)
+
+    return Module()
+
+
+class Result:
+    """What a run has left on this rank."""
+
+    def __init__(self) -> None:
+        self.parameters = torch.empty(0)
+        self.engine: dict[str, Any] = {}
+        self.optimizer: dict[str, Any] = {}
+        self.steps = self.void_steps = 0
+        self.scales: list[float] = []
+        self.said: list[str] = []
+
+
+def fit(
+    package: str,
+    numbers: list[int],
+    wrong: dict[int, tuple[str, float]],
+    scaled: bool,
+    optimizer: str,
+    sparse: dict[str, Any],
+    **options: Any,
+) -> Result:
+    """One epoch over these batches, with these settings of the strategy and options of the Trainer."""
+    result = Result()
+
+    class Look(importlib.import_module(package).Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if scaled:
+                result.scales.append(trainer.precision_plugin.scaler.get_scale())
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            engine = trainer.strategy.engine
+            result.engine = engine.state_dict() | {"void_steps": None}  # which differs, of course
+            result.optimizer = trainer.optimizers[0].state_dict()
+            result.steps, result.void_steps = engine.step, engine.void_steps
+
+    if scaled:
+        precision = importlib.import_module(package + ".plugins.precision").MixedPrecision
+        # Grows and shrinks by two about equally often.
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
+        options["plugins"] = [precision("16-mixed", "cpu", scaler=scaler)]
+    trainer = make_trainer(
+        package,
+        strategy=strategy_class(package)(**sparse),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        callbacks=[Look()],
+        **options,
+    )
+    module = make_module(package, optimizer)
+    module.wrong = wrong
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", message="A gradient was not finite")
+        trainer.fit(module, DataLoader(numbers, batch_size=None))  # type: ignore[arg-type]
+    result.said = [str(w.message) for w in caught]
+    result.parameters = flat(module)
+    return result
+
+
+CHOICES: dict[str, tuple[str, dict[str, Any]]] = {
+    "topk": ("SGD", {"sparsifier": "topk", "executor": "inline", "density": 0.05}),
+    "exdyna": ("SGD", {"sparsifier": "exdyna", "executor": "thread", "density": ls.Warmup(0.3, 0.02, steps=100)}),
+    "sidco_e": (
+        "Adam",
+        {"sparsifier": "sidco_e", "rules": EVERYTHING_SPARSE, "find_unused_parameters": True, "watch": None},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "seed"),
+    [pytest.param(choice, seed, marks=[pytest.mark.thorough] * (seed > 0)) for seed, choice in enumerate(CHOICES)],
+)
+def test_a_run_with_overflows_ends_where_one_without_these_batches_does(
+    two_ranks: Ranks, choice: str, seed: int
+) -> None:
+    package, wrong = PACKAGES[seed % 2], bad_batches(seed)
+    optimizer, sparse = CHOICES[choice]
+    sparse = {"grouping": "layer", **sparse}
+    everything = list(range(BATCHES))
+    good = [n for n in everything if n not in wrong]
+    runs = [(everything, wrong, True), (everything, wrong, False), (good, {}, False)]
+    results = list(zip(*(two_ranks(fit, package, *run, optimizer, sparse) for run in runs), strict=True))
+    for rank, (scaled, skipped, without) in enumerate(results):
+        assert without.parameters.isfinite().all()
+        assert (without.steps, without.void_steps) == (BATCHES - len(wrong), 0)
+        for run in (scaled, skipped):
+            assert (run.steps, run.void_steps) == (BATCHES - len(wrong), len(wrong))
+            assert torch.equal(run.parameters, without.parameters)
+            assert same(run.optimizer, without.optimizer)
+            assert same(run.engine, without.engine)
+        # Said once, where nobody else sees to it.
+        assert [len(run.said) for run in (scaled, skipped, without)] == [0, 1 - rank, 0]
+        # The scale has gone both ways, alike on all ranks.
+        assert min(scaled.scales) < 2.0**10 < max(scaled.scales)
+        assert scaled.scales == results[0][0].scales
+        assert torch.equal(without.parameters, results[0][2].parameters)
+
+
+def fit_in_windows(scaled: bool, clipping: dict[str, Any]) -> tuple[Result, Result]:
+    """Three batches a step, of which the one that overflows is not always the last."""
+    package, wrong = "pytorch_lightning", bad_batches(7, batches=60)
+    sparse = {"sparsifier": "exdyna", "density": 0.1, "grouping": "layer"}
+    spoilt = {number // 3 for number in wrong}
+    good = [number for number in range(60) if number // 3 not in spoilt]
+    options = {"accumulate_grad_batches": 3, **clipping}
+    return (
+        fit(package, list(range(60)), wrong, scaled, "SGD", sparse, **options),
+        fit(package, good, {}, False, "SGD", sparse, **options),
+    )
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["skip", "scaler"])
+@pytest.mark.parametrize("clipping", [{}, {"gradient_clip_val": 0.1}], ids=["unclipped", "clipped"])
+def test_one_bad_batch_voids_the_accumulated_step(two_ranks: Ranks, scaled: bool, clipping: dict[str, Any]) -> None:
+    for overflown, without in two_ranks(fit_in_windows, scaled, clipping):
+        assert overflown.steps == without.steps > 0
+        assert overflown.void_steps == 20 - without.steps
+        assert torch.equal(overflown.parameters, without.parameters)
+        assert same(overflown.optimizer, without.optimizer)
+        assert same(overflown.engine, without.engine)
+
+
+def fit_without_skipping(package: str, strategy: str) -> tuple[Tensor, list[str]]:
+    """Parameters, and residuals that are not finite."""
+    chosen: Any = "ddp"
+    if strategy == "sparse":
+        chosen = strategy_class(package)(sparsifier="topk", density=0.1, nonfinite="nan")
+    trainer = make_trainer(package, strategy=chosen, max_epochs=1, use_distributed_sampler=False, callbacks=[])
+    module = make_module(package, "SGD")
+    module.wrong = {3: ("first.weight", float("inf"))}
+    broken: list[str] = []
+
+    def on_train_end() -> None:
+        if strategy == "sparse":
+            engine = trainer.strategy.engine
+            residuals = {name: engine.residual(name) for name in engine.parameters}
+            broken.extend(name for name, r in residuals.items() if r is not None and not r.isfinite().all())
+
+    module.on_train_end = on_train_end
+    trainer.fit(module, DataLoader(list(range(6)), batch_size=None))  # type: ignore[arg-type]
+    return flat(module), broken
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_without_skipping_parameters_become_nan_on_all_ranks_as_with_ddp(two_ranks: Ranks, package: str) -> None:
+    for plain, _ in two_ranks(fit_without_skipping, package, "ddp"):
+        assert not plain.isfinite().all()
+    for ours, broken in two_ranks(fit_without_skipping, package, "sparse"):
+        assert ours.isnan().all()
+        assert broken == []
+
+
+def fit_taking_turns(wrong: dict[tuple[int, int], tuple[str, float]], left_out: set[tuple[int, int]]) -> Tensor:
+    """Two optimizers in turn; some turns overflow on rank 1, others are not taken at all. By (batch, optimizer)."""
+    import pytorch_lightning as pl
+
+    class Turns(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+            self.automatic_optimization = False
+
+        def training_step(self, number: int, batch_idx: int) -> None:
+            x, y = batch(number, self.global_rank)
+            for turn, optimizer in enumerate(self.optimizers()):
+                if (number, turn) in left_out:
+                    continue
+                self.net.wrong = wrong.get((number, turn))
+                self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(nn.functional.cross_entropy(self.net(x), y))
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self) -> Any:
+            own = [*self.net.first.parameters(), *self.net.second.parameters()]
+            return [torch.optim.SGD(own, lr=0.1, momentum=0.9), torch.optim.Adam(self.net.third.parameters())]
+
+    strategy = strategy_class("pytorch_lightning")(
+        sparsifier="topk", density=0.1, rules=EVERYTHING_SPARSE, find_unused_parameters=True, watch=None
+    )
+    trainer = make_trainer("pytorch_lightning", strategy=strategy, max_epochs=1, use_distributed_sampler=False)
+    module = Turns()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="A gradient was not finite")
+        trainer.fit(module, DataLoader(list(range(12)), batch_size=None))  # type: ignore[arg-type]
+    assert (trainer.strategy.engine.void_steps, trainer.strategy.engine.step) == (
+        len(wrong),
+        24 - len(wrong) - len(left_out),
+    )
+    return flat(module)
+
+
+def test_only_the_optimizer_whose_turn_it_was_skips(two_ranks: Ranks) -> None:
+    inf = float("inf")
+    wrong = {
+        (0, 0): ("second.weight", inf),
+        (3, 1): ("third.bias", inf),
+        (4, 0): ("first.bias", -inf),
+        (4, 1): ("third.weight", inf),
+        (7, 0): ("first.weight", inf),
+    }
+    overflown = two_ranks(fit_taking_turns, wrong, set())
+    without = two_ranks(fit_taking_turns, {}, set(wrong))
+    for ours, reference in zip(overflown, without, strict=True):
+        assert torch.equal(ours, reference)
+        assert ours.isfinite().all()
+
+
+def fit_with_disabled_scaler(package: str) -> tuple[Tensor, int]:
+    precision = importlib.import_module(package + ".plugins.precision").MixedPrecision
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    trainer = make_trainer(
+        package,
+        strategy=strategy_class(package)(density=0.1),
+        max_epochs=1,
+        use_distributed_sampler=False,
+        plugins=[precision("16-mixed", "cpu", scaler=scaler)],
+    )
+    module = make_module(package, "SGD")
+    module.wrong = {3: ("first.weight", float("inf"))}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="A gradient was not finite")
+        trainer.fit(module, DataLoader(list(range(6)), batch_size=None))  # type: ignore[arg-type]
+    return flat(module), trainer.strategy.engine.void_steps
+
+
+def test_a_scaler_that_is_switched_off_does_not_skip_and_the_strategy_does(two_ranks: Ranks) -> None:
+    for parameters, void_steps in two_ranks(fit_with_disabled_scaler, "pytorch_lightning"):
+        assert parameters.isfinite().all()
+        assert void_steps == 1
+
+
+# With plain DistributedDataParallel.
+
+MEMORIES = [
+    ls.Residual(),
+    ls.LowPass(0.3),
+    ls.MomentumCorrection(0.9),
+    ls.MomentumCorrection(0.9, nesterov=True, masking=False),
+    ls.AdamCorrection(),
+    ls.AdamCorrection(beta1=0.9),
+    ls.ClipByNorm(0.5),
+    ls.ClipByNorm(0.5, ls.MomentumCorrection(0.9)),
+    ls.WeightDecay(0.01),
+    ls.WeightDecay(0.01, ls.AdamCorrection()),
+    ls.NoMemory(),
+]
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"static_graph": True},
+    {"find_unused_parameters": True},
+]
+
+
+def train(
+    numbers: list[int], wrong: dict[int, tuple[str, float]], momentum: float, layout: dict[str, Any], **options: Any
+) -> tuple[Tensor, dict[str, Any], dict[str, Any], int]:
+    """Parameters, state of the engine and of the optimizer, number of void steps."""
+    ddp = DistributedDataParallel(Net(), **layout)
+    engine = ls.attach(ddp, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=momentum)
+    engine.follow([optimizer])
+    for number in numbers:
+        ddp.module.wrong = wrong.get(number)
+        x, y = batch(number, dist.get_rank())
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(x), y).backward()  # type: ignore[no-untyped-call]
+        assert engine.drop_void(optimizer) == engine.void == (number in wrong)
+        optimizer.step()
+    state = engine.state_dict() | {"void_steps": None}
+    engine.close()
+    return flat(ddp.module), state, optimizer.state_dict(), engine.void_steps
+
+
+def train_with_and_without(executor: str, seed: int, number: int) -> tuple[bool, bool, bool, bool]:
+    """Finite, and parameters, engine and optimizer the same."""
+    memory, wrong = MEMORIES[number], bad_batches(seed, batches=PLAIN)
+    options = {
+        "sparsifier": ["topk", "exdyna", "sidco_e", "clt_k", "union_topk"][(number + seed) % 5],
+        "density": [0.05, ls.Accordion(0.02, 0.2, interval=5)][number % 2],
+        "grouping": "layer",
+        "executor": executor,
+        "memory": memory,
+    }
+    momentum = 0.9 if isinstance(memory, (ls.Residual, ls.LowPass)) else 0.0
+    layout = LAYOUTS[(number + seed) % len(LAYOUTS)]
+    a = train(list(range(PLAIN)), wrong, momentum, layout, **options)
+    b = train([n for n in range(PLAIN) if n not in wrong], {}, momentum, layout, **options)
+    assert (a[3], b[3]) == (len(wrong), 0)
+    return bool(b[0].isfinite().all()), torch.equal(a[0], b[0]), same(a[1], b[1]), same(a[2], b[2])
+
+
+@pytest.mark.parametrize(("executor", "seed"), [pytest.param("inline", 11, marks=pytest.mark.thorough), ("thread", 14)])
+def test_every_memory_forgets_an_overflow(two_ranks: Ranks, executor: str, seed: int) -> None:
+    for number, memory in enumerate(MEMORIES):
+        for result in two_ranks(train_with_and_without, executor, seed, number):
+            assert result == (True, True, True, True), memory
+
+
+def train_scaled(numbers: list[int], wrong: dict[int, tuple[str, float]], scaled: bool) -> tuple[Tensor, Any, Any, int]:
+    """As :func:`train`, and a scaler skips."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5, enabled=scaled)
+    ddp = DistributedDataParallel(Net(), find_unused_parameters=True)
+    engine = ls.attach(
+        ddp, sparsifier="exdyna", density=0.1, grouping="layer", scaler=scaler if scaled else None, watch=None
+    )
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.003)
+    for number in numbers:
+        ddp.module.wrong = wrong.get(number)
+        x, y = batch(number, dist.get_rank())
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.cross_entropy(ddp(x), y)).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        assert engine.void == (number in wrong)
+    state = engine.state_dict() | {"void_steps": None}
+    engine.close()
+    return flat(ddp.module), state, optimizer.state_dict(), engine.void_steps
+
+
+def test_a_scaler_given_to_attach_skips_on_all_ranks(two_ranks: Ranks) -> None:
+    wrong = bad_batches(21, batches=40)
+    overflown = two_ranks(train_scaled, list(range(40)), wrong, True)
+    without = two_ranks(train_scaled, [n for n in range(40) if n not in wrong], {}, False)
+    for ours, reference in zip(overflown, without, strict=True):
+        assert same(ours[:3], reference[:3])
+        assert ours[3] == len(wrong)
+
+
+class Frozen(Net):
+    """One layer needs no gradient, and one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.requires_grad_(False)
+        self.never = nn.Linear(24, 24)
+
+
+def train_without_some() -> tuple[list[bool], bool, bool]:
+    ddp = DistributedDataParallel(Frozen(), find_unused_parameters=True)
+    engine = ls.attach(ddp, density=0.1, rules=EVERYTHING_SPARSE, watch=None)
+    optimizer = torch.optim.Adam(ddp.parameters())
+    ddp.module.wrong = "first.weight", float("inf")
+    x, y = batch(0, dist.get_rank())
+    nn.functional.cross_entropy(ddp(x), y).backward()  # type: ignore[no-untyped-call]
+    given = [p.grad is not None for p in ddp.parameters()]
+    before = flat(ddp.module)
+    dropped = engine.drop_void(optimizer)
+    optimizer.step()
+    engine.close()
+    return given, dropped, torch.equal(flat(ddp.module), before) and not optimizer.state
+
+
+def test_parameters_without_a_gradient_are_no_obstacle(two_ranks: Ranks) -> None:
+    for given, dropped, unchanged in two_ranks(train_without_some):
+        assert given == [True, True, False, False, True, True, False, False]
+        assert dropped
+        assert unchanged
+
+
+def train_directly(wrong: int) -> tuple[list[bool], int, int, Tensor]:
+    """All dense and past the groups from the third step on, as the fallback does it; one step overflows on rank 1."""
+    ddp = DistributedDataParallel(Net())
+    engine = ls.attach(ddp, dense=["*"], sparsifier="everything")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    direct, moved, before = [], 0, flat(ddp.module)
+    for number in range(8):
+        ddp.module.wrong = ("first.weight", float("inf")) if number == wrong else None
+        x, y = batch(number, dist.get_rank())
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(x), y).backward()  # type: ignore[no-untyped-call]
+        engine.drop_void(optimizer)
+        optimizer.step()
+        if number == 2:
+            engine.go_direct()
+        direct.append(engine.direct)
+        moved += not torch.equal(flat(ddp.module), before)
+        before = flat(ddp.module)
+    engine.close()
+    return direct, engine.void_steps, moved, before
+
+
+@pytest.mark.parametrize("wrong", [2, 5], ids=["just before", "within"])
+def test_steps_past_the_groups_are_skipped_too_and_only_those(two_ranks: Ranks, wrong: int) -> None:
+    for direct, void_steps, moved, parameters in two_ranks(train_directly, wrong):
+        assert direct[2:] == [True] * 6
+        assert parameters.isfinite().all()
+        assert (void_steps, moved) == (1, 7)

@@ -1,0 +1,63 @@
+"""Which Lightning package the exported classes are made for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lightning_sparse.integrations import packages
+
+CASES = [
+    # What a program does first, and the package whose classes it gets.
+    ("import lightning.pytorch", "lightning"),
+    ("import pytorch_lightning, lightning.pytorch", "pytorch_lightning"),
+    ("", "pytorch_lightning"),
+    # Where the other one is not installed:
+    ("import sys; sys.modules['pytorch_lightning'] = sys.modules['lightning_fabric'] = None", "lightning"),
+    ("import sys; sys.modules['lightning'] = None", "pytorch_lightning"),
+]
+PROGRAM = """
+import os
+import torch._dynamo, torchmetrics  # what takes long, once for all
+for number, first in enumerate({firsts}):
+    child = os.fork()
+    if not child:
+        exec(first)
+        import lightning_sparse as ls
+        classes = [ls.SparseDDPStrategy, ls.SparsityMonitor, ls.FlushResidual, ls.FabricSparseDDPStrategy]
+        print(number, *[made.__module__ for made in classes], flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_the_package_that_was_imported_first_is_meant() -> None:
+    program = PROGRAM.format(firsts=[first for first, _ in CASES])
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    found = [line.split()[1:] for line in sorted(result.stdout.splitlines())]
+    for (first, package), modules in zip(CASES, found, strict=True):
+        fabric = {"lightning": "lightning", "pytorch_lightning": "lightning_fabric"}[package]
+        assert modules == [f"lightning_sparse.integrations.{name}" for name in [package] * 3 + [fabric]], first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("absent", "present"), [("lightning", "pytorch_lightning"), ("pytorch_lightning", "lightning")]
+)
+def test_one_package_is_enough(absent: str, present: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = packages.importlib.util.find_spec
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None if name == absent else find(name))
+    monkeypatch.setattr(packages, "_loaded_before", [])
+    assert packages.installed() == [{"lightning": "lightning.pytorch"}.get(present, present)]
+    assert packages.preferred() == packages.installed()[0]
+
+
+def test_without_lightning_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install pytorch-lightning"):
+        packages.preferred()

@@ -1,0 +1,174 @@
+"""Void steps are passed over without waiting where the optimizer can: on a device with streams, played on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import lightning_sparse as ls
+from tests.streams import Streams
+from tests.trainers import EVERYTHING_SPARSE, flat
+
+VOID = 2
+Make = Callable[[Any], Optimizer]
+FUSED: dict[str, Make] = {
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01, fused=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True, fused=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.1, fused=True),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    "two groups": lambda parameters: torch.optim.Adam([{"params": [p]} for p in parameters], fused=True),
+}
+OTHERS: dict[str, Make] = {
+    "not fused": lambda parameters: torch.optim.Adam(parameters, fused=False),
+    "unknown": lambda parameters: type("Own", (torch.optim.SGD,), {})(parameters, lr=0.1, fused=True),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, fused=True),
+}
+
+
+class Run:
+    """A few steps, of which some are void."""
+
+    def __init__(self, make: Make, skip: str = "skip_void", **options: Any) -> None:
+        torch.manual_seed(0)
+        self.ddp = DistributedDataParallel(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
+        self.engine = ls.attach(
+            self.ddp, density=0.1, rules=EVERYTHING_SPARSE, executor="inline", watch=None, **options
+        )
+        self.optimizer = make(list(self.ddp.parameters()))
+        self.skip = getattr(self.engine, skip)
+        self.waits: list[int] = []
+        """Times that the host waited between the end of each backward and that of the optimizer's step."""
+
+    def step(self, void: bool = False, streams: Streams | None = None) -> None:
+        self.optimizer.zero_grad()
+        (self.ddp(torch.randn(4, 20)).square().mean() * (float("inf") if void else 1.0)).backward()
+        before = 0 if streams is None else streams.host_waits
+        self.skip(self.optimizer)
+        self.optimizer.step()
+        self.waits.append(0 if streams is None else streams.host_waits - before)
+        assert not hasattr(self.optimizer, "found_inf")
+
+    def steps(self, voids: set[int], streams: Streams | None = None) -> Run:
+        for number in range(5):
+            self.step(number in voids, streams)
+        return self
+
+
+def equal(a: Run, b: Run) -> bool:
+    """Parameters, and what the optimizers remember of each."""
+    ours, theirs = (run.optimizer.state_dict() for run in (a, b))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    return torch.equal(flat(a.ddp), flat(b.ddp))
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_optimizers_skip_by_themselves_and_nobody_waits(streams: Streams, name: str) -> None:
+    handed = Run(FUSED[name]).steps({VOID}, streams)
+    dropped = Run(FUSED[name], skip="drop_void").steps({VOID}, streams)
+    # In its first step, an optimizer makes its state, and torch may import what it needs.
+    assert handed.waits[1:] == [0] * 4
+    assert dropped.waits[1:] == [1] * 4
+    assert equal(handed, dropped)
+    assert flat(handed.ddp).isfinite().all()
+    for run in (handed, dropped):
+        assert (run.engine.step, run.engine.void_steps) == (4, 1)
+    assert not streams.findings
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_first_step_and_the_last_one_may_be_void(streams: Streams, name: str) -> None:
+    handed = Run(FUSED[name]).steps({0, 4}, streams)
+    dropped = Run(FUSED[name], skip="drop_void").steps({0, 4}, streams)
+    assert equal(handed, dropped)
+    assert handed.engine.void
+    assert (handed.engine.step, handed.engine.void_steps) == (3, 2)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_are_waited_for(streams: Streams, name: str) -> None:
+    handed = Run(OTHERS[name]).steps({VOID}, streams)
+    assert all(handed.waits)
+    assert equal(handed, Run(OTHERS[name], skip="drop_void").steps({VOID}))
+
+
+def test_beside_a_loss_scale_the_flag_is_the_scalers(streams: Streams) -> None:
+    run = Run(FUSED["Adam"])
+    scale = torch.ones(())
+    run.engine.loss_scale = lambda: scale
+    run.step(void=True)
+    assert all(p.grad is None for p in run.ddp.parameters())
+
+
+def test_parameters_of_others_are_not_held_back(streams: Streams) -> None:
+    run = Run(FUSED["Adam"])
+    other = nn.Parameter(torch.ones(3))
+    run.optimizer.add_param_group({"params": [other]})
+    for void in (False, True):
+        other.grad = torch.ones(3)
+        before, own = other.detach().clone(), flat(run.ddp)
+        (run.ddp(torch.randn(4, 20)).square().mean() * (float("inf") if void else 1.0)).backward()
+        run.engine.skip_void(run.optimizer)
+        run.optimizer.step()
+        assert not torch.equal(other, before)
+        assert torch.equal(flat(run.ddp), own) == void
+
+
+def test_a_flag_does_not_outlast_the_step_it_was_meant_for(streams: Streams) -> None:
+    run = Run(FUSED["Adam"])
+    run.step()
+    before = flat(run.ddp)
+    (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
+    run.engine.skip_void(run.optimizer)  # and no step
+    run.optimizer.zero_grad()
+    run.ddp(torch.randn(4, 20)).square().mean().backward()
+    run.optimizer.step()  # nobody asked
+    assert not torch.equal(flat(run.ddp), before)
+    assert run.engine.void_steps == 1
+
+
+def test_where_the_host_knows_gradients_are_dropped(one_rank: None) -> None:
+    run = Run(FUSED["Adam"])
+    run.step()
+    run.step(void=True)
+    assert all(p.grad is None for p in run.ddp.parameters())
+
+
+def test_an_engine_that_ends_leaves_no_flag_behind(streams: Streams) -> None:
+    run = Run(FUSED["Adam"])
+    run.step()
+    (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
+    run.skip(run.optimizer)  # whose step never comes
+    assert hasattr(run.optimizer, "found_inf")
+    run.engine.close()
+    assert not hasattr(run.optimizer, "found_inf")
+
+
+def test_flushing_after_a_void_backward_leaves_the_void_step_out(one_rank: None) -> None:
+    run = Run(OTHERS["unknown"])
+    run.step()
+    run.optimizer.zero_grad()
+    (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
+    ls.flush(run.engine, [run.optimizer])
+    run.skip(run.optimizer)
+    run.optimizer.step()
+    assert bool(flat(run.ddp).isfinite().all())
+
+
+def test_of_what_the_host_has_heard_it_is_told_without_waiting(streams: Streams) -> None:
+    run = Run(FUSED["Adam"])
+    run.step()
+    (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
+    waited = streams.host_waits
+    assert run.engine.known_counts[:3] == (1, 0, 0)
+    assert streams.host_waits == waited
+    assert (run.engine.void_steps, run.engine.known_counts.void) == (1, 0)  # until the next step begins
+    run.skip(run.optimizer)
+    run.optimizer.step()
+    run.step()
+    assert run.engine.known_counts[:2] == (1, 1)

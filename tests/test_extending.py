@@ -1,0 +1,69 @@
+"""What docs/extending.md says is enough: each part is added to a copy of the repository as the page says, and used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.extending import changes, copy
+
+TOUCHED = {
+    "A sparsifier": {
+        "configs/leader_blocks.yaml",
+        "lightning_sparse/sparsifiers/__init__.py",
+        "lightning_sparse/sparsifiers/leader_blocks.py",
+        "tests/contract/cases.py",
+    },
+    "An exchange": {
+        "lightning_sparse/exchanges/__init__.py",
+        "lightning_sparse/exchanges/gather_shared.py",
+        "tests/reference/releases.py",
+    },
+    "A memory": {
+        "lightning_sparse/memory/__init__.py",
+        "lightning_sparse/memory/bounded.py",
+        "tests/contract/cases.py",
+    },
+    "A setting": {"lightning_sparse/config.py"},
+    "A logged quantity": {"docs/metrics.md", "lightning_sparse/metrics.py", "tests/test_metrics.py"},
+}
+"""More must not be needed."""
+TESTS = {
+    "tests/extended.py": "test",
+    # Three ranks where there is a choice, and the new memory with a few sparsifiers: all others take a minute.
+    "tests/contract/test_contract.py": "(leader_blocks or gather_shared) and not n1 and not n4 or test_every",
+    "tests/contract/test_memories.py": "Bounded and (leader_blocks or random_k or topk-gather) or has_a_law",
+    "tests/contract/test_cuda_tensors.py": "leader_blocks or gather_shared or Bounded",
+    "tests/kernels/test_no_host_sync.py": "leader_blocks or gather_shared or Bounded",
+    "tests/test_cli.py": "builds_its_sparsifier and leader_blocks or little_else",
+    "tests/test_docs.py": "table or threshold",
+    "tests/test_imports.py": "leader_blocks or gather_shared or bounded",
+    "tests/test_memory.py": "every_memory_has_a_name",
+    "tests/test_metrics.py": "test",
+    "tests/compare/test_methods.py": "leader_blocks or names_are_unique",
+    "tests/test_drivers.py": "leader_blocks or gather_shared",
+}
+"""What must pass then: files, and which of their tests."""
+
+
+def test_the_page_touches_what_it_promises() -> None:
+    assert {part: {change.path for change in those} for part, those in changes().items() if those} == TOUCHED
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("not_launched")
+def test_nothing_else_has_to_be_touched(tmp_path: Path) -> None:
+    root = copy(tmp_path / "copy")
+    for those in changes().values():
+        for change in those:
+            change.make(root)
+    chosen = " or ".join(f"{Path(file).stem} and ({words})" for file, words in TESTS.items())
+    environment = os.environ | {"PYTHONPATH": str(root), "JSONARGPARSE_DEPRECATION_WARNINGS": "off"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}"]
+    command += ["-k", chosen, *TESTS]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -1,0 +1,167 @@
+"""A Python for programs that tests start: torch and Lightning are imported already, which takes a new one five seconds.
+
+`warm_python()` is the path of a program to call as one calls ``python``: with a script, ``-m`` or ``-c``. It asks this
+module, running as a server, for a fork that does it: with the caller's environment, folder and open files. The fork
+ends like its caller, which passes signals on to it, and has the same program as `sys.executable`. Tests of what is
+imported, and when, need a real one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import gc
+import json
+import os
+import random
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+CALLER = """#!{python} -IS
+import json, os, signal, socket, sys
+
+numbers = []
+for number in map(int, os.listdir("/proc/self/fd")):
+    try:
+        os.fstat(number)
+        numbers.append(number)
+    except OSError:  # the one that listed them
+        pass
+link = socket.socket(socket.AF_UNIX)
+link.connect({address!r})
+for passed_on in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(passed_on, lambda number, frame: link.sendall(bytes([number])))
+told = json.dumps([sys.argv, dict(os.environ), os.getcwd(), numbers]).encode()
+socket.send_fds(link, [len(told).to_bytes(4, "big")], numbers)
+link.sendall(told)
+status = int(link.makefile().read() or 1)
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+@functools.cache
+def warm_python() -> str:
+    """The program's path; `sys.executable` where the system lacks what it needs."""
+    if not hasattr(os, "pidfd_open"):
+        return sys.executable
+    program = Path(tempfile.mkdtemp(prefix="warm-")) / "python"  # the server removes it
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.warm", str(program)],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+    atexit.register(server.communicate)  # ends it; so does the end of this process
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    return str(program)
+
+
+def serve(program: str) -> list[str]:
+    """Fork for each call; only the forks return, with the caller's arguments."""
+    address = f"{program}.socket"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    Path(program).write_text(CALLER.format(python=sys.executable, address=address))
+    Path(program).chmod(0o700)
+    paths = sys.path[1:]
+    print("ready", flush=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait for the forks
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:  # who started this has ended
+            shutil.rmtree(Path(program).parent)
+            sys.exit()
+        link, _ = listener.accept()
+        if not os.fork():
+            break
+        link.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    length, files, _, _ = socket.recv_fds(link, 4, 250)
+    told = b""
+    while len(told) < int.from_bytes(length, "big"):
+        told += link.recv(65536)
+    arguments, environment, folder, numbers = json.loads(told)
+    child = os.fork()
+    if child:
+        for file in files:
+            os.close(file)
+        wait_for(child, link)
+    for number, file in zip(numbers, [fcntl.fcntl(file, fcntl.F_DUPFD, 512) for file in files], strict=True):
+        os.dup2(file, number)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number not in numbers:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(number)
+    listener.detach()
+    link.detach()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    random.seed()
+    sys.executable = program
+    sys.path[:] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *paths]
+    return list(arguments[1:])
+
+
+def wait_for(child: int, link: socket.socket) -> None:
+    """Pass signals on to the child, and how it ends to the caller; if the caller is killed, kill it."""
+    ended = os.pidfd_open(child)
+    while ended not in select.select([link, ended], [], [])[0]:
+        passed_on = link.recv(1)
+        os.kill(child, passed_on[0] if passed_on else signal.SIGKILL)
+        if not passed_on:
+            break
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(OSError):
+        link.sendall(str(status).encode())
+    os._exit(0)
+
+
+def run(arguments: list[str]) -> None:
+    """What Python does with these arguments."""
+    while arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
+        del arguments[: 2 if arguments[0] in ("-X", "-W") else 1]
+    what, *rest = arguments
+    if what == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(main))
+    elif what == "-m":
+        sys.path[0] = os.getcwd()
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(what).resolve().parent)
+        sys.argv = arguments
+        runpy.run_path(what, run_name="__main__")
+
+
+if __name__ == "__main__":
+    import pytorch_lightning.cli  # noqa: F401
+    import torch.distributed.elastic.agent.server.api  # noqa: F401
+
+    import lightning_sparse  # noqa: F401
+    import tests.trainers  # noqa: F401
+
+    gc.freeze()  # else each fork looks at all of it when it ends, which takes seconds
+    run(serve(sys.argv[1]))
