@@ -26,6 +26,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -36,10 +37,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import lightning_sparse as ls
-from lightning_sparse.bench.judge import train
-from lightning_sparse.bench.methods import Method
-from lightning_sparse.bench.sheets import Sheet
-from lightning_sparse.bench.tasks import Optimizer, check, label, optimizer_of, text
+from lightning_sparse.compare.methods import Method
+from lightning_sparse.compare.sheets import Sheet
+from lightning_sparse.compare.tasks import Optimizer, check, label, text
+from lightning_sparse.compare.training import train
 
 DECAY = 0.01
 RATES = 2.0**-14, 4.0  # the search stays between them
@@ -53,11 +54,11 @@ class Way(NamedTuple):
 
 
 def adamw(beta1: float = 0.9) -> Callable[[float], Optimizer]:
-    return lambda rate: optimizer_of("AdamW", lr=rate, betas=(beta1, 0.999), weight_decay=DECAY)
+    return lambda rate: partial(torch.optim.AdamW, lr=rate, betas=(beta1, 0.999), weight_decay=DECAY)
 
 
 def sgd(rate: float) -> Optimizer:
-    return optimizer_of("SGD", lr=rate, weight_decay=DECAY)
+    return partial(torch.optim.SGD, lr=rate, weight_decay=DECAY)
 
 
 WAYS = {

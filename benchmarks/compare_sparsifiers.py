@@ -9,7 +9,7 @@ of their own. Takes hours; what was interrupted goes on where it stopped when th
 import argparse
 from pathlib import Path
 
-from lightning_sparse.cli import judge, simulate
+from lightning_sparse_cli.commands import judge, simulate
 
 
 def main(args: list[str] | None = None) -> None:

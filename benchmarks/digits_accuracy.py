@@ -4,7 +4,7 @@ Trains the digits network of `examples/train_digits.py` with dense DDP and with 
 seeds, on two CPU processes (gloo) that both run Lightning's Trainer.
 
 Held fixed over all runs: model, data, split, batch size, learning rate, momentum and number of steps, all as in
-`configs/dense.yaml`; error feedback, exchange, grouping and the rest of each strategy at its defaults, but for biases
+`configs/base.yaml`; error feedback, exchange, grouping and the rest of each strategy at its defaults, but for biases
 and small tensors, which are sparsified as well; the fixed threshold of Hard-threshold as in
 `configs/hard_threshold.yaml`. Only the strategy and the seed differ. A seed decides the initial weights and the order
 of the images, equally for all methods; the 360 validation images never change.
@@ -114,7 +114,7 @@ def train(
     method: str, seed: int, density: float, steps: int, adamw: tuple[float, float] | None = None
 ) -> dict[str, float]:
     """One run, on every rank; equal results on all of them."""
-    config = read_config("dense")
+    config = read_config("base")
     pl.seed_everything(seed, verbose=False)
     model = (DigitsClassifier if adamw is None else WithAdamW)(**config["model"])
     if isinstance(model, WithAdamW) and adamw is not None:
@@ -248,7 +248,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__.split("\n\n")[0], epilog="See the top of the file for what is held fixed."
     )
     sparse = [method for method in METHODS if method != "dense"]
-    steps = read_config("dense")["trainer"]["max_steps"]
+    steps = read_config("base")["trainer"]["max_steps"]
     parser.add_argument("--density", type=float, default=0.01, help="target of the sparsified runs (default: 0.01)")
     parser.add_argument("--steps", type=int, default=steps, help=f"training steps (default: {steps})")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")

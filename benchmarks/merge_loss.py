@@ -10,7 +10,8 @@ pairs that a linear search has found in 20 us + 1 ns x.
 
 Columns: how long the best groups take, and how many there are, on average; then by how much the rule takes longer, in
 % of the best time: mean and, in brackets, the worst over all models. Forward is not counted; with it, all losses are
-smaller. "omgs" and "mg-wfbp" are the published greedy rules; "layers" merges nothing, "8192" is the fixed threshold of
+smaller. "omgs" and "mg-wfbp" are the published greedy rules, with and
+without regard to selections; "layers" merges nothing, "8192" is the fixed threshold of
 MGS-SGD, "model" is one message.
 
     python benchmarks/merge_loss.py
@@ -27,15 +28,16 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from lightning_sparse.grouping import (
+from lightning_sparse.performance import (
     CostModel,
+    Curve,
     Line,
     Network,
     greedy_merge,
     iteration_seconds,
-    merge_below,
     optimal_merge,
 )
+from lightning_sparse.plan import merge_below
 
 RANKS, DENSITY, BACKWARD = 8, 0.001, 50e-3
 LINKS = {
@@ -44,15 +46,16 @@ LINKS = {
     "10 Gbit/s, 30 us": (10e9, 30e-6),
     "100 Gbit/s, 5 us": (100e9, 5e-6),
 }
+SORT = Curve(*zip(*((2**i, 2.19e-10 * i * 2**i) for i in range(31)), strict=True))
 COSTS: dict[str, Callable[[Network], CostModel]] = {
-    "dense": lambda network: CostModel(network.dense()),
-    "sorted": lambda network: CostModel(network.gather_pairs(DENSITY), sorting=2.19e-10),
-    "searched": lambda network: CostModel(network.gather_pairs(DENSITY), Line(20e-6, 1e-9)),
+    "dense": lambda network: CostModel(network.all_reduce.per(4)),
+    "sorted": lambda network: CostModel(network.all_gather.per(8 * DENSITY), SORT),
+    "searched": lambda network: CostModel(network.all_gather.per(8 * DENSITY), Line(20e-6, 1e-9)),
 }
 Groups = list[list[int]]
 RULES: dict[str, Callable[[list[int], list[float], CostModel], Groups]] = {
-    "omgs": lambda numels, backward, cost: greedy_merge(numels, backward, cost, "omgs"),
-    "mg-wfbp": lambda numels, backward, cost: greedy_merge(numels, backward, cost, "mg-wfbp"),
+    "omgs": lambda numels, backward, cost: greedy_merge(numels, backward, cost),
+    "mg-wfbp": lambda numels, backward, cost: greedy_merge(numels, backward, CostModel(cost.exchange)),
     "layers": lambda numels, backward, cost: merge_below(numels, 0),
     "8192": lambda numels, backward, cost: merge_below(numels, 8192),
     "model": lambda numels, backward, cost: merge_below(numels, math.inf),

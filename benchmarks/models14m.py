@@ -1,9 +1,10 @@
-"""Two models of 14 million parameters that leave very different room for overlap.
+"""Models of 10 to 15 million parameters that leave very different room for overlap.
 
 - lstm: a language model of four layers. Its decoder finishes backward first, its embedding last, and each of them holds
   a third of the parameters: what the embedding has to exchange cannot overlap with anything.
 - vgg: VGG16 for images of 32 x 32 with batch normalisation and a single linear layer on top. Its last six convolutions
   hold 88 % of the parameters and finish first, most of the time goes into those before them, with few parameters.
+- mlp: ten equal linear layers of 1.05 M.
 
 Inputs are random: what is measured with these models is time.
 """
@@ -70,4 +71,25 @@ class VGG(nn.Module):
         return images, torch.randint(cls.classes, (rows,), generator=generator)
 
 
-MODELS: dict[str, type[LSTMLanguageModel] | type[VGG]] = {"lstm": LSTMLanguageModel, "vgg": VGG}
+class MLP(nn.Module):
+    """10.5 M parameters: ten linear layers of width 1024."""
+
+    batch_size, width = 64, 1024
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(10) for layer in (nn.Linear(self.width, self.width), nn.ReLU())]
+        self.layers = nn.Sequential(*layers[:-1])
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Mean squared error, for (batch, 1024) inputs and targets."""
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.layers(inputs), targets)
+
+    @classmethod
+    def random_batch(cls, generator: torch.Generator, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
+        inputs, targets = torch.randn(2, batch_size or cls.batch_size, cls.width, generator=generator)
+        return inputs, targets
+
+
+MODELS: dict[str, type[LSTMLanguageModel] | type[VGG] | type[MLP]] = {"lstm": LSTMLanguageModel, "vgg": VGG, "mlp": MLP}

@@ -29,8 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 
 RANKS = 2
-GUARDS = ("_conclude", "_hear_verdict", "drop_void")
-"""Methods of the engine that only safety needs."""
 
 
 class Digits(nn.Module):
@@ -75,7 +73,13 @@ class Variant:
         self.guarded = guarded
         self.inside = 0.0
         if guarded:
-            for owner, name in [(self.engine, name) for name in GUARDS] + [(self.engine.tuners[0], "before_step")]:
+            reducer = self.engine._reducer  # methods that only safety needs
+            for owner, name in [
+                (reducer, "_conclude"),
+                (reducer.skipped, "resolve"),
+                (self.engine, "drop_void"),
+                (self.engine.tuners[0], "before_step"),
+            ]:
                 setattr(owner, name, self.timed(getattr(owner, name)))
 
     def timed(self, method: Callable[..., Any]) -> Callable[..., Any]:

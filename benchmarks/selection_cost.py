@@ -27,8 +27,10 @@ from rich.table import Table
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.bench.tasks import heavy_tail
-from lightning_sparse.types import Context
+from lightning_sparse.collective import drive_mirrored
+from lightning_sparse.compare.tasks import heavy_tail
+from lightning_sparse.core import Context
+from lightning_sparse.messages import resolve
 
 BASELINE = "topk"
 WARM_UP = 4  # turns that are not counted: first thresholds, first buffers
@@ -54,10 +56,9 @@ class Chooser:
             world_size=n,
             counts=self.counts,
             union=None if self.counts is None else self.counts.sum(),
-            gather=lambda x: x.unsqueeze(0).expand(n, *x.shape).clone(),
         )
         began = time.perf_counter()
-        selection, self.state = self.sparsifier.select(acc, self.state, ctx)
+        (selection, self.state), _ = drive_mirrored(resolve(self.sparsifier.select(acc, self.state, ctx)), n)
         seconds = time.perf_counter() - began
         picks = selection.indices[: int(selection.count)]
         self.residual = acc.index_fill_(0, picks, 0.0)

@@ -1,8 +1,9 @@
-"""What do overlap and grouping bring when four ranks talk over slow links?
+"""What do overlap and grouping bring when ranks talk over slow links?
 
-Four ranks live in four network namespaces of this machine. A virtual cable leads from each of them to a bridge in a
-fifth namespace, and a token bucket filter at both ends of every cable limits what a rank sends and what it receives to
-the given rate each. They train the models of `models14m.py` (14 million parameters) on random data, with gloo.
+Four ranks, or as many as `--ranks` says, live in network namespaces of this machine. A virtual cable leads from each of
+them to a bridge in one more namespace, and a token bucket filter at both ends of every cable limits what a rank sends
+and what it receives to the given rate each. They train the models of `models14m.py` (10 to 15 million parameters) on
+random data, with gloo.
 
 Parts, each for every model and rate:
 
@@ -10,7 +11,8 @@ Parts, each for every model and rate:
   thread. How much of the time for selection and exchange does backward still wait for?
 - plans: one sparsifier on the communication thread with different groupings: layer, bucket, merge_below, model, and
   optimal_merge, which measures for some steps and regroups by itself.
-
+- messages: those of all groups of a step together, and those of each group by themselves (`messages`), for UnionTopK by
+  bucket and by layer.
 - advice: `ls.advise` predicts step times of some sparsifiers; then they are measured with three groupings.
 
 All parts also measure `dense` (plain DDP, which overlaps its all-reduce with backward) and `compute` (`no_sync`, no
@@ -21,16 +23,18 @@ time is the slowest rank's; `select_ms`, `exchange_ms` and `exposed_ms` are the 
 slow and takes part in some rounds only; other rounds are paired with the nearest of these. Ratios are medians of
 paired rounds, with quartiles, below 1 is faster.
 
-Held fixed: model, batch, SGD, one compute thread per rank. DDP's buckets are of 25 MiB after a
-first one of 1 MiB; as a group cannot start before DDP hands over the buckets that hold it, `--plan-bucket-mb` makes
-them smaller for the plans other than bucket. The latency of the virtual cables is far below a real network's, and
-the ranks share the cores of one machine: what this shows is bandwidth.
+Held fixed: model, batch, SGD, one compute thread per rank; messages of each group travel by themselves, as predictions
+assume, but in the part messages. DDP's buckets are of 25 MiB after a first one of 1 MiB; as a group cannot start before
+DDP hands over the buckets that hold it, `--plan-bucket-mb` makes them smaller for the plans other than bucket. The
+latency of the virtual cables is far below a real network's, and the ranks share the cores of one machine: what this
+shows is bandwidth.
 
 Needs root (network namespaces) and the commands ip and tc; says so and ends with 0 otherwise. Namespaces are removed at
 the end whatever happens. Results are kept in the folder `--out` after every round; `--tables` prints them again.
 
     sudo python benchmarks/shaped_links.py
     sudo python benchmarks/shaped_links.py --parts plans --models vgg --mbit 100 --rounds 20 --csv plans.csv
+    sudo python benchmarks/shaped_links.py --ranks 2 --parts overlap --models mlp --mbit 100 1000 10000
     python benchmarks/shaped_links.py --tables --out shaped_links
 """
 
@@ -48,16 +52,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-RANKS = 4
-NAMESPACES = [f"shaped-{os.getpid()}-{rank}" for rank in range(RANKS)]
+MOST = 16  # ranks
+NAMESPACES = [f"shaped-{os.getpid()}-{rank}" for rank in range(MOST)]
 MIDDLE = f"shaped-{os.getpid()}-bridge"
 CABLE = "cable"
-PORTS = [f"port{rank}" for rank in range(RANKS)]
-ADDRESSES = [f"10.78.0.{rank + 1}" for rank in range(RANKS)]
+PORTS = [f"port{rank}" for rank in range(MOST)]
+ADDRESSES = [f"10.78.0.{rank + 1}" for rank in range(MOST)]
 GROUPINGS = ("layer", "bucket", "merge_below", "model", "optimal_merge")
 EXECUTORS = ("inline", "thread")
+MESSAGES = ("group", "step")
 TIMES = ("step_ms", "select_ms", "exchange_ms", "exposed_ms")
 
 Job = dict[str, Any]
@@ -73,13 +78,13 @@ def command(*words: str, check: bool = True) -> None:
     subprocess.run(words, check=check, stderr=subprocess.PIPE, text=True)
 
 
-def build() -> None:
-    for name in (MIDDLE, *NAMESPACES):
+def build(ranks: int) -> None:
+    for name in (MIDDLE, *NAMESPACES[:ranks]):
         command("ip", "netns", "add", name)
         command("ip", "-n", name, "link", "set", "lo", "up")
     command("ip", "-n", MIDDLE, "link", "add", "bridge", "type", "bridge")
     command("ip", "-n", MIDDLE, "link", "set", "bridge", "up")
-    for name, port, address in zip(NAMESPACES, PORTS, ADDRESSES, strict=True):
+    for name, port, address in list(zip(NAMESPACES, PORTS, ADDRESSES, strict=True))[:ranks]:
         ends = f"{CABLE} type veth peer name {port} netns {MIDDLE}"
         command("ip", "-n", name, "link", "add", *ends.split())
         command("ip", "-n", name, "addr", "add", f"{address}/24", "dev", CABLE)
@@ -87,26 +92,26 @@ def build() -> None:
         command("ip", "-n", MIDDLE, "link", "set", port, "master", "bridge", "up")
 
 
-def limit(mbit: int) -> None:
+def limit(mbit: int, ranks: int) -> None:
     """Both ends of every cable: a rank's own end limits what it sends, the bridge's end what it receives."""
     # A bucket of 1 ms at full rate: less and the kernel's timer decides the rate, more and messages that fit into the
     # bucket are as good as free. At least some frames.
     burst = max(16 * 1024, mbit * 1_000_000 // 8 // 1000)
     shape = f"tbf rate {mbit}mbit burst {burst} latency 100ms"
-    for name, device in [*((name, CABLE) for name in NAMESPACES), *((MIDDLE, port) for port in PORTS)]:
+    for name, device in [*((name, CABLE) for name in NAMESPACES[:ranks]), *((MIDDLE, port) for port in PORTS[:ranks])]:
         command("tc", "-n", name, "qdisc", "replace", "dev", device, "root", *shape.split())
 
 
 @contextmanager
-def network() -> Iterator[list[subprocess.Popen[bytes]]]:
+def network(ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Builds the namespaces; ends the processes that were put into the list and removes the namespaces at the end."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        build()
+        build(ranks)
         yield processes
     finally:
         end(processes)
-        for name in (*NAMESPACES, MIDDLE):
+        for name in (*NAMESPACES[:ranks], MIDDLE):
             command("ip", "netns", "del", name, check=False)
 
 
@@ -127,15 +132,15 @@ def stop(number: int, frame: Any) -> None:
 
 def launch(job: Job, processes: list[subprocess.Popen[bytes]], seconds: float) -> str | None:
     """All ranks of one part, each in its namespace, as torchrun would start them; what went wrong, if anything."""
-    for rank, name in enumerate(NAMESPACES):
+    for rank, name in enumerate(NAMESPACES[: job["ranks"]]):
         local = {
             "RANK": rank,
             "LOCAL_RANK": rank,
             "ROLE_RANK": rank,
             "GROUP_RANK": 0,
-            "WORLD_SIZE": RANKS,
-            "LOCAL_WORLD_SIZE": RANKS,
-            "ROLE_WORLD_SIZE": RANKS,
+            "WORLD_SIZE": job["ranks"],
+            "LOCAL_WORLD_SIZE": job["ranks"],
+            "ROLE_WORLD_SIZE": job["ranks"],
             "GROUP_WORLD_SIZE": 1,
             "MASTER_ADDR": ADDRESSES[0],
             "MASTER_PORT": 29400,
@@ -175,6 +180,7 @@ class Spec(NamedTuple):
     executor: str = "inline"
     bucket_cap_mb: float = 25
     warm_up: int = 2  # DDP rebuilds its buckets after the first iteration
+    messages: Literal["step", "group"] = "group"
 
 
 class Variant:
@@ -199,6 +205,7 @@ class Variant:
                 sparsifier=spec.sparsifier,
                 density=job["density"],
                 grouping=spec.grouping,
+                messages=spec.messages,
                 executor=spec.executor,
                 rules=ls.Rules(dense_ndim=0, dense_numel=0),  # as the predictions that are compared assume
                 watch=None,
@@ -306,6 +313,17 @@ def measure_plans(job: Job, result: Result, keep: Callable[[], None]) -> None:
     take_turns(job, [*PLAIN, *specs], result, keep)
 
 
+def measure_messages(job: Job, result: Result, keep: Callable[[], None]) -> None:
+    # As the strategy does where exchanges go on beside backward: up to 32 buckets.
+    small = max(1.0, result["parameters"] * 4 / (1 << 20) / 32)
+    specs = [
+        Spec(f"{grouping} {messages}", "union_topk", grouping, "thread", small, messages=messages)
+        for grouping in ("bucket", "layer")
+        for messages in MESSAGES
+    ]
+    take_turns(job, [*PLAIN, *specs], result, keep)
+
+
 ADVISED = ("bucket", "layer", "model")
 """Groupings in which the advisor's predictions are tried."""
 
@@ -339,7 +357,7 @@ def measure_advice(job: Job, result: Result, keep: Callable[[], None]) -> None:
     advice = ls.advise(
         module,
         train_dataloaders=torch.utils.data.DataLoader(batches, batch_size=None),
-        trainer={"devices": RANKS, "accelerator": "cpu"},
+        trainer={"devices": job["ranks"], "accelerator": "cpu"},
         sparsifiers=job["sparsifiers"],
         densities=[job["density"]],
     )
@@ -488,6 +506,18 @@ def plans_rows(result: Result) -> list[Row]:
     return rows
 
 
+def messages_rows(result: Result) -> list[Row]:
+    rounds = Rounds(result)
+    rows: list[Row] = [{"variant": name, "step ms": rounds.median(name, "step_ms")} for name in ("compute", "dense")]
+    for name in rounds.sparse:
+        row = described(rounds, name)
+        grouping, messages = name.split()
+        if messages == "step" and (by_group := f"{grouping} group") in rounds.sparse:
+            row["step / group's"] = rounds.steps(name, by_group)
+        rows.append(row)
+    return rows
+
+
 def described(rounds: Rounds, name: str) -> Row:
     return {
         "variant": name,
@@ -523,6 +553,7 @@ class Part(NamedTuple):
 PARTS = {
     "overlap": Part(measure_overlap, overlap_rows),
     "plans": Part(measure_plans, plans_rows),
+    "messages": Part(measure_messages, messages_rows),
     "advice": Part(measure_advice, advice_rows),
 }
 
@@ -539,8 +570,8 @@ def show(results: list[Result], csv_path: Path | None) -> None:
         headings = list(dict.fromkeys(key for row in rows for key in row))
         rounds = 1 + max((record["round"] for record in result["records"]), default=-1)
         table = Table(
-            title=f"{job['part']}: {job['model']}, {result['parameters']:,} parameters, {job['mbit']} Mbit/s; {RANKS} "
-            f"ranks on {os.cpu_count()} cores, gloo, density {job['density']:g}",
+            title=f"{job['part']}: {job['model']}, {result['parameters']:,} parameters, {job['mbit']} Mbit/s; "
+            f"{job['ranks']} ranks on {os.cpu_count()} cores, gloo, density {job['density']:g}",
             caption=f"{rounds} rounds{'' if result['finished'] else ', interrupted'}, up to {result['memory_mib']} MiB "
             "a rank; times: medians; ratios: medians (quartiles) of paired rounds, below 1 is faster",
         )
@@ -581,7 +612,8 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--models", nargs="+", choices=["lstm", "vgg"], default=["lstm", "vgg"])
+    parser.add_argument("--models", nargs="+", choices=["lstm", "vgg", "mlp"], default=["lstm", "vgg"])
+    parser.add_argument("--ranks", type=int, default=4, help=f"at most {MOST} (default: 4)")
     parser.add_argument("--mbit", type=int, nargs="+", default=[100, 1000], help="link rates (default: 100 1000)")
     parser.add_argument("--sparsifiers", nargs="+", default=["topk", "exdyna", "shared_topk", "union_topk"])
     parser.add_argument("--sparsifier", default="topk", help="of the plans (default: topk)")
@@ -598,8 +630,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tables", action="store_true", help="measure nothing, show what --out holds")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.rounds < 2 or arguments.dense_every < 1:
-        parser.error("expected at least 2 rounds, and --dense-every to be at least 1")
+    if arguments.rounds < 2 or arguments.dense_every < 1 or not 2 <= arguments.ranks <= MOST:
+        parser.error(f"expected 2 to {MOST} ranks, at least 2 rounds, and --dense-every to be at least 1")
     return arguments
 
 
@@ -608,10 +640,10 @@ def measure(arguments: argparse.Namespace) -> list[str]:
     failed = []
     settings = {k: v for k, v in vars(arguments).items() if k not in ("csv", "tables", "job", "timeout")}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    with network() as processes:
+    with network(arguments.ranks) as processes:
         for model in arguments.models:
             for mbit in arguments.mbit:
-                limit(mbit)
+                limit(mbit, arguments.ranks)
                 for part in arguments.parts:
                     job = settings | {"part": part, "model": model, "mbit": mbit, "out": str(arguments.out)}
                     begin = time.monotonic()
