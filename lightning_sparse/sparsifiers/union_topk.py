@@ -156,8 +156,11 @@ def _pick_host(acc: Tensor, share: int, spare: int, turn: int, n: int) -> Tensor
         first[top_k(acc[candidates], share)] = True
     own = candidates[(candidates % n == turn) & ~first]
     if own.numel() < spare and candidates.numel() < numel:
-        stripe = torch.arange(turn, numel, n, device=acc.device)
-        own = stripe[~torch.isin(stripe, candidates[first], assume_unique=True)]
+        mine = candidates[first]
+        mine = mine[mine % n == turn]
+        stripe = acc[turn::n].contiguous()
+        own = top_k(stripe, min(stripe.numel(), spare + mine.numel())) * n + turn
+        own = own[~torch.isin(own, mine, assume_unique=True)]
     if own.numel() > spare:
         own = own[top_k(acc[own], spare)] if spare else own[:0]
     return torch.cat([2 * candidates[first], 2 * own + 1]).sort().values
