@@ -19,6 +19,7 @@ from lightning_sparse.exchanges import *  # noqa: F403
 from lightning_sparse.flush import flush
 from lightning_sparse.integrations import packages as _packages  # registers the strategy names
 from lightning_sparse.memory import *  # noqa: F403
+from lightning_sparse.optim import Adam, AdamW
 from lightning_sparse.performance import HiddenDensity, OptimalMerge, TimeBudget
 from lightning_sparse.plan import GROUPINGS, Grouping, MergeBelow, Rules
 from lightning_sparse.reducer import Engine
@@ -41,6 +42,8 @@ __version__ = "0.1.0"
 __all__ = [
     "GROUPINGS",
     "Accordion",
+    "Adam",
+    "AdamW",
     "Constant",
     "DensitySchedule",
     "Engine",

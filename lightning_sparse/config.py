@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
 from lightning_sparse.checks import check_integer, expect, is_number
 from lightning_sparse.density import Constant, DensitySchedule, as_schedule
-from lightning_sparse.exchanges import Exchange, as_exchange
+from lightning_sparse.exchanges import EXCHANGES, Exchange, as_exchange
 from lightning_sparse.fields import Resolved, documented, hints_of
 from lightning_sparse.memory import Memory, NoMemory, as_memory
 from lightning_sparse.plan import GROUPINGS, Grouping, Rules, as_rules
@@ -119,7 +119,8 @@ class SparsificationConfig:
     """Share of coordinates to send, in (0, 1], or a schedule such as ``Warmup(0.25, 0.01, steps=500)`` over backward
     passes with an exchange."""
     memory: Resolved[Memory | str | None, Memory] = Resolved(None, as_memory)
-    """Error feedback: an instance, a name such as "low_pass", or None for ``Residual()``."""
+    """Error feedback: an instance, a name such as "low_pass", or None for ``Residual()``, which becomes
+    ``SecondMoment()`` with torch's Adam and AdamW where the exchange can carry their second moments."""
     exchange: Resolved[Exchange | str | None, Exchange] = Resolved(None)  # with the sparsifier, below
     """How what was selected travels: an instance, a name such as "reduce_union", or None for the sparsifier's natural
     one."""
@@ -165,6 +166,12 @@ class SparsificationConfig:
 
     def __post_init__(self) -> None:
         vars(self)["exchange"] = as_exchange(self.exchange, self.sparsifier)
+        if self.memory.needs_second and not self.exchange.carries_second:
+            fitting = [n for n, e in EXCHANGES.items() if e.carries_second and self.sparsifier.agreement in e.accepts]
+            raise ValueError(
+                f"{type(self.memory).__name__} needs an exchange that averages second moments, too, and "
+                f"{EXCHANGES.name_of(self.exchange)!r} does not. Exchanges that fit: {', '.join(fitting)}."
+            )
         patterns = self.rules.also_dense(self.dense).dense
         vars(self)["dense"] = patterns[len(self.rules.dense) :]
         vars(self)["rules"] = replace(self.rules, dense=tuple(dict.fromkeys(patterns)))

@@ -61,6 +61,9 @@ class Context(NamedTuple):
     """How many times larger what waits in the residuals is than it would be at a constant learning rate; above 1 for a
     while after the rate has dropped, with ``lr_aware``. Thresholds that are kept in units of the accumulator are
     multiplied by it where they are applied."""
+    second: Tensor | None = None
+    """(numel + 1,) vector of this rank whose mean over ranks is wanted wherever an average is formed, at least 0; None:
+    there is none. For exchanges, see :attr:`~lightning_sparse.exchanges.Exchange.carries_second`."""
 
 
 class Selection(NamedTuple):
@@ -100,6 +103,8 @@ class Update(NamedTuple):
     """() int64 number of different coordinates in ``indices``."""
     named: Tensor | None = None
     """() int64 different coordinates that the ranks named, where these may be more than ``union``."""
+    second: Tensor | None = None
+    """(u,) mean over ranks of :attr:`Context.second`, as far as it travels exactly, where it was given."""
 
 
 class GroupState(NamedTuple):

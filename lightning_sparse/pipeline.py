@@ -97,7 +97,10 @@ def exchange_group(
         acc[span].zero_()
     finite = all_finite(acc)
     fill_if_(acc, ~finite, 0.0)  # a rank in trouble takes part in the survey like the others
-    selection, selector = yield from meter.watch(resolve(sparsifier.select(acc[:-1], state.selector, ctx)))
+    score = memory.score_(state.memory, acc, grad)
+    score = acc[:-1] if score is None else fill_if_(score, ~finite, 0.0)
+    selection, selector = yield from meter.watch(resolve(sparsifier.select(score, state.selector, ctx)))
+    ctx = ctx._replace(second=memory.second(state.memory))
     selected = Stamp.now(grad.device)
     update = yield from meter.watch(resolve(exchange(*_raise_alarm(acc, selection, finite), ctx)))
     values, sent = _as_gradient(update.values, grad.dtype, scale)

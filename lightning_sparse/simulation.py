@@ -31,6 +31,8 @@ class StepTrace(NamedTuple):
     """(n,) float64 magnitude that decided on each rank, or None."""
     update: Tensor
     """(numel,) mean over ranks of what was released."""
+    divisor: Tensor | None
+    """(numel,) what the update has to be divided by to be a step of Adam, where it arrived; None: it is a gradient."""
     residual_norm: Tensor
     """(n,) float64 Euclidean norms of the residuals after the step."""
     quantities: dict[str, float]
@@ -155,6 +157,7 @@ def _trace(
     sparsifier: Sparsifier,
 ) -> StepTrace:
     first, numel = statistics[0], update.numel()
+    divisor = memory.divisor(states[0].memory)
     indices = torch.arange(numel, device="cpu") if first.indices is None else torch.unique(first.indices.cpu())
     indices = indices[indices < numel]
     thresholds = [s.threshold for s in statistics if s.threshold is not None]
@@ -169,6 +172,7 @@ def _trace(
         indices=indices,
         threshold=torch.stack(thresholds).cpu() if thresholds else None,
         update=update,
+        divisor=None if divisor is None else divisor[:-1].clone(),
         residual_norm=torch.tensor(norms, dtype=torch.float64, device="cpu"),
         quantities=quantities,
         bytes_sent=torch.tensor([s.bytes_sent for s in statistics], dtype=torch.float64, device="cpu"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.core import Context, Update
-from lightning_sparse.memory import NoMemory, Residual, as_memory
+from lightning_sparse.memory import Adapting, NoMemory, Residual, as_memory
 from lightning_sparse.memory.base import FeedbackState
 from tests.lockstep import noise
 
@@ -28,6 +28,7 @@ MEMORIES = [
     ls.MomentumCorrection(0.5, nesterov=True, masking=False),
     ls.AdamCorrection(),
     ls.AdamCorrection(beta1=0.9),
+    ls.SecondMoment(),
     ls.ClipByNorm(1.0),
     ls.ClipByNorm(1.0, ls.MomentumCorrection()),
     NoMemory(),
@@ -41,7 +42,7 @@ def formulation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param == "static":
         memories = [module for name, module in sys.modules.items() if name.startswith("lightning_sparse.memory")]
         asking = [module for module in memories if "static_shapes" in vars(module)]
-        assert len(asking) == 3
+        assert len(asking) == 2
         for module in asking:
             monkeypatch.setattr(module, "static_shapes", lambda device: True)
 
@@ -557,7 +558,7 @@ def test_edges_of_the_ranges_are_allowed() -> None:
 
 
 def test_as_memory() -> None:
-    assert as_memory(None) == Residual()
+    assert as_memory(None) == Adapting()
     assert as_memory(ls.LowPass(0.5)) == ls.LowPass(0.5)
     assert as_memory("low_pass") == as_memory("LowPass") == ls.LowPass()
     with pytest.raises(ValueError, match=r"Unknown memory 'lowpas'\. Did you mean 'low_pass'\? Known names: adam_corr"):

@@ -81,7 +81,7 @@ class Watchdog:
             self._check_optimizer(optimizer, engine)
 
     def _check_optimizer(self, optimizer: Optimizer, engine: Engine) -> None:
-        if not of_adams_family(optimizer):
+        if not of_adams_family(optimizer) or engine.takes_steps_of(optimizer):
             return
         # Where nothing waits in a residual, or is averaged there already, nothing comes too late.
         groups = [g for g in self._sparse_groups(engine) if g.sparsifier.agreement is not Agreement.EVERYTHING]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.kernels import pad, static_shapes
-from lightning_sparse.messages import AllGather, Steps
+from lightning_sparse.messages import AllGather, AllReduce, Steps
 from lightning_sparse.registry import Registry
 
 
@@ -25,6 +25,8 @@ class Exchange(ABC):
 
     accepts: ClassVar[frozenset[Agreement]]
     """Kinds of selections this pattern is right for."""
+    carries_second: ClassVar[bool] = False
+    """Whether it averages :attr:`Context.second <lightning_sparse.core.Context.second>`, too, where there is one."""
 
     @abstractmethod
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Update | Steps[Update]:
@@ -68,6 +70,27 @@ def as_exchange(exchange: Exchange | str | None, sparsifier: object) -> Exchange
     return chosen
 
 
+def reduce_at(acc: Tensor, indices: Tensor | None, ctx: Context) -> Steps[tuple[Tensor, Tensor | None]]:
+    """The means over ranks of acc and of :attr:`Context.second` at common coordinates, in one all-reduce.
+
+    Args:
+        acc: (numel + 1,) accumulator of this rank.
+        indices: (u,) equal on all ranks; None: all coordinates in order.
+        ctx: the step.
+
+    Returns:
+        Two tensors of u values; None for the second one where there is none.
+    """
+    values = acc[:-1] if indices is None else acc[indices]
+    if ctx.second is None:
+        total = yield AllReduce(values)
+        return total / ctx.world_size, None
+    second = ctx.second[:-1] if indices is None else ctx.second[indices]
+    total = yield AllReduce(torch.cat([values, second]))
+    mean, mean_second = (total / ctx.world_size).chunk(2)
+    return mean, mean_second
+
+
 def own_picks(selection: Selection) -> Tensor:
     """Coordinates that this rank picked, as an update may have them: without padding on the CPU."""
     indices = selection.indices
@@ -85,6 +108,8 @@ class Picks(NamedTuple):
     """(n,) int64."""
     spare: list[Tensor] | None = None
     """n tensors of bool like ``indices``: which picks are spare, see :class:`~lightning_sparse.core.Selection`."""
+    codes: list[Tensor] | None = None
+    """n tensors of integers like ``indices``, if something was told of second values."""
 
     def joined(self) -> Tensor:
         """All coordinates, in rank order."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange
-from lightning_sparse.messages import AllReduce, Steps
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange, reduce_at
+from lightning_sparse.messages import Steps
 
 
 @EXCHANGES.register
@@ -22,10 +22,11 @@ class Dense(Exchange):
     """
 
     accepts: ClassVar[frozenset[Agreement]] = frozenset(Agreement)
+    carries_second: ClassVar[bool] = True
 
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         n, numel = ctx.world_size, acc.numel() - 1
-        total = yield AllReduce(acc[:-1])
+        mean, second = yield from reduce_at(acc, None, ctx)
         counts = torch.full((n,), numel, device=acc.device)
-        return Update(None, total / n, None, None, counts, torch.full((), numel, device=acc.device))
+        return Update(None, mean, None, None, counts, torch.full((), numel, device=acc.device), second=second)

@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange
-from lightning_sparse.messages import AllReduce, Broadcast, Steps
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange, reduce_at
+from lightning_sparse.messages import Broadcast, Steps
 
 
 @EXCHANGES.register
@@ -30,11 +30,12 @@ class FollowLeader(Exchange):
     """
 
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.LEADER})
+    carries_second: ClassVar[bool] = True
 
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         n, padding = ctx.world_size, acc.numel() - 1
         indices = (yield Broadcast(selection.indices.int(), ctx.step % n)).long()
-        total = yield AllReduce(acc[indices])
+        mean, second = yield from reduce_at(acc, indices, ctx)
         size = (indices < padding).sum()
-        return Update(indices, total / n, indices, None, size.repeat(n), size)
+        return Update(indices, mean, indices, None, size.repeat(n), size, second=second)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, same_length
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, reduce_at, same_length
 from lightning_sparse.exchanges.reduce_union import union_of
-from lightning_sparse.kernels import static_shapes
+from lightning_sparse.kernels import locate, pad, static_shapes
 from lightning_sparse.messages import AllGather, AllReduce, Steps
 
 BLOCK = 1 << 16
@@ -25,6 +25,10 @@ CLASSES, CLASS_BITS = 8, 3
 """Classes of magnitude of a rank's picks, each 2**3 times smaller than the one before."""
 LOWEST = -1100
 """A *level* is the exponent of a step, counted from here, below that of any number."""
+NARROW_RANKS = 16
+"""Up to so many ranks, a value and a second value share 16 bits."""
+CODE_ZERO = 128
+"""Code of the power of two 1."""
 SILENT, TROUBLE = 0, (1 << 20) - 1
 """Levels of a rank that has picked nothing but zeros, and of one with a value that is not finite."""
 
@@ -55,36 +59,98 @@ class PackedUnion(Exchange):
 
     At density 1, with a single rank, and from 512 ranks on (too few levels), values travel unrounded.
 
+    Where second values are averaged, too (:attr:`Context.second <lightning_sparse.core.Context.second>`), each pick
+    tells the power of two above its own one, in one byte, and at each coordinate all ranks round theirs to multiples of
+    a share of the largest that was told; what is larger than twice that counts as twice that. With up to 16 ranks these
+    multiples take the low bits of the 16-bit integers, and values the others; with more ranks each coordinate has 32.
+
     References:
         Ours. Rounding with error feedback: Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient
         Compression Schemes, ICML 2019, arXiv 1901.09847.
     """
 
+    carries_second: ClassVar[bool] = True
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT, Agreement.SHARED, Agreement.DISJOINT})
 
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         numel, n = acc.numel() - 1, ctx.world_size
-        most = max(1, LANE // n)
-        picks, levels, lowest, trouble = yield from _gather(acc, selection, most, n)
+        lanes = Lanes.of(n, ctx.second is not None)
+        picks, levels, lowest, trouble = yield from _gather(acc, selection, lanes.most, ctx)
         union = union_of(picks, selection, numel, ctx, levels)
         indices, named = union.indices, union.named
-        if n == 1 or count(ctx.density, numel) == numel or most < FEWEST_LEVELS:
-            total = yield AllReduce(acc[indices])
-            return Update(indices, total / n, indices, None, picks.counts, union.size, named)
-        unit = _step_of(_raised(union.levels, lowest, most), acc.dtype)
-        whole = (acc[indices] / unit).round().clamp(-most, most).nan_to_num(nan=0.0)
-        total = unpack((yield AllReduce(pack(whole.int()))), indices.numel())
+        if n == 1 or count(ctx.density, numel) == numel or lanes.most < lanes.fewest:
+            mean, second = yield from reduce_at(acc, indices, ctx)
+            return Update(indices, mean, indices, None, picks.counts, union.size, named, second)
+        unit = _step_of(_raised(union.levels, lowest, lanes.most), acc.dtype)
+        whole = (acc[indices] / unit).round().clamp(-lanes.most, lanes.most).nan_to_num(nan=0.0)
+        if ctx.second is None:
+            total, second = unpack((yield AllReduce(pack(whole.int()))), indices.numel()), None
+        else:
+            top = _second_tops(picks, indices, numel, acc.dtype)
+            # Each rank rounds at a place of its own, so that the sum of n equal numbers is right to one part.
+            parts = (ctx.second[indices] / top * lanes.parts + (ctx.rank + 0.5) / n).floor().clamp(0, lanes.parts)
+            parts = parts.nan_to_num(nan=0.0)
+            words = yield AllReduce(lanes.join(whole.int(), parts.int()))
+            total, parts_sum = lanes.split(words, indices.numel())
+            second = parts_sum * (top / (n * lanes.parts))
         values = (total * unit / n).masked_fill(trouble, float("nan"))
         given, rounded = whole != 0, whole * unit
         if static_shapes(acc.device):
             sent = torch.where(given, indices, numel)
         else:
             sent, rounded = indices[given], rounded[given]
-        return Update(indices, values, sent, rounded, picks.counts, union.size, named)
+        return Update(indices, values, sent, rounded, picks.counts, union.size, named, second)
 
 
-def _gather(acc: Tensor, selection: Selection, most: int, n: int) -> Steps[tuple[Picks, Tensor, Tensor, Tensor]]:
+class Lanes(NamedTuple):
+    """How the integers of a coordinate share a word."""
+
+    most: int
+    """Largest magnitude of a rank's value, in steps."""
+    fewest: int
+    """With fewer, values travel unrounded."""
+    low: int = 0
+    """Bits for second values; 0: there are none."""
+    wide: bool = False
+    """Whether a coordinate has 32 bits, and not 16."""
+    parts: int = 0
+    """Largest second value of a rank, in parts of the largest one that was told."""
+
+    @classmethod
+    def of(cls, n: int, second: bool) -> Lanes:
+        """For n ranks, whose sums must not overflow."""
+        if not second:
+            return cls(max(1, LANE // n), FEWEST_LEVELS)
+        wide = n > NARROW_RANKS
+        bits, low = (31, 12) if wide else (15, 6 if n > NARROW_RANKS // 2 else 5)
+        return cls(((1 << bits - low) - 1) // n, 2, low, wide, ((1 << low) - 1) // n)
+
+    def join(self, values: Tensor, parts: Tensor) -> Tensor:
+        """int32 words of values and parts, of which sums are sums of both."""
+        lanes = (values << self.low) + parts
+        return lanes if self.wide else pack(lanes)
+
+    def split(self, words: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Undo :meth:`join` for sums."""
+        lanes = words if self.wide else unpack(words, size)
+        return lanes >> self.low, lanes & (1 << self.low) - 1
+
+
+def _second_tops(picks: Picks, union: Tensor, padding: int, dtype: torch.dtype) -> Tensor:
+    """(u,) twice the largest power of two that any rank has told for each coordinate of the union."""
+    assert picks.codes is not None
+    joined, codes = picks.joined(), torch.cat(picks.codes)
+    places = locate(union, joined) if union.numel() else joined
+    # Padding, and what was thinned out of the union, goes to one more slot.
+    hit = pad(union, union.numel() + 1, -1)[places.clamp(max=union.numel())] == joined
+    places = torch.where(hit & (joined < padding), places, union.numel())
+    largest = torch.zeros(union.numel() + 1, dtype=codes.dtype, device=codes.device)
+    largest.scatter_reduce_(0, places, codes, "amax")
+    return _step_of(largest[: union.numel()].clamp(min=1) + (1 - CODE_ZERO - LOWEST), dtype)
+
+
+def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps[tuple[Picks, Tensor, Tensor, Tensor]]:
     """Everybody's picks and what is told of them.
 
     Returns:
@@ -103,19 +169,27 @@ def _gather(acc: Tensor, selection: Selection, most: int, n: int) -> Steps[tuple
     blocks = -(-padding // BLOCK)
     short = blocks + (slots + 1) // 2 < slots
     body = _shorten(indices, blocks) if short else indices.int()
-    rows = yield AllGather(torch.cat([head, body, _pack_nibbles(classes)]))
-    end = 2 + body.numel()
-    counts, tops, told = rows[:, 0].long(), rows[:, 1:2].long(), _unpack_nibbles(rows[:, end:], slots)
+    parts = [head, body, _pack_nibbles(classes)]
+    if ctx.second is not None:
+        parts.append(_pack_octets(_codes(ctx.second[indices])))
+    rows = yield AllGather(torch.cat(parts))
+    n, end = ctx.world_size, 2 + body.numel()
+    after = end + parts[2].numel()
+    counts, tops, told = rows[:, 0].long(), rows[:, 1:2].long(), _unpack_nibbles(rows[:, end:after], slots)
     trouble = tops.max() == TROUBLE
     levels = (tops - told % CLASSES * CLASS_BITS).clamp(min=SILENT)
     within = torch.arange(slots, device=acc.device) < counts[:, None]
     lowest = torch.cat([tops, torch.where(within, levels, tops)], dim=1).amin(1).max()
     places = _lengthen(rows[:, 2:end], slots, blocks, padding) if short else rows[:, 2:end].long()
     spare = told >= CLASSES
-    parts = [places, spare, levels]
     ends = [slots] * n if static_shapes(acc.device) else counts.tolist()
-    everyone, spares, each = ([row[:end] for row, end in zip(part, ends, strict=True)] for part in parts)
-    return Picks(everyone, None, counts, None if selection.spare is None else spares), torch.cat(each), lowest, trouble
+
+    def each(rows: Tensor) -> list[Tensor]:
+        return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+    spares = None if selection.spare is None else each(spare)
+    codes = None if ctx.second is None else each(_unpack_octets(rows[:, after:], slots))
+    return Picks(each(places), None, counts, spares, codes), torch.cat(each(levels)), lowest, trouble
 
 
 def _shorten(indices: Tensor, blocks: int) -> Tensor:
@@ -167,6 +241,22 @@ def _unpack_nibbles(words: Tensor, count: int) -> Tensor:
     """Undo :func:`_pack_nibbles` for (n, words): (n, count) int64."""
     octets = words.contiguous().view(torch.uint8)
     return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)[:, :count].long()
+
+
+def _pack_octets(octets: Tensor) -> Tensor:
+    """Four integers of 8 bits, uint8, in each int32 word."""
+    return torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).view(torch.int32)
+
+
+def _unpack_octets(words: Tensor, count: int) -> Tensor:
+    """Undo :func:`_pack_octets` for (n, words): (n, count) int64."""
+    return words.contiguous().view(torch.uint8)[:, :count].long()
+
+
+def _codes(second: Tensor) -> Tensor:
+    """The exponent of the power of two above each second value, in 8 bits: ``2**(code - CODE_ZERO)``; uint8."""
+    exponent = torch.frexp(second).exponent
+    return torch.where(second > 0, exponent + CODE_ZERO, 1).clamp(1, 255).to(torch.uint8)
 
 
 def _classes(magnitudes: Tensor, largest: Tensor) -> Tensor:

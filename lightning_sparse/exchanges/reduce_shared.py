@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange, own_picks
-from lightning_sparse.messages import AllReduce, Steps
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange, own_picks, reduce_at
+from lightning_sparse.messages import Steps
 
 
 @EXCHANGES.register
@@ -25,9 +25,11 @@ class ReduceShared(Exchange):
     """
 
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.IDENTICAL})
+    carries_second: ClassVar[bool] = True
 
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         n, indices = ctx.world_size, own_picks(selection)
-        total = yield AllReduce(acc[indices])
-        return Update(indices, total / n, indices, None, selection.count.repeat(n), selection.count)
+        mean, second = yield from reduce_at(acc, indices, ctx)
+        counts = selection.count.repeat(n)
+        return Update(indices, mean, indices, None, counts, selection.count, second=second)

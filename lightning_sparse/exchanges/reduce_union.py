@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, gather_picks
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, gather_picks, reduce_at
 from lightning_sparse.kernels import distinct, pad, static_shapes, thin, unite
-from lightning_sparse.messages import AllReduce, Steps
+from lightning_sparse.messages import Steps
 
 
 @EXCHANGES.register
@@ -30,14 +30,15 @@ class ReduceUnion(Exchange):
     """
 
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT, Agreement.SHARED, Agreement.DISJOINT})
+    carries_second: ClassVar[bool] = True
 
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         padding = acc.numel() - 1
         picks = yield from gather_picks(selection, None, padding)
         union = union_of(picks, selection, padding, ctx)
-        total = yield AllReduce(acc[union.indices])
-        return Update(union.indices, total / ctx.world_size, union.indices, None, picks.counts, union.size, union.named)
+        mean, second = yield from reduce_at(acc, union.indices, ctx)
+        return Update(union.indices, mean, union.indices, None, picks.counts, union.size, union.named, second)
 
 
 class Union(NamedTuple):

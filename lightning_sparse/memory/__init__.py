@@ -7,7 +7,10 @@ from lightning_sparse.memory.decay import WeightDecay
 from lightning_sparse.memory.low_pass import LowPass
 from lightning_sparse.memory.momentum import MomentumCorrection
 from lightning_sparse.memory.residual import Residual
-from lightning_sparse.memory.residual import as_memory as as_memory  # not one of the package's public names
+from lightning_sparse.memory.second_moment import Adapting as Adapting  # this and the next two are no public names
+from lightning_sparse.memory.second_moment import SecondMoment
+from lightning_sparse.memory.second_moment import as_memory as as_memory
+from lightning_sparse.memory.second_moment import named_in as named_in
 
 __all__ = [
     "MEMORIES",
@@ -18,5 +21,6 @@ __all__ = [
     "MomentumCorrection",
     "NoMemory",
     "Residual",
+    "SecondMoment",
     "WeightDecay",
 ]

@@ -12,12 +12,9 @@ from torch import Tensor
 
 from lightning_sparse.checks import check_positive, check_share
 from lightning_sparse.core import Context
-from lightning_sparse.kernels import static_shapes
-from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState, Memory, Pair
+from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState, Memory, Pair, pieces
 from lightning_sparse.memory.momentum import has_momentum
 
-HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 24
-"""Elements worked on at once: what is only needed on the way stays in cache, or below 64 MiB."""
 ADAPTING = {"betas", "rho", "alpha", "etas", "lr_decay", "beta2_decay", "history_size"}
 """Settings of torch's optimizers other than SGD, each of which has one of these."""
 
@@ -108,7 +105,7 @@ class AdamCorrection(Feedback):
         residual, acc = state.residual
         numel = acc.numel() - 1
         steps = state.steps + 1
-        for piece in _pieces(numel, grad.device):
+        for piece in pieces(numel, grad.device):
             first, second = self._advance(state, grad[:numel][piece], piece)
             first = first / (1 - torch.pow(self.beta1, steps))
             second = second / (1 - torch.pow(self.beta2, steps))
@@ -168,8 +165,3 @@ class AdamCorrection(Feedback):
     def _direction(self, first: Tensor, second: Tensor, n: int) -> Tensor:
         """From bias-corrected moments."""
         return math.sqrt(n) * first / (second.sqrt() + self.eps)
-
-
-def _pieces(numel: int, device: torch.device) -> list[slice]:
-    size = DEVICE_PIECE if static_shapes(device) else HOST_PIECE
-    return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]

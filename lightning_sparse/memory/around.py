@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,26 @@ class Around(Memory):
         grad = grad[: state.numel]
         self.change_(grad, ctx)
         return self.memory.accumulate_(state.inner, grad, ctx)
+
+    def score_(self, state: AroundState, acc: Tensor, grad: Tensor) -> Tensor | None:
+        """As the memory inside."""
+        return self.memory.score_(state.inner, acc, grad)
+
+    def second(self, state: AroundState) -> Tensor | None:
+        """As the memory inside."""
+        return self.memory.second(state.inner)
+
+    def divisor(self, state: AroundState) -> Tensor | None:
+        """As the memory inside."""
+        return self.memory.divisor(state.inner)
+
+    def divide_all_(self, state: AroundState, mean: Callable[[Tensor], Tensor]) -> None:
+        """As the memory inside."""
+        self.memory.divide_all_(state.inner, mean)
+
+    def complete_(self, state: AroundState, span: slice, names: Collection[str]) -> None:
+        """As the memory inside."""
+        self.memory.complete_(state.inner, span, names)
 
     def settle_(self, state: AroundState, update: Update, rounding: Tensor | None = None) -> None:
         """As the memory inside."""
@@ -81,6 +101,11 @@ class Around(Memory):
     def reads_parameters(self) -> bool:
         """Whether this memory or the one inside needs them."""
         return self.memory.reads_parameters
+
+    @property
+    def needs_second(self) -> bool:
+        """As the memory inside."""
+        return self.memory.needs_second
 
     @property
     def has_momentum(self) -> bool:

@@ -7,7 +7,7 @@ what is remembered is never written to, and what was remembered before stays who
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,9 @@ from torch import Tensor
 from lightning_sparse.core import Context, Update
 from lightning_sparse.kernels import static_shapes
 from lightning_sparse.registry import Registry
+
+HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 24
+"""Elements worked on at once: what is only needed on the way stays in cache, or below 64 MiB."""
 
 
 class Memory(ABC):
@@ -29,6 +32,11 @@ class Memory(ABC):
     @property
     def reads_parameters(self) -> bool:
         """Whether :meth:`accumulate_` needs ``ctx.parameters``."""
+        return False
+
+    @property
+    def needs_second(self) -> bool:
+        """Whether exchanges have to average :meth:`second`, too."""
         return False
 
     @property
@@ -54,6 +62,23 @@ class Memory(ABC):
             acc, (numel + 1,), the last slot zero. The caller may change it until :meth:`settle_`.
         """
 
+    def score_(self, state: Any, acc: Tensor, grad: Tensor) -> Tensor | None:
+        """What coordinates are selected by: the larger the magnitude, the sooner they are sent.
+
+        Args:
+            state: this group's state, in a step that has been accumulated.
+            acc: what :meth:`accumulate_` gave.
+            grad: this rank's gradient; the score may take its place.
+
+        Returns:
+            (numel,), or None: acc itself.
+        """
+        return None
+
+    def second(self, state: Any) -> Tensor | None:
+        """(numel + 1,) vector whose mean over ranks is wanted wherever an average arrives; None: nothing more."""
+        return None
+
     @abstractmethod
     def settle_(self, state: Any, update: Update, rounding: Tensor | None = None) -> None:
         """Turn acc into what is to be remembered: take out what was sent.
@@ -72,6 +97,18 @@ class Memory(ABC):
             state: this group's state.
             void: () whether the step counts for nothing.
             unused: coordinates of parameters that no rank used: what is remembered of them stays as it was.
+        """
+
+    def divisor(self, state: Any) -> Tensor | None:
+        """(numel + 1,) what the latest averages have to be divided by to be steps of Adam; None: they are gradients."""
+        return None
+
+    def divide_all_(self, state: Any, mean: Callable[[Tensor], Tensor]) -> None:  # noqa: B027  # most divide nothing
+        """Form :meth:`divisor` for averages at all coordinates, between two steps; collective.
+
+        Args:
+            state: this group's state.
+            mean: over ranks, of a vector.
         """
 
     def scale(self, state: Any, factors: Sequence[tuple[slice, float]]) -> Any:
@@ -97,13 +134,23 @@ class Memory(ABC):
         Args:
             state: of the group that takes, which is still being formed.
             target: where the coordinates lie in it.
-            memory: of the other group: this one, or one that remembers less.
+            memory: of the other group. What this one has no place for is dropped.
             other: state of the other group.
             source: where the coordinates lie there.
         """
-        vectors = self.vectors(state)
-        for name, vector in memory.vectors(other).items():
-            vectors[name][target].copy_(vector[source])
+        vectors, others = self.vectors(state), memory.vectors(other)
+        for name in vectors.keys() & others.keys():
+            vectors[name][target].copy_(others[name][source])
+        self.complete_(state, target, others.keys())
+
+    def complete_(self, state: Any, span: slice, names: Collection[str]) -> None:  # noqa: B027  # most start at zero
+        """Make up for vectors that are not known of some coordinates, when a state is being formed.
+
+        Args:
+            state: what is known is in it.
+            span: the coordinates.
+            names: of the vectors that are known.
+        """
 
     def counters(self, state: Any) -> dict[str, Tensor]:
         """What is remembered of the group as a whole, by name; the tensors themselves, to be filled at the start."""
@@ -233,6 +280,12 @@ class Feedback(Memory):
     def residual(self, state: FeedbackState) -> Tensor:
         """(numel,) view."""
         return state.residual.now[:-1]
+
+
+def pieces(numel: int, device: torch.device) -> list[slice]:
+    """Spans of a group to work on one after the other, so that what is only needed on the way stays in cache."""
+    size = DEVICE_PIECE if static_shapes(device) else HOST_PIECE
+    return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
 def take_out_(acc: Tensor, update: Update) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.checks import check_share
 from lightning_sparse.core import Context
-from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState, Memory
+from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState
 
 
 @MEMORIES.register
@@ -52,13 +52,3 @@ class Residual(Feedback):
         torch.add(grad[:numel], residual[:numel], alpha=self.decay, out=acc[:numel])
         acc[numel:].zero_()
         return acc
-
-
-def as_memory(memory: Memory | str | None) -> Memory:
-    """A memory from an instance or a name such as ``"low_pass"``; :class:`Residual` from None.
-
-    Raises:
-        ValueError: for an unknown name (the closest known ones are listed), a name of a memory that needs arguments, or
-            anything else.
-    """
-    return Residual() if memory is None else MEMORIES.resolve(memory)

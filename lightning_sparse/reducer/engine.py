@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -13,9 +14,13 @@ from torch.nn import Parameter
 
 from lightning_sparse.collective import TorchCollective, ring_all_reduce_bytes
 from lightning_sparse.config import SparsificationConfig
-from lightning_sparse.memory import NoMemory
+from lightning_sparse.core import Agreement
+from lightning_sparse.density import Constant
+from lightning_sparse.memory import Adapting, Memory, NoMemory, named_in
 from lightning_sparse.metrics import Step, summarize
+from lightning_sparse.optim import made_for
 from lightning_sparse.plan import Group
+from lightning_sparse.reducer.adam_steps import AdamSteps
 from lightning_sparse.reducer.agreement import check_equal_on_ranks
 from lightning_sparse.reducer.copied import CopiedEngine
 from lightning_sparse.reducer.flush import average_residuals
@@ -80,6 +85,7 @@ class Engine:
             parameters, settings, comm, device, watch_usage, lambda: self.loss_scale(), self._before_exchange
         )
         self._record, self._skipped = self._reducer.record, self._reducer.skipped
+        self._chosen_memory = settings.memory
         try:
             with self._reducer.on_stream.between_steps():
                 groups = [self._reducer.form(group) for group in plan]
@@ -87,6 +93,8 @@ class Engine:
         except BaseException:
             self._reducer.close()
             raise
+        names = {id(p): name for name, p in parameters.items()}
+        self._adam_steps = AdamSteps(names, self._sparse_group, comm.world_size)
 
     def _agree_on_id(self) -> str:
         number = torch.tensor([secrets.randbits(62)], device=self._device)
@@ -157,6 +165,7 @@ class Engine:
             ValueError: if one does not go with the memory or with ``lr_aware``.
         """
         chosen = list(optimizers)
+        self._suit(chosen)
         for optimizer in chosen:
             self.settings.memory.check_optimizer(optimizer)
         if self.settings.lr_aware:
@@ -164,6 +173,34 @@ class Engine:
         self.optimizers = chosen
         for optimizer in chosen:
             self._record.hold(optimizer)
+
+    def _suit(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Choose the memory that suits these optimizers, where that was left open."""
+        if not isinstance(self._chosen_memory, Adapting) or not self.settings.exchange.carries_second:
+            return
+        sparsified = {
+            id(self._parameters[name])
+            for group in self.groups
+            if not group.plan.dense and group.sparsifier.agreement is not Agreement.EVERYTHING
+            for name in group.spans
+        }
+        memory: Memory = self._chosen_memory
+        if self.settings.density != Constant(1.0):
+            memory = self._chosen_memory.suited(optimizers, sparsified)
+        if memory != self.settings.memory:
+            self._remember_by(memory)
+
+    def _remember_by(self, memory: Memory) -> None:
+        """Go on with another memory, and with what both remember; between two steps."""
+        self.settings = replace(self.settings, memory=memory)
+        self._reducer.remember_by(self.settings)
+
+    def _sparse_group(self, name: str) -> Running | None:
+        return None if self._reducer.direct else self._reducer.group_of.get(name)
+
+    def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
+        return self._adam_steps.takes(optimizer)
 
     def count_as_applied(self) -> None:
         """What the latest exchange handed out has been applied, or never will be: between two steps.
@@ -283,6 +320,8 @@ class Engine:
                     "built, which therefore would not average them. Wrap the model again, attach a new engine and give "
                     "it the state_dict() of this one. (The strategies do so by themselves, between two steps.)"
                 )
+            if not self.optimizers:  # nobody has shown any: those of this package are found
+                self._suit(made_for({id(p) for p in self._parameters.values()}))
             for tuner in self.tuners:
                 tuner.before_step(self)
             if self.settings.lr_aware:
@@ -443,6 +482,12 @@ class Engine:
     def _load(self, state: Mapping[str, Any]) -> Misfits:
         """Nothing changes before all ranks know that all of them can."""
         self._skipped.resolve()
+        if (
+            type(self._chosen_memory) is Adapting
+            and not self.optimizers
+            and (memory := named_in(state.get("settings")))
+        ):
+            self._remember_by(memory)
         draft = load(lambda: self._draft(state), state, self.comm, self._device)
         counts = self._record.latest.counts._replace(step=state["step"], void=state["void_steps"])
         if self._reducer.flush_at is not None:
@@ -463,6 +508,7 @@ class Engine:
         self._closed = True
         for tuner in self.tuners:
             tuner.close()
+        self._adam_steps.close()
         self._reducer.close()
 
     def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:

@@ -152,6 +152,11 @@ class Reducer:
                 groups.append(running)
         self.adopt(groups, self.record.latest.counts)
 
+    def remember_by(self, settings: SparsificationConfig) -> None:
+        """Go on with settings that differ in the memory; between two steps."""
+        self._settings = settings
+        self.regroup([group.plan for group in self.groups])
+
     def receive(self, bucket: Any) -> Future[Tensor]:
         """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""
         with self.failing_together("in backward"):

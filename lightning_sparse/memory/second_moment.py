@@ -1,0 +1,213 @@
+"""Error feedback for Adam: what waits is weighed by the second moment of the rank's own gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparse.checks import check_positive, check_share
+from lightning_sparse.core import Context, Update
+from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState, Memory, Pair, pieces
+from lightning_sparse.memory.residual import Residual
+from lightning_sparse.optim import holds, refusal, settings_of
+
+
+@dataclass(frozen=True)
+class SecondMomentState(FeedbackState):
+    """Two pairs, what the latest averages are to be divided by, and the number of committed steps."""
+
+    second: Pair
+    divisor: Tensor
+    """(numel + 1,) ``sqrt(v) + eps`` where the latest averages arrived, at other coordinates older ones or 1. Not
+    remembered: it belongs to the averages in the gradients."""
+    steps: Tensor
+    """() float64."""
+
+
+@MEMORIES.register
+@dataclass(frozen=True)
+class SecondMoment(Feedback):
+    """Error feedback for Adam and AdamW: coordinates are picked by what a step of Adam would gain there.
+
+    With g a rank's gradient, ``acc = residual + g`` as in :class:`Residual`, and ``v_i = beta2 v_i + (1 - beta2) g^2``
+    of this rank's own gradients, at every step. Coordinates are selected by ``|acc| / v_i^(1/4)``, which orders them
+    like ``acc^2 / sqrt(v_i)``: to first order, how much the loss falls by the step ``acc / sqrt(v_i)``. Where an
+    average arrives, the mean of all ranks' v_i travels with it, and the optimizer steps by
+
+        ``lr sqrt(n) mean(acc) / (sqrt(mean(v) / (1 - beta2^t)) + eps)``
+
+    with decoupled weight decay, and without a first moment: the residual has averaged over the steps that a coordinate
+    waited. Adam behind an exchange of sparse averages forms its second moment of squares of sums and zeros, so that a
+    step has the same length however long a coordinate has waited; this v knows the gradients of every step. It holds
+    the noise of one rank, n times that of the average: hence ``sqrt(n)``, with which a learning rate chosen for dense
+    training keeps its meaning (``docs/adam.md``).
+
+    The engine applies these steps in place of ``torch.optim.Adam`` and ``AdamW`` (and :class:`lightning_sparse.AdamW`)
+    for parameters that are sparsified; parameters that are dense are left to the optimizer. It is what ``memory=None``
+    becomes with such an optimizer, with the optimizer's own beta2 and eps.
+
+    The average in the gradients is that of :class:`Residual`, and nothing of it is lost. Costs five vectors of
+    ``numel`` accumulator elements a rank, three more than :class:`Residual`; Adam's own two are not made for parameters
+    that are sparsified.
+
+    Steps are counted for each group, not for each parameter.
+
+    Args:
+        beta2: decay of the second moment, in [0, 1).
+        eps: added to the root of the second moment, above 0, in units of the gradient.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> import torch
+        >>> stream = torch.tensor([[[5.0, 0.1]], [[-5.0, 0.1]], [[5.0, 0.1]], [[-5.0, 0.1]]])   # one rank, k = 1
+        >>> for memory in (ls.Residual(), ls.SecondMoment()):
+        ...     print([[round(x, 1) for x in s.update.tolist()]
+        ...            for s in ls.simulate(stream, sparsifier="topk", density=0.5, memory=memory)])
+        [[5.0, 0.0], [-5.0, 0.0], [5.0, 0.0], [-5.0, 0.0]]
+        [[5.0, 0.0], [-5.0, 0.0], [0.0, 0.3], [0.0, 0.0]]
+
+    References:
+        Ours. Kingma, Ba, Adam, ICLR 2015, arXiv 1412.6980, algorithm 1; Loshchilov, Hutter, Decoupled weight decay
+        regularization, ICLR 2019, arXiv 1711.05101, algorithm 2.
+    """
+
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        check_share(self.beta2, "beta2", zero=True, one=False)
+        check_positive(self.eps, "eps")
+
+    @property
+    def needs_second(self) -> bool:
+        """Always."""
+        return True
+
+    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> SecondMomentState:
+        """Five vectors of ``numel + 1`` slots."""
+        residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
+        divisor = torch.ones(numel + 1, device=device, dtype=dtype)
+        return SecondMomentState(residual, second, divisor, torch.zeros((), device=device, dtype=torch.float64))
+
+    def accumulate_(self, state: SecondMomentState, grad: Tensor, ctx: Context) -> Tensor:
+        """``acc = residual + grad``, and the next second moment."""
+        residual, acc = state.residual
+        now, following = state.second
+        numel = acc.numel() - 1
+        for piece in pieces(numel, grad.device):
+            given = grad[:numel][piece].to(acc.dtype)
+            torch.add(given, residual[piece], out=acc[piece])
+            torch.mul(now[piece], self.beta2, out=following[piece]).addcmul_(given, given, value=1 - self.beta2)
+        acc[numel:].zero_()
+        following[numel:].zero_()
+        return acc
+
+    def score_(self, state: SecondMomentState, acc: Tensor, grad: Tensor) -> Tensor:
+        """``acc / (sqrt(v) + eps)^(1/2)``, in the gradient's place where that has acc's dtype."""
+        numel = acc.numel() - 1
+        score = grad[:numel] if grad.dtype == acc.dtype else torch.empty_like(acc[:numel])
+        small = self.eps * self._correction(state).sqrt()
+        for piece in pieces(numel, acc.device):
+            root = state.second.following[piece].sqrt().add_(small).sqrt_()
+            torch.div(acc[piece], root, out=score[piece])
+        return score
+
+    def second(self, state: SecondMomentState) -> Tensor:
+        """This rank's second moment, including this step, not corrected for its start at 0."""
+        return state.second.following
+
+    def settle_(self, state: SecondMomentState, update: Update, rounding: Tensor | None = None) -> None:  # type: ignore[override]
+        """As :class:`Residual`; note what the averages are to be divided by."""
+        super().settle_(state, update, rounding)
+        assert update.second is not None, "an exchange that does not carry second values"
+        divisor = self._divisor(update.second, self._correction(state))
+        if update.indices is None:
+            state.divisor[: divisor.numel()].copy_(divisor)
+        else:
+            state.divisor.index_copy_(0, update.indices, divisor)
+
+    def commit(self, state: SecondMomentState, void: Tensor, unused: Sequence[slice] = ()) -> SecondMomentState:  # type: ignore[override]
+        """All pairs; steps that are void do not count."""
+        after = super().commit(state, void, unused)
+        return replace(after, steps=state.steps + ~void)  # type: ignore[return-value, call-arg]
+
+    def divisor(self, state: SecondMomentState) -> Tensor:
+        """``sqrt(v) + eps``."""
+        return state.divisor
+
+    def divide_all_(self, state: SecondMomentState, mean: Callable[[Tensor], Tensor]) -> None:
+        """By the mean of what the ranks remember."""
+        correction = 1 - torch.pow(self.beta2, state.steps.clamp(min=1))
+        state.divisor[:-1].copy_(self._divisor(mean(state.second.now[:-1]), correction))
+
+    def complete_(self, state: SecondMomentState, span: slice, names: Collection[str]) -> None:
+        """A residual without a second moment counts as one gradient of its size, so that steps start short."""
+        if "second" not in names:
+            torch.square(state.residual.now[span], out=state.second.now[span])
+
+    def _correction(self, state: SecondMomentState) -> Tensor:
+        """Adam's ``1 - beta2^t`` in the step that goes on."""
+        correction: Tensor = 1 - torch.pow(self.beta2, state.steps + 1)
+        return correction
+
+    def _divisor(self, second: Tensor, correction: Tensor) -> Tensor:
+        return (second / correction.to(second.dtype)).sqrt_().add_(self.eps)
+
+    def carry_(self, state: SecondMomentState, target: slice, memory: Memory, other: Any, source: slice) -> None:
+        """Vectors, and the number of steps: the largest, where groups that become one have counted differently."""
+        super().carry_(state, target, memory, other, source)
+        if isinstance(other, SecondMomentState):
+            state.steps.copy_(torch.maximum(state.steps, other.steps))
+
+    def counters(self, state: SecondMomentState) -> dict[str, Tensor]:
+        """The number of steps."""
+        return {"steps": state.steps}
+
+
+@dataclass(frozen=True)
+class Adapting(Residual):
+    """:class:`Residual`, and :class:`SecondMoment` with optimizers for which that is better; what None stands for."""
+
+    def suited(self, optimizers: Sequence[Optimizer], parameters: Collection[int]) -> Memory:
+        """The memory for these optimizers.
+
+        Args:
+            optimizers: all that apply averages.
+            parameters: ids of those that are sparsified.
+        """
+        holding = [optimizer for optimizer in optimizers if holds(optimizer, parameters)]
+        if not holding or any(refusal(optimizer, parameters) for optimizer in holding):
+            return self
+        settings = settings_of(holding, parameters)
+        if len(settings) > 1:
+            rank_zero_warn(
+                f"Parameters that are sparsified have several pairs of a second beta and eps: {sorted(settings)}. The "
+                "largest is taken for all of them."
+            )
+        return SecondMoment(*max(settings))
+
+
+def as_memory(memory: Memory | str | None) -> Memory:
+    """A memory from an instance or a name such as ``"low_pass"``; the default one from None.
+
+    Raises:
+        ValueError: for an unknown name (the closest known ones are listed), a name of a memory that needs arguments, or
+            anything else.
+    """
+    return Adapting() if memory is None else MEMORIES.resolve(memory)
+
+
+def named_in(settings: object) -> SecondMoment | None:
+    """The memory of this kind that a state's settings name, see :attr:`SparsificationConfig.algorithm`; or None."""
+    found = re.search(r"\bSecondMoment\(beta2=([^,()]+), eps=([^,()]+)\)", str(settings))
+    return None if found is None else SecondMoment(float(found[1]), float(found[2]))

@@ -1,0 +1,103 @@
+"""Adam and AdamW that engines find by themselves, and which optimizers the sparse exchange can step for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+class Adam(torch.optim.Adam):
+    """``torch.optim.Adam`` that also knows how to step behind a sparse exchange.
+
+    All arguments, parameter groups, states and files are torch's. On one device, in plain DDP, behind a dense exchange
+    and for parameters that stay dense, it *is* torch's. Of parameters that an engine of this package sparsifies, the
+    engine takes the steps, with this optimizer's learning rate, second beta and eps, see
+    :class:`~lightning_sparse.SecondMoment`; no first moment is kept of them.
+
+    Strategies for the Trainer and for Fabric do the same for torch's own classes. With :func:`~lightning_sparse.attach`
+    torch's classes have to be shown to the engine, ``engine.follow([optimizer])``, and these here are found.
+
+    Not served, and left to torch as they are: ``amsgrad``, ``differentiable``, and a ``weight_decay`` of ``Adam``,
+    which is added to gradients.
+
+    Example:
+        >>> import torch, lightning_sparse as ls
+        >>> weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        >>> for weight, optimizer in zip(weights, (ls.Adam([weights[0]]), torch.optim.Adam([weights[1]]))):
+        ...     weight.grad = torch.tensor([1.0, -2.0, 3.0])
+        ...     optimizer.step()
+        >>> torch.equal(*weights)
+        True
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _made.add(self)
+
+
+class AdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW`` that also knows how to step behind a sparse exchange; see :class:`Adam`.
+
+    Its weight decay is decoupled from gradients, and acts on all coordinates at every step.
+
+    Example:
+        >>> import torch, lightning_sparse as ls
+        >>> model = torch.nn.Linear(8, 8)
+        >>> optimizer = ls.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        >>> isinstance(optimizer, torch.optim.AdamW)
+        True
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _made.add(self)
+
+
+SERVED = (torch.optim.Adam, torch.optim.AdamW, Adam, AdamW)
+"""Classes whose steps the engine can take; of subclasses nobody knows what their steps are."""
+
+
+def made_for(parameters: Collection[int]) -> list[Optimizer]:
+    """Optimizers of this package that hold some of these parameters, given by their ids."""
+    return [optimizer for optimizer in list(_made) if holds(optimizer, parameters)]
+
+
+def holds(optimizer: Optimizer, parameters: Collection[int]) -> bool:
+    """Whether an optimizer holds some of these parameters, given by their ids."""
+    return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+
+
+def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
+    """Why the engine cannot take an optimizer's steps for some parameters; None: it can.
+
+    Args:
+        optimizer: any.
+        parameters: ids of those that matter.
+    """
+    if type(optimizer) not in SERVED:
+        return f"{type(optimizer).__name__} is none of torch's Adam and AdamW"
+    for group in optimizer.param_groups:
+        if not any(id(parameter) in parameters for parameter in group["params"]):
+            continue
+        for option in ("amsgrad", "differentiable"):
+            if group.get(option):
+                return f"{option}=True needs torch's own step"
+        if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
+            return "Adam's weight_decay is added to gradients: use AdamW"
+    return None
+
+
+def settings_of(optimizers: Iterable[Optimizer], parameters: Collection[int]) -> set[tuple[float, float]]:
+    """The second beta and eps that optimizers have for some parameters."""
+    return {
+        (float(group["betas"][1]), float(group["eps"]))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if any(id(parameter) in parameters for parameter in group["params"])
+    }

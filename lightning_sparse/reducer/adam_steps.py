@@ -1,0 +1,118 @@
+"""Steps of Adam for parameters that are sparsified, in place of the optimizer's own."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_sparse.optim import refusal
+from lightning_sparse.reducer.group import Running
+
+
+class AdamSteps:
+    """Lets averages of :class:`~lightning_sparse.SecondMoment` act, when an optimizer takes its step.
+
+    ``p -= lr sqrt(n) grad / divisor``, after decoupled weight decay, where the memory knows a divisor. While the
+    optimizer steps, such parameters have no gradient, so that it passes them over; afterwards they have it again.
+
+    Args:
+        names: of parameters, by id.
+        group_of: the group of a parameter, by name; None where averages are dense.
+        world_size: n.
+    """
+
+    def __init__(self, names: Mapping[int, str], group_of: Callable[[str], Running | None], world_size: int) -> None:
+        self._names, self._group_of = names, group_of
+        self._factor = math.sqrt(world_size)
+        self._aside: list[tuple[Parameter, Tensor]] = []
+        """Gradients that were taken from parameters while an optimizer steps."""
+        this = weakref.ref(self)  # torch keeps hooks for ever
+        self._hooks = [
+            register_optimizer_step_pre_hook(lambda *given: None if (me := this()) is None else me._before(*given)),
+            register_optimizer_step_post_hook(lambda *given: None if (me := this()) is None else me.give_back()),
+        ]
+
+    def close(self) -> None:
+        """Leave optimizers alone."""
+        self.give_back()
+        for hook in self._hooks:
+            hook.remove()
+
+    def takes(self, optimizer: Optimizer) -> bool:
+        """Whether steps of some of an optimizer's parameters are taken here."""
+        served = {id(p) for group in optimizer.param_groups for p in group["params"] if self._divisor(p) is not None}
+        return bool(served) and refusal(optimizer, served) is None
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An optimizer begins a step; the gradients may be formed within it, by a closure."""
+        self.give_back()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._take(optimizer)
+            return None
+
+        def then_take() -> Any:
+            result = closure()
+            self._take(optimizer)
+            return result
+
+        return (*args[:1], then_take, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    @torch.no_grad()
+    def _take(self, optimizer: Optimizer) -> None:
+        if not self.takes(optimizer):
+            return
+        for group in optimizer.param_groups:
+            for parameter, divisor in self._served(group):
+                assert parameter.grad is not None
+                self._aside.append((parameter, parameter.grad))
+                self._step(parameter, parameter.grad, divisor, group, optimizer)
+                parameter.grad = None
+
+    def _step(
+        self, parameter: Parameter, grad: Tensor, divisor: Tensor, group: Mapping[str, Any], optimizer: Optimizer
+    ) -> None:
+        rate = group["lr"] * self._factor * (-1 if group.get("maximize") else 1)
+        keep = 1 - group["lr"] * group["weight_decay"]
+        # As a GradScaler hands them over to fused optimizers: gradients are still scaled, and the step may be none.
+        scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if scale is None and skip is None and grad.dtype == divisor.dtype == parameter.dtype:
+            parameter.mul_(keep)
+            if isinstance(rate, Tensor):
+                parameter.sub_(grad / divisor * rate)
+            else:
+                parameter.addcdiv_(grad, divisor, value=-rate)
+            return
+        step = grad / divisor * rate
+        stepped = parameter * keep - (step if scale is None else step / scale)
+        parameter.copy_(stepped if skip is None else torch.where(skip > 0, parameter, stepped))
+
+    def _served(self, group: Mapping[str, Any]) -> Iterator[tuple[Parameter, Tensor]]:
+        for parameter in group["params"]:
+            if parameter.grad is not None and (divisor := self._divisor(parameter)) is not None:
+                yield parameter, divisor
+
+    def _divisor(self, parameter: Parameter) -> Tensor | None:
+        """In the parameter's shape; None where the memory of its group has none."""
+        name = self._names.get(id(parameter))
+        group = None if name is None else self._group_of(name)
+        if group is None or name is None or (divisor := group.memory.divisor(group.state.memory)) is None:
+            return None
+        flat = divisor[group.spans[name]]
+        if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+            return flat.as_strided(parameter.shape, parameter.stride())
+        return flat.view(parameter.shape)
+
+    def give_back(self) -> None:
+        """The optimizer has finished: parameters have their gradients again."""
+        for parameter, grad in self._aside:
+            parameter.grad = grad
+        self._aside = []

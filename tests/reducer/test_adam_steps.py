@@ -1,0 +1,329 @@
+"""Adam's steps for parameters that are sparsified: on real ranks, against loops in float64 and against torch."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from tests.ranks import Ranks
+
+HYPER: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
+N, WIDTH, STEPS = 2, 24, 12
+CLASSES = {"torch": torch.optim.AdamW, "ours": ls.AdamW, "torch_adam": torch.optim.Adam, "adam": ls.Adam}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(module: nn.Module, step: int, rank: int) -> Tensor:
+    loss: Tensor = (module(batch(step, rank)) - 1).square().mean()
+    return loss
+
+
+class Training:
+    def __init__(self, kind: str = "torch", *, follow: bool = True, hyper: Any = HYPER, **options: Any) -> None:
+        self.module = model()
+        self.ddp = DistributedDataParallel(self.module)
+        self.engine = ls.attach(self.ddp, **{"density": 0.1, "grouping": "model", **options})
+        self.optimizer = CLASSES[kind](self.ddp.parameters(), **hyper)
+        if follow:
+            self.engine.follow([self.optimizer])
+        self.rank = dist.get_rank()
+
+    def step(self, number: int, closure: bool = False) -> None:
+        def backward() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = loss_of(self.ddp, number, self.rank)
+            loss.backward()
+            return loss
+
+        if closure:
+            assert self.optimizer.step(backward) is not None
+        else:
+            backward()
+            self.engine.skip_void(self.optimizer)
+            self.optimizer.step()
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.module.parameters()]
+
+
+def reference(steps: int, hyper: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Two ranks in loops, SharedTopK by hand; dense parameters by torch's AdamW on the mean gradient."""
+    module = model().double()
+    replicas = [copy.deepcopy(module) for _ in range(N)]
+    sparse = [i for i, p in enumerate(module.parameters()) if p.dim() == 2][::-1]  # groups are in reverse order
+    parameters = list(module.parameters())
+    sizes = [parameters[i].numel() for i in sparse]
+    total = sum(sizes)
+    k = round(0.1 * total)
+    acc, v = (torch.zeros(N, total, dtype=torch.float64) for _ in range(2))
+    beta2, lr, decay = hyper["betas"][1], hyper["lr"], hyper["weight_decay"]
+    dense = torch.optim.AdamW([p for i, p in enumerate(parameters) if i not in sparse], **hyper)
+    for step in range(steps):
+        rows, others = [], []
+        for rank, replica in enumerate(replicas):
+            replica.load_state_dict(module.state_dict())
+            replica.zero_grad()
+            output = replica(batch(step, rank).double())
+            (output - 1).square().mean().backward()
+            grads = [p.grad for p in replica.parameters()]
+            rows.append(torch.cat([grads[i].flatten() for i in sparse]))
+            others.append([g for i, g in enumerate(grads) if i not in sparse])
+        g = torch.stack(rows)
+        acc += g
+        v = beta2 * v + (1 - beta2) * g * g
+        corrected = v / (1 - beta2 ** (step + 1))
+        union: set[int] = set()
+        for rank in range(N):
+            score = acc[rank].square() / (corrected[rank].sqrt() + 1e-8)
+            union |= set(score.topk(k // N).indices.tolist())
+        u = torch.tensor(sorted(union))
+        with torch.no_grad():
+            move = torch.zeros(total, dtype=torch.float64)
+            move[u] = lr * math.sqrt(N) * acc[:, u].mean(0) / (corrected[:, u].mean(0).sqrt() + 1e-8)
+            acc[:, u] = 0
+            for i, part in zip(sparse, move.split(sizes), strict=True):
+                parameters[i].mul_(1 - lr * decay).sub_(part.view_as(parameters[i]))
+            for p, *each in zip(dense.param_groups[0]["params"], *others, strict=True):
+                p.grad = torch.stack(each).mean(0)
+        dense.step()
+    return [p.detach() for p in parameters], list(acc)
+
+
+def train(kind: str, closure: bool, follow: bool) -> tuple[list[Tensor], Tensor, list[bool]]:
+    training = Training(kind, follow=follow, sparsifier="shared_topk", exchange="reduce_union")
+    for step in range(STEPS):
+        training.step(step, closure)
+    residual = torch.cat([training.engine.residual(name) for name in ("2.weight", "0.weight")])  # type: ignore[list-item]
+    has_grad = [p.grad is not None for p in training.module.parameters()]
+    dense = {p for p in training.module.parameters() if p.dim() == 1}
+    assert training.optimizer.state.keys() == dense, (training.optimizer.state.keys(), dense)  # torch's own states
+    training.engine.close()
+    return training.weights(), residual, has_grad
+
+
+@pytest.mark.parametrize(("kind", "closure", "follow"), [("torch", False, True), ("ours", True, False)])
+def test_the_steps_are_those_of_the_rule(two_ranks: Ranks, kind: str, closure: bool, follow: bool) -> None:
+    expected, residuals = reference(STEPS, HYPER)
+    for (weights, residual, has_grad), kept in zip(two_ranks(train, kind, closure, follow), residuals, strict=True):
+        assert all(has_grad)  # gradients are given back after a step
+        torch.testing.assert_close(residual.double(), kept, rtol=1e-3, atol=1e-7)
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+def dense_runs(kind: str, options: dict[str, Any], hyper: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    ours = Training(kind, hyper=hyper, **options)
+    module = model()
+    plain = DistributedDataParallel(module)
+    theirs = CLASSES["torch_adam" if "adam" in kind else "torch"](plain.parameters(), **hyper)
+    for step in range(4):
+        ours.step(step)
+        theirs.zero_grad()
+        loss_of(plain, step, dist.get_rank()).backward()
+        theirs.step()
+    ours.engine.close()
+    return ours.weights(), [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["ours", "adam"])
+@pytest.mark.parametrize(
+    "options", [{"density": 1.0}, {"sparsifier": "everything"}, {"dense": ["*"]}], ids=["1", "everything", "dense"]
+)
+def test_behind_a_dense_exchange_it_is_torchs_bit_for_bit(two_ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
+    for ours, theirs in two_ranks(dense_runs, kind, options, HYPER):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("hyper", [{}, HYPER, {"amsgrad": True}, {"maximize": True, "foreach": False}])
+def test_without_an_engine_it_is_torchs_bit_for_bit(hyper: dict[str, Any]) -> None:
+    weights = []
+    for cls in (torch.optim.AdamW, ls.AdamW):
+        module = model()
+        optimizer = cls(module.parameters(), **hyper)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(module, step, 0).backward()
+            optimizer.step()
+        again = cls(module.parameters(), **hyper)
+        again.load_state_dict(optimizer.state_dict())
+        weights.append([p.detach() for p in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def resumed(kind: str, follow_first: bool) -> tuple[list[Tensor], list[Tensor]]:
+    whole = Training(kind)
+    for step in range(8):
+        whole.step(step)
+        if step == 4:
+            kept = copy.deepcopy((whole.module.state_dict(), whole.optimizer.state_dict(), whole.engine.state_dict()))
+    whole.engine.close()
+    again = Training(kind, follow=follow_first)
+    again.module.load_state_dict(kept[0])
+    again.optimizer.load_state_dict(kept[1])
+    assert again.engine.load_state_dict(kept[2]) == []
+    if not follow_first:
+        again.engine.follow([again.optimizer])
+    for step in range(5, 8):
+        again.step(step)
+    again.engine.close()
+    return whole.weights(), again.weights()
+
+
+@pytest.mark.parametrize(("kind", "follow_first"), [("torch", True), ("torch", False), ("ours", False)])
+def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Ranks, kind: str, follow_first: bool) -> None:
+    for whole, again in two_ranks(resumed, kind, follow_first):
+        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+def void_step() -> tuple[list[Tensor], list[Tensor]]:
+    runs = []
+    for bad_at in (None, 3):
+        training = Training()
+        for step in range(6):
+            if step == bad_at:
+                training.optimizer.zero_grad()
+                (loss_of(training.ddp, step, training.rank) * (float("nan") if training.rank else 1.0)).backward()
+                training.engine.skip_void(training.optimizer)
+                training.optimizer.step()
+            training.step(step)
+        training.engine.close()
+        runs.append(training.weights())
+    return runs[0], runs[1]
+
+
+def test_a_step_that_is_skipped_moves_nothing(two_ranks: Ranks) -> None:
+    for plain, skipped in two_ranks(void_step):
+        assert all(torch.equal(a, b) for a, b in zip(plain, skipped, strict=True))
+
+
+def flushed() -> tuple[list[Tensor], list[Tensor], float]:
+    training = Training(hyper={**HYPER, "weight_decay": 0.0})
+    for step in range(4):
+        training.step(step)
+    engine, names = training.engine, ["0.weight", "2.weight"]
+    before = dict(training.module.named_parameters())
+    expected = []
+    state = engine.state_dict()["parameters"]
+    correction = 1 - HYPER["betas"][1] ** 4
+    for name in names:
+        means = {}
+        for vector in ("residual", "second"):
+            total = state[name][vector].clone()
+            dist.all_reduce(total)
+            means[vector] = total / N
+        move = HYPER["lr"] * math.sqrt(N) * means["residual"] / ((means["second"] / correction).sqrt() + 1e-8)
+        expected.append(before[name].detach().flatten() - move)
+    norm = ls.flush(engine, [training.optimizer])
+    left = max(float(engine.residual(name).abs().max()) for name in names)  # type: ignore[union-attr]
+    weights = [before[name].detach().flatten().clone() for name in names]
+    engine.close()
+    assert norm > 0
+    return weights, expected, left
+
+
+def test_a_flush_is_a_step_of_adam_with_all_that_waits(two_ranks: Ranks) -> None:
+    for weights, expected, left in two_ranks(flushed):
+        assert left == 0
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def narrow(dtype: torch.dtype) -> tuple[list[Tensor], ls.Memory]:
+    module = model().to(dtype)
+    ddp = DistributedDataParallel(module)
+    engine = ls.attach(ddp, density=0.1)
+    optimizer = ls.AdamW(ddp.parameters(), lr=torch.tensor(0.01))  # type: ignore[arg-type]
+    for step in range(4):
+        optimizer.zero_grad()
+        (ddp(batch(step, dist.get_rank()).to(dtype)) - 1).square().mean().backward()
+        optimizer.step()
+    memory = engine.settings.memory
+    engine.close()
+    return [p.detach() for p in module.parameters()], memory
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions_and_a_rate_in_a_tensor(two_ranks: Ranks, dtype: torch.dtype) -> None:
+    results = two_ranks(narrow, dtype)
+    assert results[0][1] == ls.SecondMoment()
+    for mine, others, start in zip(results[0][0], results[1][0], model().to(dtype).parameters(), strict=True):
+        assert mine.dtype == dtype and torch.equal(mine, others)
+        assert not torch.equal(mine, start) and bool(mine.isfinite().all())
+
+
+def left_alone(hyper: dict[str, Any], options: dict[str, Any]) -> tuple[Any, bool, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training = Training("torch_adam", hyper=hyper, **options)
+        for step in range(3):
+            training.step(step)
+    training.engine.close()
+    memory = training.engine.settings.memory
+    return memory, training.engine.takes_steps_of(training.optimizer), [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize(
+    ("hyper", "options"),
+    [
+        ({"amsgrad": True}, {}),
+        ({"weight_decay": 0.1}, {}),
+        ({}, {"memory": ls.Residual()}),
+        ({}, {"sparsifier": "topk"}),
+    ],
+    ids=["amsgrad", "coupled", "residual", "gather_pairs"],
+)
+def test_where_torchs_adam_is_left_alone_it_is_said(
+    two_ranks: Ranks, hyper: dict[str, Any], options: dict[str, Any]
+) -> None:
+    memory, taken, warned = two_ranks(left_alone, hyper, options)[0]
+    assert not memory.needs_second and not taken
+    assert sum("first moment" in text for text in warned) == 1
+
+
+def other_ranks_state() -> list[str]:
+    """What misfits when the mean of three ranks' states is loaded by two."""
+    states = []
+    algorithm = ls.SparsificationConfig(density=0.1, memory=ls.SecondMoment(0.95)).algorithm
+    for rank in range(3):
+        parameters = {
+            name: {"residual": torch.full((p.numel(),), float(rank)), "second": torch.full((p.numel(),), 2.0 * rank)}
+            for name, p in model().named_parameters()
+            if p.dim() == 2
+        }
+        states.append(
+            {"format": 1, "step": 5, "void_steps": 0, "rank": rank, "world_size": 3, "groups": [], "rates": {}}
+            | {
+                "settings": ls.SparsificationConfig(density=0.1, memory=ls.SecondMoment(0.95)).algorithm,
+                "parameters": parameters,
+            }
+            | {"counters": {name: {"steps": 5.0} for name in parameters}}
+        )
+    training = Training(follow=False)
+    told = training.engine.load_state_dict(ls.merge_states(states))
+    training.engine.follow([training.optimizer])
+    vectors = training.engine.state_dict()["parameters"]["0.weight"]
+    assert {name: float(v[0]) for name, v in vectors.items()} == {"residual": 1.0, "second": 2.0}
+    training.step(0)
+    training.engine.close()
+    return told
+
+
+def test_another_number_of_ranks_goes_on_with_the_means(two_ranks: Ranks) -> None:
+    assert two_ranks(other_ranks_state)[0] == []

@@ -1,0 +1,190 @@
+"""Error feedback for Adam: what is selected, what averages are divided by, and what travels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import lightning_sparse as ls
+from lightning_sparse.memory import Adapting, named_in
+from tests.lockstep import Ranks
+
+Rows = NDArray[np.float64]
+
+
+def stream(steps: int, n: int, numel: int, seed: int = 0) -> torch.Tensor:
+    """Gradients of very different sizes, partly common to all ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.logspace(-3, 2, numel, dtype=torch.float64)[torch.randperm(numel, generator=generator)]
+    common = torch.randn(steps, 1, numel, generator=generator, dtype=torch.float64)
+    own = torch.randn(steps, n, numel, generator=generator, dtype=torch.float64)
+    return (0.5 * common + own) * sizes
+
+
+def reference_picks(score: Rows, share: int) -> set[int]:
+    order = sorted(range(len(score)), key=lambda j: (-score[j], j))
+    return set(order[:share])
+
+
+def reference_steps(gradients: Rows, k: int, beta2: float, eps: float) -> list[tuple[Rows, dict[int, float]]]:
+    """Averages, and by what they are divided, of SharedTopK with exact values."""
+    steps, n, numel = gradients.shape
+    acc, v = np.zeros((n, numel)), np.zeros((n, numel))
+    seen = []
+    for step in range(steps):
+        acc += gradients[step]
+        v = beta2 * v + (1 - beta2) * gradients[step] ** 2
+        corrected = v / (1 - beta2 ** (step + 1))
+        union: set[int] = set()
+        for rank in range(n):
+            score = acc[rank] ** 2 / (np.sqrt(corrected[rank]) + eps)
+            union |= reference_picks(score, k // n)
+        average, divisor = np.zeros(numel), {}
+        for j in union:
+            average[j] = acc[:, j].mean()
+            divisor[j] = math.sqrt(corrected[:, j].mean()) + eps
+            acc[:, j] = 0
+        seen.append((average, divisor))
+    return seen
+
+
+@pytest.mark.parametrize(("n", "beta2", "eps"), [(1, 0.999, 1e-8), (3, 0.9, 1e-8), (4, 0.5, 0.1)])
+def test_the_best_steps_of_adam_are_sent_with_what_they_are_divided_by(n: int, beta2: float, eps: float) -> None:
+    gradients = stream(40, n, 60)
+    memory = ls.SecondMoment(beta2, eps)
+    traces = ls.simulate(gradients, sparsifier="shared_topk", exchange="reduce_union", density=0.2, memory=memory)
+    for trace, (average, divisor) in zip(traces, reference_steps(gradients.numpy(), 12, beta2, eps), strict=True):
+        assert trace.indices.tolist() == sorted(divisor)
+        np.testing.assert_allclose(trace.update, average, rtol=1e-9, atol=1e-12)
+        assert trace.divisor is not None
+        np.testing.assert_allclose(trace.divisor[trace.indices], [divisor[j] for j in sorted(divisor)], rtol=1e-9)
+
+
+def test_what_agrees_with_itself_is_sent_before_it_is_large() -> None:
+    # Coordinate 0 flips its sign at every step, 1 is a thousand times smaller and does not.
+    gradients = torch.tensor([[[10.0, 0.01]], [[-10.0, 0.01]]]).repeat(25, 1, 1)
+
+    def sent(memory: ls.Memory) -> set[int]:
+        traces = ls.simulate(gradients, sparsifier="topk", exchange="reduce_union", density=0.5, memory=memory)
+        return {int(j) for trace in traces for j in trace.indices}
+
+    assert sent(ls.Residual()) == {0}
+    assert sent(ls.SecondMoment(0.9)) == {0, 1}
+
+
+def reference_parts(second: Rows, picked: list[set[int]], j: int, parts: int) -> float:
+    """The mean second moment at a coordinate as PackedUnion lets it travel."""
+    told = [math.frexp(second[rank, j])[1] for rank, own in enumerate(picked) if j in own]
+    top = 2.0 ** (max(told) + 1)
+    n = len(second)
+    rounded = [min(parts, math.floor(x / top * parts + (rank + 0.5) / n)) for rank, x in enumerate(second[:, j])]
+    return sum(rounded) * top / n / parts
+
+
+@pytest.mark.parametrize(("n", "low"), [(2, 5), (8, 5), (9, 6), (16, 6), (17, 12), (40, 12)])
+def test_packed_second_moments_are_averaged_in_parts_of_the_largest_that_was_told(n: int, low: int) -> None:
+    numel, beta2 = 400, 0.9
+    gradients = stream(4, n, numel, seed=n)
+    memory = ls.SecondMoment(beta2)
+    ranks = Ranks(n, numel, sparsifier=ls.UnionTopK(), density=0.2, memory=memory)
+    v = np.zeros((n, numel))
+    for step, rows in enumerate(gradients):
+        outcome = ranks.step(rows)
+        v = beta2 * v + (1 - beta2) * rows.numpy() ** 2
+        picked = [{int(j) for j in s.indices if j < numel} for s in outcome.selections]
+        update = outcome.updates[0]
+        assert update.indices is not None and update.second is not None and len(update.indices) > 40
+        expected = [reference_parts(v, picked, int(j), ((1 << low) - 1) // n) for j in update.indices]
+        np.testing.assert_allclose(update.second, expected, rtol=1e-12)
+        correction = 1 - beta2 ** (step + 1)
+        divisors = [memory.divisor(state.memory) for state in outcome.states]
+        assert all(torch.equal(divisor, divisors[0]) for divisor in divisors)
+        np.testing.assert_allclose(
+            divisors[0][update.indices], np.sqrt(np.array(expected) / correction) + 1e-8, rtol=1e-12
+        )
+        # Coarse, but never far off: a rank that has picked has told its own size.
+        exact = v[:, update.indices].mean(0)
+        assert np.median(abs(np.array(expected) / exact - 1)) < 0.25
+
+
+@pytest.mark.parametrize("exchange", ["packed_union", "reduce_union", "dense"])
+def test_a_void_step_leaves_no_trace_and_is_not_counted(exchange: str) -> None:
+    memory = ls.SecondMoment(0.5)
+    gradients = stream(6, 3, 50)
+
+    def run(void_at: int | None) -> Any:
+        ranks = Ranks(3, 50, sparsifier=ls.UnionTopK(), exchange=exchange, density=0.2, memory=memory)
+        for number, rows in enumerate(gradients):
+            if number == void_at:
+                bad = rows.clone()
+                bad[1, 7] = float("nan")
+                assert ranks.step(bad, number).averages.isnan().all()
+            outcome = ranks.step(rows, number)
+        return outcome
+
+    plain, after_void = run(None), run(3)
+    assert torch.equal(plain.averages, after_void.averages)
+    arrived = plain.averages[0].nonzero().flatten()
+    for then, now in zip(plain.states, after_void.states, strict=True):
+        assert torch.equal(memory.divisor(then.memory)[arrived], memory.divisor(now.memory)[arrived])
+        assert torch.equal(then.memory.steps, now.memory.steps)
+
+
+def test_a_residual_without_a_second_moment_starts_with_short_steps() -> None:
+    old, memory = ls.Residual(), ls.SecondMoment(0.9)
+    before = old.init(3, torch.device("cpu"), torch.float32)
+    old.residual(before).copy_(torch.tensor([50.0, -2.0, 0.0]))
+    state = memory.init(3, torch.device("cpu"), torch.float32)
+    memory.carry_(state, slice(0, 3), old, before, slice(0, 3))
+    assert memory.residual(state).tolist() == [50.0, -2.0, 0.0]
+    assert memory.vectors(state)["second"][:3].tolist() == [2500.0, 4.0, 0.0]
+
+
+def test_exchanges_that_carry_no_second_moments_are_refused_with_those_that_do() -> None:
+    with pytest.raises(ValueError, match=r"SecondMoment needs an exchange .* 'gather_pairs' does not.*reduce_union"):
+        ls.SparsificationConfig(sparsifier="topk", memory="second_moment")
+    around = ls.ClipByNorm(1.0, ls.SecondMoment())
+    with pytest.raises(ValueError, match="ClipByNorm needs an exchange"):
+        ls.SparsificationConfig(sparsifier="topk", memory=around)
+    assert ls.SparsificationConfig(memory=around).memory == around
+
+
+PARAMETERS = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
+IDS = {id(p) for p in PARAMETERS}
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "expected"),
+    [
+        ([torch.optim.AdamW(PARAMETERS, betas=(0.9, 0.95), eps=1e-6)], ls.SecondMoment(0.95, 1e-6)),
+        ([torch.optim.Adam(PARAMETERS)], ls.SecondMoment()),
+        ([ls.AdamW(PARAMETERS[:1]), ls.Adam(PARAMETERS[1:])], ls.SecondMoment()),
+        ([torch.optim.Adam(PARAMETERS, weight_decay=0.1)], Adapting()),
+        ([torch.optim.AdamW(PARAMETERS, amsgrad=True)], Adapting()),
+        ([torch.optim.AdamW(PARAMETERS[:1]), torch.optim.SGD(PARAMETERS[1:], 0.1)], Adapting()),
+        ([torch.optim.NAdam(PARAMETERS)], Adapting()),
+        ([torch.optim.SGD(PARAMETERS, 0.1)], Adapting()),
+        ([torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])], Adapting()),
+        ([], Adapting()),
+    ],
+)
+def test_which_memory_suits_which_optimizers(optimizers: list[torch.optim.Optimizer], expected: ls.Memory) -> None:
+    assert Adapting().suited(optimizers, IDS) == expected
+
+
+def test_several_second_betas_are_warned_of() -> None:
+    groups = [{"params": PARAMETERS[:1], "betas": (0.9, 0.95)}, {"params": PARAMETERS[1:], "betas": (0.9, 0.99)}]
+    with pytest.warns(UserWarning, match=r"several pairs .* \[\(0.95, 1e-08\), \(0.99, 1e-08\)\]"):
+        assert Adapting().suited([torch.optim.AdamW(groups)], IDS) == ls.SecondMoment(0.99)
+
+
+def test_a_states_settings_name_the_memory() -> None:
+    memory = ls.SecondMoment(0.95, 1e-6)
+    assert named_in(ls.SparsificationConfig(memory=memory).algorithm) == memory
+    assert named_in(ls.SparsificationConfig().algorithm) is None
+    assert named_in(None) is None
