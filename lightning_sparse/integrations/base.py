@@ -153,6 +153,20 @@ class SparseStrategy:
         with failing_together(engine.comm, engine.device):
             engine.follow(optimizers)
 
+    def _clips_locally(self, optimizer: Any, limit: Any, algorithm: str) -> bool:
+        """Let engines that take Adam's steps for an optimizer clip each rank's gradients, from the next step on.
+
+        Returns:
+            Whether the gradients of this step were clipped so already, and their averages are to be left alone.
+        """
+        done = False
+        for engine in self.engines:
+            if limit and not engine.direct and engine.takes_steps_of(optimizer):
+                wanted = float(limit), algorithm
+                done |= engine.clipping is not None and engine.clipping == wanted
+                engine.clip_gradients(*wanted)
+        return done
+
     def _restore(self, engine: Engine, path: Any, marker: dict[str, Any] | None) -> None:
         restore(engine, path, marker, self._load_side_file, self.config.resize, self.config.strict_resume)
 

@@ -6,6 +6,8 @@ engine of its own. The class translates between Fabric and the engines and decid
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -160,9 +162,23 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
             return super().optimizer_step(optimizer, closure=then_skip, **kwargs)
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Fabric; where no loss scaler does so, a void step is left out before its norm is looked at."""
+        """As in Fabric; where no loss scaler does so, a void step is left out before its norm is looked at.
+
+        Where the engine takes Adam's steps, each rank's gradients are clipped from the next step on, before the
+        exchange, and averages are left as they are.
+        """
         self._skip_void(optimizer, self.precision, drop=True)
-        return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
+        given = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
+        if given.arguments.get("norm_type", 2.0) == 2.0 and self._clips_locally(
+            optimizer, given.arguments["max_norm"], "norm"
+        ):
+            given.arguments["max_norm"] = math.inf
+        return super().clip_gradients_norm(*given.args, **given.kwargs)
+
+    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any) -> None:
+        """As in Fabric; where the engine takes Adam's steps, as :meth:`clip_gradients_norm`."""
+        if not self._clips_locally(optimizer, clip_val, "value"):
+            super().clip_gradients_value(module, optimizer, clip_val)
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None

@@ -132,6 +132,23 @@ class SparseDDPMixin(SparseStrategy, Base):
                 "would be averaged densely. Use a version that lightning-sparse is tested with, see its README."
             )
         self._follow_together(self.engine, self.optimizers)
+        self._clip_before_the_exchange()
+
+    def _clip_before_the_exchange(self) -> None:
+        """Clip each rank's gradients, and not their averages, where the engine takes Adam's steps.
+
+        Whatever asks Lightning to clip ends in this method of the precision plugin.
+        """
+        plugin: Any = self.precision_plugin
+        clip = type(plugin).clip_gradients.__get__(plugin)
+
+        def clip_gradients(optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+            algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+            inner = getattr(optimizer, "optimizer", optimizer)
+            if not self._clips_locally(inner, clip_val, algorithm):
+                clip(optimizer, clip_val, gradient_clip_algorithm)
+
+        plugin.clip_gradients = clip_gradients
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """As in Lightning; a void step is left out where no loss scaler does so.
@@ -235,6 +252,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         """Close the engine, then everything else."""
         at_work = None if self.engine is None or self.engine.closed else self.engine
         self._close_engine()
+        vars(self.precision_plugin).pop("clip_gradients", None)
         if at_work is not None:
             self._earlier = EarlierFit(at_work)
         self._resume = None

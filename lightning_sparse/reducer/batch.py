@@ -19,6 +19,7 @@ from lightning_sparse.collective import TorchCollective, drive_together
 from lightning_sparse.core import Context
 from lightning_sparse.messages import AllGather, Steps, started
 from lightning_sparse.metrics import Stamp
+from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.executor import ExchangeStream, Executor
 from lightning_sparse.reducer.gradient_hooks import Usage
 from lightning_sparse.reducer.group import Running
@@ -89,18 +90,31 @@ class Batches:
         """Bytes that this rank has sent in this step for no single group."""
         self.headers: Tensor | None = None
         """Of all ranks in this step, where there was one."""
+        self._clipping: Clipping | None = None
+        self._numel = 0
 
-    def begin_step(self) -> None:
-        """The first gradients of a step are here."""
+    def begin_step(self, clipping: Clipping | None, numel: int) -> None:
+        """The first gradients of a step are here.
+
+        Args:
+            clipping: what this rank's gradients are clipped to, all those of a batch together.
+            numel: coordinates of all groups.
+        """
         self.shared_bytes, self.headers = 0.0, None
+        self._clipping, self._numel = clipping, numel
 
     def add(self, group: Running, ctx: Context, scale: Tensor | None, flush: bool) -> None:
         """All gradients of a group are here: let it travel with the next batch."""
         used_here = [] if self._usage is None else self._usage.here(group.spans)
         member = Member(group, ctx, scale, flush, used_here, self._on_stream.ready())
         self._members.append(member)
-        if self._usage is None:
+        if not self._waits:
             self._executor.submit(partial(self._start, member))
+
+    @property
+    def _waits(self) -> bool:
+        """Whether local work begins when the gradients of the whole batch are here."""
+        return self._usage is not None or self._clipping is not None
 
     def send(self, header: Header | None = None) -> None:
         """Exchange what has been added; with a header, if one is given."""
@@ -120,9 +134,12 @@ class Batches:
 
     def _exchange(self, members: Sequence[Member], header: Header | None) -> None:
         with self._on_stream(), self._failing_together(f"in the exchange of {_named(members)}"):
-            if self._usage is not None:
-                for member, unused in zip(members, self._ask(self._usage, members), strict=True):
-                    self._start(member, unused)
+            if self._waits:
+                none: list[Set[str]] = [frozenset()] * len(members)
+                unused = none if self._usage is None else self._ask(self._usage, members)
+                self._clip(members, unused)
+                for member, names in zip(members, unused, strict=True):
+                    self._start(member, names)
             batch, self._started = self._started, []
             resumed = Stamp.now(self._device)
             steps: list[Steps[Any]] = [started.steps for started in batch]
@@ -133,6 +150,20 @@ class Batches:
                 self.shared_bytes += AllGather(self.headers[0]).bytes_sent(self._comm.world_size)
         for group, _, paused in batch if len(batch) > 1 else ():
             group.note_pause(paused, resumed)
+
+    def _clip(self, members: Sequence[Member], unused: Sequence[Set[str]]) -> None:
+        if self._clipping is None:
+            return
+        for member in members:
+            member.wait_for_gradients()
+        share = sum(member.group.plan.numel for member in members) / self._numel
+        used = [
+            piece
+            for member, names in zip(members, unused, strict=True)
+            for name, piece in member.group.arrived.items()
+            if name not in names
+        ]
+        self._clipping.apply_(used, self._comm.world_size, share, members[0].scale)
 
     def _ask(self, usage: Usage, members: Sequence[Member]) -> list[Set[str]]:
         """Which parameters of each group no rank used."""

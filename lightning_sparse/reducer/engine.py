@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
@@ -22,6 +23,7 @@ from lightning_sparse.optim import made_for
 from lightning_sparse.plan import Group
 from lightning_sparse.reducer.adam_steps import AdamSteps
 from lightning_sparse.reducer.agreement import check_equal_on_ranks
+from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.copied import CopiedEngine
 from lightning_sparse.reducer.flush import average_residuals
 from lightning_sparse.reducer.group import Running, check_covers
@@ -189,6 +191,12 @@ class Engine:
             memory = self._chosen_memory.suited(optimizers, sparsified)
         if memory != self.settings.memory:
             self._remember_by(memory)
+            if memory.needs_second:
+                rank_zero_info(
+                    "Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' "
+                    "own gradients and without a first moment, at the optimizer's learning rate (docs/adam.md). "
+                    "memory='residual' leaves them to the optimizer."
+                )
 
     def _remember_by(self, memory: Memory) -> None:
         """Go on with another memory, and with what both remember; between two steps."""
@@ -201,6 +209,29 @@ class Engine:
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
         return self._adam_steps.takes(optimizer)
+
+    def clip_gradients(self, limit: float, algorithm: str = "norm") -> None:
+        """Clip each rank's gradients before they are accumulated, from the next step on. All ranks must call this.
+
+        Averages of sparsified gradients hold what has waited for many steps, and to clip them shortens steps at random.
+        With ``messages="step"`` the norm is that of all gradients of this rank, and local work begins when all of them
+        are here; with "group", each group is clipped to its share.
+
+        Args:
+            limit: above 0, for the average over ranks; the norm of each rank is clipped to ``sqrt(n)`` times that.
+            algorithm: "norm" or "value".
+
+        Raises:
+            ValueError: for a limit or an algorithm that cannot be.
+        """
+        clipping = Clipping(limit, algorithm)
+        clipping.check()
+        self._reducer.clipping = clipping
+
+    @property
+    def clipping(self) -> Clipping | None:
+        """What :meth:`clip_gradients` was given last."""
+        return self._reducer.clipping
 
     def count_as_applied(self) -> None:
         """What the latest exchange handed out has been applied, or never will be: between two steps.

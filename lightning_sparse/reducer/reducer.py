@@ -25,6 +25,7 @@ from lightning_sparse.core import Agreement, Context
 from lightning_sparse.metrics import Stamp
 from lightning_sparse.plan import Group
 from lightning_sparse.reducer.batch import Batches
+from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.comm_hook import DenseBypass, PendingBucket, Positions
 from lightning_sparse.reducer.executor import ExchangeStream, Inline, make_executor
 from lightning_sparse.reducer.gradient_hooks import SparseGradients, Usage
@@ -69,6 +70,8 @@ class Reducer:
         """By name of the parameter."""
         self.direct = False
         """Whether buckets are averaged just as DDP does, past the groups."""
+        self.clipping: Clipping | None = None
+        """What each rank's gradients are clipped to from the next step on, before they are accumulated."""
         self.flush_asked = False
         """Whether everything is sent in a step that has not begun yet."""
         self.flush_at: int | None = None
@@ -188,7 +191,7 @@ class Reducer:
         self._begun = True
         self.skipped.begin_step()
         self._number = self.step
-        self._batches.begin_step()
+        self._batches.begin_step(self.clipping, sum(group.plan.numel for group in self.groups))
         with self.record.lock:
             self.record.begin_step()
             for group in self.groups:

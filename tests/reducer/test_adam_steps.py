@@ -63,7 +63,7 @@ class Training:
         return [p.detach().clone() for p in self.module.parameters()]
 
 
-def reference(steps: int, hyper: Any) -> tuple[list[Tensor], list[Tensor]]:
+def reference(steps: int, hyper: Any, limit: float = math.inf) -> tuple[list[Tensor], list[Tensor]]:
     """Two ranks in loops, SharedTopK by hand; dense parameters by torch's AdamW on the mean gradient."""
     module = model().double()
     replicas = [copy.deepcopy(module) for _ in range(N)]
@@ -83,6 +83,8 @@ def reference(steps: int, hyper: Any) -> tuple[list[Tensor], list[Tensor]]:
             output = replica(batch(step, rank).double())
             (output - 1).square().mean().backward()
             grads = [p.grad for p in replica.parameters()]
+            norm = torch.cat([g.flatten() for g in grads]).norm()
+            grads = [g * min(1.0, limit * math.sqrt(N) / float(norm)) for g in grads]
             rows.append(torch.cat([grads[i].flatten() for i in sparse]))
             others.append([g for i, g in enumerate(grads) if i not in sparse])
         g = torch.stack(rows)
@@ -106,8 +108,12 @@ def reference(steps: int, hyper: Any) -> tuple[list[Tensor], list[Tensor]]:
     return [p.detach() for p in parameters], list(acc)
 
 
-def train(kind: str, closure: bool, follow: bool) -> tuple[list[Tensor], Tensor, list[bool]]:
+def train(
+    kind: str, closure: bool, follow: bool, limit: float | None = None
+) -> tuple[list[Tensor], Tensor, list[bool]]:
     training = Training(kind, follow=follow, sparsifier="shared_topk", exchange="reduce_union")
+    if limit is not None:
+        training.engine.clip_gradients(limit)
     for step in range(STEPS):
         training.step(step, closure)
     residual = torch.cat([training.engine.residual(name) for name in ("2.weight", "0.weight")])  # type: ignore[list-item]
@@ -123,6 +129,18 @@ def test_the_steps_are_those_of_the_rule(two_ranks: Ranks, kind: str, closure: b
     expected, residuals = reference(STEPS, HYPER)
     for (weights, residual, has_grad), kept in zip(two_ranks(train, kind, closure, follow), residuals, strict=True):
         assert all(has_grad)  # gradients are given back after a step
+        torch.testing.assert_close(residual.double(), kept, rtol=1e-3, atol=1e-7)
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_each_ranks_gradients_are_clipped_together(two_ranks: Ranks) -> None:
+    limit = 0.02
+    expected, residuals = reference(STEPS, HYPER, limit)
+    unclipped, _ = reference(STEPS, HYPER)
+    assert not torch.allclose(expected[0], unclipped[0], rtol=1e-3, atol=1e-4)
+    results = two_ranks(train, "torch", False, True, limit)
+    for (weights, residual, _), kept in zip(results, residuals, strict=True):
         torch.testing.assert_close(residual.double(), kept, rtol=1e-3, atol=1e-7)
         for ours, theirs in zip(weights, expected, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
@@ -309,10 +327,7 @@ def other_ranks_state() -> list[str]:
         }
         states.append(
             {"format": 1, "step": 5, "void_steps": 0, "rank": rank, "world_size": 3, "groups": [], "rates": {}}
-            | {
-                "settings": ls.SparsificationConfig(density=0.1, memory=ls.SecondMoment(0.95)).algorithm,
-                "parameters": parameters,
-            }
+            | {"settings": algorithm, "parameters": parameters}
             | {"counters": {name: {"steps": 5.0} for name in parameters}}
         )
     training = Training(follow=False)

@@ -1,0 +1,111 @@
+"""Adam and AdamW in the Trainer and in Fabric: adapted by themselves, clipped on each rank, resumed bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_sparse as ls
+from tests.integrations.test_fabric import close, make_fabric
+from tests.integrations.test_strategy import strategy_class
+from tests.ranks import Ranks
+from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
+
+SPARSE: dict[str, Any] = {"density": 0.2, "rules": EVERYTHING_SPARSE, "grouping": "model"}
+
+
+def with_optimizer(package: str, make: Any) -> Any:
+    module = make_module(package)
+    configure = lambda self: make(self.parameters())  # noqa: E731
+    module.__class__ = type("Other", (type(module),), {"configure_optimizers": configure})
+    return module
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def fit(package: str, options: dict[str, Any], ours: bool, checkpoint: Path | None, trainer: dict[str, Any]) -> Any:
+    """Parameters, the memory at work, what was warned of, the clipping."""
+    make = (lambda p: ls.AdamW(p, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)) if ours else adamw
+    module = with_optimizer(package, make)
+    strategy = strategy_class(package)(**{**SPARSE, **options})
+    runner = make_trainer(package, strategy=strategy, **trainer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runner.fit(module, make_data(), ckpt_path=checkpoint)
+    engine = strategy.engine
+    assert engine is not None
+    told = [str(w.message) for w in caught if "moment" in str(w.message) or "residual" in str(w.message).lower()]
+    return flat(module), engine.settings.memory, told, engine.clipping
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_torchs_adamw_is_adapted_and_equals_ours(two_ranks: Ranks, package: str, precision: str) -> None:
+    results = [
+        two_ranks(fit, package, {}, ours, None, {"max_epochs": 1, "precision": precision}) for ours in (False, True)
+    ]
+    for (weights, memory, told, _), (others, *_) in zip(*results, strict=True):
+        assert memory == ls.SecondMoment(0.95)
+        assert told == []
+        assert torch.equal(weights, others)
+    assert torch.equal(results[0][0][0], results[0][1][0])
+
+
+def test_a_resumed_fit_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path) -> None:
+    whole = two_ranks(fit, "pytorch_lightning", {}, True, None, {"max_epochs": 3})
+    saving = {"max_epochs": 2, "enable_checkpointing": True, "default_root_dir": tmp_path}
+    two_ranks(fit, "pytorch_lightning", {}, True, None, saving)
+    [checkpoint] = tmp_path.rglob("*.ckpt")
+    resumed = two_ranks(fit, "pytorch_lightning", {"strict_resume": True}, True, checkpoint, {"max_epochs": 3})
+    for (weights, _, _, _), (again, memory, told, _) in zip(whole, resumed, strict=True):
+        assert torch.equal(weights, again)
+        assert memory.needs_second and told == []
+
+
+@pytest.mark.parametrize("messages", ["step", "group"])
+def test_the_trainers_clipping_acts_on_each_ranks_gradients(two_ranks: Ranks, messages: str) -> None:
+    options = {"messages": messages, "memory": None}
+    clip = {"max_epochs": 1, "gradient_clip_val": 1e-3}
+    clipped, _, _, clipping = two_ranks(fit, "pytorch_lightning", options, False, None, clip)[0]
+    free = two_ranks(fit, "pytorch_lightning", options, False, None, {"max_epochs": 1})[0][0]
+    assert tuple(clipping) == (1e-3, "norm")
+    # Adam does not feel a constant factor: steps stay about as long, where clipped averages would have stopped.
+    start = flat(make_module("pytorch_lightning"))
+    assert not torch.equal(clipped, free)
+    assert 0.5 < float((clipped - start).norm() / (free - start).norm()) < 2
+    by_value = two_ranks(fit, "pytorch_lightning", options, False, None, {**clip, "gradient_clip_algorithm": "value"})[
+        0
+    ]
+    assert tuple(by_value[3]) == (1e-3, "value")
+    sgd_like = two_ranks(fit, "pytorch_lightning", {**options, "memory": ls.Residual()}, False, None, clip)[0]
+    assert sgd_like[3] is None
+
+
+def in_fabric() -> tuple[Tensor, Any, Any]:
+    fabric = make_fabric("lightning_fabric", SPARSE)
+    module = torch.nn.Sequential(torch.nn.Linear(10, 30), torch.nn.Linear(30, 3))
+    model, optimizer = fabric.setup(module, adamw(module.parameters()))
+    data = torch.ones(4, 10) * (1 + fabric.global_rank)
+    for _ in range(4):
+        optimizer.zero_grad()
+        fabric.backward(model(data).square().mean())
+        assert fabric.clip_gradients(model, optimizer, max_norm=1e-3) > 0
+        optimizer.step()
+    engine = fabric.strategy.engine
+    result = flat(module), engine.settings.memory, engine.clipping
+    close(fabric)
+    return result
+
+
+def test_fabric_adapts_and_clips_alike(two_ranks: Ranks) -> None:
+    for weights, memory, clipping in two_ranks(in_fabric):
+        assert memory == ls.SecondMoment(0.95)
+        assert tuple(clipping) == (1e-3, "norm")
+        assert bool(weights.isfinite().all())
