@@ -9,7 +9,7 @@ import torch
 from lightning_sparse.collective import drive_mirrored
 from lightning_sparse.core import Context
 from lightning_sparse.exchanges import Exchange, as_exchange
-from lightning_sparse.memory import NoMemory
+from lightning_sparse.memory import Memory, NoMemory
 from lightning_sparse.messages import Message, SendRecv
 from lightning_sparse.pipeline import init_group, reduce_group
 from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
@@ -34,6 +34,7 @@ def count_bytes(
     density: float,
     *,
     exchange: Exchange | str | None = None,
+    memory: Memory | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Traffic:
     """Count the messages of a step of one group.
@@ -59,6 +60,7 @@ def count_bytes(
         world_size: number of ranks n.
         density: target density.
         exchange: an instance, a name, or None for the sparsifier's natural one.
+        memory: error feedback; only whether it has second moments averaged matters.
         dtype: of the gradients.
 
     Raises:
@@ -72,7 +74,7 @@ def count_bytes(
         Traffic(messages=(('all_reduce', 4000),), bytes_sent=6000.0)
     """
     sparsifier = SPARSIFIERS.resolve(sparsifier)
-    exchange, memory = as_exchange(exchange, sparsifier), NoMemory()
+    exchange, memory = as_exchange(exchange, sparsifier), memory or NoMemory()
     grad = torch.empty(numel + 1, dtype=dtype, device=META)
 
     def messages_of(rank: int) -> list[Message]:
