@@ -42,12 +42,13 @@ def reference_steps(gradients: Rows, k: int, beta2: float, eps: float) -> list[t
         corrected = v / (1 - beta2 ** (step + 1))
         union: set[int] = set()
         for rank in range(n):
-            score = acc[rank] ** 2 / (np.sqrt(corrected[rank]) + eps)
+            longest = max(100, 4 * numel / k)
+            score = acc[rank] ** 2 / np.maximum(np.sqrt(corrected[rank]) + eps, abs(acc[rank]) / longest)
             union |= reference_picks(score, k // n)
         average, divisor = np.zeros(numel), {}
         for j in union:
             average[j] = acc[:, j].mean()
-            divisor[j] = math.sqrt(corrected[:, j].mean()) + eps
+            divisor[j] = max(math.sqrt(corrected[:, j].mean()) + eps, abs(average[j]) / longest)
             acc[:, j] = 0
         seen.append((average, divisor))
     return seen
@@ -75,6 +76,21 @@ def test_what_agrees_with_itself_is_sent_before_it_is_large() -> None:
 
     assert sent(ls.Residual()) == {0}
     assert sent(ls.SecondMoment(0.9)) == {0, 1}
+
+
+def test_where_gradients_have_stopped_steps_stay_bounded() -> None:
+    """A residual whose second moment has decayed to nothing would make steps without end."""
+    gradients = torch.zeros(150, 1, 4)
+    gradients[0] = torch.tensor([1.0, 1e-3, 1e-6, 1.0])
+    gradients[:, :, 3] = 1.0
+    quotients = []
+    for trace in ls.simulate(
+        gradients, sparsifier="topk", exchange="reduce_union", density=0.25, memory=ls.SecondMoment(0.5)
+    ):
+        assert trace.divisor is not None
+        quotients.append(float((trace.update / trace.divisor).abs().max()))
+    assert {int(j) for j in trace.indices} <= {0, 1, 2, 3}
+    assert 1 <= max(quotients) <= 100
 
 
 def reference_parts(second: Rows, picked: list[set[int]], j: int, parts: int) -> float:
@@ -105,7 +121,9 @@ def test_packed_second_moments_are_averaged_in_parts_of_the_largest_that_was_tol
         divisors = [memory.divisor(state.memory) for state in outcome.states]
         assert all(torch.equal(divisor, divisors[0]) for divisor in divisors)
         np.testing.assert_allclose(
-            divisors[0][update.indices], np.sqrt(np.array(expected) / correction) + 1e-8, rtol=1e-12
+            divisors[0][update.indices],
+            np.maximum(np.sqrt(np.array(expected) / correction) + 1e-8, update.values.abs().numpy() / 100),
+            rtol=1e-12,
         )
         # Coarse, but never far off: a rank that has picked has told its own size.
         exact = v[:, update.indices].mean(0)

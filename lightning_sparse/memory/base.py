@@ -103,11 +103,12 @@ class Memory(ABC):
         """(numel + 1,) what the latest averages have to be divided by to be steps of Adam; None: they are gradients."""
         return None
 
-    def divide_all_(self, state: Any, mean: Callable[[Tensor], Tensor]) -> None:  # noqa: B027  # most divide nothing
+    def divide_all_(self, state: Any, average: Tensor, mean: Callable[[Tensor], Tensor]) -> None:  # noqa: B027  # most divide nothing
         """Form :meth:`divisor` for averages at all coordinates, between two steps; collective.
 
         Args:
             state: this group's state.
+            average: (numel,) of residuals.
             mean: over ranks, of a vector.
         """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,13 @@ class SecondMomentState(FeedbackState):
     remembered: it belongs to the averages in the gradients."""
     steps: Tensor
     """() float64."""
+    longest: Tensor
+    """() largest quotient in the step that goes on."""
+
+
+LONGEST = 4.0, 100.0
+"""Largest quotient of an average and its divisor: in units of 1 / density, steps for which a coordinate waits, and at
+least."""
 
 
 @MEMORIES.register
@@ -97,12 +105,14 @@ class SecondMoment(Feedback):
         """Five vectors of ``numel + 1`` slots."""
         residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
         divisor = torch.ones(numel + 1, device=device, dtype=dtype)
-        return SecondMomentState(residual, second, divisor, torch.zeros((), device=device, dtype=torch.float64))
+        steps, longest = (torch.zeros((), device=device, dtype=torch.float64) for _ in range(2))
+        return SecondMomentState(residual, second, divisor, steps, longest)
 
     def accumulate_(self, state: SecondMomentState, grad: Tensor, ctx: Context) -> Tensor:
         """``acc = residual + grad``, and the next second moment."""
         residual, acc = state.residual
         now, following = state.second
+        state.longest.fill_(max(LONGEST[0] / ctx.density, LONGEST[1]))
         numel = acc.numel() - 1
         for piece in pieces(numel, grad.device):
             given = grad[:numel][piece].to(acc.dtype)
@@ -113,12 +123,14 @@ class SecondMoment(Feedback):
         return acc
 
     def score_(self, state: SecondMomentState, acc: Tensor, grad: Tensor) -> Tensor:
-        """``acc / (sqrt(v) + eps)^(1/2)``, in the gradient's place where that has acc's dtype."""
+        """``acc / max(sqrt(v) + eps, |acc| / longest)^(1/2)``, in the gradient's place where that has acc's dtype."""
         numel = acc.numel() - 1
         score = grad[:numel] if grad.dtype == acc.dtype else torch.empty_like(acc[:numel])
         small = self.eps * self._correction(state).sqrt()
+        longest = state.longest.to(acc.dtype)
         for piece in pieces(numel, acc.device):
-            root = state.second.following[piece].sqrt().add_(small).sqrt_()
+            root = state.second.following[piece].sqrt().add_(small)
+            root = torch.maximum(root, acc[piece].abs().div_(longest), out=root).sqrt_()
             torch.div(acc[piece], root, out=score[piece])
         return score
 
@@ -130,7 +142,7 @@ class SecondMoment(Feedback):
         """As :class:`Residual`; note what the averages are to be divided by."""
         super().settle_(state, update, rounding)
         assert update.second is not None, "an exchange that does not carry second values"
-        divisor = self._divisor(update.second, self._correction(state))
+        divisor = self._divisor(update.second, self._correction(state), update.values, state.longest)
         if update.indices is None:
             state.divisor[: divisor.numel()].copy_(divisor)
         else:
@@ -145,10 +157,11 @@ class SecondMoment(Feedback):
         """``sqrt(v) + eps``."""
         return state.divisor
 
-    def divide_all_(self, state: SecondMomentState, mean: Callable[[Tensor], Tensor]) -> None:
+    def divide_all_(self, state: SecondMomentState, average: Tensor, mean: Callable[[Tensor], Tensor]) -> None:
         """By the mean of what the ranks remember."""
         correction = 1 - torch.pow(self.beta2, state.steps.clamp(min=1))
-        state.divisor[:-1].copy_(self._divisor(mean(state.second.now[:-1]), correction))
+        second = mean(state.second.now[:-1])
+        state.divisor[:-1].copy_(self._divisor(second, correction, average, state.longest))
 
     def complete_(self, state: SecondMomentState, span: slice, names: Collection[str]) -> None:
         """A residual without a second moment counts as one gradient of its size, so that steps start short."""
@@ -160,8 +173,12 @@ class SecondMoment(Feedback):
         correction: Tensor = 1 - torch.pow(self.beta2, state.steps + 1)
         return correction
 
-    def _divisor(self, second: Tensor, correction: Tensor) -> Tensor:
-        return (second / correction.to(second.dtype)).sqrt_().add_(self.eps)
+    def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, longest: Tensor) -> Tensor:
+        """By what averages are divided, from means of second moments at the same coordinates."""
+        root = (second / correction.to(second.dtype)).sqrt_().add_(self.eps)
+        shortest = average.abs().to(root.dtype) / longest.clamp(min=LONGEST[1]).to(root.dtype)
+        # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.
+        return torch.maximum(root.nan_to_num_(nan=1.0, posinf=math.inf), shortest.nan_to_num_(nan=0.0))
 
     def carry_(self, state: SecondMomentState, target: slice, memory: Memory, other: Any, source: slice) -> None:
         """Vectors, and the number of steps: the largest, where groups that become one have counted differently."""

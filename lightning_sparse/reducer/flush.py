@@ -32,8 +32,8 @@ def average_residuals(
             continue
         if residual is None:
             residual = torch.zeros(group.plan.numel, device=device, dtype=group.wide)
-        group.memory.divide_all_(group.state.memory, lambda x: comm.all_reduce(x.clone()) / comm.world_size)
         average = comm.all_reduce(residual.clone()) / comm.world_size
+        group.memory.divide_all_(group.state.memory, average, lambda x: comm.all_reduce(x.clone()) / comm.world_size)
         for name, span in group.spans.items():
             parameter = parameters[name]
             pending[name] = in_shape(average[span].to(parameter.dtype), parameter)

@@ -210,10 +210,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Ranks, kind: str, follow_f
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
 
-def void_step() -> tuple[list[Tensor], list[Tensor]]:
+def void_step(exchange: str) -> tuple[list[Tensor], list[Tensor]]:
     runs = []
     for bad_at in (None, 3):
-        training = Training()
+        training = Training(exchange=exchange)
         for step in range(6):
             if step == bad_at:
                 training.optimizer.zero_grad()
@@ -226,8 +226,9 @@ def void_step() -> tuple[list[Tensor], list[Tensor]]:
     return runs[0], runs[1]
 
 
-def test_a_step_that_is_skipped_moves_nothing(two_ranks: Ranks) -> None:
-    for plain, skipped in two_ranks(void_step):
+@pytest.mark.parametrize("exchange", ["packed_union", "reduce_union"])
+def test_a_step_that_is_skipped_moves_nothing(two_ranks: Ranks, exchange: str) -> None:
+    for plain, skipped in two_ranks(void_step, exchange):
         assert all(torch.equal(a, b) for a, b in zip(plain, skipped, strict=True))
 
 
