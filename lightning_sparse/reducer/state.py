@@ -242,7 +242,7 @@ def _fill(group: Running, remembered: dict[str, dict[str, Tensor]], counters: di
             elif vector in vectors:
                 notes.append(f"{name} had {values.numel()} coordinates and has {numel}: its {vector} is dropped.")
             elif bool(values.any()):
-                notes.append(f"{type(memory).__name__} keeps no {vector}: that of {name} is dropped.")
+                notes.append(f"The memory keeps no {vector}: that of {name} is dropped.")
         memory.complete_(state, span, remembered[name].keys())
     for name, counter in memory.counters(state).items():
         counter.fill_(max(counters[p].get(name, 0.0) for p in group.spans))

@@ -139,7 +139,7 @@ def load_into_others() -> list[list[str]]:
 def test_residuals_move_to_engines_with_other_settings_and_what_does_not_is_named(two_ranks: Ranks) -> None:
     for topk, model, default in two_ranks(load_into_others):
         assert any("ExDyna" in note and "TopK" in note for note in topk)
-        assert "Residual keeps no momentum: that of 0.weight is dropped." in topk
+        assert "The memory keeps no momentum: that of 0.weight is dropped." in topk
         assert any("group 0 starts anew" in note for note in topk)
         assert any("group model starts anew" in note for note in model)
         assert any("group dense.bucket0 starts anew" in note for note in default)
