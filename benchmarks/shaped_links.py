@@ -23,11 +23,11 @@ time is the slowest rank's; `select_ms`, `exchange_ms` and `exposed_ms` are the 
 slow and takes part in some rounds only; other rounds are paired with the nearest of these. Ratios are medians of
 paired rounds, with quartiles, below 1 is faster.
 
-Held fixed: model, batch, SGD, one compute thread per rank; messages of each group travel by themselves, as predictions
-assume, but in the part messages. DDP's buckets are of 25 MiB after a first one of 1 MiB; as a group cannot start before
-DDP hands over the buckets that hold it, `--plan-bucket-mb` makes them smaller for the plans other than bucket. The
-latency of the virtual cables is far below a real network's, and the ranks share the cores of one machine: what this
-shows is bandwidth.
+Held fixed: model, batch, SGD, one compute thread per rank; messages of each group travel by themselves, but in the part
+messages, and in the part advice, where they travel as predicted. DDP's buckets are of 25 MiB after a first one of
+1 MiB; as a group cannot start before DDP hands over the buckets that hold it, `--plan-bucket-mb` makes them smaller for
+the plans other than bucket. The latency of the virtual cables is far below a real network's, and the ranks share the
+cores of one machine: what this shows is bandwidth.
 
 Needs root (network namespaces) and the commands ip and tc; says so and ends with 0 otherwise. Namespaces are removed at
 the end whatever happens. Results are kept in the folder `--out` after every round; `--tables` prints them again.
@@ -361,27 +361,22 @@ def measure_advice(job: Job, result: Result, keep: Callable[[], None]) -> None:
         sparsifiers=job["sparsifiers"],
         densities=[job["density"]],
     )
+    predicted = [p for p in advice.predictions if p.method in job["sparsifiers"] and p.grouping in ADVISED]
     result["advice"] = {
         "seconds": time.perf_counter() - begin,
         "verdict": advice.verdict(),
         "measured": advice.assumptions()[:2],
-        "costs": {method.label: str(method.cost) for method in advice.measured.methods},
+        "costs": {f"{method.name} {method.density:g}": str(method.cost) for method in advice.measured.methods},
         "predicted": {
-            "compute": 1e3 * advice.measured.compute_seconds,
+            "compute": 1e3 * advice.measured.profile.compute_seconds,
             "dense": 1e3 * advice.step_seconds("dense"),
-            **{
-                f"{name} {grouping}": 1e3 * advice.step_seconds(name, job["density"], grouping)
-                for name in job["sparsifiers"]
-                for grouping in ADVISED
-            },
+            **{f"{p.method} {p.grouping}": 1e3 * p.step_seconds for p in predicted},
         },
     }
     # As the strategy does where exchanges go on beside backward.
     small = max(1.0, sum(p.nbytes for p in module.parameters()) / (1 << 20) / 32)
     specs = [
-        Spec(f"{name} {grouping}", name, grouping, "thread", small)
-        for name in job["sparsifiers"]
-        for grouping in ADVISED
+        Spec(f"{p.method} {p.grouping}", p.method, p.grouping, "thread", small, messages=p.messages) for p in predicted
     ]
     take_turns(job, [*PLAIN, *specs], result, keep)
 

@@ -131,8 +131,9 @@ class SparsificationConfig:
     messages: Literal["auto", "step", "group"] = "auto"
     """What travels together: "step" joins the messages of all groups when the last gradients of a step are here, so
     that a step takes two or three collectives however many groups there are; "group" sends those of each group as soon
-    as its own gradients are here, while backward goes on; "auto" is "group" with groupings and densities that follow
-    from a profile, because they predict steps of such groups, else "step"."""
+    as its own gradients are here, while backward goes on; "auto" is "step" with most settings, "group" with
+    ``HiddenDensity`` and ``OptimalMerge("published")``, and with ``OptimalMerge()`` and ``TimeBudget`` the one that a
+    profile of the first steps predicts to be better."""
     dense: Sequence[str] = ()
     """Shell-style patterns of parameter names that stay dense, such as ``["*.bias"]``, next to those of ``rules``; each
     has to match."""
@@ -178,8 +179,10 @@ class SparsificationConfig:
         for name, hint in hints_of(type(self)).items():
             _check_choice(name, getattr(self, name), hint)
         if self.messages == "auto":
-            profiled = self.grouping.needs_profile or self.density.needs_profile
-            vars(self)["messages"] = "group" if profiled else "step"
+            if self.grouping.separate_messages or self.density.separate_messages:
+                vars(self)["messages"] = "group"
+            elif not (self.grouping.needs_profile or self.density.needs_profile):
+                vars(self)["messages"] = "step"
         if self.watch is not None and not isinstance(self.watch, Watch):
             raise ValueError(
                 f"Expected watch to be a Watch such as Watch(every=1000), or None, but got {self.watch!r}."

@@ -47,11 +47,19 @@ def test_a_config_can_be_made_from_another_one() -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"messages": "auto"}], ids=str)
-def test_groups_talk_for_themselves_where_a_profile_assumes_so(given: dict[str, Any]) -> None:
-    assert ls.SparsificationConfig(grouping="layer", **given).messages == "step"
-    for profiled in ({"grouping": ls.OptimalMerge()}, {"density": ls.HiddenDensity()}, {"density": ls.TimeBudget()}):
-        assert ls.SparsificationConfig(**profiled, **given).messages == "group"
-        assert ls.SparsificationConfig(**profiled, messages="step").messages == "step"
+def test_what_travels_together_is_left_open_only_where_a_profile_decides(given: dict[str, Any]) -> None:
+    decided: list[tuple[str, dict[str, Any]]] = [
+        ("step", {"grouping": "layer"}),
+        ("auto", {"grouping": ls.OptimalMerge()}),
+        ("auto", {"density": ls.TimeBudget()}),
+        ("group", {"density": ls.HiddenDensity()}),
+        ("group", {"grouping": ls.OptimalMerge("published")}),
+        ("group", {"grouping": ls.OptimalMerge(), "density": ls.HiddenDensity()}),
+    ]
+    for expected, options in decided:
+        assert ls.SparsificationConfig(**options, **given).messages == expected
+        for chosen in ("step", "group"):
+            assert ls.SparsificationConfig(**options, messages=chosen).messages == chosen
 
 
 @pytest.mark.parametrize(

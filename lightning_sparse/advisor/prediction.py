@@ -13,7 +13,7 @@ from lightning_sparse.checks import check_integer, check_positive
 from lightning_sparse.memory.first_moment import FirstMoment
 from lightning_sparse.performance import GroupCost, Line, Network, Overlap, Profile, Traffic
 from lightning_sparse.performance.serialization import Plain
-from lightning_sparse.plan import ParameterSize, Rules, make_plan
+from lightning_sparse.plan import Messages, ParameterSize, Rules, make_plan
 from lightning_sparse.plan.groupings import DDP_BUCKET_MB
 from lightning_sparse.plan.plan import bucket_numels
 from lightning_sparse.traffic import count_bytes
@@ -110,9 +110,9 @@ class Measured(Plain):
         """Whether the parameters live on a CPU."""
         return str(self.sizes[0].kind).endswith("cpu")
 
-    def step_seconds(self, method: Method, grouping: str) -> tuple[float, int]:
+    def step_seconds(self, method: Method, grouping: str, messages: Messages = "group") -> tuple[float, int]:
         """A whole step with a method's cost as it stands, and the number of groups."""
-        profile = replace(self.profile, costs=[method.cost])
+        profile = replace(self.profile, costs=[method.cost], messages=messages)
         if method.builtin:  # DDP begins each of its buckets at once, and never waits for it in backward
             overlap: Overlap = "full" if profile.overlap == "full" else "comm"
             profile = replace(profile, overlap=overlap, bucket_numels=bucket_numels(self.sizes, DDP_BUCKET_MB))
@@ -141,6 +141,8 @@ class Prediction(NamedTuple):
     density: float
     builtin: bool
     grouping: str
+    messages: Messages
+    """What travels together; of what comes with DDP, "group": its buckets."""
     groups: int
     step_seconds: float
     exposed_seconds: float
@@ -180,7 +182,10 @@ def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[S
 
 
 def predict(measured: Measured, wanted: Sequence[Scenario]) -> Iterator[Prediction]:
-    """Step times of all methods under all groupings; those that come with DDP under DDP's buckets only."""
+    """Step times of all methods under all groupings; those that come with DDP under DDP's buckets only.
+
+    Of a method under a grouping, messages travel together or separately, whichever is faster.
+    """
     known = measured.profile.network.ranks
     for scenario in wanted:
         rows = []
@@ -194,21 +199,14 @@ def predict(measured: Measured, wanted: Sequence[Scenario]) -> Iterator[Predicti
             methods = [method.between(known, scenario.ranks, network, value_bytes) for method in measured.methods]
         for method in methods:
             for grouping in ["bucket"] if method.builtin else list(TRIED):
-                rows.append((method, grouping, *measured.step_seconds(method, grouping)))
-        dense = next(seconds for method, _, seconds, _ in rows if method.name == "dense")
-        for method, grouping, seconds, groups in rows:
+                possible: Sequence[Messages] = ("group",) if method.builtin else ("step", "group")
+                tried = [(messages, *measured.step_seconds(method, grouping, messages)) for messages in possible]
+                rows.append((method, grouping, *min(tried, key=lambda one: one[1])))
+        dense = next(seconds for method, _, _, seconds, _ in rows if method.name == "dense")
+        for method, grouping, messages, seconds, groups in rows:
             exposed = seconds - measured.profile.compute_seconds
-            yield Prediction(
-                scenario,
-                method.name,
-                method.density,
-                method.builtin,
-                grouping,
-                groups,
-                seconds,
-                exposed,
-                seconds / dense,
-            )
+            what = (method.name, method.density, method.builtin, grouping, messages, groups)
+            yield Prediction(scenario, *what, seconds, exposed, seconds / dense)
 
 
 def best_groupings(predictions: Sequence[Prediction]) -> list[Prediction]:

@@ -31,13 +31,14 @@ def overview(advice: Advice, scenario: Scenario | None = None, rows: int | None 
                     p.method + mark,
                     "" if p.builtin else f"{p.density:g}",
                     "DDP's buckets" if p.builtin else p.grouping,
+                    "" if p.builtin else p.messages,
                     str(p.groups),
                     f"{1e3 * p.step_seconds:.4g}",
                     f"{1e3 * p.exposed_seconds:.4g}",
                     f"{p.over_dense:.2f}",
                 ]
             )
-    header = ["method", "density", "grouping", "groups", "step ms", "exposed ms", "step / dense DDP"]
+    header = ["method", "density", "grouping", "messages", "groups", "step ms", "exposed ms", "step / dense DDP"]
     return Table(f"Predicted step time, {scenario.label}", header, cells)
 
 
@@ -173,7 +174,7 @@ def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any
         "sparsifier": best.method,
         "density": best.density,
         "grouping": groupings.get(best.grouping, best.grouping),
-        "messages": "group",  # as predicted
+        "messages": best.messages,
     }
     ours = isinstance(given, dict) and "SparseDDPStrategy" in str(given.get("class_path"))
     own = (given.get("init_args") or {}) if ours else {}

@@ -149,7 +149,9 @@ class Advice:
             "Every rank computes as fast as here, whatever their number, and none waits for another.",
             "Gradients for these measurements are made up: heavy-tailed, ranks agree on half of their variance.",
             "Small parameters are counted as sparsified; by default they stay dense, which is one short message more.",
-            "One exchange after the other goes over the network; DDP hands gradients over in buckets.",
+            "One exchange after the other goes over the network; DDP hands gradients over in buckets. Messages of all "
+            "groups travel together at the end of backward (step), or those of each group beside it (group), whichever "
+            "is faster.",
             f"A sparsifier must shorten the step by {MARGIN:.0%} at least. Of those within {MARGIN:.0%} of the "
             "fastest, the mildest density wins, then the order of docs/comparison.md "
             f"({', '.join(BEST_TRAINED[:3])}, ...): step time is not training time, and a lower density may need more "

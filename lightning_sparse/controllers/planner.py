@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.console import Table
 from lightning_sparse.performance import Profile, Profiler
 from lightning_sparse.performance.rank_sync import from_rank_zero
-from lightning_sparse.plan import Group, Grouping, ParameterSize, Rules, make_plan
+from lightning_sparse.plan import Group, Grouping, Messages, ParameterSize, Rules, make_plan
 from lightning_sparse.plan.plan import bucket_numels
 from lightning_sparse.reducer import Engine
 
@@ -118,18 +119,38 @@ class Planner:
         return profiler.profile(costs, self._fingerprint)
 
     def _apply(self, profile: Profile, engine: Engine) -> None:
-        plan = self._plan(profile, engine.settings)
-        engine.regroup(plan)
-        self.profile = profile
+        plan, self.profile = self._choose(profile, engine.settings)
+        engine.regroup(plan, self.profile.messages)
         if engine.comm.rank == 0:
-            print_profile(profile, plan, engine.settings.density.final)
+            print_profile(self.profile, plan, engine.settings.density.final)
 
-    def _plan(self, profile: Profile, settings: SparsificationConfig) -> list[Group]:
-        def plan_at(density: float) -> list[Group]:
-            return make_plan(self._sizes, self._grouping, self._rules, self._cap, profile, density)
+    def _choose(self, profile: Profile, settings: SparsificationConfig) -> tuple[list[Group], Profile]:
+        """Groups with their densities, and the profile with the messages that go with them.
 
-        plan: list[Group] = settings.density.assign(plan_at, profile)
-        return plan
+        Where the settings leave both ways to send messages open, the one with the milder density is chosen, and of
+        equally mild ones the one whose step is predicted to be shorter.
+
+        Raises:
+            ValueError: if no density does what is asked for, whatever travels together.
+        """
+        possible: Sequence[Messages] = ("step", "group") if settings.messages == "auto" else (settings.messages,)
+        found, refused = [], []
+        for messages in possible:
+            tried = replace(profile, messages=messages)
+            try:
+                plan = settings.density.assign(partial(self._plan_at, tried), tried)
+            except ValueError as error:
+                refused.append(error)
+            else:
+                seconds = tried.step_seconds(plan, settings.density.final)
+                found.append((mean_density(plan, settings.density.final), -seconds, plan, tried))
+        if not found:
+            raise refused[-1]
+        _, _, plan, chosen = max(found, key=lambda one: one[:2])
+        return plan, chosen
+
+    def _plan_at(self, profile: Profile, density: float) -> list[Group]:
+        return make_plan(self._sizes, self._grouping, self._rules, self._cap, profile, density)
 
 
 def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:
@@ -137,6 +158,18 @@ def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:
     settings = engine.settings
     what = (list(sizes), settings.algorithm, settings.executor, engine.comm.world_size, engine.device.type)
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+
+
+def mean_density(plan: Sequence[Group], density: float) -> float:
+    """Over the coordinates of all groups that are not dense, without what is lost in rounding; 1 if all are dense.
+
+    Args:
+        plan: groups.
+        density: of those without one of their own.
+    """
+    sparse = [group for group in plan if not group.dense]
+    numel = sum(group.numel for group in sparse)
+    return round(sum((group.density or density) * group.numel for group in sparse) / numel, 12) if numel else 1.0
 
 
 def print_profile(profile: Profile, plan: Sequence[Group], density: float) -> None:
@@ -157,5 +190,8 @@ def print_profile(profile: Profile, plan: Sequence[Group], density: float) -> No
         lines = [("all-reduce", network.all_reduce), ("all-gather", network.all_gather)]
         each = [f"{name} {1e6 * line.alpha:.3g} us + {1e9 * line.beta:.3g} ns/byte" for name, line in lines]
         print(f"sparse_ddp: {network.ranks} ranks, {', '.join(each)}", flush=True)
+    travel = "of all groups travel together" if profile.messages == "step" else "of each group travel by themselves"
+    seconds = profile.step_seconds(plan, density)
+    print(f"sparse_ddp: messages {travel}; predicted is a step of {1e3 * seconds:.4g} ms.")
     header = ["group", "coordinates", "density", "backward ms", "select ms", "process ms", "transfer ms"]
     Table("sparse_ddp: groups by this profile", header, rows).show()

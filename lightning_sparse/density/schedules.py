@@ -52,6 +52,8 @@ class DensitySchedule(ABC):
 
     needs_profile = False
     """Whether the first steps are profiled, to :meth:`assign` densities."""
+    separate_messages = False
+    """Whether ``messages="auto"`` means "group", whatever a profile predicts."""
 
     @property
     def final(self) -> float:

@@ -57,7 +57,8 @@ class HiddenDensity(ProfiledDensity):
 
     See :func:`~lightning_sparse.performance.hidden_densities`. Most useful with ``grouping="layer"`` or
     ``OptimalMerge()``, and only where exchanges overlap with backward (on CUDA, or with ``executor="thread"``):
-    elsewhere nothing hides, and every group keeps the floor.
+    elsewhere nothing hides, and every group keeps the floor. Messages of groups are sent separately unless
+    ``messages="step"`` says otherwise, with which nothing hides either.
 
     Args:
         floor: smallest density, in (0, 1]; also of the group that comes last, behind which nothing is computed.
@@ -75,6 +76,8 @@ class HiddenDensity(ProfiledDensity):
         Guarantees (LAGS-SGD), ECAI 2020, arXiv 1911.08727, equations 18 and 19.
     """
 
+    separate_messages = True
+
     def assign(self, plan_at: Callable[[float], list[Group]], profile: Profile) -> list[Group]:
         """Each group gets the density that hides, unless it has one of its own."""
         plan = plan_at(self.floor)
@@ -88,7 +91,8 @@ class HiddenDensity(ProfiledDensity):
 class TimeBudget(ProfiledDensity):
     """The mildest density, for the whole model, that keeps exposed communication below a share of the step.
 
-    With ``grouping=OptimalMerge()``, groups and density are found together.
+    With ``grouping=OptimalMerge()``, groups and density are found together. With ``messages="auto"``, messages travel
+    together or separately, whichever allows the milder density.
 
     Args:
         floor: smallest density, in (0, 1].
@@ -132,7 +136,7 @@ def hidden_densities(
     (equation 18 there), so that each layer takes what it can get for nothing; what cannot hide takes the floor. Unlike
     there, an exchange that is late delays the next one, because one network carries both. Groups that DDP hands over in
     one bucket hide behind the same backward and take the same density. The last ones have nothing to hide behind: they
-    take the floor. Where nothing overlaps with backward, all groups do.
+    take the floor. Where nothing overlaps with backward, or messages travel together when it is over, all groups do.
 
     Args:
         timeline: of the groups.
@@ -150,6 +154,7 @@ def hidden_densities(
     """
     densities: list[float] = []
     progress = Progress()
+    nothing_hides = profile.overlap == "none" or profile.messages == "step"
     runs = list(_delivered_together(timeline))
     windows = [*(backward for _, backward in runs), 0.0][1:]
     fixed = iter(own or [None] * len(timeline[0]))
@@ -157,7 +162,7 @@ def hidden_densities(
         groups = [(numel, next(fixed)) for numel in numels]
         progress = progress._replace(ready=progress.ready + backward)
         fits = partial(_ends_by, progress.ready + window, profile, groups, progress)
-        density = floor if profile.overlap == "none" else _largest(fits, floor, cap) or floor
+        density = floor if nothing_hides else _largest(fits, floor, cap) or floor
         progress = _exchanged(profile, groups, progress, density)
         densities += [density if given is None else given for _, given in groups]
     return densities

@@ -24,11 +24,13 @@ class OptimalMerge(Grouping):
     The first steps run with everything in one group, while backward is timed layer by layer. Then the collectives and
     the sparsifier are timed between the ranks, and layers are merged by these numbers, exactly
     (:func:`~lightning_sparse.performance.optimal_merge`). Training goes on with the new groups; no residual is lost.
-    The profile is kept in Lightning's checkpoints, and a run that continues with the same model, settings and number
-    of ranks uses it from the start.
+    With ``messages="auto"``, the best groups whose messages are sent separately are compared with the best ones whose
+    messages travel together, and the shorter predicted step decides. The profile is kept in Lightning's checkpoints,
+    and a run that continues with the same model, settings and number of ranks uses it from the start.
 
     Args:
-        rule: "optimal", or "published" for the greedy rule of OMGS-SGD, which is not always the best.
+        rule: "optimal", or "published" for the greedy rule of OMGS-SGD, which is not always the best, and whose
+            messages are sent separately.
         warmup: steps that are not timed, at least 1.
         steps: steps that are timed, at least 2; medians count.
 
@@ -57,6 +59,11 @@ class OptimalMerge(Grouping):
             check_integer(value, name, least)
 
     needs_profile = True
+
+    @property
+    def separate_messages(self) -> bool:  # type: ignore[override]
+        """As published, where the rule is."""
+        return self.rule == "published"
 
     @property
     def profiled_steps(self) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from lightning_sparse.performance.cost import NOTHING, CostModel, Curve, Line
 from lightning_sparse.performance.network import Network
 from lightning_sparse.performance.serialization import Plain
 from lightning_sparse.performance.timeline import Timeline, end_seconds
-from lightning_sparse.plan import Group
+from lightning_sparse.plan import Group, Messages
 
 Overlap = Literal["none", "comm", "full"]
 """What overlaps with backward: ``none`` (exchanges inside backward), ``comm``, the communication only (another thread,
@@ -74,6 +74,16 @@ class GroupCost:
             return CostModel(self.transfer, self.compute)
         return CostModel(self.compute.line() + self.transfer)
 
+    def joined(self, overlap: Overlap) -> tuple[CostModel, Line]:
+        """Where the messages of a step travel together: what the group does by itself, and its part of them.
+
+        Messages from rank to rank are never joined, and keep their price in each group.
+        """
+        apart = any(part.operation == "send_recv" for part in self.traffic)
+        local = self.compute + Line(self.transfer.alpha, 0.0) if apart else self.compute
+        messages = replace(self.transfer, alpha=0.0) if apart else self.transfer
+        return CostModel(local.line()) if overlap == "full" else CostModel(NOTHING, local), messages
+
     def on(self, network: Network) -> GroupCost:
         """The same traffic on another network of as many ranks; unchanged where traffic is not known."""
         if not self.traffic:
@@ -98,11 +108,13 @@ class GroupCost:
             amounts = sorted({x for one in (a, b) if isinstance(one, Curve) for x in one.amounts})
             return Curve(tuple(amounts), tuple(between(a(x), b(x)) for x in amounts))
 
+        pairs = [(a, b) for a, b in zip(self.traffic, other.traffic, strict=False) if a.operation == b.operation]
         return GroupCost(
             between(self.density, other.density),
             either(self.select, other.select),
             either(self.process, other.process),
             line(self.transfer, other.transfer),
+            tuple(Traffic(a.operation, between(a.calls, b.calls), line(a.nbytes, b.nbytes)) for a, b in pairs),
         )
 
 
@@ -119,9 +131,10 @@ class Profile(Plain):
         overlap: what overlaps with backward.
         bucket_numels: coordinates of DDP's first bucket and of the others. Gradients are handed over bucket by bucket,
             so that a layer cannot be exchanged before its bucket is full.
+        messages: what travels together in the steps that are predicted.
 
     Raises:
-        ValueError: if there are no layers or no costs, a time is negative, or ``overlap`` is unknown.
+        ValueError: if there are no layers or no costs, a time is negative, or ``overlap`` or ``messages`` is unknown.
 
     Example:
         >>> from lightning_sparse.plan import ParameterSize, make_plan
@@ -141,12 +154,14 @@ class Profile(Plain):
     costs: Sequence[GroupCost]
     overlap: Overlap
     bucket_numels: tuple[float, float]
+    messages: Messages = "group"
 
     def __post_init__(self) -> None:
         if not self.layers or not self.costs:
             raise ValueError("Expected a profile of at least one layer, at one density at least, but got none.")
-        if self.overlap not in get_args(Overlap):
-            raise ValueError(f"Expected overlap to be one of {', '.join(get_args(Overlap))}, but got {self.overlap!r}.")
+        for name, allowed in (("overlap", get_args(Overlap)), ("messages", get_args(Messages))):
+            if (given := getattr(self, name)) not in allowed:
+                raise ValueError(f"Expected {name} to be one of {', '.join(allowed)}, but got {given!r}.")
         if not self.rest_seconds >= 0:
             raise ValueError(f"Expected rest_seconds to be at least 0, but got {self.rest_seconds!r}.")
         for layer in self.layers:
@@ -194,8 +209,9 @@ class Profile(Plain):
         return low
 
     def cost(self, density: float) -> CostModel:
-        """The cost model at a density."""
-        return self.group_cost(density).model(self.overlap)
+        """The cost model at a density; where messages travel together, of what a group does by itself."""
+        cost = self.group_cost(density)
+        return cost.model(self.overlap) if self.messages == "group" else cost.joined(self.overlap)[0]
 
     def timeline(self, plan: Sequence[Group]) -> tuple[list[Group], Timeline]:
         """Sparsified groups in the order in which they are complete, and when.
@@ -223,5 +239,9 @@ class Profile(Plain):
         """A whole step with these groups, whatever they are made of; at one density, or each at its own."""
         densities = density if isinstance(density, Sequence) else [density] * len(timeline[0])
         costs = {one: self.cost(one) for one in densities}
-        done = end_seconds(timeline, [costs[one] for one in densities])
+        joined: list[Line] = []
+        if self.messages == "step":
+            messages = {one: self.group_cost(one).joined(self.overlap)[1] for one in densities}
+            joined = [messages[one] for one in densities]
+        done = end_seconds(timeline, [costs[one] for one in densities], joined)
         return self.rest_seconds + max(done, sum(self.backward_seconds))

@@ -8,7 +8,9 @@ a selection delays all layers after it. One network carries one exchange after t
         ready = ready + backward_seconds(group) + select_seconds(group)
         done  = max(ready, done) + exchange_seconds(group)
 
-This is the model of OMGS-SGD. Time counts from the start of backward: what comes before is the same for all groups.
+This is the model of OMGS-SGD. Where messages travel together, the exchange of a group is what it does by itself, and
+one exchange for all comes at the end: it pays once for each collective, and for the bytes of all groups. Time counts
+from the start of backward: what comes before is the same for all groups.
 
 References:
     Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs
@@ -20,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from lightning_sparse.performance.cost import CostModel
+from lightning_sparse.performance.cost import CostModel, Line
 
 Timeline = tuple[Sequence[int], Sequence[float]]
 """Coordinates of each group, and the seconds of backward from one group to the next, in the order of backward."""
@@ -40,9 +42,19 @@ class Progress(NamedTuple):
         return Progress(ready, max(ready, self.done) + cost.exchange_seconds(numel))
 
 
-def end_seconds(timeline: Timeline, costs: Iterable[CostModel]) -> float:
-    """When the last exchange ends; the arguments give each group's numbers and cost."""
+def end_seconds(timeline: Timeline, costs: Iterable[CostModel], joined: Sequence[Line] = ()) -> float:
+    """When the last exchange ends.
+
+    Args:
+        timeline: numbers of each group.
+        costs: of each group; with joined messages, of what it does by itself.
+        joined: messages of each group, by its coordinates, that are sent together when all groups are ready; empty
+            where each group sends its own.
+    """
     progress = Progress()
     for numel, backward_seconds, cost in zip(*timeline, costs, strict=True):
         progress = progress.after(numel, backward_seconds, cost)
-    return progress.done
+    if not joined:
+        return progress.done
+    once = max(line.alpha for line in joined)
+    return progress.done + once + sum(line.beta * numel for line, numel in zip(joined, timeline[0], strict=True))

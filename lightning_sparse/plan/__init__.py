@@ -11,7 +11,7 @@ from lightning_sparse.plan.groupings import (
     ParameterSize,
     merge_below,
 )
-from lightning_sparse.plan.plan import Group, make_plan
+from lightning_sparse.plan.plan import Group, Messages, make_plan
 from lightning_sparse.plan.rules import Rules, as_rules
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Grouping",
     "Layer",
     "MergeBelow",
+    "Messages",
     "Model",
     "ParameterSize",
     "Rules",

@@ -51,6 +51,8 @@ class Grouping(ABC):
 
     needs_profile = False
     """Whether the first steps are profiled before the groups are final; then :meth:`cut_by` decides."""
+    separate_messages = False
+    """Whether ``messages="auto"`` means "group", whatever a profile predicts."""
 
     @property
     def profiled_steps(self) -> tuple[int, int]:

@@ -8,11 +8,14 @@ finishes them, so that the first groups are complete while backward still runs.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lightning_sparse.density import count
 from lightning_sparse.plan.groupings import DDP_BUCKET_MB, GROUPINGS, MIB, Bucket, Grouping, ParameterSize
 from lightning_sparse.plan.rules import Rules, as_rules
+
+Messages = Literal["group", "step"]
+"""What travels together: the messages of each group, or those of all groups of a step, when the last one is ready."""
 
 
 class Group(NamedTuple):

@@ -20,7 +20,7 @@ from lightning_sparse.density import Constant
 from lightning_sparse.memory import Adapting, Memory, NoMemory, named_in
 from lightning_sparse.metrics import Step, summarize
 from lightning_sparse.optim import made_for
-from lightning_sparse.plan import Group
+from lightning_sparse.plan import Group, Messages
 from lightning_sparse.reducer.adam_steps import AdamSteps
 from lightning_sparse.reducer.agreement import check_equal_on_ranks
 from lightning_sparse.reducer.clipping import Clipping
@@ -299,7 +299,12 @@ class Engine:
         """The groups, in the order in which backward is expected to finish them."""
         return [group.plan for group in self.groups]
 
-    def regroup(self, plan: Sequence[Group]) -> None:
+    @property
+    def messages(self) -> Messages:
+        """What travels together: the messages of each "group", or those of all groups of a "step"."""
+        return self._reducer.messages
+
+    def regroup(self, plan: Sequence[Group], messages: Messages | None = None) -> None:
         """Cut the parameters into other groups, from the next step on; collective, between two steps.
 
         What is remembered of gradients belongs to parameters and moves with them: no residual and no momentum is lost.
@@ -308,6 +313,7 @@ class Engine:
 
         Args:
             plan: groups of the same parameters, see :func:`~lightning_sparse.plan.make_plan`.
+            messages: what travels together from then on; None: as before.
 
         Raises:
             ValueError: on all ranks, if these are not the parameters of this engine, each once, or if names of groups
@@ -330,9 +336,11 @@ class Engine:
             >>> dist.destroy_process_group()
         """
         self._check_between_steps("Groups can only be changed")
-        check_equal_on_ranks({"settings": self.settings, "groups": list(plan)}, self.comm, self._device)
+        chosen = messages or self.messages
+        facts = {"settings": self.settings, "groups": list(plan), "messages": chosen}
+        check_equal_on_ranks(facts, self.comm, self._device)
         check_covers(plan, self._parameters)
-        self._reducer.regroup(plan)
+        self._reducer.regroup(plan, chosen)
 
     def receive(self, bucket: Any) -> Future[Tensor]:
         """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""

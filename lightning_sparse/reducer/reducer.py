@@ -23,7 +23,7 @@ from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core import Agreement, Context
 from lightning_sparse.metrics import Stamp
-from lightning_sparse.plan import Group
+from lightning_sparse.plan import Group, Messages
 from lightning_sparse.reducer.batch import Batches
 from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.comm_hook import DenseBypass, PendingBucket, Positions
@@ -89,7 +89,8 @@ class Reducer:
         self._sparse_gradients = SparseGradients(parameters, lambda: self.failing_together("in backward"))
         self._executor = make_executor(settings.executor, device, comm.world_size, self.on_stream.host_knows)
         self._batches = Batches(comm, self._usage, self._executor, self.on_stream, device, self.failing_together)
-        self._joined = settings.messages == "step"
+        self.messages: Messages = "group" if settings.messages == "group" else "step"
+        """What travels together."""
         self._bypass = DenseBypass(comm, names)
         self._pending: list[PendingBucket] = []
         self._positions: Positions = {}
@@ -143,7 +144,7 @@ class Reducer:
         self._digest = digest_of(self._settings, [group.plan for group in groups])
         self._all_dense = all(group.sparsifier.agreement is Agreement.EVERYTHING for group in groups)
 
-    def regroup(self, plan: Sequence[Group]) -> None:
+    def regroup(self, plan: Sequence[Group], messages: Messages) -> None:
         """Go on with other groups of the same parameters, and what is remembered of these; between two steps."""
         groups = []
         with self.on_stream.between_steps():
@@ -154,6 +155,7 @@ class Reducer:
                     running.carry(name, old)
                 groups.append(running)
         self.adopt(groups, self.record.latest.counts)
+        self.messages = messages
 
     def remember_by(self, settings: SparsificationConfig) -> None:
         """Go on with settings that differ in the memory; between two steps."""
@@ -226,7 +228,7 @@ class Reducer:
             surplus=self.rates.surplus_of({p.name: p.numel for p in group.plan.parameters}, self.step, density),
         )
         self._batches.add(group, ctx, self._loss_scale(), self._flushes)
-        if not self._joined:
+        if self.messages == "group":
             self._batches.send()
 
     @contextmanager
@@ -252,7 +254,7 @@ class Reducer:
         incomplete = [g.plan.name for g in self.groups if g.arrived and not g.complete]
         assert not incomplete, f"DDP delivered only some gradients of the groups {incomplete}"
         pending, self._pending = self._pending, []
-        if self._joined:
+        if self.messages == "step":
             # Where all is dense, there is one sum, and nothing that a header could travel with.
             self._batches.send(None if self._all_dense else Header(self.step, self._flushes, self._digest))
         self._executor.drain()

@@ -57,13 +57,15 @@ def predicted(
     grouping: str = "model",
     groups: int = 1,
     scenario: Scenario = HERE,
+    messages: Any = "group",
 ) -> Prediction:
     """In a scenario where dense DDP takes 10 ms, 7 of them without exchange."""
     builtin = method in ("dense", "fp16", "bf16", "powersgd")
     seconds = 10e-3 * over_dense
     if builtin:
         density, grouping = 1.0, "bucket"
-    return Prediction(scenario, method, density, builtin, grouping, groups, seconds, seconds - 7e-3, seconds / 10e-3)
+    what = (method, density, builtin, grouping, messages, groups)
+    return Prediction(scenario, *what, seconds, seconds - 7e-3, seconds / 10e-3)
 
 
 def advice(rows: Sequence[Prediction], kind: str = "float32.cpu") -> Advice:

@@ -29,14 +29,16 @@ from lightning_sparse.advisor.prediction import (
 )
 from lightning_sparse.core import Context
 from lightning_sparse.messages import Steps
-from lightning_sparse.performance import GroupCost, Line, Network, Traffic
+from lightning_sparse.performance import Curve, GroupCost, LayerTime, Line, Network, Profile, Traffic
 from lightning_sparse.pipeline import reduce_group
+from lightning_sparse.plan import ParameterSize
 from lightning_sparse.sparsifiers import SPARSIFIERS
 from tests.advisor.made_up import HERE, NOTHING, measured, method, predicted
 from tests.reference.merging import groupings
 from tests.reference.steps import simulated_step
 
 OVERLAPS = ["none", "comm", "full"]
+BOTH = ["step", "group"]
 ALONE = Network(NOTHING, NOTHING, 1)
 MIB = 2**20
 Groups = list[tuple[list[str], int]]
@@ -73,7 +75,7 @@ def cut(seen: Measured, grouping: str) -> Iterator[Groups]:
         yield by_parameters(seen, groups)
 
 
-def simulated(seen: Measured, one: Method, groups: Groups) -> float:
+def simulated(seen: Measured, one: Method, groups: Groups, messages: str = "group") -> float:
     parts: dict[str, tuple[list[Line], list[Line]]] = {
         "none": ([one.cost.select, one.cost.process, one.cost.transfer], []),
         "comm": ([one.cost.select, one.cost.process], [one.cost.transfer]),
@@ -84,31 +86,86 @@ def simulated(seen: Measured, one: Method, groups: Groups) -> float:
         overlap = "full" if overlap == "full" else "comm"
         buckets = MIB / 4, 25 * MIB / 4
     select, send = parts[overlap]
+    joined = 0.0
+    if messages == "step":
+        select, send = ([line for line in part if line is not one.cost.transfer] for part in (select, send))
+        tree = any(part.operation == "send_recv" for part in one.cost.traffic)
+        joined = one.cost.transfer.alpha * (len(groups) if tree else 1)
+        joined += one.cost.transfer.beta * sum(numel for _, numel in groups)
     return seen.profile.rest_seconds + simulated_step(
         [(layer.parameters, layer.numel, layer.backward_seconds) for layer in seen.profile.layers],
         groups,
         buckets,
         lambda numel: sum(line.alpha + line.beta * numel for line in select),
         lambda numel: sum(line.alpha + line.beta * numel for line in send),
+        joined,
     )
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("grouping", TRIED)
-def test_steps_take_as_long_as_in_a_simulation(grouping: str, overlap: str) -> None:
+@pytest.mark.parametrize("messages", BOTH)
+def test_steps_take_as_long_as_in_a_simulation(messages: Any, grouping: str, overlap: str) -> None:
     generator = random.Random(1)
     cuts = Counter[int]()
     for seed in range(12):
         seen = measured(generator.randint(1, 7), overlap, seed)
         for one in [one for one in seen.methods if grouping == "bucket" or not one.builtin]:
-            found, groups = seen.step_seconds(one, grouping)
+            if one.builtin and messages == "step":
+                continue
+            found, groups = seen.step_seconds(one, grouping, messages)
             possible = list(cut(seen, grouping))
-            times = [simulated(seen, one, chosen) for chosen in possible]
+            times = [simulated(seen, one, chosen, messages) for chosen in possible]
             assert found == pytest.approx(min(times), rel=1e-9)
             assert groups in [len(chosen) for chosen, time in zip(possible, times, strict=True) if time <= found + 1e-9]
             cuts[groups] += 1
-    one_is_best = grouping == "model" or (grouping, overlap) == ("optimal_merge", "none")
+    alone = messages == "step" or overlap == "none"  # where nothing but the number of groups matters
+    one_is_best = grouping == "model" or (grouping == "optimal_merge" and alone and overlap != "full")
     assert len(cuts) == 1 if one_is_best else len(cuts) > 1
+
+
+def test_where_messages_travel_together_groups_are_merged_by_what_they_do_themselves() -> None:
+    # Selections from 100 coordinates each take less than one from 200, as where 100 of them fit into a cache.
+    curve = Curve((1.0, 100.0, 200.0), (0.01, 1.0, 4.0))
+    layers = [LayerTime(name, (f"{name}.p",), 100, 10.0) for name in ("b", "a")]
+    sizes = [ParameterSize(f"{name}.p", 100, 4, "float32.cpu") for name in ("a", "b")]
+    one = method("topk", 0.1, GroupCost(0.1, curve, NOTHING, Line(7, 0.001)))
+    for overlap in ("none", "comm"):
+        seen = Measured(sizes, Profile("", layers, 0.0, ALONE, [one.cost], overlap, (0, 0)), [])
+        assert seen.step_seconds(one, "optimal_merge", "step") == (pytest.approx(20 + 2 * 1 + 7.2), 2)
+        assert seen.step_seconds(one, "model", "step") == (pytest.approx(20 + 4 + 7.2), 1)
+        assert seen.step_seconds(one, "layer", "step")[0] == seen.step_seconds(one, "optimal_merge", "step")[0]
+
+
+def test_messages_from_rank_to_rank_are_not_joined() -> None:
+    for seed, overlap in enumerate(OVERLAPS):
+        seen = measured(5, overlap, seed)
+        one = seen.methods[-1]
+        tree = replace(one, cost=replace(one.cost, traffic=(Traffic("send_recv", 2.0, Line(8.0, 0.4)),)))
+        [groups] = cut(seen, "layer")
+        found = seen.step_seconds(tree, "layer", "step")[0]
+        assert found == pytest.approx(simulated(seen, tree, groups, "step"), rel=1e-9)
+        dearer = 4 * tree.cost.transfer.alpha
+        assert found - seen.step_seconds(one, "layer", "step")[0] == pytest.approx(dearer)
+
+
+def test_what_travels_together_is_what_ends_a_step_sooner() -> None:
+    chosen = Counter[tuple[str, str]]()
+    for seed in range(20):
+        seen = measured(5, OVERLAPS[seed % 3], seed)
+        for row in predict(seen, [Scenario(2, None)]):
+            if row.builtin:
+                assert row.messages == "group"
+                continue
+            [one] = [one for one in seen.methods if (one.name, one.density) == (row.method, row.density)]
+            times = {
+                messages: min(simulated(seen, one, groups, messages) for groups in cut(seen, row.grouping))
+                for messages in BOTH
+            }
+            assert row.step_seconds == pytest.approx(min(times.values()), rel=1e-9)
+            assert times[row.messages] == pytest.approx(row.step_seconds, rel=1e-9)
+            chosen[row.grouping, row.messages] += 1
+    assert all(chosen[grouping, messages] for grouping in ("layer", "optimal_merge") for messages in BOTH)
 
 
 def test_groups_that_follow_another_order_than_backward() -> None:

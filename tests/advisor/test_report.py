@@ -51,9 +51,9 @@ def test_the_table_marks_what_to_use_and_what_loses() -> None:
         "topk (losing)",
     ]
     rows = rows_of(table)
-    assert rows["union_topk <- use this 0.01"][2:] == ["merge_below", "3", "8.2", "1.2", "0.82"]
-    assert rows["topk 0.01"][2:] == ["layer", "7", "8", "1", "0.80"]  # of the two groupings the faster one
-    assert rows["dense"][1:] == ["", "DDP's buckets", "1", "10", "3", "1.00"]
+    assert rows["union_topk <- use this 0.01"][2:] == ["merge_below", "group", "3", "8.2", "1.2", "0.82"]
+    assert rows["topk 0.01"][2:] == ["layer", "group", "7", "8", "1", "0.80"]  # of the two groupings the faster one
+    assert rows["dense"][1:] == ["", "DDP's buckets", "", "1", "10", "3", "1.00"]
 
 
 def test_a_short_table_keeps_ddp_and_what_to_use() -> None:
@@ -137,6 +137,7 @@ def test_the_file_has_every_prediction(tmp_path: Path) -> None:
     for line, one in zip(lines, found.predictions, strict=True):
         assert (int(line["ranks"]), line["gbit"]) == (one.scenario.ranks, str(one.scenario.gbit or ""))
         assert (line["method"], line["grouping"], line["builtin"]) == (one.method, one.grouping, str(one.builtin))
+        assert line["messages"] == one.messages
         for name in ("density", "groups", "step_seconds", "exposed_seconds", "over_dense"):
             assert float(line[name]) == getattr(one, name)
 
@@ -273,8 +274,9 @@ def test_without_a_configuration_there_is_the_strategy(tmp_path: Path) -> None:
 def test_what_stays_dense_and_what_becomes_of_residuals_is_left_as_it_is() -> None:
     own = {"rules": {"dense_numel": 1000}, "dense": ["*.bias"], "resize": "flush", "watch": None}
     before = {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": own | {"sparsifier": "dgc"}}
-    after = strategy_config(advice([predicted("shared_topk", 0.5, 0.003, "layer")]), given=before)
-    chosen = {"sparsifier": "shared_topk", "density": 0.003, "grouping": "layer", "messages": "group"}
-    assert after["init_args"] == chosen | own
     other = {"class_path": "DDPStrategy", "init_args": own}
-    assert strategy_config(advice([predicted("shared_topk", 0.5, 0.003, "layer")]), given=other)["init_args"] == chosen
+    for messages in ("group", "step"):
+        found = advice([predicted("shared_topk", 0.5, 0.003, "layer", messages=messages)])
+        chosen = {"sparsifier": "shared_topk", "density": 0.003, "grouping": "layer", "messages": messages}
+        assert strategy_config(found, given=before)["init_args"] == chosen | own
+        assert strategy_config(found, given=other)["init_args"] == chosen

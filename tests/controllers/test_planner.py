@@ -6,6 +6,7 @@ import contextlib
 import io
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.attach import sizes_of
+from lightning_sparse.collective import TorchCollective
 from lightning_sparse.controllers import Planner
 from lightning_sparse.performance import Line, Profile, hidden_densities
 from lightning_sparse.performance.profiler import overlap_of
@@ -98,6 +100,61 @@ def test_groups_follow_the_profile(two_ranks: Ranks, rule: Any, executor: str) -
     assert "profiling 2 steps after 1 of warm-up" in first["told"]
     assert "groups by this profile" in first["told"]
     assert second["told"] == ""
+
+
+CALLS = Line(1e3, 0.0)
+"""A price for each message that dwarfs everything."""
+
+
+def collectives_of(options: dict[str, Any], fixed: Line) -> tuple[str, int, Counter[str]]:
+    """What travels together after the profile, the number of groups, and what the last step asks of the network."""
+    seen: Counter[str] = Counter()
+
+    def counting(name: str, call: Any) -> Any:
+        def counted(self: TorchCollective, *args: Any) -> Any:
+            seen[name] += 1
+            return call(self, *args)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        fix_costs(patch, fixed)
+        model, engine = wrapped(options)
+        for index, batch in enumerate(batches(6)):
+            if index == 5:
+                for name in ("all_gather", "all_reduce"):
+                    patch.setattr(TorchCollective, name, counting(name, getattr(TorchCollective, name)))
+            model(batch).square().mean().backward()
+        assert planner_of(engine).saved["messages"] == engine.messages
+        found = engine.messages, len(engine.plan)
+        engine.close()
+    told = {"step": "of all groups travel together", "group": "of each group travel by themselves"}
+    assert dist.get_rank() or f"messages {told[found[0]]}; predicted is a step of" in out.getvalue()
+    return *found, seen
+
+
+@pytest.mark.parametrize("grouping", ["layer", ls.OptimalMerge(**SOON)], ids=repr)
+def test_what_travels_together_follows_the_profile(two_ranks: Ranks, grouping: Any) -> None:
+    schedule = ls.TimeBudget(0.05, 0.05, 1 - 1e-12) if grouping == "layer" else 0.05
+    options = {"density": schedule, "grouping": grouping, "executor": "thread"}
+    run = shortened_collectives if grouping == "layer" else collectives_of
+    for fixed, given, expected in (
+        (APART, "auto", "group"),
+        (CALLS, "auto", "step"),
+        (APART, "step", "step"),
+        (CALLS, "group", "group"),
+    ):
+        for messages, groups, seen in two_ranks(run, {**options, "messages": given}, fixed):
+            assert messages == expected
+            assert groups == 4 if grouping == "layer" else groups >= 1
+            each = groups if messages == "group" else 1
+            assert seen == {"all_gather": each, "all_reduce": each}
+
+
+def shortened_collectives(options: dict[str, Any], fixed: Line) -> tuple[str, int, Counter[str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ls.Grouping, "profiled_steps", (1, 2))
+        return collectives_of(options, fixed)
 
 
 def test_what_is_measured_without_help_is_a_profile(two_ranks: Ranks) -> None:
@@ -193,7 +250,8 @@ def test_a_saved_profile_is_used_at_once(two_ranks: Ranks) -> None:
     # Other buckets of DDP hand over layers otherwise; the measurements hold.
     for found, timed, profile in two_ranks(attached, options, saved, False, 25, (0, 1)):
         assert not timed
-        assert {**profile, "bucket_numels": saved["bucket_numels"]} == saved
+        assert {**profile, "bucket_numels": saved["bucket_numels"], "messages": saved["messages"]} == saved
+        assert (saved["messages"], profile["messages"]) == ("group", "step")  # nothing is left to begin early
         assert Profile.from_dict(profile).delivery_seconds[1:] == [0, 0, 0]
         assert [group.name for group in found] == ["head..trunk"]
     # Another grouping and another density in time need nothing else than the same profile.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -120,6 +121,8 @@ def test_late_exchanges_delay_the_next_ones() -> None:
     # The floor of 0.3 cannot hide behind 0.2 s, and leaves 0.9 s to the next exchange.
     found = hidden_densities(([1, 1, 1, 1], [1.0, 0.2, 1.0, 1.0]), profile, 0.3, 1.0)
     assert found == [0.3, pytest.approx(0.9), 1.0, 0.3]
+    # Nothing hides where messages travel together when backward is over.
+    assert hidden_densities(timeline, replace(profile, messages="step"), 0.1, 1.0) == [0.1] * 4
 
 
 def test_what_hides_exactly_at_the_floor_does_not_fall_below_it() -> None:

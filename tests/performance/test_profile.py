@@ -132,6 +132,31 @@ def test_what_overlaps_with_backward_decides_who_waits_for_what() -> None:
         assert model.exchange_seconds(10) == pytest.approx(exchange)
 
 
+def test_messages_that_travel_together_by_hand() -> None:
+    one = GroupCost(0.1, Line(1, 0.1), Line(2, 0.2), Line(4, 0.4))
+    for overlap, (select, exchange) in {"none": (6, 0), "comm": (6, 0), "full": (0, 6)}.items():
+        model, messages = one.joined(overlap)
+        assert (model.select_seconds(10), model.exchange_seconds(10)) == pytest.approx((select, exchange))
+        assert messages == Line(4, 0.4)
+    # Two layers of 10 with 5 s of backward each; the dearer of two densities pays for the collective.
+    costs = [one, replace(one, density=0.2, transfer=Line(8, 0.8))]
+    expected = {"none": 10 + 6 + 6 + 8 + 4 + 8, "comm": 10 + 6 + 6 + 8 + 4 + 8, "full": 10 + 6 + 6 - 5 + 4 + 8 + 8}
+    for overlap, seconds in expected.items():
+        measured = replace(profile([10, 10], [5.0, 5.0], costs, overlap=overlap), messages="step")
+        assert measured.timeline_seconds(([10, 10], [5.0, 5.0]), [0.1, 0.2]) == pytest.approx(seconds)
+
+
+def test_costs_between_densities_keep_their_traffic() -> None:
+    network = Network(Line(100, 1), Line(30, 6), ranks=4)
+    low, high = (
+        GroupCost(d, NOTHING, NOTHING, NOTHING, (Traffic("all_reduce", 2, Line(8, 40 * d)),)).on(network)
+        for d in (0.1, 0.3)
+    )
+    half = low.towards(high, 0.5)
+    assert half.traffic[0].nbytes(10) == pytest.approx(8 + 40 * 0.2 * 10)
+    assert half.on(network).transfer(10) == pytest.approx(half.transfer(10))
+
+
 def test_traffic_on_another_network_by_hand() -> None:
     network = Network(Line(100, 1), Line(30, 6), ranks=4)  # one hop of the all-gather: 10 + 2 x
     traffic = (
@@ -260,6 +285,8 @@ def test_bad_profiles_are_refused() -> None:
         replace(good, costs=[])
     with pytest.raises(ValueError, match="Expected overlap to be one of none, comm, full, but got 'some'"):
         replace(good, overlap="some")
+    with pytest.raises(ValueError, match="Expected messages to be one of group, step, but got 'auto'"):
+        replace(good, messages="auto")
     for rest in (-1e-9, math.nan):
         with pytest.raises(ValueError, match="Expected rest_seconds to be at least 0, but got"):
             replace(good, rest_seconds=rest)

@@ -15,6 +15,7 @@ def simulated_step(
     buckets: tuple[float, float],
     select: Seconds,
     send: Seconds,
+    joined: float = 0.0,
 ) -> float:
     """Seconds from the start of backward until everything is computed and sent.
 
@@ -24,6 +25,7 @@ def simulated_step(
         buckets: coordinates that fill DDP's first bucket, and each of the others.
         select: seconds of the processor for a group; backward waits meanwhile.
         send: seconds of the network for a group.
+        joined: seconds of one more message, for all groups, sent when everything else is over.
     """
     to_compute = deque(enumerate(layers))
     to_select: deque[int] = deque()
@@ -63,7 +65,7 @@ def simulated_step(
             sending = True
             later(send(to_send.popleft()), "sent", 0)
         if not events:
-            return now
+            return now + joined
         now, _, what, which = heapq.heappop(events)
         if what == "sent":
             sending = False
