@@ -34,7 +34,7 @@ from lightning_sparse.reducer.plain import checksum
 from lightning_sparse.reducer.schema import State, check_state
 
 FORMAT = 2
-"""Of side files and of the marker; changed when their meaning does."""
+"""Version of the format of side files and of the marker; changes when their meaning does."""
 
 Path = str | os.PathLike[str]
 
@@ -47,7 +47,7 @@ class SideFile(NamedTuple):
     run: str
     """Drawn anew for each engine."""
     number: int
-    """Of the save within the run."""
+    """Number of the save within the run."""
 
     @property
     def save(self) -> str:

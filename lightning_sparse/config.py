@@ -27,41 +27,42 @@ Resize = Literal["merge", "flush", "zero"]
 
 @dataclass(frozen=True)
 class Watch:
-    """What watchdogs look for, and how often; each problem ends in one warning, on rank 0.
+    """Settings of the watchdog: what it looks for, and how often. Each problem is reported in one warning, on rank 0.
 
     - *Divergence*: parameters are no longer equal on all ranks, bit for bit. Buffers are not compared.
     - *Residual growth*: a group's residual has become several times as large as it was when it had filled.
-    - *Starving parameters*: gradients arrive at a parameter, and nothing of it is ever sent.
-    - *Dead threshold*: nothing at all is selected in a group, though its residual is not empty.
+    - *Starving parameters*: a parameter gets gradients, but nothing of it is ever sent.
+    - *Dead threshold*: nothing at all is selected in a group, although its residual is not empty.
     - *Saturation*: far more is selected than the density asks for.
-    - *Shortage*: far less is selected than the density asks for, though the residual is not empty.
-    - *Void steps*: step after step, a gradient was not finite on some rank.
-    - *Adam's first moment*: an optimizer of Adam's family keeps one of parameters that are sparsified; docs/adam.md.
+    - *Shortage*: far less is selected than the density asks for, although the residual is not empty.
+    - *Void steps*: many steps in a row were skipped, because a gradient was not finite on some rank.
+    - *Adam's first moment*: an optimizer of Adam's family keeps a first moment of sparsified parameters; docs/adam.md.
 
-    The residual of a group grows by itself at first: a coordinate waits for about ``1 / density`` steps between two
-    times that it is sent. What later norms (Euclidean, mean over ranks) are compared with is therefore that of the
-    first check after ``3 / density`` steps at one density: at 0.01 after 300 steps, at 0.001 after 3000. Where a
-    schedule changes the density, this begins anew, as everything does where groups change. With ``lr_aware``, residuals
-    change with the learning rate, and their growth is not watched.
+    At first, residuals grow by themselves, because a coordinate waits for about ``1 / density`` steps until it is sent
+    again. The reference for growth is therefore the norm (Euclidean, mean over ranks) at the first check after
+    ``3 / density`` steps at one density: after 300 steps at 0.01, after 3000 at 0.001. It is taken anew when a schedule
+    changes the density, or when groups change. With ``lr_aware``, residuals change with the learning rate, and their
+    growth is not watched.
 
-    Which parameters are served is seen in the update of the step before each check, that is in one step of ``every``.
-    Of a parameter with ``m`` coordinates, ``density * m`` are expected there; those of a few checks in a row add up
-    while none is sent, and checks do not count where its residual did not move on any rank: such a parameter was not
-    used.
+    Starvation is judged by the update of the step before each check, that is one step of ``every``. For a parameter
+    with ``m`` coordinates, ``density * m`` of them are expected in it. The expected numbers of successive checks are
+    added up until a coordinate is sent. A check does not count for a parameter whose residual did not change on any
+    rank: it was not used.
 
     A check is one all-gather of a few bytes per parameter, and on a device the only time that the host waits. The first
-    one is at the second exchange. Void steps are noticed at every step, optimizers at the first exchange after they
-    were set up, and those that nobody shows to the engine at their first step.
+    check is at the second exchange. Void steps are counted at every step. Optimizers are looked at in the first
+    exchange after they were set up, or at their own first step if the engine was not told of them.
 
     Args:
         every: exchanges between two checks, at least 1.
-        growth: times that a residual may grow over its reference, above 1; at three checks in a row.
-        missed: coordinates of a parameter that must have been expected in vain, at least 1; at five checks or more.
-        excess: factor by which what is selected may differ from the density, up or down, above 1; at three checks in a
-            row. What counts is the rank that picks most for methods whose ranks pick by themselves, the union for all
-            others.
+        growth: factor by which a residual may exceed its reference, above 1; at three checks in a row.
+        missed: coordinates of a parameter that were expected and not sent before it counts as starving, at least 1; at
+            five checks or more.
+        excess: factor by which the number of selected coordinates may differ from the density's, up or down, above 1;
+            at three checks in a row. It is that of the rank with most picks for methods whose ranks select by
+            themselves, and the size of the union for all others.
         voids: void steps in a row, at least 1.
-        adam: whether to warn of a first moment. On one rank, too: its gradients are sparsified just as well.
+        adam: whether to warn of a first moment, also with one rank, whose gradients are sparsified, too.
 
     Raises:
         ValueError: if a setting is outside its range.

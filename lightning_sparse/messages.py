@@ -147,7 +147,7 @@ class Meter:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.bytes_sent = 0.0
-        """By this rank, see :meth:`Message.bytes_sent`."""
+        """Bytes sent by this rank, see :meth:`Message.bytes_sent`."""
 
     def watch(self, steps: Steps[T]) -> Steps[T]:
         """The same coroutine, with its bytes counted."""

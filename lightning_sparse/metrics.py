@@ -192,7 +192,7 @@ class Quantity(NamedTuple):
 
 
 QUANTITIES: dict[str, Quantity] = {}
-"""By their names, which are logged under ``sparse/``; all but bytes and times over the sparsified groups only."""
+"""Logged quantities by name, under ``sparse/``; all but bytes and times over the sparsified groups only."""
 
 Compute = Callable[[Step], float | None]
 
@@ -285,7 +285,7 @@ def exchange_ms(step: Step) -> float | None:
 
 @quantity("0", averaged=True)
 def exposed_ms(step: Step) -> float | None:
-    """Milliseconds that backward stood still for it, slowing down beside it not counted; mean over ranks."""
+    """Milliseconds that backward waits for the exchange, not how much it slows down beside it; mean over ranks."""
     return step.exposed_ms
 
 

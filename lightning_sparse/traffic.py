@@ -24,7 +24,7 @@ class Traffic(NamedTuple):
     """Name of the operation (a method of :class:`~lightning_sparse.collective.Collective`) and bytes that a rank brings
     to it, in order. Who only takes part in an operation without giving is counted as if it gave."""
     bytes_sent: float
-    """By a rank under ring algorithms, mean over ranks."""
+    """Bytes that a rank sends under ring algorithms, mean over ranks."""
 
 
 def count_bytes(

@@ -129,7 +129,7 @@ class Scenario(NamedTuple):
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """Name of the scenario in tables."""
         return f"{self.ranks} ranks, " + ("measured" if self.gbit is None else f"{self.gbit:g} Gbit/s")
 
 
@@ -142,7 +142,7 @@ class Prediction(NamedTuple):
     builtin: bool
     grouping: str
     messages: Messages
-    """What travels together; of what comes with DDP, "group": its buckets."""
+    """What travels together; "group" for what comes with DDP, which sends its buckets."""
     groups: int
     step_seconds: float
     exposed_seconds: float
@@ -210,7 +210,7 @@ def predict(measured: Measured, wanted: Sequence[Scenario]) -> Iterator[Predicti
 
 
 def best_groupings(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Of each method and density in each scenario, the fastest grouping; of equally fast ones, the fewest groups."""
+    """The fastest grouping of each method and density in each scenario; of equally fast ones, the fewest groups."""
     best: dict[tuple[Scenario, str, float], Prediction] = {}
     for one in sorted(predictions, key=lambda p: (p.step_seconds, p.groups)):
         best.setdefault((one.scenario, one.method, one.density), one)

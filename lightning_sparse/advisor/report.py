@@ -12,7 +12,7 @@ from lightning_sparse.advisor.run import Advice, kept_settings
 from lightning_sparse.console import Table
 
 MARKERS = {"dense": "s", "fp16": "^", "bf16": "v", "powersgd": "D"}
-"""In the figure, of what comes with DDP."""
+"""Markers in the figure for what comes with DDP."""
 SHOWN = 12
 """Rows of the table on the terminal; the file has all of them."""
 

@@ -38,13 +38,13 @@ class Style(NamedTuple):
 
     @property
     def line(self) -> dict[str, Any]:
-        """For :meth:`matplotlib.axes.Axes.plot`."""
+        """Keywords for :meth:`matplotlib.axes.Axes.plot`."""
         width = {"linewidth": 2.2, "markersize": 5, "zorder": 3} if self.ours else {"linewidth": 1, "markersize": 4}
         return {"color": self.colour, "linestyle": self.dash, "marker": self.marker, **width}
 
 
 def styles() -> dict[str, Style]:
-    """Of all methods, always the same."""
+    """The style of every method, the same in all figures."""
     ours = [method.name for method in METHODS if method.ours]
     published = [method.name for method in METHODS if not method.ours]
     chosen = {name: Style(COLOURS[i % 6], "-", MARKERS[i % 7], True) for i, name in enumerate(ours)}

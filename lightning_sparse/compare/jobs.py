@@ -18,7 +18,7 @@ class Job(NamedTuple):
     """Name of a task or stream."""
     ranks: int
     density: float
-    """Of the comparison; 1 for dense."""
+    """Density of the comparison; 1 for dense."""
     method: str
     seed: int
     steps: int
@@ -29,7 +29,7 @@ class Job(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int, float, str, int, int]:
-        """What makes it the same as another; its result has the same."""
+        """What identifies a job; its result has the same key."""
         return label(self.source, self.text), *self[1:6]
 
 

@@ -1,4 +1,4 @@
-"""What the watchdog has seen of a group."""
+"""The history of a group that the watchdog keeps: norms, counts and parameters that wait."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from lightning_sparse.metrics import Statistics
 from lightning_sparse.reducer.group import Running
 
 FILLING = 3
-"""A residual has filled after about this many times 1/density steps."""
+"""A residual counts as filled after this many times ``1 / density`` steps."""
 CHECKS = 5
-"""Checks at which a parameter that gradients arrive at must have got nothing."""
+"""Number of checks without a coordinate sent after which a parameter that gets gradients is starving."""
 
 
 class GroupHistory:
-    """What checks have seen of a group: equal on all ranks, but for what is noted between them.
+    """What checks have found in a group. Equal on all ranks, except for what is noted between checks.
 
     Args:
-        group: that is sparsified.
+        group: a sparsified group.
     """
 
     def __init__(self, group: Running) -> None:
         self.name = group.plan.name
         self.density = 0.0
         self.norm = 0.0
-        """Of the residual, mean over ranks."""
+        """Norm of the residual at the latest check, mean over ranks."""
         self.reference: float | None = None
         self.reference_step = 0
         self.grown = self.silent = self.excess = self.shortage = 0
-        """Checks in a row."""
+        """Numbers of checks in a row with a grown residual, nothing selected, too much and too little selected."""
         self.selected = 0
         self._independent = group.sparsifier.agreement is Agreement.INDEPENDENT
         self._since = 0
@@ -44,7 +44,7 @@ class GroupHistory:
         """Checksums of their residuals on this rank, one step before a check."""
 
     def is_behind(self, group: Running) -> bool:
-        """Whether the group has run since the latest check, and selected."""
+        """Whether the group has selected in a step since the latest check."""
         statistics = group.statistics
         return statistics is not None and statistics is not self._latest and statistics.sparse
 
@@ -55,12 +55,12 @@ class GroupHistory:
 
     @property
     def by(self) -> str:
-        """Agreement of the sparsifier's selections."""
+        """Who selects, as words for a warning."""
         return "by a single rank" if self._independent else "by all ranks together"
 
     @property
     def threshold(self) -> float | None:
-        """That of this rank; None where there is none."""
+        """This rank's threshold; None if the method has none."""
         return None if self._latest is None or self._latest.threshold is None else float(self._latest.threshold)
 
     def note(self, group: Running) -> None:
@@ -82,7 +82,7 @@ class GroupHistory:
         """Take in a check.
 
         Args:
-            group: that this is the history of.
+            group: whose history this is.
             columns: yields what :meth:`report` gave on all ranks, (n,) int64 each.
             step: number of the step that begins.
             excess: factor by which what is selected may differ from the density.

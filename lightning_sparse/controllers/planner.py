@@ -154,7 +154,7 @@ class Planner:
 
 
 def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:
-    """Of everything that a profile depends on, but for the machine."""
+    """A digest of everything that a profile depends on except the machine."""
     settings = engine.settings
     what = (list(sizes), settings.algorithm, settings.executor, engine.comm.world_size, engine.device.type)
     return hashlib.sha256(repr(what).encode()).hexdigest()[:16]

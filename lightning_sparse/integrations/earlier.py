@@ -24,7 +24,7 @@ class Left(NamedTuple):
     parameters: dict[str, Parameter]
     """Those that the state is about."""
     changed: list[str]
-    """Of these, the ones whose weights somebody has changed since."""
+    """Those of them whose weights somebody has changed since."""
 
     @classmethod
     def by(cls, engine: Engine) -> Left:

@@ -245,7 +245,7 @@ class FeedbackState:
 
     @property
     def pairs(self) -> dict[str, Pair]:
-        """By name."""
+        """Pairs of buffers by name."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: part for name, part in parts.items() if isinstance(part, Pair)}
 

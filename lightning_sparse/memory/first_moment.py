@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 FAMILY = ("adam", "adafactor")
-"""In the names of classes: torch's Adam, AdamW, NAdam, RAdam, Adamax; fused and 8-bit ones of other packages."""
+"""Part of the names of classes: torch's Adam, AdamW, NAdam, RAdam, Adamax; fused and 8-bit ones of other packages."""
 
 
 class FirstMoment(NamedTuple):
@@ -60,7 +60,7 @@ def first_moment(optimizer: Optimizer, parameters: Collection[int]) -> FirstMome
 
 
 def of_adams_family(optimizer: Optimizer) -> bool:
-    """By the names of its classes."""
+    """Whether an optimizer is of Adam's family, by the names of its classes."""
     return any(word in base.__name__.lower() for base in type(optimizer).__mro__ for word in FAMILY)
 
 

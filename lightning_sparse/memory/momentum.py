@@ -93,7 +93,7 @@ class MomentumCorrection(Feedback):
 
     @property
     def has_momentum(self) -> bool:
-        """Of its own, or none on purpose."""
+        """True: the optimizer behind it should have none."""
         return True
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

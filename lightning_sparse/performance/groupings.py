@@ -62,16 +62,16 @@ class OptimalMerge(Grouping):
 
     @property
     def separate_messages(self) -> bool:  # type: ignore[override]
-        """As published, where the rule is."""
+        """True for the published rule, which knows separate messages only."""
         return self.rule == "published"
 
     @property
     def profiled_steps(self) -> tuple[int, int]:
-        """As given."""
+        """``warmup`` and ``steps``."""
         return self.warmup, self.steps
 
     def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
-        """For the steps that are profiled: one group, or buckets where that would be too large."""
+        """Groups for the profiled steps: one, or buckets where that would be too large."""
         whole = sum(p.numel for p in parameters) <= LARGEST_GROUP
         return (Model() if whole else Bucket()).cut(parameters, bucket_cap_mb)
 

@@ -1,4 +1,4 @@
-"""What all ranks need to agree on a measurement."""
+"""Measurements that all ranks start together and agree on."""
 
 from __future__ import annotations
 

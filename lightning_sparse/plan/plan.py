@@ -26,7 +26,7 @@ class Group(NamedTuple):
     dense: bool
     """True if the group is averaged as DDP would, without sparsification."""
     density: float | None = None
-    """Of this group alone, in (0, 1]; None: what the schedule says. None for dense groups."""
+    """Density of this group alone, in (0, 1]; None: what the schedule says. None for dense groups."""
 
     @property
     def numel(self) -> int:

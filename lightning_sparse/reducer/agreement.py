@@ -1,4 +1,4 @@
-"""What ranks tell each other before they go on: so that all of them do, or none does."""
+"""Agreement between ranks: equal settings, errors that all ranks raise together, notes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from lightning_sparse.collective import LostRankError, TorchCollective
 
 REASON_CHARACTERS = 300
-"""Of an error of a file system, which can be very long."""
+"""Length at which the text of an error is cut: those of file systems can be very long."""
 SHOWN = 8
-"""Reasons in a message."""
+"""Number of reasons that a message lists."""
 VALUE_CHARACTERS = 120
-"""Of a value that a message shows."""
+"""Length at which a value is cut in a message."""
 CONTEXT = 30
-"""Of these, before the first difference."""
+"""Characters of it that are shown before the first difference."""
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""Where an object lies in memory, in its ``repr``."""
+"""The address of an object in its ``repr``."""
 
 
 def check_equal_on_ranks(facts: Mapping[str, Any], comm: TorchCollective, device: torch.device) -> None:
@@ -131,7 +131,7 @@ def by_reason(notes: Sequence[Note]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """In words.
+    """Ranks as words for a message.
 
     Example:
         >>> name_ranks([1]), name_ranks([0, 2])

@@ -26,7 +26,7 @@ from lightning_sparse.reducer.group import Running
 from lightning_sparse.reducer.header import Header
 
 SHOWN = 4
-"""Names of groups in a note."""
+"""Number of groups that a note names."""
 
 
 class Member(NamedTuple):
@@ -35,7 +35,7 @@ class Member(NamedTuple):
     group: Running
     ctx: Context
     scale: Tensor | None
-    """Of the loss."""
+    """Factor that the loss was multiplied by."""
     flush: bool
     """Whether everything is sent."""
     used_here: Sequence[bool]
@@ -85,11 +85,11 @@ class Batches:
         self._failing_together = failing_together
         self._members: list[Member] = []
         self._started: list[Started] = []
-        """Used by the executor alone."""
+        """Groups whose local work is done; touched by the executor only."""
         self.shared_bytes = 0.0
         """Bytes that this rank has sent in this step for no single group."""
         self.headers: Tensor | None = None
-        """Of all ranks in this step, where there was one."""
+        """Headers of all ranks in this step; None if it had none."""
         self._clipping: Clipping | None = None
         self._numel = 0
 

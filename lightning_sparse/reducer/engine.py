@@ -1,4 +1,4 @@
-"""What users and tuners see of a sparsified model: counts, plan, quantities, state; and how these are changed."""
+"""The engine: the public view of a sparsified model. Counts, groups, logged quantities, state, and changes of them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Engine:
         """Parameters of the model that needed no gradient when it was wrapped."""
         self.tuners: list[Tuner] = []
         self.optimizers: list[torch.optim.Optimizer] = []
-        """Those that :meth:`follow` was given last."""
+        """The optimizers that :meth:`follow` was given last."""
         self._parameters = parameters
         self._device = device
         self.run_id = self._agree_on_id()
@@ -114,7 +114,7 @@ class Engine:
 
     @property
     def void_streak(self) -> int:
-        """Of these, the latest ones without a step that counted."""
+        """Exchanges that counted for nothing since the last one that counted."""
         return self._record.latest.counts.streak
 
     @property
@@ -246,7 +246,7 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, Parameter]:
-        """By name, in order of registration."""
+        """The parameters by name, in order of registration."""
         return dict(self._parameters)
 
     @property

@@ -1,4 +1,4 @@
-"""What all ranks together have not sent yet."""
+"""The average of what ranks have not sent yet, for a flush between two steps."""
 
 from __future__ import annotations
 

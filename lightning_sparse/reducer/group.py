@@ -46,12 +46,12 @@ class Running:
         example = parameters[plan.parameters[0].name]
         self.device, self.dtype = example.device, example.dtype
         self.wide = torch.promote_types(self.dtype, torch.float32)
-        """Of what is remembered."""
+        """Dtype of what is remembered."""
         self.state: GroupState = init_group(
             plan.numel, self.dtype, self.device, first, memory=self.memory, sparsifier=self.sparsifier
         )
         self.statistics: Statistics | None = None
-        """Of the latest step in which it was exchanged, which need not be the latest one, see :attr:`ran`."""
+        """Statistics of the last step that exchanged the group, which need not be the latest step, see :attr:`ran`."""
         self.arrived: dict[str, Tensor] = {}
         """Pieces of the gradient, in the buckets, from their arrival to the end of the step."""
         self.untouched: set[str] = set()
@@ -216,7 +216,7 @@ class GroupVersion(NamedTuple):
     group: Running
     state: GroupState
     learned: Any
-    """By the density."""
+    """What the density schedule has learned."""
 
     def scaled(self, factors: Mapping[str, float]) -> GroupVersion:
         """The residuals of parameters multiplied by factors, where there are any."""

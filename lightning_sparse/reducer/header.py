@@ -1,4 +1,4 @@
-"""The header of a step: what ranks tell each other with their first message, to notice that they have drifted apart.
+"""The header of a step: sent with its first message, so that ranks notice that they have drifted apart.
 
 It says at which step a rank is, whether it flushes, and what its settings and groups are. Where one of these differs,
 messages mean different things on different ranks, though their shapes may fit: all ranks raise an error that says what
@@ -26,11 +26,11 @@ from lightning_sparse.messages import AllGather, Steps
 from lightning_sparse.reducer.agreement import name_ranks
 
 BITS = 31
-"""Of a number in an int32 word."""
+"""Bits of a number in an int32 word."""
 
 
 class Header(NamedTuple):
-    """What a rank does in a step."""
+    """Step, flush and settings of one rank."""
 
     step: int
     flush: bool
@@ -39,7 +39,7 @@ class Header(NamedTuple):
     """62 bits, see :func:`digest_of`."""
 
     def compare(self, device: torch.device) -> Steps[Tensor]:
-        """Tell the others.
+        """Share the header with all ranks.
 
         Returns:
             A coroutine that ends with the headers of all ranks, (n, 4) int32 words for :func:`check`; on the CPU they

@@ -1,4 +1,4 @@
-"""What residuals are worth when the learning rate has changed."""
+"""Rescaling of residuals when the learning rate changes (``lr_aware``)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class LearningRates:
     """Follows the learning rate of every parameter.
 
     A residual e that was accumulated at a rate ``lr_old`` stands for a step of ``lr_old e``. At ``lr_new`` it has to be
-    ``e lr_old / lr_new`` to stand for the same. A rate of 0 says nothing about steps: residuals wait as they are for
-    the next rate above it.
+    ``e lr_old / lr_new`` to stand for the same. At a rate of 0 there are no steps to stand
+    for: residuals are left as they are until the rate is above 0 again.
 
     After a drop residuals are larger than gradients at the new rate would make them. What waits is renewed about once
     in ``1 / density`` steps, and as fast this *surplus* fades: it is multiplied by ``lr_old / lr_new`` when the rate
@@ -33,7 +33,8 @@ class LearningRates:
         self.latest: dict[str, float] = {}
         """Latest rate above 0, by parameter; replaced and never changed."""
         self.surplus: dict[str, tuple[float, int]] = {}
-        """By parameter: when its rate changed last, and at which step that was; 1 for all others. Replaced, too."""
+        """The surplus of each parameter after the last change of its rate, and the step of that change; 1 without an
+        entry. Replaced, too."""
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
         """Read rates from these from now on.
@@ -62,7 +63,7 @@ class LearningRates:
         return bool(self._optimizers)
 
     def surplus_of(self, numels: Mapping[str, int], step: int, density: float) -> float:
-        """That of a group: the geometric mean over its coordinates, since one threshold serves all of them.
+        """The surplus of a group: the geometric mean over its coordinates, since one threshold serves all of them.
 
         Args:
             numels: coordinates of its parameters, by name.

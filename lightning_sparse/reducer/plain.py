@@ -54,7 +54,7 @@ def _kind(x: Tensor) -> tuple[bool, bool, bool]:
 
 
 def checksum(plain: Any) -> str:
-    """Of names, numbers and tensors, whatever file or container they come through.
+    """A digest of names, numbers and tensors that does not depend on the file or container that held them.
 
     A CRC-32 stands for the bytes of each tensor: it takes a fraction of the time in which they are written, and any
     wrong bit changes it. Lists and tuples count as the same, and so do dicts in another order.

@@ -67,7 +67,7 @@ class Reducer:
         names = {id(p): name for name, p in parameters.items()}
         self.groups: list[Running] = []
         self.group_of: dict[str, Running] = {}
-        """By name of the parameter."""
+        """The group of each parameter, by name."""
         self.direct = False
         """Whether buckets are averaged just as DDP does, past the groups."""
         self.clipping: Clipping | None = None
@@ -96,7 +96,7 @@ class Reducer:
         self._positions: Positions = {}
         self._begun = self._flushes = False
         self._number = 0
-        """Of the step that goes on, or of the one that comes next."""
+        """Number of the step that is running, or of the next one."""
         self._held_up_before = 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""What an engine saves, as plain data: what belongs into it, what must be equal on all ranks, and other names."""
+"""The plain data that an engine saves: its fields, what must be equal on all ranks, and renamed parameters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 STATE_FORMAT = 1
-"""Of what ``Engine.state_dict()`` gives; changed when its meaning does."""
+"""Version of the format of ``Engine.state_dict()``; changes when its meaning does."""
 State = dict[str, Any]
-"""What ``Engine.state_dict()`` gives."""
+"""The result of ``Engine.state_dict()``."""
 
 
 class Kind(NamedTuple):
-    """What is expected in some place."""
+    """The kind of value that a field must have."""
 
     words: str
     test: Callable[[Any], bool]

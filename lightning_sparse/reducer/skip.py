@@ -76,7 +76,7 @@ class SkippedSteps:
         self._latest: Set[str] = frozenset()
         """Parameters that got a gradient in the latest step."""
         self._flag: SkipFlag | None = None
-        """Of the latest step, until it is resolved."""
+        """The flag of the latest step, until it is resolved."""
         self._invalid: Set[str] = frozenset()
         """Parameters whose gradient a skipped step has left NaN, as far as steps are resolved."""
         self._handed = FoundInf()

@@ -115,7 +115,7 @@ class Form(Protocol):
     """Makes a group of an engine, with nothing remembered."""
 
     def __call__(self, group: Group, flush: bool = False, step: int | None = None) -> Running:
-        """As :class:`Running`; ``flush``: it must be able to send what it will remember."""
+        """As :class:`Running`; ``flush``: whether it must be able to send what it will remember."""
 
 
 def load(draft: Callable[[], Draft], state: Mapping[str, Any], comm: TorchCollective, device: torch.device) -> Draft:

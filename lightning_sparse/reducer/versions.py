@@ -24,16 +24,16 @@ Surplus = Mapping[str, tuple[float, int]]
 
 
 class Counts(NamedTuple):
-    """Of exchanges."""
+    """Numbers of exchanges so far."""
 
     step: int = 0
-    """Those that counted."""
+    """Exchanges that counted."""
     void: int = 0
-    """Those that were skipped."""
+    """Exchanges that were skipped."""
     streak: int = 0
-    """Of these, the latest ones without a step that counted."""
+    """Exchanges skipped since the last one that counted."""
     flushes: int = 0
-    """How often residuals were emptied between two steps."""
+    """Times that residuals were emptied between two steps."""
 
 
 class Version(NamedTuple):
@@ -43,9 +43,9 @@ class Version(NamedTuple):
     rates: Mapping[str, float]
     """Latest learning rates."""
     surplus: Surplus
-    """What changes of them have left in residuals."""
+    """What changes of learning rates have left in residuals."""
     start: Counts
-    """Before the exchange."""
+    """Counts before the exchange."""
     skipped: SkipFlag | None = None
     """Whether the exchange counted for nothing; None: there was none."""
 
@@ -56,7 +56,7 @@ class Version(NamedTuple):
 
     @property
     def counts(self) -> Counts:
-        """After the exchange; may wait for the device."""
+        """Counts after the exchange; may wait for the device."""
         step, void, streak, flushes = self.start
         if self.skipped is None:
             return self.start
@@ -75,7 +75,7 @@ class Handout:
     A parameter has taken its average when it was written to, or when an optimizer that holds it has finished a step.
 
     Args:
-        parameters: that got one, by name.
+        parameters: those that got an average, by name.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
@@ -89,7 +89,7 @@ class Handout:
 
     @property
     def names(self) -> Set[str]:
-        """Of the parameters that got one."""
+        """Names of the parameters that got an average."""
         return self._before.keys()
 
     def applied(self, held: Set[str]) -> Set[str]:

@@ -22,7 +22,7 @@ CAPACITY = 4
 """Device slots per pick at the target density. Where the rule adapts, more picks than that are not told apart either,
 and it never aims for less than this part of the target."""
 GAIN = 0.1
-"""By how much the logarithm of the aim follows the relative error of one step."""
+"""Gain: change of the logarithm of the aim per relative error of one step."""
 LAST_RATIO = 0.75
 """The stages of the corrected variant leave at least this share to the last one."""
 CONSTANT = 1e-12
@@ -53,7 +53,7 @@ class _SIDCo(Sparsifier):
     variant: Literal["corrected", "published"] = "corrected"
 
     fits: ClassVar[tuple[Fit, Fit]]
-    """Of the first stage, and of all others."""
+    """Distributions fitted in the first stage, and in all others."""
     agreement: ClassVar[Agreement] = Agreement.INDEPENDENT
     exchange: ClassVar[str] = "gather_pairs"
 
