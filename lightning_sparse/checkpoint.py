@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_sparse.collective import Collective, TorchCollective
 from lightning_sparse.config import Resize
 from lightning_sparse.reducer import Engine
-from lightning_sparse.reducer.agreement import Note, by_reason, gather_notes, reason
+from lightning_sparse.reducer.agreement import Note, by_reason, reason
 from lightning_sparse.reducer.plain import checksum
 from lightning_sparse.reducer.schema import State, check_state
 
@@ -129,7 +129,7 @@ class SideFiles:
         step, problem = self._write(facts, own.name, path, engine, moment, write)
         oldest = ""
         if comm is not None:
-            notes = gather_notes(Note(_oldest_needed(path, own), problem), comm, engine.device)
+            notes = comm.all_gather_object(Note(_oldest_needed(path, own), problem), engine.device)
             oldest = notes[0].fact
             if trouble := by_reason(notes):
                 raise RuntimeError(
@@ -234,7 +234,7 @@ def restore(
         state = _read_state(path, marker, comm, load)
     except Exception as error:  # of any plugin and any file system
         problem = reason(error, SideFileError)
-    notes = gather_notes(Note(fact, problem), comm, engine.device)
+    notes = comm.all_gather_object(Note(fact, problem), engine.device)
     trouble = by_reason(notes)
     dropped, remarks = "", []
     if not trouble and state is not None and marker is not None:
@@ -264,7 +264,7 @@ def restore(
         return
     if dropped and comm.rank == 0:
         warnings.warn(dropped, stacklevel=2)
-    notes = gather_notes(Note("", " ".join(remarks)), comm, engine.device)
+    notes = comm.all_gather_object(Note("", " ".join(remarks)), engine.device)
     if trouble := by_reason(notes):
         text = f"The residuals in checkpoint {os.fspath(path)} do not fit in every respect. On {trouble}"
         if strict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.collective import Collective, TorchCollective, drive, drive_ranks, drive_together, send, together
+from lightning_sparse.collective.drivers import LARGE
 from lightning_sparse.core import Context
 from lightning_sparse.messages import AllGather, AllReduce, AllToAll, Broadcast, Message, SendRecv, Steps
 from lightning_sparse.pipeline import init_group, reduce_group
@@ -206,6 +208,19 @@ def test_rows_of_an_all_to_all_may_be_single_numbers_or_empty() -> None:
     assert first.tolist() == [10, 11]
     assert second.shape == (2, 0, 3)
     assert third.tolist() == [[[10]], [[11]]]
+
+
+def test_large_messages_are_sent_by_themselves_without_a_copy() -> None:
+    large, small = torch.ones(LARGE // 4), torch.ones(LARGE // 4 - 1)
+    steps = together([asks(AllReduce(x)) for x in (small, large, small, large)])
+    asked, answer = [], None
+    with suppress(StopIteration):
+        while True:
+            message = steps.send(answer)  # type: ignore[arg-type]
+            asked.append(message.x)
+            answer = message.x
+    assert [x.numel() for x in asked] == [2 * small.numel(), large.numel(), large.numel()]
+    assert all(x is large for x in asked[1:])
 
 
 def test_a_message_that_is_alone_is_not_copied() -> None:

@@ -9,7 +9,6 @@ from torch.nn import Parameter
 
 from lightning_sparse.controllers.checksum import checksum as weights_checksum
 from lightning_sparse.reducer import Engine
-from lightning_sparse.reducer.agreement import Note, gather_notes
 from lightning_sparse.reducer.plain import checksum
 from lightning_sparse.reducer.schema import State
 
@@ -65,8 +64,10 @@ def go_on(engine: Engine, left: Left | None) -> str:
     now = {id(p) for p in _parameters_of(engine).values()}
     here = {} if left is None else {name: p for name, p in left.parameters.items() if id(p) in now}
     changed = set() if left is None else set(left.changed) & here.keys()
-    notes = gather_notes(Note(checksum([left is None, sorted(here), sorted(changed)]), ""), engine.comm, engine.device)
-    agreed = len({note.fact for note in notes}) == 1
+    agreed = (
+        len(set(engine.comm.all_gather_object(checksum([left is None, sorted(here), sorted(changed)]), engine.device)))
+        == 1
+    )
     if left is None:
         return ""
     anew = "What was not sent before is dropped, and schedules start anew"

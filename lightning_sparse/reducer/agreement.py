@@ -114,11 +114,6 @@ class Note(NamedTuple):
     """Empty: none."""
 
 
-def gather_notes(own: Note, comm: TorchCollective, device: torch.device) -> list[Note]:
-    """The notes of all ranks; collective."""
-    return comm.all_gather_object(own, device)
-
-
 def by_reason(notes: Sequence[Note]) -> str:
     """Which ranks have which problem; empty if none has one."""
     ranks: dict[str, list[int]] = {}

@@ -20,6 +20,11 @@ def any_set(flags: Sequence[Tensor], device: torch.device, host_knows: bool) -> 
     return torch.stack(list(flags)).any()
 
 
+def _to_host(x: Tensor) -> Tensor:
+    """Begin to copy a tensor to pinned memory; the copy is there when the current stream has come so far."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu").copy_(x, non_blocking=True)
+
+
 class SkipFlag:
     """Whether a step is skipped. On a CUDA stream it is copied to the host asynchronously: ``bool()`` waits for that.
 
@@ -48,11 +53,8 @@ class SkipFlag:
         """() the flag as 0.0 or 1.0, where it is formed; None where the host knows it."""
         if stream is not None and flag is not None:
             self.on_device = flag.float()
-            self._flag = torch.empty((), dtype=torch.bool, pin_memory=True, device="cpu")
-            self._flag.copy_(flag, non_blocking=True)
-            if headers is not None:
-                self._headers = torch.empty(headers.shape, dtype=headers.dtype, pin_memory=True, device="cpu")
-                self._headers.copy_(headers, non_blocking=True)
+            self._flag = _to_host(flag)
+            self._headers = None if headers is None else _to_host(headers)
             self._event = stream.record_event()
 
     def __bool__(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sparse.collective import LostRankError, TorchCollective
-from lightning_sparse.reducer.agreement import Note, check_equal_on_ranks, gather_notes
+from lightning_sparse.reducer.agreement import Note, check_equal_on_ranks
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def tell() -> tuple[list[Note], list[int], str]:
     comm, rank = TorchCollective(), dist.get_rank()
-    notes = gather_notes(Note(f"line\nof rank {rank}" * (1 + 1000 * rank), "é"), comm, CPU)
+    notes = comm.all_gather_object(Note(f"line\nof rank {rank}" * (1 + 1000 * rank), "é"), CPU)
     return notes, comm.broadcast_object([rank] if rank == 1 else [], 1, CPU), comm.broadcast_object(f"{rank}", 0, CPU)
 
 
