@@ -37,11 +37,11 @@ from lightning_sparse.traffic import count_bytes
 class Method(NamedTuple):
     """A sparsifier with its way of sending, and what that costs.
 
-    With k = density * numel, each of n ranks sends ``(n - 1) / n * (words(n) * k + header(n))`` words of 4 bytes in a
-    step; without ``words``, what :func:`~lightning_sparse.traffic.count_bytes` counts, which is exact for methods whose
-    messages have a known length. ``words`` holds what is measured where it is not plain arithmetic: the recorded
-    gradients of the tasks and the synthetic stream, 4 and 8 ranks, densities 0.01 and 0.001. Bytes then agree within 15
-    percent, most within 5, but for HardThreshold.
+    In a step, each rank sends what :func:`~lightning_sparse.traffic.count_bytes` counts. Where that is only a bound,
+    ``words`` holds what was measured instead: with k = density * numel, each of n ranks sends
+    ``(n - 1) / n * (words(n) * k + header(n))`` words of 4 bytes, on the recorded gradients of the tasks and the
+    synthetic stream, with 4 and 8 ranks, at densities 0.01 and 0.001. Bytes then agree within 15 percent, most within
+    5, but for HardThreshold.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Method(NamedTuple):
         return isinstance(self.sparsifier, (SharedTopK, StripedTopK, UnionTopK))
 
 
-def _pairs(picks: float = 1.0) -> Callable[[int], float]:
+def _pairs(picks: float) -> Callable[[int], float]:
     """Every rank sends an index and a value of its own picks to all others, padded to the longest selection.
 
     Args:
@@ -79,13 +79,11 @@ def _pairs(picks: float = 1.0) -> Callable[[int], float]:
     return lambda n: 2.0 * n * picks
 
 
-def _indices_and_sums(n: int) -> float:
-    """Each of k indices is gathered once, and its value all-reduced."""
-    return 3.0
-
-
 def _exclusive(n: int) -> float:
-    """As before, with messages of indices padded by f(t): at its cap of 2 where layers differ, lower for two ranks."""
+    """Each of k indices is gathered once, and its value all-reduced; messages of indices are padded by f(t).
+
+    That is at its cap of 2 where layers differ, and lower for two ranks.
+    """
     return 4.0 if n > 2 else 3.5
 
 
@@ -100,7 +98,7 @@ def _blocks(n: int) -> float:
 
 
 METHODS = [
-    Method("topk", TopK(), _pairs()),
+    Method("topk", TopK()),
     Method("dgc", DGC(), _pairs(1.15), memory=MomentumCorrection()),
     Method("redsync", RedSync(), _pairs(1.8)),
     Method("gaussian_k", GaussianK(), _pairs(1.22)),
@@ -108,17 +106,17 @@ METHODS = [
     Method("sidco_gp", SIDCoGP(), _pairs(1.07)),
     Method("sidco_p", SIDCoP(), _pairs(1.07)),
     # Its threshold does not follow the density, so that no density makes it send a given amount.
-    Method("hard_threshold", HardThreshold(), _pairs()),
-    Method("random_k", RandomK(), lambda n: 2.0),
-    Method("clt_k", CLTk(), _indices_and_sums),
-    Method("gtop_k", GTopK(), lambda n: 4.0, lambda n: 1.0 * n),
+    Method("hard_threshold", HardThreshold(), _pairs(1.0)),
+    Method("random_k", RandomK()),
+    Method("clt_k", CLTk()),
+    Method("gtop_k", GTopK()),
     Method("ok_topk", OkTopK(), lambda n: 6.0, lambda n: 1.0 * n * n),
     Method("micro", MiCRO(), _exclusive, _survey),
     Method("exdyna", ExDyna(), _exclusive, _survey),
-    Method("striped_topk", StripedTopK(), _indices_and_sums),
-    Method("shared_topk", SharedTopK(), _indices_and_sums),
+    Method("striped_topk", StripedTopK()),
+    Method("shared_topk", SharedTopK()),
     Method("shared_topk+packed", SharedTopK(), lambda n: 1.4, _blocks, exchange=PackedUnion()),
-    # About half the words as before, and up to twice as many indices as its union holds.
+    # About half the words of SharedTopK, and up to twice as many indices as its union holds.
     Method("union_topk", UnionTopK(), lambda n: 1.95, _blocks),
     Method("union_topk+momentum", UnionTopK(), lambda n: 1.95, _blocks, memory=MomentumCorrection()),
 ]
@@ -129,7 +127,7 @@ METHODS += [
 ]
 """Published methods first, then ours from ``striped_topk`` on. A memory with momentum wants an optimizer without."""
 
-DENSE = Method("dense", Everything(), lambda n: 2.0)
+DENSE = Method("dense", Everything())
 
 
 def choose(names: Sequence[str] | None) -> list[Method]:

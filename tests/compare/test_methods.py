@@ -47,24 +47,11 @@ def test_every_method_sends_as_many_bytes_as_micro(gradients: list[Tensor], meth
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_equal_densities_are_densities_and_grow_with_the_budget(method: Method) -> None:
-    for n, numel in ((2, 10), (4, 1000), (16, 227_210)):
+    for n, numel in ((2, 10), (4, 1000), (8, 227_210)):
         densities = [method.equal_density(density, n, numel) for density in (1e-6, 0.001, 0.01, 0.1, 1.0)]
         assert all(1 / numel <= density <= 1 for density in densities)
         assert all(a <= b for a, b in pairwise(densities))
-    large = [method.equal_density(density, 8, 227_210) for density in (0.001, 0.01, 0.1)]
-    assert all(a < b for a, b in pairwise(large))
-
-
-@pytest.mark.parametrize("name", ["topk", "random_k", "clt_k", "gtop_k", "striped_topk", "shared_topk"])
-def test_a_method_without_a_formula_has_its_bytes_counted(gradients: list[Tensor], name: str) -> None:
-    [method, micro] = choose([name, "micro"])
-    counted = Method(name, method.sparsifier, exchange=method.exchange)
-    numel = gradients[0].shape[1]
-    density = counted.equal_density(DENSITY, RANKS, numel)
-    assert density == pytest.approx(method.equal_density(DENSITY, RANKS, numel), rel=0.01)
-    assert sent(gradients, counted, density) == pytest.approx(sent(gradients, micro, DENSITY), rel=0.01)
-    assert counted.equal_density(1e-9, RANKS, 10**6) < 1e-3
-    assert counted.equal_density(1.0, RANKS, 1000) <= 1
+    assert all(a < b for a, b in pairwise(densities[1:4]))
 
 
 def test_micro_is_given_the_density_itself() -> None:
