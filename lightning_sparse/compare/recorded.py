@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,26 +111,15 @@ def stream(name: str, *, ranks: int, steps: int, seed: int = 0, text: str | None
     return list(record(make(name, ranks=ranks, seed=seed, text=text), steps))
 
 
-def plan(
-    *,
-    streams: Sequence[str],
-    ranks: Sequence[int],
-    densities: Sequence[float],
-    methods: Sequence[str] | None,
-    steps: int,
-    seed: int = 0,
-    text: str | None = None,
-) -> list[Job]:
+def plan(*, streams: Sequence[str], methods: Sequence[str] | None, seed: int = 0, **settings: Any) -> list[Job]:
     """Every method on every stream, with every number of ranks and density.
 
     Args:
         streams: names in :data:`STREAMS`.
-        ranks: numbers of ranks, each at least 1.
-        densities: each in (0, 1].
         methods: names in :data:`~lightning_sparse.compare.methods.METHODS`; None: all that differ in more than memory.
-        steps: length of the streams.
         seed: of the streams.
-        text: file for the stream ``text``.
+        settings: numbers of ranks (each at least 1), densities and the others of
+            :func:`~lightning_sparse.compare.jobs.plan`.
 
     Example:
         >>> jobs = plan(streams=["text"], ranks=[2, 4], densities=[0.1], methods=["topk"], steps=5)
@@ -141,18 +130,7 @@ def plan(
     if methods is None:
         parts = {(method.sparsifier, method.exchange): method for method in reversed(chosen)}
         chosen = list(reversed(parts.values()))
-    return jobs.plan(
-        streams,
-        kind="stream",
-        known=STREAMS,
-        ranks=ranks,
-        least_ranks=1,
-        densities=densities,
-        methods=chosen,
-        seeds=[seed],
-        steps=steps,
-        text=text,
-    )
+    return jobs.plan(streams, kind="stream", known=STREAMS, least_ranks=1, methods=chosen, seeds=[seed], **settings)
 
 
 def execute_all(wanted: Iterable[Job]) -> Iterator[Row]:

@@ -10,7 +10,7 @@ import math
 import multiprocessing
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,47 +138,23 @@ class CurvePoint(NamedTuple):
     quality: float
 
 
-def plan(
-    *,
-    tasks: Sequence[str],
-    ranks: int,
-    densities: Sequence[float],
-    methods: Sequence[str] | None,
-    seeds: Sequence[int],
-    steps: int,
-    every: int = 50,
-    text: str | None = None,
-) -> list[Job]:
+def plan(*, tasks: Sequence[str], ranks: int, methods: Sequence[str] | None, **settings: Any) -> list[Job]:
     """Every method on every task at every density with every seed; dense once for each task and seed.
 
     Args:
         tasks: names in :data:`~lightning_sparse.compare.tasks.TASKS`.
         ranks: number of simulated ranks, at least 2: one alone sends nothing.
-        densities: each in (0, 1]; whose bytes every method may send: those of MiCRO at this density.
         methods: names in :data:`~lightning_sparse.compare.methods.METHODS`; None: all.
-        seeds: of the tasks.
-        steps: length of each training.
-        every: steps between points of the curves.
-        text: file for the task ``text``.
+        settings: densities, seeds and the others of :func:`~lightning_sparse.compare.jobs.plan`. A method may send the
+            bytes that MiCRO sends at a density.
 
     Example:
         >>> jobs = plan(tasks=["digits"], ranks=2, densities=[0.1], methods=["topk"], seeds=[0], steps=5)
         >>> [(job.method, job.density) for job in jobs]
         [('dense', 1.0), ('topk', 0.1)]
     """
-    return jobs.plan(
-        tasks,
-        kind="task",
-        known=list(TASKS),
-        ranks=[ranks],
-        least_ranks=2,
-        densities=densities,
-        methods=[DENSE, *choose(methods)],
-        seeds=seeds,
-        steps=steps,
-        every=every,
-        text=text,
-    )
+    chosen = [DENSE, *choose(methods)]
+    return jobs.plan(tasks, kind="task", known=list(TASKS), ranks=[ranks], least_ranks=2, methods=chosen, **settings)
 
 
 def execute(job: Job) -> tuple[Result, list[CurvePoint]]:
