@@ -51,7 +51,7 @@ def work(rank: int, port: int, arguments: argparse.Namespace) -> None:
         plain, tuned = Variant(width, arguments.depth, None), Variant(width, arguments.depth, "dense")
         batch = torch.randn(arguments.batch_size, width)
         assert tuned.engine is not None
-        [chooser] = tuned.engine.tuners
+        [chooser] = tuned.engine.observers
         while not chooser.seconds:  # it compares steps that follow each other, as in training
             tuned.step(batch)
         for _ in range(5):

@@ -78,7 +78,7 @@ class Variant:
                 (reducer, "_conclude"),
                 (reducer.skipped, "resolve"),
                 (self.engine, "drop_void"),
-                (self.engine.tuners[0], "before_step"),
+                (self.engine.observers[0], "before_step"),
             ]:
                 setattr(owner, name, self.timed(getattr(owner, name)))
 

@@ -11,7 +11,6 @@ from lightning_sparse import memory as _memory
 from lightning_sparse import sparsifiers as _sparsifiers
 from lightning_sparse.advisor import advise
 from lightning_sparse.attach import attach
-from lightning_sparse.checkpoint import merge_states
 from lightning_sparse.collective import LostRankError
 from lightning_sparse.config import SparsificationConfig, Watch
 from lightning_sparse.density import Accordion, Constant, DensitySchedule, Warmup
@@ -23,6 +22,7 @@ from lightning_sparse.optim import Adam, AdamW
 from lightning_sparse.performance import HiddenDensity, OptimalMerge, TimeBudget
 from lightning_sparse.plan import GROUPINGS, Grouping, MergeBelow, Rules
 from lightning_sparse.reducer import Engine
+from lightning_sparse.reducer.merging import merge_states
 from lightning_sparse.simulation import StepTrace, simulate
 from lightning_sparse.sparsifiers import *  # noqa: F403
 

@@ -20,7 +20,7 @@ from lightning_sparse.controllers.watchdog import Watchdog
 from lightning_sparse.fields import from_keywords, keywords_of
 from lightning_sparse.plan import Group, ParameterSize, Rules, make_plan
 from lightning_sparse.plan.groupings import MIB
-from lightning_sparse.reducer import Engine, Tuner, check_equal_on_ranks, failing_together
+from lightning_sparse.reducer import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.sparsifiers import Everything
 
 _settings, _strategies = ({field.name: None for field in fields(c)} for c in (SparsificationConfig, StrategyConfig))
@@ -36,8 +36,8 @@ class AttachArguments(SparsificationConfig):
     profile: dict[str, Any] | None = None
     """The profile of an earlier run, see :attr:`~lightning_sparse.controllers.Planner.saved`; for groupings and
     densities that need one, if model, settings and ranks are the same."""
-    tuners: Sequence[Tuner] = ()
-    """Further observers of the exchange, see :meth:`Engine.tune`."""
+    observers: Sequence[StepObserver] = ()
+    """Further observers of the exchange, see :meth:`Engine.add_observer`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +51,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
 
     ``ddp`` is the wrapped model, before its first backward, without a communication hook of its own. All other
     arguments are keywords: the settings of :class:`~lightning_sparse.SparsificationConfig`, and ``scaler``, ``profile``
-    and ``tuners``.
+    and ``observers``.
 
     The optimizer is not seen here: call ``engine.follow([optimizer])`` to have it checked, most of all with memories
     that bring their own momentum, and for ``lr_aware``. Where neither ``nonfinite="nan"`` is set nor a ``scaler``
@@ -73,7 +73,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     with failing_together(TorchCollective(ddp.process_group), ddp.device):
         arguments = from_keywords(AttachArguments, keywords, "attach", NOT_HERE)
     config = SparsificationConfig.of(arguments)
-    return attach_config(ddp, config, arguments.scaler, arguments.profile, arguments.tuners)
+    return attach_config(ddp, config, arguments.scaler, arguments.profile, arguments.observers)
 
 
 def attach_config(
@@ -81,7 +81,7 @@ def attach_config(
     config: SparsificationConfig,
     scaler: torch.amp.GradScaler | None,
     profile: dict[str, Any] | None,
-    tuners: Sequence[Tuner],
+    observers: Sequence[StepObserver],
 ) -> Engine:
     """:func:`attach` with settings that are checked already."""
     ranks, device = TorchCollective(ddp.process_group), ddp.device
@@ -100,7 +100,7 @@ def attach_config(
             "static_graph": ddp.static_graph,
             "broadcast_buffers": ddp.broadcast_buffers,
             "scaler": scaler.state_dict() if scaler is not None and scaler.is_enabled() else None,
-            "tuners": [type(tuner).__name__ for tuner in tuners],
+            "observers": [type(observer).__name__ for observer in observers],
             "groups": plan,
         }
     check_equal_on_ranks(facts, ranks, device)
@@ -117,15 +117,15 @@ def attach_config(
             if scaler is not None:
                 engine.loss_scale = partial(getattr, scaler, "_scale", None)  # public get_scale() waits for the device
             if config.watch is not None:
-                engine.tune(Watchdog(config.watch))
+                engine.add_observer(Watchdog(config.watch))
             planner = None
             if Planner.wanted(config.grouping, config):
                 planner = Planner(ddp, engine, sizes, config.grouping, config.rules, cap, delivery_mb(ddp), profile)
-                engine.tune(planner)
+                engine.add_observer(planner)
             if config.fallback is not None:
-                engine.tune(DenseFallback(sizes, cap, planner))
-            for tuner in tuners:
-                engine.tune(tuner)
+                engine.add_observer(DenseFallback(sizes, cap, planner))
+            for observer in observers:
+                engine.add_observer(observer)
             _register(ddp, engine)  # last: there is no way back
         undo.pop_all()
     return engine

@@ -262,7 +262,7 @@ def advise(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
         survey = Survey(strategy, names, densities, warmup, steps, path, progress or _silent)
-        strategy.tuners = [survey]
+        strategy.observers = [survey]
         options |= OWN_OPTIONS | {"max_steps": warmup + steps + 2, "strategy": strategy}
         profiler = package.Trainer(**options)
         wanted = scenarios(profiler.world_size, ranks, gbit)

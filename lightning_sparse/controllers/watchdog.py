@@ -33,7 +33,7 @@ WARNED_OF: WeakSet[Optimizer] = WeakSet()
 
 
 class Watchdog:
-    """Watches for :class:`Watch`; a :class:`~lightning_sparse.reducer.Tuner` that changes nothing.
+    """Watches for :class:`Watch`; a :class:`~lightning_sparse.reducer.StepObserver` that changes nothing.
 
     All ranks decide by the same numbers: what they hold of their own is gathered first, in one message.
 

@@ -20,7 +20,7 @@ from lightning_sparse.controllers import Planner
 from lightning_sparse.fields import from_keywords
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.plan.groupings import DDP_BUCKET_MB, MIB
-from lightning_sparse.reducer import Engine, Tuner, check_equal_on_ranks, failing_together
+from lightning_sparse.reducer import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.sparsifiers import SPARSIFIERS
 
 CHECKPOINT_KEY = "lightning_sparse"
@@ -106,7 +106,7 @@ class SparseStrategy:
             )
         chosen = from_keywords(arguments, keywords, type(self).__name__, OTHERS)
         self.config = StrategyConfig.of(chosen)
-        self.tuners: list[Tuner] = []
+        self.observers: list[StepObserver] = []
         """Further observers, for the engine that is attached next."""
         self._side_files = SideFiles()
         self._told_of_void: set[str] = set()
@@ -141,7 +141,7 @@ class SparseStrategy:
 
     def _attach(self, ddp: Any, precision: Any, profile: dict[str, Any] | None) -> Engine:
         config = replace(self.config, bucket_cap_mb=self.config.bucket_cap_mb or DDP_BUCKET_MB, timeout=self._timeout)
-        return attach_config(ddp, config, getattr(precision, "scaler", None), profile, self.tuners)
+        return attach_config(ddp, config, getattr(precision, "scaler", None), profile, self.observers)
 
     def _go_on(self, engine: Engine, left: Left | None) -> None:
         """Let an engine go on where the one before was, and warn on rank zero of what was dropped."""
@@ -200,7 +200,7 @@ class SparseStrategy:
 
 def profile_of(engine: Engine | None) -> dict[str, Any] | None:
     """What was measured for groups and densities, a :class:`~lightning_sparse.performance.Profile`; or None."""
-    planners = [tuner for tuner in engine.tuners if isinstance(tuner, Planner)] if engine else []
+    planners = [observer for observer in engine.observers if isinstance(observer, Planner)] if engine else []
     return planners[0].saved if planners else None
 
 

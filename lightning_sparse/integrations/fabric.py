@@ -230,9 +230,9 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
                 self._waiting = [entry for entry in self._waiting if entry[0] is not state[key]]
                 self._waiting.append((state[key], place, found))
                 continue
-            for tuner in engine.tuners:
-                if isinstance(tuner, Planner):
-                    tuner.resume(found.get("profile"), engine)
+            for observer in engine.observers:
+                if isinstance(observer, Planner):
+                    observer.resume(found.get("profile"), engine)
             self._restore(engine, place, found.get("residuals"))
         return rest
 

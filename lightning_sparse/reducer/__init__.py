@@ -1,6 +1,6 @@
 """From DDP's buckets to groups, through the pipeline, and back. Streams, threads and futures live only here."""
 
 from lightning_sparse.reducer.agreement import check_equal_on_ranks, failing_together
-from lightning_sparse.reducer.engine import Engine, Tuner
+from lightning_sparse.reducer.engine import Engine, StepObserver
 
-__all__ = ["Engine", "Tuner", "check_equal_on_ranks", "failing_together"]
+__all__ = ["Engine", "StepObserver", "check_equal_on_ranks", "failing_together"]

@@ -33,8 +33,8 @@ from lightning_sparse.reducer.state import Draft, Misfits, Parked, capture, draf
 from lightning_sparse.reducer.versions import Counts
 
 
-class Tuner(Protocol):
-    """Looks on while an engine works, and may change its groups."""
+class StepObserver(Protocol):
+    """Called at the start of every step of an engine, whose groups it may inspect and change."""
 
     def before_step(self, engine: Engine) -> None:
         """The first gradients of a step are here and nothing is exchanged yet; called on all ranks."""
@@ -73,7 +73,7 @@ class Engine:
         """() tensor that the loss is multiplied by, or None; asked in every backward."""
         self.frozen = dict(frozen or {})
         """Parameters of the model that needed no gradient when it was wrapped."""
-        self.tuners: list[Tuner] = []
+        self.observers: list[StepObserver] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         """The optimizers that :meth:`follow` was given last."""
         self._parameters = parameters
@@ -240,9 +240,9 @@ class Engine:
         """
         self._record.count_as_applied()
 
-    def tune(self, tuner: Tuner) -> None:
+    def add_observer(self, observer: StepObserver) -> None:
         """Let something look on, and change groups, at the start of every exchange; until the engine is closed."""
-        self.tuners.append(tuner)
+        self.observers.append(observer)
 
     @property
     def parameters(self) -> dict[str, Parameter]:
@@ -361,8 +361,8 @@ class Engine:
                 )
             if not self.optimizers:  # nobody has shown any: those of this package are found
                 self._suit(made_for({id(p) for p in self._parameters.values()}))
-            for tuner in self.tuners:
-                tuner.before_step(self)
+            for observer in self.observers:
+                observer.before_step(self)
             if self.settings.lr_aware:
                 self._reducer.rescale()
 
@@ -545,8 +545,8 @@ class Engine:
     def close(self) -> None:
         """Stop the communication thread, give the process group back, stop watching parameters."""
         self._closed = True
-        for tuner in self.tuners:
-            tuner.close()
+        for observer in self.observers:
+            observer.close()
         self._adam_steps.close()
         self._reducer.close()
 

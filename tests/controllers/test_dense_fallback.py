@@ -183,7 +183,7 @@ class Rigged:
 
 
 def fallback_of(engine: Any) -> DenseFallback:
-    [found] = [tuner for tuner in engine.tuners if isinstance(tuner, DenseFallback)]
+    [found] = [observer for observer in engine.observers if isinstance(observer, DenseFallback)]
     return found
 
 

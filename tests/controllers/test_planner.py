@@ -35,7 +35,7 @@ SOON = {"warmup": 1, "steps": 2}
 
 
 def planner_of(engine: Any) -> Planner:
-    [planner] = [tuner for tuner in engine.tuners if isinstance(tuner, Planner)]
+    [planner] = [observer for observer in engine.observers if isinstance(observer, Planner)]
     return planner
 
 
@@ -63,7 +63,7 @@ def train(
                 plans.append([] if engine is None else engine.plan)
         seen = {"parameters": flat(model), "plans": plans, "told": out.getvalue()}
         if engine is not None:
-            planners = [tuner for tuner in engine.tuners if isinstance(tuner, Planner)]
+            planners = [observer for observer in engine.observers if isinstance(observer, Planner)]
             seen |= {"sizes": sizes_of(engine.parameters), "saved": planners[0].saved if planners else None}
             engine.close()
         hooks = [p._post_accumulate_grad_hooks for p in model.parameters()]

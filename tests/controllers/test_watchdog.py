@@ -422,7 +422,7 @@ def test_what_was_sent_in_full_is_not_judged(alone: None) -> None:
 
 def test_none_looks_at_nothing(alone: None) -> None:
     training = Training(sparsifier=ls.HardThreshold(1e9), watch=None)
-    assert not any(isinstance(tuner, Watchdog) for tuner in training.engine.tuners)
+    assert not any(isinstance(observer, Watchdog) for observer in training.engine.observers)
     assert training.run(30, noise()) == []
     training.engine.close()
 
@@ -431,7 +431,7 @@ def fitted(options: dict[str, Any]) -> list[Any]:
     package = "pytorch_lightning"
     trainer = make_trainer(package, strategy=ls.integrations.pytorch_lightning.SparseDDPStrategy(**options))
     trainer.fit(make_module(package), make_data(), make_data(16))
-    dogs = [tuner for tuner in trainer.strategy.engine.tuners if isinstance(tuner, Watchdog)]
+    dogs = [observer for observer in trainer.strategy.engine.observers if isinstance(observer, Watchdog)]
     return [dog._settings for dog in dogs]
 
 

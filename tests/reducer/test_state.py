@@ -522,7 +522,7 @@ class FailsOnRank1(ls.TopK):
         return super().select(acc, state, ctx)
 
 
-class FailingTuner:
+class FailingObserver:
     """Something that looks on and has an error on one rank."""
 
     def before_step(self, engine: Engine) -> None:
@@ -553,9 +553,9 @@ def fail(options: dict[str, Any]) -> tuple[str, str, list[str], float]:
     [
         {"sparsifier": FailsOnRank1(), "executor": "inline"},
         {"sparsifier": FailsOnRank1(), "executor": "thread"},
-        {"tuners": [FailingTuner()]},
+        {"observers": [FailingObserver()]},
     ],
-    ids=["inline", "thread", "tuner"],
+    ids=["inline", "thread", "observer"],
 )
 def test_an_error_on_one_rank_ends_the_others_at_once(two_ranks: Ranks, options: dict[str, Any]) -> None:
     (other, message, notes, taken), (kind, _, own_notes, _) = two_ranks(fail, options)

@@ -113,7 +113,7 @@ def loss_scale() -> None:
 
 
 def regroup_in_the_first_hook() -> None:
-    training = Training({"bucket_cap_mb": 0.004}, tuners=[Regrouping("model", "layer", "bucket")], bucket_cap_mb=25)
+    training = Training({"bucket_cap_mb": 0.004}, observers=[Regrouping("model", "layer", "bucket")], bucket_cap_mb=25)
     training.steps(6)
     assert [group.name for group in training.engine.plan] == ["bucket0"]
 
