@@ -18,8 +18,8 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from fsspec.core import url_to_fs
@@ -33,48 +33,10 @@ from lightning_sparse.reducer.agreement import Note, by_reason, reason
 from lightning_sparse.reducer.merging import merge_states
 from lightning_sparse.reducer.plain import checksum
 from lightning_sparse.reducer.schema import State, check_state
+from lightning_sparse.side_files import Path, SideFile, SideFileError, clear, exists, listing, remove, side_directory
 
 FORMAT = 2
 """Version of the format of side files and of the marker; changes when their meaning does."""
-
-Path = str | os.PathLike[str]
-
-
-class SideFile(NamedTuple):
-    """What the name of a side file says."""
-
-    rank: int
-    world_size: int
-    run: str
-    """Drawn anew for each engine."""
-    number: int
-    """Number of the save within the run."""
-
-    @property
-    def save(self) -> str:
-        """Equal on all ranks, different for each save."""
-        return f"{self.run}-{self.number}"
-
-    @property
-    def name(self) -> str:
-        """Within the directory."""
-        return f"rank-{self.rank}-of-{self.world_size}.{self.save}.pt"
-
-    @classmethod
-    def parse(cls, name: str) -> SideFile | None:
-        """None for any other file.
-
-        Example:
-            >>> SideFile.parse("rank-1-of-4.3f2a-17.pt")
-            SideFile(rank=1, world_size=4, run='3f2a', number=17)
-        """
-        match = re.fullmatch(r"rank-(\d+)-of-(\d+)\.(.+)-(\d+)\.pt", name)
-        return cls(int(match[1]), int(match[2]), match[3], int(match[4])) if match else None
-
-
-def side_directory(path: Path) -> str:
-    """Where the side files of a checkpoint are written."""
-    return f"{os.fspath(path)}.sparse"
 
 
 class SideFiles:
@@ -147,7 +109,7 @@ class SideFiles:
             "directory": os.path.basename(side_directory(path)),
         }
         if oldest:
-            _remove(path, own.rank, own.world_size, lambda file: file.run != own.run or file.number < int(oldest))
+            remove(path, own.rank, own.world_size, lambda file: file.run != own.run or file.number < int(oldest))
 
     def _write(
         self,
@@ -187,15 +149,15 @@ class SideFiles:
             world_size: number of ranks.
         """
         latest = self._latest.pop(os.fspath(path), None)
-        if latest is not None and not _exists(latest):
+        if latest is not None and not exists(latest):
             self._late[os.fspath(path)] = rank, world_size  # still to be written in the background
-        _clear(path, rank, world_size)
+        clear(path, rank, world_size)
 
     def sweep(self) -> None:
         """Remove what was written after it had been removed; call this when nothing is written any more."""
         late, self._late = self._late, {}
         for path, (rank, world_size) in late.items():
-            _clear(path, rank, world_size)
+            clear(path, rank, world_size)
 
 
 def restore(
@@ -276,10 +238,6 @@ def restore(
         engine.flush_next_step()
 
 
-class SideFileError(Exception):
-    """A side file that cannot be used; the text says why."""
-
-
 def _sealed(content: dict[str, Any]) -> dict[str, Any]:
     """With a checksum. File formats have their own, which readers do not look at: torch.load takes any bits."""
     return {**content, "checksum": checksum(content)}
@@ -345,9 +303,9 @@ def _locate(path: Path, directory: str, file: SideFile) -> str:
         places.append(side_directory(os.path.realpath(local)))
     places.append(os.path.join(os.path.dirname(os.fspath(path)), os.path.basename(directory)))
     for place in places:
-        if _exists(f"{place}/{file.name}"):
+        if exists(f"{place}/{file.name}"):
             return f"{place}/{file.name}"
-    others = sorted({other.save for _, other in _listing(path)})
+    others = sorted({other.save for _, other in listing(path)})
     if not others:
         raise SideFileError(f"there are no side files in {places[0]}")
     raise SideFileError(
@@ -374,52 +332,5 @@ def _oldest_needed(path: Path, own: SideFile) -> str:
     """
     if own.rank != 0:
         return ""
-    numbers = sorted(file.number for _, file in _listing(path) if (file.rank, file.run) == (own.rank, own.run))
+    numbers = sorted(file.number for _, file in listing(path) if (file.rank, file.run) == (own.rank, own.run))
     return str(numbers[-2]) if len(numbers) > 1 else ""
-
-
-def _listing(path: Path) -> list[tuple[str, SideFile]]:
-    """Side files of a checkpoint, with their paths."""
-    directory = side_directory(path)
-    try:
-        file_system, root = url_to_fs(directory)
-        file_system.invalidate_cache(root)
-        names = [os.path.basename(found) for found in file_system.ls(root, detail=False)]
-    except (OSError, NotImplementedError):  # none, or where files cannot be listed
-        return []
-    parsed = [(f"{directory}/{name}", SideFile.parse(name)) for name in names]
-    return [(location, file) for location, file in parsed if file is not None]
-
-
-def _clear(path: Path, rank: int, world_size: int) -> None:
-    """Remove all that rank 0 sees; on other ranks their own, where there is no checkpoint any more."""
-    if rank == 0:
-        _remove(path, 0, 1)
-    elif not _exists(os.fspath(path)):
-        _remove(path, rank, world_size)
-
-
-def _remove(path: Path, rank: int, world_size: int, which: Callable[[SideFile], bool] = lambda file: True) -> None:
-    """Remove this rank's share, which is that of ranks that no longer exist, too."""
-    _remove_files([place for place, file in _listing(path) if file.rank % world_size == rank and which(file)])
-
-
-def _remove_files(places: list[str]) -> None:
-    """Remove files, and the directory with the last one. Failures must not stop one rank alone: they are warnings."""
-    for place in places:
-        file_system, root = url_to_fs(place)
-        try:
-            with suppress(FileNotFoundError):
-                file_system.rm_file(root)
-        except (OSError, NotImplementedError) as error:
-            warnings.warn(f"Could not remove {place}: {reason(error, SideFileError)}.", stacklevel=2)
-    for directory in {os.path.dirname(place) for place in places}:
-        file_system, root = url_to_fs(directory)
-        with suppress(OSError, ValueError, NotImplementedError):  # not empty, or there are no directories
-            file_system.rmdir(root)
-
-
-def _exists(place: str) -> bool:
-    file_system, root = url_to_fs(place)
-    file_system.invalidate_cache(os.path.dirname(root))
-    return bool(file_system.exists(root))

@@ -22,9 +22,10 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 import lightning_sparse as ls
-from lightning_sparse.checkpoint import SideFile, SideFiles, restore, side_directory
+from lightning_sparse.checkpoint import SideFiles, restore
 from lightning_sparse.config import StrategyConfig
 from lightning_sparse.reducer.plain import checksum
+from lightning_sparse.side_files import SideFile, side_directory
 from tests.network import AbandonedError, Network, Port
 
 SHAPES: dict[str, dict[str, int]] = {

@@ -22,7 +22,7 @@ FLOORS = [
     {"config"},
     {"reducer"},
     {"performance"},
-    {"controllers"},
+    {"controllers", "side_files"},
     {"attach"},
     {"checkpoint", "flush"},
     {"integrations"},

@@ -17,7 +17,6 @@ from urllib.parse import quote
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_sparse.checkpoint import side_directory
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.controllers import Planner
 from lightning_sparse.fields import keywords_of
@@ -25,6 +24,7 @@ from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, S
 from lightning_sparse.integrations.earlier import Left
 from lightning_sparse.interrupts import uninterrupted
 from lightning_sparse.reducer import Engine
+from lightning_sparse.side_files import side_directory
 
 if TYPE_CHECKING:  # at run time the class of each package brings its own
     from lightning_fabric.strategies.ddp import DDPStrategy as Base
