@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_sparse.controllers.checksum import checksum
 from lightning_sparse.core import Agreement
 from lightning_sparse.metrics import Statistics
-from lightning_sparse.reducer.group import Running
+from lightning_sparse.reducer.group import GroupReducer
 
 FILLING = 3
 """A residual counts as filled after this many times ``1 / density`` steps."""
@@ -25,7 +25,7 @@ class GroupHistory:
         group: a sparsified group.
     """
 
-    def __init__(self, group: Running) -> None:
+    def __init__(self, group: GroupReducer) -> None:
         self.name = group.plan.name
         self.density = 0.0
         self.norm = 0.0
@@ -43,7 +43,7 @@ class GroupHistory:
         self._noted: dict[str, Tensor] = {}
         """Checksums of their residuals on this rank, one step before a check."""
 
-    def is_behind(self, group: Running) -> bool:
+    def is_behind(self, group: GroupReducer) -> bool:
         """Whether the group has selected in a step since the latest check."""
         statistics = group.statistics
         return statistics is not None and statistics is not self._latest and statistics.sparse
@@ -63,13 +63,13 @@ class GroupHistory:
         """This rank's threshold; None if the method has none."""
         return None if self._latest is None or self._latest.threshold is None else float(self._latest.threshold)
 
-    def note(self, group: Running) -> None:
+    def note(self, group: GroupReducer) -> None:
         """Remember what the residuals of waiting parameters are, to see at the check whether they move."""
         residual = group.memory.residual(group.state.memory)
         if residual is not None:
             self._noted = {name: checksum(residual[group.spans[name]]) for name in self._waiting}
 
-    def report(self, group: Running) -> list[Tensor]:
+    def report(self, group: GroupReducer) -> list[Tensor]:
         """What the other ranks have to know: () int64 each, for :meth:`update`."""
         residual = group.memory.residual(group.state.memory)
         if residual is None:
@@ -78,7 +78,7 @@ class GroupHistory:
         moved = [(checksum(residual[group.spans[name]]) != sum_).long() for name, sum_ in self._noted.items()]
         return [norm, *moved]
 
-    def update(self, group: Running, columns: Iterator[Tensor], step: int, excess: float, growth: float) -> None:
+    def update(self, group: GroupReducer, columns: Iterator[Tensor], step: int, excess: float, growth: float) -> None:
         """Take in a check.
 
         Args:

@@ -20,7 +20,7 @@ from lightning_sparse.controllers.group_history import GroupHistory
 from lightning_sparse.core import Agreement
 from lightning_sparse.memory.first_moment import first_moment, of_adams_family
 from lightning_sparse.reducer import Engine
-from lightning_sparse.reducer.group import Running
+from lightning_sparse.reducer.group import GroupReducer
 
 IN_A_ROW = 3
 """Checks in a row that must agree, where a single one may be an exception."""
@@ -46,7 +46,7 @@ class Watchdog:
         self._steps = 0
         self._told: set[str] = set()
         # Weak: groups that are replaced must be free to go at once, with all that they remember.
-        self._histories: WeakKeyDictionary[Running, GroupHistory] = WeakKeyDictionary()
+        self._histories: WeakKeyDictionary[GroupReducer, GroupHistory] = WeakKeyDictionary()
         self._stepped: WeakSet[Optimizer] = WeakSet()
         self._handle: RemovableHandle | None = None
 
@@ -97,7 +97,7 @@ class Watchdog:
         WARNED_OF.add(optimizer)
         self._tell(engine, "adam", f"{found.remedy()} watch=ls.Watch(adam=False) silences this.")
 
-    def _sparse_groups(self, engine: Engine) -> list[Running]:
+    def _sparse_groups(self, engine: Engine) -> list[GroupReducer]:
         groups = [] if engine.direct else [group for group in engine.groups if not group.plan.dense]
         for group in groups:
             self._histories.setdefault(group, GroupHistory(group))

@@ -64,10 +64,8 @@ def go_on(engine: Engine, left: Left | None) -> str:
     now = {id(p) for p in _parameters_of(engine).values()}
     here = {} if left is None else {name: p for name, p in left.parameters.items() if id(p) in now}
     changed = set() if left is None else set(left.changed) & here.keys()
-    agreed = (
-        len(set(engine.comm.all_gather_object(checksum([left is None, sorted(here), sorted(changed)]), engine.device)))
-        == 1
-    )
+    outline = checksum([left is None, sorted(here), sorted(changed)])
+    agreed = len(set(engine.comm.all_gather_object(outline, engine.device))) == 1
     if left is None:
         return ""
     anew = "What was not sent before is dropped, and schedules start anew"

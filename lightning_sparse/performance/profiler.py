@@ -103,7 +103,7 @@ def overlap_of(engine: Engine) -> Overlap:
     A CUDA stream overlaps with everything. A communication thread takes a processor only where the ranks of this
     machine leave one to it, and hides its transfers everywhere.
     """
-    if not engine.beside_backward:
+    if not engine.overlaps_backward:
         return "none"
     if engine.device.type == "cuda":
         return "full"

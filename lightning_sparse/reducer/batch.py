@@ -22,7 +22,7 @@ from lightning_sparse.metrics import Stamp
 from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.executor import ExchangeStream, Executor
 from lightning_sparse.reducer.gradient_hooks import Usage
-from lightning_sparse.reducer.group import Running
+from lightning_sparse.reducer.group import GroupReducer
 from lightning_sparse.reducer.header import Header
 
 SHOWN = 4
@@ -32,7 +32,7 @@ SHOWN = 4
 class Member(NamedTuple):
     """A group of a batch, whose gradients are complete."""
 
-    group: Running
+    group: GroupReducer
     ctx: Context
     scale: Tensor | None
     """Factor that the loss was multiplied by."""
@@ -47,7 +47,7 @@ class Member(NamedTuple):
 class Started(NamedTuple):
     """A group whose local work is done."""
 
-    group: Running
+    group: GroupReducer
     steps: Steps[None]
     """The rest of it."""
     paused: Stamp
@@ -103,7 +103,7 @@ class Batches:
         self.shared_bytes, self.headers = 0.0, None
         self._clipping, self._numel = clipping, numel
 
-    def add(self, group: Running, ctx: Context, scale: Tensor | None, flush: bool) -> None:
+    def add(self, group: GroupReducer, ctx: Context, scale: Tensor | None, flush: bool) -> None:
         """All gradients of a group are here: let it travel with the next batch."""
         used_here = [] if self._usage is None else self._usage.here(group.spans)
         member = Member(group, ctx, scale, flush, used_here, self._on_stream.ready())

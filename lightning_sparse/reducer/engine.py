@@ -26,7 +26,7 @@ from lightning_sparse.reducer.agreement import check_equal_on_ranks
 from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.copied import CopiedEngine
 from lightning_sparse.reducer.flush import average_residuals
-from lightning_sparse.reducer.group import Running, check_covers
+from lightning_sparse.reducer.group import GroupReducer, check_covers
 from lightning_sparse.reducer.reducer import Reducer
 from lightning_sparse.reducer.schema import renamed
 from lightning_sparse.reducer.state import Draft, Misfits, Parked, capture, draft_of, load, parked
@@ -260,7 +260,7 @@ class Engine:
         return self._reducer.held_up_seconds
 
     @property
-    def beside_backward(self) -> bool:
+    def overlaps_backward(self) -> bool:
         """Whether exchanges go on beside backward: on a stream or a thread of their own."""
         return self._reducer.overlaps_backward
 
@@ -290,7 +290,7 @@ class Engine:
         return self._reducer.direct
 
     @property
-    def groups(self) -> list[Running]:
+    def groups(self) -> list[GroupReducer]:
         """Groups at work, in the order of the plan."""
         return self._reducer.groups
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.collective import Collective
-from lightning_sparse.reducer.group import Running
+from lightning_sparse.reducer.group import GroupReducer
 
 
 def average_residuals(
-    groups: Sequence[Running], parameters: Mapping[str, Parameter], comm: Collective, device: torch.device
+    groups: Sequence[GroupReducer], parameters: Mapping[str, Parameter], comm: Collective, device: torch.device
 ) -> dict[str, Tensor]:
     """``(1/n) sum_i residual_i`` of each parameter that has a residual on any rank, in its shape and dtype; collective.
 

@@ -1,4 +1,4 @@
-"""A group at work: its state, and how its gradient goes from the buckets through the pipeline."""
+"""One group: its state, and how its gradient goes from the buckets through the pipeline."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lightning_sparse.plan import Group
 from lightning_sparse.sparsifiers import Everything, Sparsifier
 
 
-class Running:
-    """A group at work: its state, and the pieces of its gradient that have arrived."""
+class GroupReducer:
+    """Exchanges the gradients of one group; keeps its state, and the pieces of its gradient that have arrived."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Running:
         """Whether the group was exchanged in the latest step, because some rank used some of its parameters."""
         return self.statistics is not None and len(self.untouched) < len(self.spans)
 
-    def carry(self, name: str, old: Running) -> None:
+    def carry(self, name: str, old: GroupReducer) -> None:
         """Take over what another group remembers of a parameter; a group without memory is only made of empty ones."""
         if self.memory.vectors(self.state.memory):
             self.memory.carry_(self.state.memory, self.spans[name], old.memory, old.state.memory, old.spans[name])
@@ -213,7 +213,7 @@ class GroupVersion(NamedTuple):
     Its buffers are written to again in the step after the next one.
     """
 
-    group: Running
+    group: GroupReducer
     state: GroupState
     learned: Any
     """What the density schedule has learned."""

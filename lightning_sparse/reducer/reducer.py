@@ -29,7 +29,7 @@ from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.comm_hook import DenseBypass, PendingBucket, Positions
 from lightning_sparse.reducer.executor import ExchangeStream, Inline, make_executor
 from lightning_sparse.reducer.gradient_hooks import SparseGradients, Usage
-from lightning_sparse.reducer.group import GroupVersion, Running
+from lightning_sparse.reducer.group import GroupReducer, GroupVersion
 from lightning_sparse.reducer.header import Header, digest_of
 from lightning_sparse.reducer.learning_rates import LearningRates
 from lightning_sparse.reducer.skip import SkipFlag, SkippedSteps, any_set
@@ -65,8 +65,8 @@ class Reducer:
         before_exchange: Callable[[], None],
     ) -> None:
         names = {id(p): name for name, p in parameters.items()}
-        self.groups: list[Running] = []
-        self.group_of: dict[str, Running] = {}
+        self.groups: list[GroupReducer] = []
+        self.group_of: dict[str, GroupReducer] = {}
         """The group of each parameter, by name."""
         self.direct = False
         """Whether buckets are averaged just as DDP does, past the groups."""
@@ -119,7 +119,7 @@ class Reducer:
         """Whether exchanges go on beside backward: on a stream or a thread of their own."""
         return not self.on_stream.host_knows or not isinstance(self._executor, Inline)
 
-    def form(self, group: Group, flush: bool = False, step: int | None = None) -> Running:
+    def form(self, group: Group, flush: bool = False, step: int | None = None) -> GroupReducer:
         """A group with nothing remembered.
 
         Args:
@@ -130,9 +130,9 @@ class Reducer:
         step = self.step if step is None else step
         density = group.density or self._settings.density(step)
         ctx = Context(step, density, self._comm.rank, self._comm.world_size)
-        return Running(group, self._parameters, self._settings, ctx, flush)
+        return GroupReducer(group, self._parameters, self._settings, ctx, flush)
 
-    def adopt(self, groups: list[Running], counts: Counts) -> None:
+    def adopt(self, groups: list[GroupReducer], counts: Counts) -> None:
         """Go on with these groups, between two steps."""
         self.skipped.resolve()
         self.direct = False
@@ -215,7 +215,7 @@ class Reducer:
             groups = [group.version.scaled(factors) for group in self.groups]
             self.record.rescale(groups, self.rates.latest, self.rates.surplus)
 
-    def _submit(self, group: Running) -> None:
+    def _submit(self, group: GroupReducer) -> None:
         """All gradients of a group are here: let it begin, now or on the thread."""
         density = group.density(self.step)
         ctx = Context(
@@ -246,7 +246,7 @@ class Reducer:
                 comm.abort()
             raise
 
-    def _parameters_of(self, group: Running) -> list[tuple[slice, Tensor]]:
+    def _parameters_of(self, group: GroupReducer) -> list[tuple[slice, Tensor]]:
         return [(span, self._parameters[name].detach()) for name, span in group.spans.items()]
 
     def _finish(self, begin: Stamp) -> None:

@@ -13,7 +13,7 @@ from lightning_sparse.core import GroupState
 from lightning_sparse.density import GroupDensity
 from lightning_sparse.plan import Group
 from lightning_sparse.reducer.agreement import Note, by_reason, name_ranks, reason
-from lightning_sparse.reducer.group import GroupVersion, Running
+from lightning_sparse.reducer.group import GroupReducer, GroupVersion
 from lightning_sparse.reducer.plain import from_plain, to_plain
 from lightning_sparse.reducer.schema import STATE_FORMAT, State, check_state, outline
 from lightning_sparse.reducer.versions import History
@@ -105,7 +105,7 @@ class Learned(NamedTuple):
 class Draft(NamedTuple):
     """What a state makes of an engine, before it counts."""
 
-    groups: list[Running]
+    groups: list[GroupReducer]
     learned: list[Learned | None]
     """About each group; None: nothing that fits."""
     misfits: Misfits
@@ -114,8 +114,8 @@ class Draft(NamedTuple):
 class Form(Protocol):
     """Makes a group of an engine, with nothing remembered."""
 
-    def __call__(self, group: Group, flush: bool = False, step: int | None = None) -> Running:
-        """As :class:`Running`; ``flush``: whether it must be able to send what it will remember."""
+    def __call__(self, group: Group, flush: bool = False, step: int | None = None) -> GroupReducer:
+        """As :class:`GroupReducer`; ``flush``: whether it must be able to send what it will remember."""
 
 
 def load(draft: Callable[[], Draft], state: Mapping[str, Any], comm: TorchCollective, device: torch.device) -> Draft:
@@ -181,7 +181,7 @@ def draft_of(
     alike = state["settings"] == algorithm and state["world_size"] == world_size
     given = {group["name"]: group for group in state["groups"]} if alike else {}
     here = {p.name for group in plan for p in group.parameters}
-    groups: list[Running] = []
+    groups: list[GroupReducer] = []
     learned: list[Learned | None] = []
     for one in plan:
         parts = {p.name: state["parameters"].get(p.name, {}) for p in one.parameters}
@@ -204,7 +204,7 @@ def draft_of(
     return Draft(groups, learned, misfits)
 
 
-def _anew(group: Running) -> str:
+def _anew(group: GroupReducer) -> str:
     return f"What was learned about the group {group.plan.name} starts anew"
 
 
@@ -220,7 +220,9 @@ def _counters(version: GroupVersion) -> dict[str, float]:
     return {name: float(counter) for name, counter in version.group.memory.counters(version.state.memory).items()}
 
 
-def _fill(group: Running, remembered: dict[str, dict[str, Tensor]], counters: dict[str, dict[str, float]]) -> list[str]:
+def _fill(
+    group: GroupReducer, remembered: dict[str, dict[str, Tensor]], counters: dict[str, dict[str, float]]
+) -> list[str]:
     """Fill a group that has just been formed with what is remembered of its parameters.
 
     Args:
@@ -263,7 +265,7 @@ def _plain_learned(version: GroupVersion) -> dict[str, Any]:
     }
 
 
-def _understand(group: Running, learned: Mapping[str, Any], world_size: int) -> Learned:
+def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int) -> Learned:
     """What :func:`_plain_learned` gave about a group like this one; changes nothing.
 
     Raises:
