@@ -14,6 +14,7 @@ from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import above, static_shapes, top_k
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
+from lightning_sparse.sparsifiers.bracket import everything
 
 CAPACITY = 2
 """Device slots in multiples of k. On the CPU, selections are as long as they come."""
@@ -92,8 +93,7 @@ class OkTopK(Sparsifier):
         numel, on_device = acc.numel(), static_shapes(acc.device)
         k = count(ctx.density, numel)
         if k == numel:
-            everything = torch.arange(numel, device=acc.device)
-            return Selection(everything, torch.full((), numel, device=acc.device), aligned=True), state
+            return everything(acc), state
         threshold = self._threshold(acc, state, k, ctx)
         # Zeros reach a threshold of zero, but there is nothing to send of them.
         applied = threshold.clamp(min=torch.finfo(acc.dtype).tiny)

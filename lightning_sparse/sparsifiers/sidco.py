@@ -14,6 +14,7 @@ from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import above, excess, log_sum, static_shapes, tail
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
+from lightning_sparse.sparsifiers.bracket import everything
 from lightning_sparse.sparsifiers.estimation import check_variant
 
 Fit = Literal["exponential", "gamma", "pareto"]
@@ -79,9 +80,7 @@ class _SIDCo(Sparsifier):
         numel, k = acc.numel(), count(ctx.density, acc.numel())
         aligned = static_shapes(acc.device)
         if k == numel:  # zeros included; there is nothing to learn from it
-            everything = torch.zeros_like(state.aim)
-            indices, picks = above(acc, everything, capacity=numel)
-            return Selection(indices, picks, everything, aligned=aligned), state
+            return everything(acc), state
         fewest, most = self._limits(ctx.density)
         stages = state.stages.clamp(fewest, most)
         decided, nonzero = threshold(
