@@ -19,7 +19,7 @@ from lightning_sparse.exchanges import as_exchange
 from lightning_sparse.memory import Residual
 from lightning_sparse.memory.first_moment import first_moment
 from lightning_sparse.performance import NOTHING, GroupCost, Line, Profiler, Traffic
-from lightning_sparse.performance.rank_sync import from_rank_zero, measure
+from lightning_sparse.performance.rank_sync import measure
 from lightning_sparse.plan.plan import bucket_numels
 from lightning_sparse.reducer import Engine
 from lightning_sparse.sparsifiers import SPARSIFIERS
@@ -72,7 +72,7 @@ class Survey:
             self._tell(engine, "timing backward", 0.0)
         if self._profiler.before_step():
             own = self._measure(self._profiler, engine)
-            self.result = Measured.from_dict(from_rank_zero(own.as_dict(), engine.comm, engine.device))
+            self.result = engine.comm.broadcast_object(own, 0, engine.device)
             if engine.comm.rank == 0:
                 self._path.write_text(json.dumps(own.as_dict()))
 

@@ -13,7 +13,6 @@ from torch import nn
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.console import Table
 from lightning_sparse.performance import Profile, Profiler
-from lightning_sparse.performance.rank_sync import from_rank_zero
 from lightning_sparse.plan import Group, Grouping, Messages, ParameterSize, Rules, make_plan
 from lightning_sparse.plan.plan import bucket_numels
 from lightning_sparse.reducer import Engine
@@ -68,7 +67,7 @@ class Planner:
         Returns:
             Whether it fits.
         """
-        known = from_rank_zero(profile, engine.comm, engine.device)
+        known = engine.comm.broadcast_object(profile, 0, engine.device)
         if not isinstance(known, dict) or known.get("fingerprint") != self._fingerprint:
             return False
         self.close()

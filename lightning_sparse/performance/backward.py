@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.metrics import Stamp
 from lightning_sparse.performance.profile import LayerTime
-from lightning_sparse.performance.rank_sync import from_rank_zero, gathered
+from lightning_sparse.performance.rank_sync import gathered
 
 Marks = list[tuple[str, Stamp, float]]
 
@@ -78,7 +78,7 @@ class BackwardTimer:
                 own.setdefault(name, []).append(max(0.0, before.until(now) / 1e3 - (held - held_before)))
         seconds = {name: median(times) for name, times in own.items()}
         unused = [name for name in reversed(self._numels) if name not in seconds]
-        order: list[str] = from_rank_zero([*_typical_order(steps), *unused], comm, self._device)
+        order = comm.broadcast_object([*_typical_order(steps), *unused], 0, self._device)
         missing = sorted(self._numels.keys() ^ set(order))
         backward = sum(seconds.values())
         periods = [

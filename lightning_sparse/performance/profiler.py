@@ -15,7 +15,7 @@ from lightning_sparse.performance.backward import BackwardTimer
 from lightning_sparse.performance.microbenchmark import measure_group, sizes_up_to
 from lightning_sparse.performance.network import Network, measure_network
 from lightning_sparse.performance.profile import GroupCost, LayerTime, Overlap, Profile
-from lightning_sparse.performance.rank_sync import from_rank_zero, gathered
+from lightning_sparse.performance.rank_sync import gathered
 from lightning_sparse.reducer import Engine
 
 
@@ -90,7 +90,7 @@ class Profiler:
             fingerprint: of what the profile holds for.
         """
         own = Profile(fingerprint, self._layers, self._rest, self.network, costs, self.overlap, self._bucket_numels)
-        return Profile.from_dict(from_rank_zero(own.as_dict(), self._engine.comm, self._engine.device))
+        return self._engine.comm.broadcast_object(own, 0, self._engine.device)
 
     def close(self) -> None:
         """Stop watching backward."""

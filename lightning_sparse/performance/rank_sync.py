@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.collective import Collective, TorchCollective
+from lightning_sparse.collective import Collective
 from lightning_sparse.metrics import Stamp
 
 
@@ -23,11 +22,6 @@ def gathered(values: Sequence[float], comm: Collective, device: torch.device) ->
 def slowest(values: Sequence[float], comm: Collective, device: torch.device) -> list[float]:
     """The largest of each number over ranks."""
     return gathered(values, comm, device).amax(0).tolist()
-
-
-def from_rank_zero(what: Any, comm: TorchCollective, device: torch.device) -> Any:
-    """What rank 0 gave, as JSON keeps it; the other ranks may give anything."""
-    return json.loads(comm.broadcast_object(json.dumps(what) if comm.rank == 0 else "", 0, device))
 
 
 def start_together(comm: Collective, device: torch.device) -> None:

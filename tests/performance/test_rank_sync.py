@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_sparse.collective import TorchCollective
-from lightning_sparse.performance.rank_sync import busy_processor, from_rank_zero, gathered, measure, slowest
+from lightning_sparse.performance.rank_sync import busy_processor, gathered, measure, slowest
 from tests.performance.priced import set_clock
 from tests.ranks import Ranks
 
 CPU = torch.device("cpu")
-THINGS: list[Any] = [
-    None,
-    {},
-    [],
-    "",
-    "Größe",
-    3,
-    0.1 + 0.2,
-    [1, [2, {"a": None}]],
-    {"layers": [["m", ["m.w"], 3, 1e-9]]},
-]
 
 
 def tell_numbers() -> tuple[list[list[float]], list[float]]:
@@ -41,19 +29,7 @@ def test_numbers_of_all_ranks(three_ranks: Ranks) -> None:
         assert largest == [2, 0, 0.1]
 
 
-def tell_things(things: list[Any]) -> list[Any]:
-    comm = TorchCollective()
-    # The other ranks may hold what JSON cannot.
-    return [from_rank_zero(thing if comm.rank == 0 else {1, 2}, comm, CPU) for thing in things]
-
-
-def test_what_rank_zero_says_goes(three_ranks: Ranks) -> None:
-    assert three_ranks(tell_things, THINGS) == [THINGS] * 3
-
-
 def test_one_rank_hears_itself() -> None:
-    assert tell_things(THINGS) == THINGS
-    assert tell_things([(1, 2)]) == [[1, 2]]
     assert gathered([1.0, 2.0], TorchCollective(), CPU).tolist() == [[1.0, 2.0]]
     assert slowest([1.0, 2.0], TorchCollective(), CPU) == [1.0, 2.0]
 
