@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_sparse.checks import check_integer, check_positive
+from lightning_sparse.memory import SecondMoment
 from lightning_sparse.memory.first_moment import FirstMoment
 from lightning_sparse.performance import GroupCost, Line, Network, Overlap, Profile, Traffic
 from lightning_sparse.performance.serialization import Plain
@@ -45,12 +46,14 @@ class Method:
         density: of a sparsifier; 1 for the others.
         cost: measured, at the number of ranks that took part.
         builtin: comes with DDP: exchanged in DDP's buckets, which overlaps with backward.
+        second_moments: those of Adam travel with the averages, see :class:`~lightning_sparse.SecondMoment`.
     """
 
     name: str
     density: float
     cost: GroupCost
     builtin: bool = False
+    second_moments: bool = False
 
     def between(self, known: int, ranks: int, network: Network, value_bytes: int = 4) -> Method:
         """The same method between another number of ranks, on another network.
@@ -67,7 +70,7 @@ class Method:
         """
         traffic = {part.operation: part for part in self.cost.traffic}
         if not self.builtin:
-            before, after = _counted(self.name, self.density, known), _counted(self.name, self.density, ranks)
+            before, after = (_counted(self.name, self.density, n, self.second_moments) for n in (known, ranks))
             for operation, (calls, each) in after.items():
                 if operation not in before:
                     traffic[operation] = Traffic(operation, calls, Line(0.0, each))
@@ -80,10 +83,11 @@ class Method:
 
 
 @functools.cache
-def _counted(sparsifier: str, density: float, ranks: int) -> dict[str, tuple[int, float]]:
+def _counted(sparsifier: str, density: float, ranks: int, second_moments: bool) -> dict[str, tuple[int, float]]:
     """Calls, and bytes for each coordinate, by operation."""
     calls, nbytes = Counter[str](), Counter[str]()
-    for operation, size in count_bytes(sparsifier, COUNTED, ranks, density).messages:
+    memory = SecondMoment() if second_moments else None
+    for operation, size in count_bytes(sparsifier, COUNTED, ranks, density, memory=memory).messages:
         calls[operation] += 1
         nbytes[operation] += size
     return {operation: (calls[operation], nbytes[operation] / COUNTED) for operation in calls}

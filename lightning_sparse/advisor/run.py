@@ -136,8 +136,9 @@ class Advice:
 
     def remarks(self, scenario: Scenario | None = None) -> list[str]:
         """What has to change in the training where this advice is followed, one paragraph each; none elsewhere."""
-        moment = self.measured.moment
-        return [moment.remedy()] if moment is not None and self.best(scenario).sparse else []
+        moment, best = self.measured.moment, self.best(scenario)
+        served = any(method.second_moments for method in self.measured.methods if method.name == best.method)
+        return [moment.remedy()] if moment is not None and best.sparse and not served else []
 
     def assumptions(self) -> list[str]:
         """What the predictions take for granted, one sentence each."""

@@ -16,7 +16,7 @@ from lightning_sparse.collective import Collective
 from lightning_sparse.core import Agreement
 from lightning_sparse.density import check_density
 from lightning_sparse.exchanges import as_exchange
-from lightning_sparse.memory import Residual
+from lightning_sparse.memory import Adapting, Residual
 from lightning_sparse.memory.first_moment import first_moment
 from lightning_sparse.performance import NOTHING, GroupCost, Line, Profiler, Traffic
 from lightning_sparse.performance.rank_sync import measure
@@ -100,19 +100,22 @@ class Survey:
             for name, sparsifier in self._sparsifiers.items()
             for density in ([1.0] if sparsifier.agreement is Agreement.EVERYTHING else self._densities)
         ]
+        own = {id(parameter) for parameter in engine.parameters.values()}
+        suited = Adapting().suited(engine.optimizers, own)
         for done, (name, sparsifier, density) in enumerate(jobs):
+            exchange = as_exchange(None, sparsifier)
+            memory = suited if exchange.carries_second and density < 1 else Residual()
             self._tell(engine, f"timing {name} at {density:g}", 0.2 + 0.8 * done / len(jobs))
             cost = profiler.group_cost(
                 numel,
                 sparsifier=sparsifier,
-                exchange=as_exchange(None, sparsifier),
-                memory=Residual(),
+                exchange=exchange,
+                memory=memory,
                 density=density,
                 repeats=3,
                 seconds=0.3,
             )
-            methods.append(Method(name, density, cost))
-        own = {id(parameter) for parameter in engine.parameters.values()}
+            methods.append(Method(name, density, cost, second_moments=memory.needs_second))
         moments = [found for one in engine.optimizers if (found := first_moment(one, own)) is not None]
         return Measured(sizes, profiler.profile([dense]), methods, moments[0] if moments else None)
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_sparse.optim import refusal
-from lightning_sparse.reducer.group import Running
+from lightning_sparse.reducer.group import GroupReducer
 
 
 class AdamSteps:
@@ -29,7 +29,9 @@ class AdamSteps:
         world_size: n.
     """
 
-    def __init__(self, names: Mapping[int, str], group_of: Callable[[str], Running | None], world_size: int) -> None:
+    def __init__(
+        self, names: Mapping[int, str], group_of: Callable[[str], GroupReducer | None], world_size: int
+    ) -> None:
         self._names, self._group_of = names, group_of
         self._factor = math.sqrt(world_size)
         self._aside: list[tuple[Parameter, Tensor]] = []

@@ -203,7 +203,7 @@ class Engine:
         self.settings = replace(self.settings, memory=memory)
         self._reducer.remember_by(self.settings)
 
-    def _sparse_group(self, name: str) -> Running | None:
+    def _sparse_group(self, name: str) -> GroupReducer | None:
         return None if self._reducer.direct else self._reducer.group_of.get(name)
 
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -160,7 +160,7 @@ class Reducer:
     def remember_by(self, settings: SparsificationConfig) -> None:
         """Go on with settings that differ in the memory; between two steps."""
         self._settings = settings
-        self.regroup([group.plan for group in self.groups])
+        self.regroup([group.plan for group in self.groups], self.messages)
 
     def receive(self, bucket: Any) -> Future[Tensor]:
         """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""
