@@ -445,6 +445,15 @@ def test_where_a_sparsifier_wins_adams_first_moment_is_a_warning(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("alone")
+def test_where_second_moments_travel_nothing_has_to_change() -> None:
+    advice, sentences = advise_adam("auto", sparsifiers=["union_topk"])
+    assert advice.best().method == "union_topk"
+    assert sentences == advice.remarks() == []
+    [method] = [m for m in advice.measured.methods if m.name == "union_topk"]
+    assert method.second_moments
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "strategy",
     [
