@@ -1,0 +1,47 @@
+"""What runs by default of a product covers it pair by pair, and nothing of it is lost."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from typing import Any
+
+from tests.covering import covering, in_turns
+
+
+def by_default(parameters: list[Any]) -> list[tuple[Any, ...]]:
+    return [p.values for p in parameters if not p.marks]
+
+
+def test_each_two_values_meet_in_few_cells() -> None:
+    axes = range(9), "abcde", (True, False), (1.0, 2.0, 3.0)
+    cells = list(product(*axes))
+    chosen = by_default(covering(cells))
+    for one, other in combinations(range(4), 2):
+        assert {(cell[one], cell[other]) for cell in chosen} == set(product(axes[one], axes[other]))
+    assert 9 * 5 <= len(chosen) <= 1.25 * 9 * 5  # each number with each letter takes 45
+    assert chosen == by_default(covering(cells))
+
+
+def test_the_rest_is_thorough_and_all_is_there() -> None:
+    cells = [(*pair, number) for pair in [("x", "t"), ("x", "u"), ("y", "u")] for number in range(5)]
+    parameters = covering(cells, thorough={4})
+    assert [p.values for p in parameters] == cells
+    assert {mark.name for p in parameters for mark in p.marks} == {"thorough"}
+    chosen = by_default(parameters)
+    assert {cell[:2] for cell in chosen} == {("x", "t"), ("x", "u"), ("y", "u")}
+    assert {cell[2] for cell in chosen} == {0, 1, 2, 3}
+    assert parameters[0].id == "x-t-0"
+
+
+def test_each_value_alone_takes_as_many_cells_as_the_longest_axis_has_values() -> None:
+    chosen = by_default(covering(in_turns("abcdef", range(3)), together=1))
+    assert chosen == [("a", 0), ("b", 1), ("c", 2), ("d", 0), ("e", 1), ("f", 2)]
+
+
+def test_two_values_meet_beside_one_that_is_not_trivial() -> None:
+    cells = list(product("abc", "uv", [1, 2, 3]))
+    chosen = by_default(covering(cells, trivial={1}))
+    assert {cell[:2] for cell in chosen if cell[2] > 1} == set(product("abc", "uv"))
+    for axis, letters in enumerate(("abc", "uv")):
+        assert {cell[axis] for cell in chosen if cell[2] == 1} == set(letters)
+    assert len(chosen) < len(cells)
