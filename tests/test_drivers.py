@@ -19,6 +19,7 @@ from lightning_sparse.messages import AllGather, AllReduce, AllToAll, Broadcast,
 from lightning_sparse.pipeline import init_group, reduce_group
 from lightning_sparse.traffic import count_bytes
 from tests.contract.cases import CASES, PAIR_NAMES, PAIRS, Case
+from tests.covering import covering
 from tests.lockstep import Ranks as SimulatedRanks
 from tests.lockstep import equal_states, noise, strict
 from tests.ranks import Ranks
@@ -70,11 +71,13 @@ def alike(case: Case, exchange: str) -> list[tuple[ls.Sparsifier, str]]:
 MIXED = [(ls.UnionTopK(), "packed_union"), (ls.Everything(), "dense"), (ls.MiCRO(), "reduce_union")]
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("methods", [alike(*pair) for pair in PAIRS] + [MIXED], ids=[*PAIR_NAMES, "mixed"])
-def test_groups_together_end_as_they_do_one_after_another(methods: list[tuple[ls.Sparsifier, str]], n: int) -> None:
+@pytest.mark.parametrize(
+    ("case", "exchange", "n"), covering(((*pair, n) for pair in [*PAIRS, ("mixed", "")] for n in (3, 1)), trivial={1})
+)
+def test_groups_together_end_as_they_do_one_after_another(case: Case | str, exchange: str, n: int) -> None:
+    methods = MIXED if isinstance(case, str) else alike(case, exchange)
     apart, joined = ([Groups(methods, rank, n) for rank in range(n)] for _ in range(2))
-    for _ in range(3):
+    for _ in range(2):
         by_group = zip(*(groups.steps() for groups in apart), strict=True)
         results = list(zip(*(drive_ranks([strict(s) for s in steps]) for steps in by_group), strict=True))
         expected = [groups.finish(list(own)) for groups, own in zip(apart, results, strict=True)]
@@ -273,17 +276,23 @@ UNLIMITED = {"hard_threshold", "ok_topk", "micro-published", "exdyna-published"}
 """On the CPU their selections are as long as they come."""
 
 
-@pytest.mark.parametrize(("case", "exchange"), PAIRS, ids=PAIR_NAMES)
-def test_bytes_are_counted_as_they_are_sent(case: Case, exchange: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "exchange", "dtype", "static"),
+    covering(
+        (*pair, dtype, static)
+        for pair in PAIRS
+        for dtype in (torch.float32, torch.bfloat16)
+        for static in (True, False)
+    ),
+)
+def test_bytes_are_counted_as_they_are_sent(case: Case, exchange: str, dtype: torch.dtype, static: bool) -> None:
     n, numel, density = 4, 1000, 0.05
-    for dtype in (torch.float32, torch.bfloat16):
-        counted = count_bytes(case.sparsifier, numel, n, density, exchange=exchange, dtype=dtype)
-        for static in (True, False):
-            found = simulated(case, exchange, n, numel, density, dtype, static)
-            if static or exchange == "dense" or (case.name in ON_CPU_EXACT and exchange == case.sparsifier.exchange):
-                assert found == [pytest.approx(counted.bytes_sent)] * len(found)
-            elif case.name not in UNLIMITED and not case.name.startswith("published"):
-                assert all(sent <= counted.bytes_sent + 8 * (n - 1) for sent in found)
+    counted = count_bytes(case.sparsifier, numel, n, density, exchange=exchange, dtype=dtype)
+    found = simulated(case, exchange, n, numel, density, dtype, static)
+    if static or exchange == "dense" or (case.name in ON_CPU_EXACT and exchange == case.sparsifier.exchange):
+        assert found == [pytest.approx(counted.bytes_sent)] * len(found)
+    elif case.name not in UNLIMITED and not case.name.startswith("published"):
+        assert all(sent <= counted.bytes_sent + 8 * (n - 1) for sent in found)
 
 
 def simulated(

@@ -34,9 +34,9 @@ TOUCHED = {
 """More must not be needed."""
 TESTS = {
     "tests/extended.py": "test",
-    # Three ranks where there is a choice, and the new memory with a few sparsifiers: all others take a minute.
-    "tests/contract/test_contract.py": "(leader_blocks or gather_shared) and not n1 and not n4 or test_every",
-    "tests/contract/test_memories.py": "Bounded and (leader_blocks or random_k or topk-gather) or has_a_law",
+    "tests/contract/test_contract.py": "leader_blocks and gather_shared or test_every",
+    # The new memory with the new sparsifier: all others take a minute.
+    "tests/contract/test_memories.py": "Bounded and leader_blocks or has_a_law",
     "tests/contract/test_cuda_tensors.py": "leader_blocks or gather_shared or Bounded",
     "tests/kernels/test_no_host_sync.py": "leader_blocks or gather_shared or Bounded",
     "tests/test_cli.py": "builds_its_sparsifier and leader_blocks or little_else",

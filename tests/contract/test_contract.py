@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,14 @@ from lightning_sparse.collective import drive_mirrored
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.messages import resolve
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
+from tests.covering import covering
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
 from tests.reference.releases import RELEASES, Step
 
 SIZES = [1, 2, 7, 255, 256, 257, 10_000]
-RANKS = [1, 2, 3, 4, 8]
-SOME_RANKS = [1, 3, 4]
+RANKS = [3, 4, 2, 1, 8]
+SOME_RANKS = [3, 4, 1]
 """For what needs runs of its own."""
-FEW_RANKS = [3, 8]
-"""No power of two, and many: for exchanges that are not a method's own."""
 DENSITY = 0.2
 # Means over a power of two are exact for the streams used here. For 3 ranks a third of a value below 2**7 is rounded by
 # at most 2**-47, and n times that is compared: 1e-12 is far above it and far below a lost grain of 1/256.
@@ -58,51 +58,54 @@ def close(n: int) -> dict[str, float]:
     return {"rtol": 0, "atol": THIRDS if n == 3 else 0}
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Numbers of ranks: all for what a method does by nature, and for one method in each exchange; a few elsewhere."""
-    wanted = metafunc.fixturenames
-    runs = [
-        (f"{name}-n{n}", (pair, n))
+def on_ranks(numbers: list[int], *more: Any) -> list[Any]:
+    """Every sparsifier with every exchange that accepts it, on numbers of ranks, and with all of one thing more."""
+    cells = ((*pair, n, *rest) for pair in PAIRS for n in numbers for rest in product(*more))
+    return covering(cells, trivial={1}, thorough={8})
+
+
+def all_runs() -> list[Any]:
+    """By default groups of one size, in thorough runs all sizes one after another."""
+    one_size = covering(
+        ((*pair, n, (numel,)) for pair in PAIRS for n in RANKS for numel in SIZES if pair[0].serves(n, numel, DENSITY)),
+        trivial={1, (1,), (2,)},
+        thorough={8},
+    )
+    all_sizes = [
+        pytest.param(*pair, n, tuple(SIZES), id=f"{name}-{n}-all", marks=pytest.mark.thorough)
         for name, pair in zip(PAIR_NAMES, PAIRS, strict=True)
-        for n in (RANKS if "n" in wanted else SOME_RANKS)
-        if n in FEW_RANKS or is_typical(*pair)
+        for n in RANKS
     ]
-    names, chosen = zip(*runs, strict=True)
-    values = [pytest.param(pair, n, marks=[pytest.mark.thorough] * (n > 4)) for pair, n in chosen]
-    if "pair" in wanted and ("n" in wanted or "some_n" in wanted):
-        metafunc.parametrize(("pair", "n" if "n" in wanted else "some_n"), values, ids=names, scope="module")
-    elif "pair" in wanted:
-        metafunc.parametrize("pair", PAIRS, ids=PAIR_NAMES, scope="module")
-    elif "n" in wanted:
-        metafunc.parametrize("n", RANKS, ids="n{}".format)
+    return [run for run in one_size if not run.marks] + all_sizes
 
 
-def is_typical(case: Case, exchange: str) -> bool:
-    return exchange == case.sparsifier.exchange or case.name in ("topk", "shared_topk", "micro", "clt_k", "random_k")
+on_all_runs = pytest.mark.parametrize(("case", "exchange", "n", "sizes"), all_runs(), scope="module")
+"""Tests that look at what the same runs leave behind."""
+on_some_numbers = pytest.mark.parametrize(("case", "exchange", "n"), on_ranks(SOME_RANKS))
 
 
 @pytest.fixture(scope="module")
-def outcomes(pair: tuple[Case, str], n: int) -> list[Outcome]:
-    """All steps at all sizes that the method serves, with error feedback."""
-    case, exchange = pair
-    sizes = [numel for numel in SIZES if case.serves(n, numel, DENSITY)]
-    return [outcome for numel in sizes for outcome in run(case, exchange, n, numel, ls.Residual())]
+def outcomes(case: Case, exchange: str, n: int, sizes: tuple[int, ...]) -> list[Outcome]:
+    """All steps at the sizes that the method serves, with error feedback."""
+    served = [numel for numel in sizes if case.serves(n, numel, DENSITY)]
+    return [outcome for numel in served for outcome in run(case, exchange, n, numel, ls.Residual())]
 
 
 @pytest.fixture(scope="module")
-def forgetful(pair: tuple[Case, str], n: int) -> list[Outcome]:
-    """The same without error feedback, at two sizes."""
-    case, exchange = pair
-    sizes = [numel for numel in (7, 257) if case.serves(n, numel, DENSITY)]
-    return [outcome for numel in sizes for outcome in run(case, exchange, n, numel, ls.NoMemory())]
+def forgetful(case: Case, exchange: str, n: int, sizes: tuple[int, ...]) -> list[Outcome]:
+    """The same without error feedback."""
+    served = [numel for numel in sizes if case.serves(n, numel, DENSITY)]
+    return [outcome for numel in served for outcome in run(case, exchange, n, numel, ls.NoMemory())]
 
 
+@on_all_runs
 def test_nothing_is_lost(outcomes: list[Outcome], n: int) -> None:
     for outcome in outcomes:
         offered = sum(outcome.before) + outcome.gradients.sum(0)
         torch.testing.assert_close(n * outcome.averages[0] + sum(outcome.after), offered, **close(n))
 
 
+@on_all_runs
 def test_a_rank_keeps_what_it_did_not_send(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         for rank, (update, kept) in enumerate(zip(outcome.updates, outcome.after, strict=True)):
@@ -111,6 +114,7 @@ def test_a_rank_keeps_what_it_did_not_send(outcomes: list[Outcome]) -> None:
             assert torch.equal(kept, expected - gave(update, expected))
 
 
+@on_all_runs
 def test_without_memory_a_rank_sends_of_this_gradient_alone(forgetful: list[Outcome], n: int) -> None:
     for outcome in forgetful:
         assert outcome.before == outcome.after == [None] * n
@@ -118,15 +122,17 @@ def test_without_memory_a_rank_sends_of_this_gradient_alone(forgetful: list[Outc
         torch.testing.assert_close(n * outcome.averages[0], released, **close(n))
 
 
+@on_all_runs
 def test_each_release_rule_takes_what_it_says(
-    outcomes: list[Outcome], forgetful: list[Outcome], pair: tuple[Case, str], n: int
+    outcomes: list[Outcome], forgetful: list[Outcome], case: Case, exchange: str, n: int
 ) -> None:
-    twice = pair[0].sparsifier.agreement is Agreement.SHARED
+    twice = case.sparsifier.agreement is Agreement.SHARED
     for outcome in outcomes + forgetful:
-        RELEASES[pair[1]](Step.of(outcome, DENSITY, may_travel_twice=twice))
+        RELEASES[exchange](Step.of(outcome, DENSITY, may_travel_twice=twice))
 
 
-def test_all_ranks_hold_the_same_bit_for_bit(outcomes: list[Outcome], pair: tuple[Case, str]) -> None:
+@on_all_runs
+def test_all_ranks_hold_the_same_bit_for_bit(outcomes: list[Outcome], case: Case) -> None:
     for outcome in outcomes:
         first = outcome.statistics[0]
         for rank, statistics in enumerate(outcome.statistics):
@@ -135,12 +141,13 @@ def test_all_ranks_hold_the_same_bit_for_bit(outcomes: list[Outcome], pair: tupl
             assert torch.equal(statistics.union, first.union)
             assert equal_states(statistics.indices, first.indices)
             assert equal_states(outcome.states[rank].counts, first.counts)
-            if not pair[0].private:
+            if not case.private:
                 assert equal_states(statistics.threshold, first.threshold)
                 assert equal_states(outcome.states[rank].selector, outcome.states[0].selector)
 
 
-def test_selections_are_ascending_coordinates_and_then_padding(outcomes: list[Outcome], pair: tuple[Case, str]) -> None:
+@on_all_runs
+def test_selections_are_ascending_coordinates_and_then_padding(outcomes: list[Outcome], case: Case) -> None:
     for outcome in outcomes:
         numel = outcome.gradients.shape[1]
         for selection in outcome.selections:
@@ -148,7 +155,7 @@ def test_selections_are_ascending_coordinates_and_then_padding(outcomes: list[Ou
             assert indices.dtype == count.dtype == torch.int64
             assert indices.dim() == 1
             assert count.dim() == 0
-            if pair[0].name == "everything":
+            if case.name == "everything":
                 assert (indices.numel(), int(count)) == (0, numel)
                 continue
             picked, padding = indices[: int(count)], indices[int(count) :]
@@ -158,12 +165,13 @@ def test_selections_are_ascending_coordinates_and_then_padding(outcomes: list[Ou
             assert bool((padding == numel).all())
 
 
-def test_what_selections_promise_about_other_ranks_is_true(outcomes: list[Outcome], pair: tuple[Case, str]) -> None:
+@on_all_runs
+def test_what_selections_promise_about_other_ranks_is_true(outcomes: list[Outcome], case: Case) -> None:
     for outcome in outcomes:
         selections = outcome.selections
         assert len({(s.aligned, s.total) for s in selections}) == 1
         picked = torch.cat([s.indices[: int(s.count)] for s in selections])
-        if pair[0].sparsifier.agreement is Agreement.DISJOINT:
+        if case.sparsifier.agreement is Agreement.DISJOINT:
             assert picked.unique().numel() == picked.numel()
         if selections[0].aligned:
             assert len({s.indices.numel() for s in selections}) == 1
@@ -171,7 +179,8 @@ def test_what_selections_promise_about_other_ranks_is_true(outcomes: list[Outcom
             assert picked.numel() <= selections[0].total
 
 
-def test_counts_and_union_describe_the_update(outcomes: list[Outcome], pair: tuple[Case, str]) -> None:
+@on_all_runs
+def test_counts_and_union_describe_the_update(outcomes: list[Outcome], exchange: str) -> None:
     for outcome in outcomes:
         numel, statistics = outcome.gradients.shape[1], outcome.statistics[0]
         union = torch.arange(numel) if statistics.indices is None else statistics.indices.unique()
@@ -180,17 +189,17 @@ def test_counts_and_union_describe_the_update(outcomes: list[Outcome], pair: tup
         elsewhere = torch.ones(numel, dtype=torch.bool)
         elsewhere[union] = False
         assert bool((outcome.averages[0][elsewhere] == 0).all())
-        picks = [numel if pair[1] == "dense" else int(selection.count) for selection in outcome.selections]
-        if pair[1] == "follow_leader":  # the others picked nothing, and the leader's picks count for them
+        picks = [numel if exchange == "dense" else int(selection.count) for selection in outcome.selections]
+        if exchange == "follow_leader":  # the others picked nothing, and the leader's picks count for them
             leader = outcome.step % len(picks)
             assert sum(picks) == picks[leader]
             picks = [picks[leader]] * len(picks)
         assert statistics.counts.tolist() == picks
 
 
-def test_simulate_modifies_neither_the_stream_nor_earlier_traces(pair: tuple[Case, str], some_n: int) -> None:
+@on_some_numbers
+def test_simulate_modifies_neither_the_stream_nor_earlier_traces(case: Case, exchange: str, n: int) -> None:
     # The update goes into the gradient's buffer: nothing else may be written, in particular not the stream.
-    (case, exchange), n = pair, some_n
     stream = torch.stack([noise(n, 257, seed=seed) for seed in range(3)])
     before = stream.clone()
     traces = list(ls.simulate(stream, sparsifier=case.sparsifier, density=DENSITY, exchange=exchange))
@@ -228,10 +237,12 @@ def test_nothing_is_lost_and_ranks_agree_whatever_comes(data: st.DataObject) -> 
             assert all(equal_states(state.selector, outcome.states[0].selector) for state in outcome.states)
 
 
-def test_simulate_takes_the_same_steps(outcomes: list[Outcome], pair: tuple[Case, str], n: int) -> None:
-    (case, exchange), numel = pair, 257
-    traces = ls.simulate(streams(n, numel), sparsifier=case.sparsifier, density=DENSITY, exchange=exchange)
+@on_all_runs
+def test_simulate_takes_the_same_steps(outcomes: list[Outcome], case: Case, exchange: str) -> None:
+    numel = outcomes[-1].gradients.shape[1]
     taken = [outcome for outcome in outcomes if outcome.gradients.shape[1] == numel]
+    stream = [outcome.gradients for outcome in taken]
+    traces = ls.simulate(stream, sparsifier=case.sparsifier, density=DENSITY, exchange=exchange)
     for trace, outcome in zip(traces, taken, strict=True):
         assert torch.equal(trace.update, outcome.averages[0])
         assert torch.equal(trace.counts, outcome.statistics[0].counts)
@@ -239,8 +250,8 @@ def test_simulate_takes_the_same_steps(outcomes: list[Outcome], pair: tuple[Case
         assert trace.residual_norm.tolist() == pytest.approx(norms)
 
 
-def test_nothing_comes_of_nothing(pair: tuple[Case, str], some_n: int) -> None:
-    (case, exchange), n = pair, some_n
+@on_some_numbers
+def test_nothing_comes_of_nothing(case: Case, exchange: str, n: int) -> None:
     for numel in (7, 256):
         if not case.serves(n, numel, DENSITY):
             continue
@@ -254,8 +265,8 @@ def test_nothing_comes_of_nothing(pair: tuple[Case, str], some_n: int) -> None:
             assert int(outcome.statistics[0].counts.sum()) <= n * numel
 
 
-def test_full_density_is_the_dense_mean_and_leaves_no_residual(pair: tuple[Case, str], some_n: int) -> None:
-    (case, exchange), n = pair, some_n
+@on_some_numbers
+def test_full_density_is_the_dense_mean_and_leaves_no_residual(case: Case, exchange: str, n: int) -> None:
     # A threshold that does not follow k is put below everything instead, or starts there: 1 / (2 sqrt(k)) < 1.
     sparsifier = ls.HardThreshold(1.0) if case.name == "hard_threshold" else case.sparsifier
     exclusive = case.sparsifier.agreement is Agreement.DISJOINT
@@ -275,9 +286,11 @@ def test_full_density_is_the_dense_mean_and_leaves_no_residual(pair: tuple[Case,
             assert all(bool((residual == 0).all()) for residual in outcome.after)
 
 
-@pytest.mark.parametrize("kind", ["noise", "one idle rank", "fewer picks than ranks"])
-def test_updates_scale_with_gradients(pair: tuple[Case, str], kind: str) -> None:
-    case, exchange = pair
+@pytest.mark.parametrize(
+    ("case", "exchange", "kind"),
+    covering((*pair, kind) for pair in PAIRS for kind in ("noise", "one idle rank", "fewer picks than ranks")),
+)
+def test_updates_scale_with_gradients(case: Case, exchange: str, kind: str) -> None:
     if case.name in ("hard_threshold", "micro-published", "exdyna-published"):
         return  # their thresholds, or where these start, are absolute
     n, numel = 4, 20 if kind == "fewer picks than ranks" else 300
@@ -291,26 +304,28 @@ def test_updates_scale_with_gradients(pair: tuple[Case, str], kind: str) -> None
         assert torch.equal(found.statistics[0].counts, expected.statistics[0].counts)
 
 
-def test_a_gradient_that_is_not_finite_makes_the_step_void_on_all_ranks(pair: tuple[Case, str], some_n: int) -> None:
-    (case, exchange), n, numel = pair, some_n, 257
+@on_some_numbers
+def test_a_gradient_that_is_not_finite_makes_the_step_void_on_all_ranks(case: Case, exchange: str, n: int) -> None:
+    numel = 257
     ranks = Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=DENSITY)
     ranks.step(noise(n, numel, seed=0))
     before = ranks.step(noise(n, numel, seed=1))
-    for bad in (float("nan"), float("inf"), -float("inf")):
-        for place in (0, numel - 1):  # each starts where the ones before it left everything as it was
-            spoilt = noise(n, numel, seed=2)
-            spoilt[n - 1, place] = bad
-            void = ranks.step(spoilt)
-            assert bool(torch.isnan(void.averages).all())
-            assert equal_states(tuple(void.after), tuple(before.after))
-            for then, now in zip(before.states, void.states, strict=True):
-                assert equal_states(now.selector, then.selector)
-                assert equal_states(now.counts, then.counts)
+    # Each starts where the ones before it left everything as it was.
+    for bad, place in ((float("nan"), 0), (float("inf"), numel - 1), (-float("inf"), numel // 2)):
+        spoilt = noise(n, numel, seed=2)
+        spoilt[n - 1, place] = bad
+        void = ranks.step(spoilt)
+        assert bool(torch.isnan(void.averages).all())
+        assert equal_states(tuple(void.after), tuple(before.after))
+        for then, now in zip(before.states, void.states, strict=True):
+            assert equal_states(now.selector, then.selector)
+            assert equal_states(now.counts, then.counts)
 
 
-def test_a_void_step_leaves_no_trace_in_the_steps_after_it(pair: tuple[Case, str], some_n: int) -> None:
+@on_some_numbers
+def test_a_void_step_leaves_no_trace_in_the_steps_after_it(case: Case, exchange: str, n: int) -> None:
     # A void first step is the usual start under automatic mixed precision, where the first loss scale is too large.
-    (case, exchange), n, numel = pair, some_n, 257
+    numel = 257
     spoilt = noise(n, numel, seed=9)
     spoilt[0, 3] = float("inf")
     disturbed, calm = (
@@ -330,11 +345,13 @@ def test_a_void_step_leaves_no_trace_in_the_steps_after_it(pair: tuple[Case, str
             assert equal_states(tuple(with_void.after), tuple(without.after))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("case", "exchange", "n", "dtype"), on_ranks(SOME_RANKS, [torch.float32, torch.bfloat16, torch.float16])
+)
 def test_dtype_is_kept_and_what_the_cast_loses_is_remembered(
-    pair: tuple[Case, str], some_n: int, dtype: torch.dtype
+    case: Case, exchange: str, n: int, dtype: torch.dtype
 ) -> None:
-    (case, exchange), n, numel = pair, some_n, 257
+    numel = 257
     # Multiples of 1/16 below 8 have 7 bits and fit into bfloat16; their sums and means fit into the float32 residual.
     # Casting the mean loses bits, and the residual must hold them: for a power of two nothing at all is rounded away.
     # Over 3 ranks the mean is rounded in float32: values below 2**7, by 2**-18 at most after multiplication by 3.
@@ -349,8 +366,8 @@ def test_dtype_is_kept_and_what_the_cast_loses_is_remembered(
         assert all(torch.equal(average, outcome.averages[0]) for average in outcome.averages)
 
 
-@pytest.mark.parametrize("memory", [ls.Residual(), *MEMORIES], ids=repr)
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+# What a memory keeps and what a method keeps stand beside each other in a state.
+@pytest.mark.parametrize(("case", "memory"), covering(product(CASES, [ls.Residual(), *MEMORIES]), together=1))
 def test_state_survives_save_and_load(case: Case, memory: ls.Memory) -> None:
     n, numel = 3, 257
     whole, resumed = (Ranks(n, numel, sparsifier=case.sparsifier, memory=memory, density=DENSITY) for _ in range(2))
@@ -368,12 +385,15 @@ def test_state_survives_save_and_load(case: Case, memory: ls.Memory) -> None:
             assert equal_states(now[1:], then[1:])
 
 
-def test_the_residual_of_a_float64_gradient_is_float64(pair: tuple[Case, str]) -> None:
-    ranks = Ranks(2, 512, sparsifier=pair[0].sparsifier, exchange=pair[1], density=DENSITY)
-    assert {residual.dtype for residual in ranks.residuals()} == {torch.float64}
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_the_residual_of_a_float64_gradient_is_float64(case: Case) -> None:
+    ranks = Ranks(2, 512, sparsifier=case.sparsifier, density=DENSITY)
+    outcome = ranks.step(noise(2, 512))
+    assert {residual.dtype for residual in outcome.before + outcome.after} == {torch.float64}
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize("n", [1, 3, pytest.param(8, marks=pytest.mark.thorough)])
 def test_a_group_that_a_method_cannot_serve_is_refused_with_advice(case: Case, n: int) -> None:
     refused = [(numel, d) for numel in [1, 2, 7, 255, 256] for d in (0.01, 0.2) if not case.serves(n, numel, d)]
     for numel, density in refused:

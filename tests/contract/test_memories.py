@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.core import GroupState
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case, Offer, fit
+from tests.covering import covering
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
 from tests.static_path import static_path
 
@@ -21,7 +23,7 @@ STEPS, VOID_STEP = 4, 2
 CLOSE = {"rtol": 0, "atol": 1e-12}
 ONE_EACH = list({type(case.sparsifier): case.name for case in reversed(CASES)}.values())
 """The first case of each sparsifier: a memory cannot tell its variants apart."""
-SOME = [(name, pair) for name, pair in zip(PAIR_NAMES, PAIRS, strict=True) if pair[0].name in ONE_EACH]
+SOME = [pair for pair in PAIRS if pair[0].name in ONE_EACH]
 MOMENTUM = [memory for memory in MEMORIES if isinstance(memory, ls.MomentumCorrection)]
 
 
@@ -42,19 +44,19 @@ def walk(case: Case, exchange: str, memory: ls.Memory, numel: int) -> Iterator[t
         yield outcome, before, [remembered(memory, state) for state in outcome.states]
 
 
-@pytest.fixture(scope="module", params=[pair for _, pair in SOME], ids=[name for name, _ in SOME])
-def pair(request: pytest.FixtureRequest) -> tuple[Case, str]:
-    return request.param
+def with_memories(memories: Iterable[ls.Memory]) -> Any:
+    return pytest.mark.parametrize(
+        ("case", "exchange", "memory"),
+        covering((*pair, memory) for pair in SOME for memory in memories),
+        scope="module",
+    )
 
 
-@pytest.fixture(scope="module", params=list(MEMORIES), ids=repr)
-def memory(request: pytest.FixtureRequest) -> ls.Memory:
-    return request.param
+with_all_memories = with_memories(MEMORIES)
 
 
 @pytest.fixture(scope="module")
-def steps(pair: tuple[Case, str], memory: ls.Memory) -> list[tuple[Outcome, list[Any], list[Any]]]:
-    case, exchange = pair
+def steps(case: Case, exchange: str, memory: ls.Memory) -> list[tuple[Outcome, list[Any], list[Any]]]:
     if not fit(memory, exchange):
         pytest.skip("the exchange carries no second moments")
     sizes = [numel for numel in (7, 257) if case.serves(N, numel, DENSITY)]
@@ -65,6 +67,7 @@ def is_void(outcome: Outcome) -> bool:
     return not bool(outcome.gradients.isfinite().all())
 
 
+@with_all_memories
 def test_each_rank_offers_what_its_memory_says(steps: list[Any], memory: ls.Memory) -> None:
     for outcome, before, _ in steps:
         number = outcome.step + (outcome.step < VOID_STEP)  # committed steps, this one included
@@ -74,6 +77,7 @@ def test_each_rank_offers_what_its_memory_says(steps: list[Any], memory: ls.Memo
                 torch.testing.assert_close(outcome.accs[rank], expected, **CLOSE)
 
 
+@with_all_memories
 def test_what_was_given_is_averaged_and_leaves_the_residual(steps: list[Any], memory: ls.Memory) -> None:
     for outcome, before, after in steps:
         if is_void(outcome):
@@ -86,6 +90,7 @@ def test_what_was_given_is_averaged_and_leaves_the_residual(steps: list[Any], me
             torch.testing.assert_close(after[rank]["residual"], kept, **CLOSE)
 
 
+@with_all_memories
 def test_nothing_is_lost_but_by_the_memorys_own_rule(steps: list[Any], memory: ls.Memory) -> None:
     for outcome, before, after in steps:
         if is_void(outcome):
@@ -96,7 +101,7 @@ def test_nothing_is_lost_but_by_the_memorys_own_rule(steps: list[Any], memory: l
         torch.testing.assert_close(now, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("memory", MOMENTUM, ids=repr, indirect=True, scope="module")
+@with_memories(MOMENTUM)
 def test_momentum_is_cleared_where_something_arrived(steps: list[Any], memory: ls.MomentumCorrection) -> None:
     cleared_somewhere = False
     for outcome, before, after in steps:
@@ -119,12 +124,14 @@ def test_momentum_is_cleared_where_something_arrived(steps: list[Any], memory: l
     assert cleared_somewhere == (memory.masking and not dense)
 
 
+@with_all_memories
 def test_all_ranks_hold_the_same_bit_for_bit(steps: list[Any]) -> None:
     for outcome, _, _ in steps:
         if not is_void(outcome):
             assert all(torch.equal(average, outcome.averages[0]) for average in outcome.averages)
 
 
+@with_all_memories
 def test_a_void_step_changes_nothing_bit_for_bit(steps: list[Any]) -> None:
     seen = 0
     for outcome, before, after in steps:
@@ -138,6 +145,7 @@ def test_a_void_step_changes_nothing_bit_for_bit(steps: list[Any]) -> None:
     assert seen in (1, 2)
 
 
+@pytest.mark.parametrize("memory", MEMORIES, ids=repr)
 @pytest.mark.parametrize("name", ["topk-gather_pairs", "shared_topk-reduce_union", "gtop_k-tree"])
 def test_what_the_cast_of_a_mean_loses_is_kept(memory: ls.Memory, name: str) -> None:
     case, exchange = PAIRS[PAIR_NAMES.index(name)]
@@ -168,8 +176,7 @@ def test_every_memory_has_a_law() -> None:
 STATIC = ["topk-gather_pairs", "shared_topk-reduce_union", "exdyna-reduce_union", "gtop_k-tree", "topk-dense"]
 
 
-@pytest.mark.parametrize("density", [0.25, 1.0])
-@pytest.mark.parametrize("name", STATIC)
+@pytest.mark.parametrize(("memory", "name", "density"), covering(product(MEMORIES, STATIC, [0.25, 1.0])))
 def test_the_path_on_a_device_leaves_the_same_behind(memory: ls.Memory, name: str, density: float) -> None:
     case, exchange = PAIRS[PAIR_NAMES.index(name)]
     if not fit(memory, exchange):

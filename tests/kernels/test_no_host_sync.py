@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lightning_sparse.collective import drive
 from lightning_sparse.core import Context
 from lightning_sparse.pipeline import init_group, reduce_group
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
+from tests.covering import covering
 from tests.mirror import Mirror
 
 DEVICE = torch.device("meta")
@@ -88,26 +90,37 @@ def steps(
         assert grad.device == statistics.union.device == state.counts.device == DEVICE
 
 
-@pytest.mark.parametrize("memory", [ls.Residual(), ls.NoMemory()], ids=["residual", "no-memory"])
-@pytest.mark.parametrize(("case", "exchange"), PAIRS, ids=PAIR_NAMES)
-def test_a_step_on_a_device_never_waits(case: Case, exchange: str, memory: ls.Memory) -> None:
+@pytest.mark.parametrize(
+    ("case", "exchange", "memory", "dtype", "rank"),
+    covering(
+        (*pair, memory, dtype, rank)
+        for pair in PAIRS
+        for memory in (ls.Residual(), ls.NoMemory())
+        for dtype in (torch.float32, torch.bfloat16)
+        for rank in range(4)
+    ),
+)
+def test_a_step_on_a_device_never_waits(
+    case: Case, exchange: str, memory: ls.Memory, dtype: torch.dtype, rank: int
+) -> None:
     # What methods keep from step to step does not depend on the memory: later steps with one of the two are enough.
-    steps(case, exchange, memory, count=3 if isinstance(memory, ls.Residual) else 1)
+    steps(case, exchange, memory, dtype=dtype, rank=rank, count=3 if isinstance(memory, ls.Residual) else 1)
 
 
-@pytest.mark.parametrize(("case", "exchange"), PAIRS, ids=PAIR_NAMES)
-def test_a_step_in_bfloat16_never_waits_on_any_rank(case: Case, exchange: str) -> None:
-    for rank in range(4):
-        steps(case, exchange, ls.Residual(), rank=rank, dtype=torch.bfloat16, count=1)
-
-
-@pytest.mark.parametrize("memory", MEMORIES, ids=repr)
-@pytest.mark.parametrize("name", ["topk", "shared_topk", "exdyna", "gtop_k", "everything"])
-def test_a_step_with_any_memory_never_waits(name: str, memory: ls.Memory) -> None:
+@pytest.mark.parametrize(
+    ("memory", "name", "density", "dtype"),
+    covering(
+        product(
+            MEMORIES,
+            ["topk", "shared_topk", "exdyna", "gtop_k", "everything"],
+            [0.05, 1.0],
+            [torch.float32, torch.bfloat16],
+        )
+    ),
+)
+def test_a_step_with_any_memory_never_waits(name: str, memory: ls.Memory, density: float, dtype: torch.dtype) -> None:
     [case] = [case for case in CASES if case.name == name]
-    for density in (0.05, 1.0):
-        for dtype in (torch.float32, torch.bfloat16):
-            steps(case, case.sparsifier.exchange, memory, dtype=dtype, density=density)
+    steps(case, case.sparsifier.exchange, memory, dtype=dtype, density=density)
 
 
 def on_device(*shape: int) -> Tensor:

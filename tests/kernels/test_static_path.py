@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from tests.contract.cases import CASES, PAIR_NAMES, PAIRS, Case
+from tests.contract.cases import CASES, PAIRS, Case
+from tests.covering import covering
 from tests.lockstep import Outcome, Ranks, equal_states, noise
 from tests.static_path import static_path
 
@@ -52,8 +53,9 @@ def run(case: Case, exchange: str, n: int) -> list[Outcome]:
     return outcomes
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-@pytest.mark.parametrize(("name", "exchange"), TRAVELLING)
+@pytest.mark.parametrize(
+    ("name", "exchange", "n"), covering(((*pair, n) for pair in TRAVELLING for n in (4, 2, 1)), trivial={1})
+)
 def test_updates_equal_those_of_exact_shapes(name: str, exchange: str, n: int, request: pytest.FixtureRequest) -> None:
     host = run(BY_NAME[name], exchange, n)
     request.getfixturevalue("static_path")
@@ -72,24 +74,32 @@ def test_updates_equal_those_of_exact_shapes(name: str, exchange: str, n: int, r
                 assert equal_states(a.threshold, b.threshold)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize(("case", "exchange"), PAIRS, ids=PAIR_NAMES)
+@pytest.mark.parametrize(
+    ("case", "exchange", "n", "dtype", "numel"),
+    covering(
+        (
+            (*pair, n, dtype, numel)
+            for pair in PAIRS
+            for n in (4, 1)
+            for dtype in (torch.float64, torch.bfloat16)
+            for numel in (257, 1000)
+            if pair[0].serves(n, numel, 0.02)
+        ),
+        trivial={1},
+    ),
+)
 def test_nothing_is_lost_when_messages_overflow(
-    case: Case, exchange: str, n: int, dtype: torch.dtype, static_path: None
+    case: Case, exchange: str, n: int, dtype: torch.dtype, numel: int, static_path: None
 ) -> None:
     # At a density of 2 % thresholds let far more through than there are slots. Multiples of 1/16 are exact in both.
-    for numel in (257, 1000):
-        if not case.serves(n, numel, 0.02):
-            continue
-        ranks = Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=0.02, dtype=dtype)
-        for seed in range(5):
-            outcome = ranks.step(noise(n, numel, seed=seed, grain=16, dtype=dtype))
-            offered = sum(outcome.before) + outcome.gradients.sum(0, dtype=outcome.before[0].dtype)
-            assert torch.equal(n * outcome.averages[0].to(offered.dtype) + sum(outcome.after), offered)
-            assert all(torch.equal(average, outcome.averages[0]) for average in outcome.averages)
-            if not case.private:
-                assert all(equal_states(state.selector, outcome.states[0].selector) for state in outcome.states)
+    ranks = Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=0.02, dtype=dtype)
+    for seed in range(5):
+        outcome = ranks.step(noise(n, numel, seed=seed, grain=16, dtype=dtype))
+        offered = sum(outcome.before) + outcome.gradients.sum(0, dtype=outcome.before[0].dtype)
+        assert torch.equal(n * outcome.averages[0].to(offered.dtype) + sum(outcome.after), offered)
+        assert all(torch.equal(average, outcome.averages[0]) for average in outcome.averages)
+        if not case.private:
+            assert all(equal_states(state.selector, outcome.states[0].selector) for state in outcome.states)
 
 
 @pytest.mark.parametrize("name", ["hard_threshold", "micro-published", "exdyna-published"])
@@ -111,12 +121,19 @@ def test_values_of_exclusive_picks_travel_in_k_slots_not_in_those_of_all_ranks(n
     assert outcome.statistics[0].bytes_sent == 3 * 20 * 8 + 3 * 4 * (1 + 20) + 1.5 * 40 * 8
 
 
-@pytest.mark.parametrize(("name", "exchange"), SPARSELY_TRAVELLING)
-@pytest.mark.parametrize(("numel", "density"), [(257, 0.5), (257, 0.9), (1001, 0.3), (256, 1.0), (1003, 1.0)])
+@pytest.mark.parametrize(
+    ("name", "exchange", "size"),
+    covering(
+        (*pair, size)
+        for pair in SPARSELY_TRAVELLING
+        for size in [(257, 0.5), (257, 0.9), (1001, 0.3), (256, 1.0), (1003, 1.0)]
+    ),
+)
 def test_all_ranks_bring_messages_of_one_length(
-    name: str, exchange: str, numel: int, density: float, static_path: None
+    name: str, exchange: str, size: tuple[int, float], static_path: None
 ) -> None:
     # The network of these tests refuses collectives of unequal shapes. Ranges here differ by one coordinate.
+    numel, density = size
     for n in (2, 4):
         ranks = Ranks(n, numel, sparsifier=BY_NAME[name].sparsifier, exchange=exchange, density=density)
         for seed in range(n + 1):
@@ -124,18 +141,19 @@ def test_all_ranks_bring_messages_of_one_length(
             assert len({selection.indices.numel() for selection in outcome.selections}) == 1
 
 
-@pytest.mark.parametrize(("name", "exchange"), SPARSELY_TRAVELLING)
-def test_small_groups_work(name: str, exchange: str, static_path: None) -> None:
+@pytest.mark.parametrize(
+    ("name", "exchange", "n"), covering(((*pair, n) for pair in SPARSELY_TRAVELLING for n in (4, 2, 1)), trivial={1})
+)
+def test_small_groups_work(name: str, exchange: str, n: int, static_path: None) -> None:
     case = BY_NAME[name]
-    for n in (1, 2, 4):
-        for numel in (1, 2, 3, 7):
-            if not case.serves(n, numel, 0.34):
-                continue
-            ranks = Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=0.34)
-            for seed in range(3):
-                outcome = ranks.step(noise(n, numel, seed=seed))
-                offered = sum(outcome.before) + outcome.gradients.sum(0)
-                assert torch.equal(n * outcome.averages[0] + sum(outcome.after), offered)
+    for numel in (1, 2, 3, 7):
+        if not case.serves(n, numel, 0.34):
+            continue
+        ranks = Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=0.34)
+        for seed in range(3):
+            outcome = ranks.step(noise(n, numel, seed=seed))
+            offered = sum(outcome.before) + outcome.gradients.sum(0)
+            assert torch.equal(n * outcome.averages[0] + sum(outcome.after), offered)
 
 
 @pytest.mark.parametrize("name", SPARSE)
