@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.compare.tasks import digits, heavy_tail, record
+from tests.covering import covering, in_turns
 
 N, STEPS = 8, 90
 SETTLED = 60
@@ -35,9 +37,10 @@ def test_the_recorded_stream_is_one_whose_scale_moves() -> None:
     assert max(norms) > 3 * min(norms)
 
 
-@pytest.mark.parametrize("density", [0.01, 0.001])
-@pytest.mark.parametrize("name", ["digits", "heavy_tail"])
-@pytest.mark.parametrize("sparsifier", [ls.SIDCoE(), ls.SIDCoGP(), ls.SIDCoP()], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    ("sparsifier", "name", "density"),
+    covering(product([ls.SIDCoE(), ls.SIDCoGP(), ls.SIDCoP()], ["digits", "heavy_tail"], [0.01, 0.001])),
+)
 def test_sidco_picks_about_as_many_as_it_should(sparsifier: ls.Sparsifier, name: str, density: float) -> None:
     numel = stream(name)[0].shape[1]
     rows = [gradients[:2] for gradients in stream(name)]  # ranks do not look at each other
@@ -49,8 +52,7 @@ def test_sidco_picks_about_as_many_as_it_should(sparsifier: ls.Sparsifier, name:
     assert high < 1.4
 
 
-@pytest.mark.parametrize("density", [0.01, 0.001])
-@pytest.mark.parametrize("method", [ls.MiCRO, ls.ExDyna])
+@pytest.mark.parametrize(("method", "density"), covering(in_turns([ls.ExDyna, ls.MiCRO], [0.001, 0.01]), together=1))
 def test_exclusive_methods_hold_their_density_and_are_better_balanced_than_as_published(
     method: type[ls.MiCRO] | type[ls.ExDyna], density: float
 ) -> None:

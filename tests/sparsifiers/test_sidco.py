@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.core import Context
 from lightning_sparse.sparsifiers.sidco import SIDCoState, gamma_quantile, pareto_quantile, threshold
+from tests.covering import covering
 from tests.reference.sidco import reference_sidco, reference_threshold
 
 METHODS = {"E": ls.SIDCoE, "GP": ls.SIDCoGP, "P": ls.SIDCoP}
@@ -410,9 +412,9 @@ def stream(law: str, numel: int, steps: int) -> Tensor:
     return torch.from_numpy(rows).float().unsqueeze(1)
 
 
-@pytest.mark.parametrize("density", [0.01, 0.001])
-@pytest.mark.parametrize("law", ["layers", "student3", "normal"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "law", "density"), covering(product(METHODS, ["layers", "student3", "normal"], [0.001, 0.01]))
+)
 def test_picks_stay_near_the_target_with_error_feedback(name: str, law: str, density: float) -> None:
     numel = 40_000  # k = 400 or 40
     traces = ls.simulate(stream(law, numel, 100), sparsifier=METHODS[name](), density=density)

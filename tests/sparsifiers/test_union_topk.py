@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import lightning_sparse as ls
 from lightning_sparse.density import count
+from tests.covering import covering
 
 
 def alike(steps: int, n: int, numel: int, agreement: float, seed: int = 0) -> torch.Tensor:
@@ -88,22 +90,16 @@ def hot(steps: int, n: int, k: int, share: float, ratio: float) -> torch.Tensor:
 HOT = [(2, 4), (2, 320), (8, 4), (8, 40), (8, 320)]
 
 
+LONG = [(n, k, steps) for n, steps in ((2, 150), (8, 150), (64, 30)) for k in (4, 40, 320)]
+
+
 @pytest.mark.parametrize(
-    ("n", "k", "steps"),
-    [
-        *((n, k, 20) for n, k in HOT),
-        (64, 40, 7),
-        *(
-            pytest.param(n, k, steps, marks=pytest.mark.thorough)
-            for n, steps in ((2, 150), (8, 150), (64, 30))
-            for k in (4, 40, 320)
-        ),
-    ],
+    ("run", "ratio", "share"),
+    covering(product([*((n, k, 20) for n, k in HOT), (64, 40, 7), *LONG], [3.0, 1000.0], [0.25, 0.5]), thorough=LONG),
 )
-@pytest.mark.parametrize("ratio", [3.0, 1000.0])
-@pytest.mark.parametrize("share", [0.25, 0.5])
 @pytest.mark.timeout(600)
-def test_what_all_ranks_agree_on_starves_nothing_else(n: int, k: int, steps: int, share: float, ratio: float) -> None:
+def test_what_all_ranks_agree_on_starves_nothing_else(run: tuple[int, int, int], ratio: float, share: float) -> None:
+    n, k, steps = run
     seen, short = set(), []
     for step in ls.simulate(hot(steps, n, k, share, ratio), sparsifier="union_topk", density=0.01):
         assert len(step.indices) == k or step.step >= 64  # after which fewer spare picks are named than might be needed
