@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.performance import GroupCost, Line
+from lightning_sparse.collective import Collective
+from lightning_sparse.performance import GroupCost, Line, Network
 from lightning_sparse.reducer import Engine
 from tests.trainers import EVERYTHING_SPARSE
 
@@ -82,7 +83,7 @@ class Balance:
 
 
 def fix_costs(patch: pytest.MonkeyPatch, low: Line, high: Line | None = None) -> None:
-    """Groups cost this and nothing else at a density of 0, or towards 1, whatever a microbenchmark would say.
+    """Groups cost this and nothing else at a density of 0, or towards 1, and nothing is measured.
 
     A patch has to be undone: processes of ranks outlive a test.
     """
@@ -92,4 +93,8 @@ def fix_costs(patch: pytest.MonkeyPatch, low: Line, high: Line | None = None) ->
         cheap, dear = (GroupCost(end, nothing, nothing, line) for end, line in ((0.0, low), (1.0, high or low)))
         return cheap.towards(dear, density)
 
+    def measure_network(comm: Collective, *args: Any, **kwargs: Any) -> Network:
+        return Network.ring(comm.world_size, 1e-5, 1e9)
+
     patch.setattr("lightning_sparse.performance.profiler.measure_group", measure_group)
+    patch.setattr("lightning_sparse.performance.profiler.measure_network", measure_network)

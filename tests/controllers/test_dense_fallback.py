@@ -7,7 +7,7 @@ import io
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,7 @@ from lightning_sparse.controllers import DenseFallback
 from lightning_sparse.controllers import dense_fallback as module
 from lightning_sparse.plan import Group, ParameterSize, make_plan
 from tests.controllers.models import Balance, batches, flat, grads, residuals, wrapped
+from tests.covering import covering
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 
@@ -268,27 +269,31 @@ def balance(options: dict[str, Any], rigged: tuple[float, float]) -> list[tuple[
     return seen
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-@pytest.mark.parametrize("rigged", [(1.0, 2.0), (2.0, 1.0)])
+RIGGED = [(1.0, 2.0), (2.0, 1.0)]
+EXECUTORS = ["inline", "thread"]
+
+
+@pytest.mark.parametrize(
+    ("sparsifier", "rigged", "executor"), covering(product(["topk", "union_topk", "exdyna"], RIGGED, EXECUTORS))
+)
 def test_no_residual_is_lost_between_sparse_and_dense(
-    two_ranks: Ranks, executor: str, rigged: tuple[float, float]
+    two_ranks: Ranks, sparsifier: str, rigged: tuple[float, float], executor: str
 ) -> None:
-    for sparsifier in ("topk", "union_topk", "exdyna"):
-        options = {"sparsifier": sparsifier, "density": 0.05, "grouping": "layer", "executor": executor}
-        for seen in two_ranks(balance, options, rigged):
-            modes = [mode for mode, *_ in seen]
-            assert modes[-1] == ("sparse" if rigged[0] < rigged[1] else "dense")
-            changes = sum(before != later for before, later in pairwise(modes))
-            assert changes == (4 if modes[-1] == "sparse" else 3)
-            for mode, direct, held, missing in seen:
-                torch.testing.assert_close(held, missing, rtol=0, atol=1e-13)
-                assert bool((held == 0).all()) == (mode == "dense")
-                assert mode == "dense" or not direct
-            # The first dense step sends what was left; the others are DDP's own.
-            firsts = [i for i in range(1, len(modes)) if (modes[i - 1], modes[i]) == ("sparse", "dense")]
-            assert len(firsts) == 2
-            for i in firsts:
-                assert [direct for _, direct, *_ in seen[i : i + 3]] == [False, True, True]
+    options = {"sparsifier": sparsifier, "density": 0.05, "grouping": "layer", "executor": executor}
+    for seen in two_ranks(balance, options, rigged):
+        modes = [mode for mode, *_ in seen]
+        assert modes[-1] == ("sparse" if rigged[0] < rigged[1] else "dense")
+        changes = sum(before != later for before, later in pairwise(modes))
+        assert changes == (4 if modes[-1] == "sparse" else 3)
+        for mode, direct, held, missing in seen:
+            torch.testing.assert_close(held, missing, rtol=0, atol=1e-13)
+            assert bool((held == 0).all()) == (mode == "dense")
+            assert mode == "dense" or not direct
+        # The first dense step sends what was left; the others are DDP's own.
+        firsts = [i for i in range(1, len(modes)) if (modes[i - 1], modes[i]) == ("sparse", "dense")]
+        assert len(firsts) == 2
+        for i in firsts:
+            assert [direct for _, direct, *_ in seen[i : i + 3]] == [False, True, True]
 
 
 def train(
@@ -320,23 +325,26 @@ def train(
     return flat(model), averages, direct
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_density_1_trains_like_plain_ddp(two_ranks: Ranks, executor: str) -> None:
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "view": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "one bucket": {"bucket_cap_mb": 25},
+}
+
+
+@pytest.mark.parametrize(("layout", "rigged", "executor"), covering(product(LAYOUTS, RIGGED, EXECUTORS)))
+def test_density_1_trains_like_plain_ddp(
+    two_ranks: Ranks, layout: str, rigged: tuple[float, float], executor: str
+) -> None:
     # Bit for bit, see tests/reducer/test_engine.py; in all modes and at all changes between them.
-    layouts: list[dict[str, Any]] = [
-        {},
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True},
-        {"find_unused_parameters": True},
-        {"bucket_cap_mb": 25},
-    ]
-    for ddp in layouts:
-        plain = two_ranks(train, None, ddp)
-        for rigged in ((2.0, 1.0), (1.0, 2.0)):
-            options = {"sparsifier": "union_topk", "density": 1.0, "grouping": "layer", "executor": executor}
-            for (found, _, direct), (expected, *_) in zip(two_ranks(train, options, ddp, rigged), plain, strict=True):
-                assert torch.equal(found, expected), ddp
-                assert 4 <= sum(direct) < 24
+    ddp = LAYOUTS[layout]
+    plain = two_ranks(train, None, ddp)
+    options = {"sparsifier": "union_topk", "density": 1.0, "grouping": "layer", "executor": executor}
+    for (found, _, direct), (expected, *_) in zip(two_ranks(train, options, ddp, rigged), plain, strict=True):
+        assert torch.equal(found, expected)
+        assert 4 <= sum(direct) < 24
 
 
 def test_accumulated_gradients_are_exchanged_once(two_ranks: Ranks) -> None:

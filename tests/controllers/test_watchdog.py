@@ -147,8 +147,8 @@ def test_a_residual_that_grows_a_little_is_left_alone(two_ranks: Ranks) -> None:
 def filling(density: Any, watched: bool) -> tuple[list[str], list[float]]:
     training = Training(density=density, watch=ls.Watch(every=5, growth=1.3) if watched else None)
     gradients, norms, seen = noise(), [], []
-    for _ in range(300):
-        seen += training.run(1, gradients)
+    for steps in (1, 100, 199):
+        seen += training.run(steps, gradients)
         norms.append(training.engine.summary()["residual_norm"])
     training.engine.close()
     return seen, norms
@@ -158,7 +158,7 @@ def filling(density: Any, watched: bool) -> tuple[list[str], list[float]]:
 def test_a_residual_may_fill(two_ranks: Ranks, density: Any) -> None:
     for seen, norms in two_ranks(filling, density, True):
         assert not seen
-        assert norms[100] > 2 * norms[0]  # far more than the factor that is allowed later
+        assert norms[1] > 2 * norms[0]  # far more than the factor that is allowed later
 
 
 def starving(options: dict[str, Any], scale: dict[str, float]) -> list[str]:
@@ -368,11 +368,11 @@ def healthy(sparsifier: str, executor: str, steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "sparsifier",
-    [s if s in QUICK else pytest.param(s, marks=pytest.mark.thorough) for s in SPARSIFIERS],
+    ("sparsifier", "steps"),
+    [*((s, 100) for s in QUICK), *(pytest.param(s, 200, marks=pytest.mark.thorough) for s in SPARSIFIERS)],
 )
-def test_nothing_is_wrong_with_random_gradients(two_ranks: Ranks, sparsifier: str) -> None:
-    assert two_ranks(healthy, sparsifier, "inline", 200) == [[], []]
+def test_nothing_is_wrong_with_random_gradients(two_ranks: Ranks, sparsifier: str, steps: int) -> None:
+    assert two_ranks(healthy, sparsifier, "inline", steps) == [[], []]
 
 
 @pytest.mark.parametrize("sparsifier", ["union_topk", "ok_topk", "redsync"])

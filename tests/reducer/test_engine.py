@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import lightning_sparse as ls
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.plan import Group, ParameterSize, make_plan
 from lightning_sparse.reducer import Engine
+from tests.covering import covering
 from tests.gpu.models import Branches
 from tests.gpu.training import LAYOUTS
 from tests.ranks import RankError, Ranks
@@ -63,18 +66,37 @@ def train(layout: str, options: dict[str, Any], accumulate: int = 1, steps: int 
     return flat(ddp), calls
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_density_1_trains_like_plain_ddp(two_ranks: Ranks, layout: str, executor: str) -> None:
+GROUPINGS: list[Any] = ["bucket", "layer", "model", ls.MergeBelow(3000)]
+EXECUTORS = ["inline", "thread"]
+
+
+@cache
+def plainly(ranks: Ranks, layout: str) -> Tensor:
+    """Parameters after the same training with DDP alone."""
+    plain, *others = (parameters for parameters, _ in ranks(train, layout, {}))
+    assert all(torch.equal(plain, other) for other in others)
+    return plain
+
+
+@pytest.mark.parametrize(
+    ("layout", "sparsifier", "grouping", "executor"),
+    covering(
+        product(
+            LAYOUTS,
+            ["topk", "shared_topk", "striped_topk", "micro", "exdyna", "everything"],
+            GROUPINGS,
+            EXECUTORS,
+        )
+    ),
+)
+def test_density_1_trains_like_plain_ddp(
+    two_ranks: Ranks, layout: str, sparsifier: str, grouping: Any, executor: str
+) -> None:
     # Bit for bit: with two ranks a sum has one order, and halving is exact before it (DDP) and after it (here).
-    [(plain, _), (other, _)] = two_ranks(train, layout, {})
-    assert torch.equal(plain, other)
-    for grouping in ("bucket", "layer", "model", ls.MergeBelow(3000)):
-        for sparsifier in ("topk", "shared_topk", "striped_topk", "micro", "exdyna", "everything"):
-            options = {"sparsifier": sparsifier, "density": 1.0, "grouping": grouping, "executor": executor}
-            for sparse, calls in two_ranks(train, layout, options):
-                assert torch.equal(sparse, plain), (sparsifier, grouping)
-                assert calls >= 6
+    options = {"sparsifier": sparsifier, "density": 1.0, "grouping": grouping, "executor": executor}
+    for sparse, calls in two_ranks(train, layout, options):
+        assert torch.equal(sparse, plainly(two_ranks, layout))
+        assert calls >= 6
 
 
 def test_density_1_trains_like_plain_ddp_on_three_ranks(three_ranks: Ranks) -> None:
@@ -96,16 +118,16 @@ def test_accumulated_gradients_are_exchanged_once(two_ranks: Ranks) -> None:
             assert torch.equal(sparse, plain), layout
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_stay_equal_at_low_density(three_ranks: Ranks, layout: str, executor: str) -> None:
-    for sparsifier, exchange in PAIRS:
-        options = {"sparsifier": sparsifier, "exchange": exchange, "density": 0.02, "executor": executor}
-        results = [parameters for parameters, _ in three_ranks(train, layout, options)]
-        assert torch.equal(results[0], results[1])
-        assert torch.equal(results[0], results[2])
-    plain = three_ranks(train, layout, {})[0][0]
-    assert not torch.equal(results[0], plain)
+@pytest.mark.parametrize(("layout", "pair", "executor"), covering(product(LAYOUTS, PAIRS, EXECUTORS)))
+def test_ranks_stay_equal_at_low_density(
+    three_ranks: Ranks, layout: str, pair: tuple[str, str | None], executor: str
+) -> None:
+    sparsifier, exchange = pair
+    options = {"sparsifier": sparsifier, "exchange": exchange, "density": 0.02, "executor": executor}
+    results = [parameters for parameters, _ in three_ranks(train, layout, options)]
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert not torch.equal(results[0], plainly(three_ranks, layout))
 
 
 @pytest.mark.parametrize("sparsifier", [name for name, _ in ls.SPARSIFIERS.items()])
@@ -306,16 +328,17 @@ def balance(layout: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return n * applied + residual, given
 
 
-@pytest.mark.parametrize("grouping", ["bucket", "layer", "model", ls.MergeBelow(3000)], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "grouping", "sparsifier"),
+    covering(product(LAYOUTS, GROUPINGS, [ls.TopK(), ls.ExDyna(), ls.HardThreshold(1e-3), ls.MiCRO()])),
+)
 def test_no_gradient_is_lost_across_changing_buckets(
-    two_ranks: Ranks, layout: str, grouping: ls.Grouping | str
+    two_ranks: Ranks, layout: str, grouping: ls.Grouping | str, sparsifier: ls.Sparsifier
 ) -> None:
-    for sparsifier in ("topk", "exdyna", ls.HardThreshold(1e-3), ls.MiCRO()):
-        options = {"sparsifier": sparsifier, "density": 0.05, "grouping": grouping, "dense": ["head.*"]}
-        for found, given in two_ranks(balance, layout, options):
-            # Sums of at most ten float64 numbers of size one.
-            torch.testing.assert_close(found, given, rtol=0, atol=1e-13)
+    options = {"sparsifier": sparsifier, "density": 0.05, "grouping": grouping, "dense": ["head.*"]}
+    for found, given in two_ranks(balance, layout, options):
+        # Sums of at most ten float64 numbers of size one.
+        torch.testing.assert_close(found, given, rtol=0, atol=1e-13)
 
 
 def unused(executor: str, messages: str = "step") -> dict[str, Any]:

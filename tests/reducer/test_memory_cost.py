@@ -16,6 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from tests.covering import covering, in_turns
 from tests.ranks import Ranks
 
 WIDTH, LAYERS = 1024, 4
@@ -96,8 +97,9 @@ def costs(dtype: torch.dtype, grouping: str | None) -> Cost:
     return Cost(attached, (told, engine.memory_bytes / NUMEL), after, peak)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("grouping", ["bucket", "model"])
+@pytest.mark.parametrize(
+    ("grouping", "dtype"), covering(in_turns(["bucket", "model"], [torch.float32, torch.bfloat16]), together=1)
+)
 def test_what_a_residual_costs_beside_model_gradients_and_optimizer(
     two_ranks: Ranks, dtype: torch.dtype, grouping: str
 ) -> None:

@@ -22,6 +22,7 @@ from lightning_sparse.reducer import executor as executors
 from lightning_sparse.reducer.header import Header, digest_of
 from lightning_sparse.reducer.skip import SkipFlag
 from lightning_sparse.reducer.versions import Counts
+from tests.covering import covering, in_turns
 from tests.gpu.models import Branches
 from tests.gpu.training import LAYOUTS
 from tests.ranks import Ranks
@@ -150,31 +151,38 @@ def test_local_work_begins_as_gradients_come_where_all_parameters_are_used(two_r
 # ---- The same bits
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-@pytest.mark.parametrize("sparsifier", [name for name, _ in ls.SPARSIFIERS.items()])
+@pytest.mark.parametrize(
+    ("sparsifier", "executor"),
+    covering(in_turns([name for name, _ in ls.SPARSIFIERS.items()], ["inline", "thread"]), together=1),
+)
 def test_messages_that_travel_together_bring_the_same_bits(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
     options = {"sparsifier": sparsifier, "density": 0.05, "executor": executor, **MANY}
     [first, second] = (two_ranks(train, "small_buckets", {**options, "messages": messages}) for messages in BOTH)
     assert all(torch.equal(parameters, first[0][0]) for parameters, _ in (*first, *second))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_memories_keep_the_same_bits_while_groups_wait_for_each_other(two_ranks: Ranks, dtype: torch.dtype) -> None:
+MEMORIES: list[ls.Memory] = [
+    ls.Residual(decay=0.9),
+    ls.NoMemory(),
+    ls.LowPass(0.3),
+    ls.MomentumCorrection(0.5),
+    ls.AdamCorrection(beta1=0.5),
+    ls.ClipByNorm(0.1),
+    ls.WeightDecay(1e-2),
+]
+
+
+@pytest.mark.parametrize(
+    ("memory", "dtype"), covering(in_turns(MEMORIES, [torch.float32, torch.bfloat16, torch.float64]), together=1)
+)
+def test_memories_keep_the_same_bits_while_groups_wait_for_each_other(
+    two_ranks: Ranks, memory: ls.Memory, dtype: torch.dtype
+) -> None:
     """What a memory forms when gradients come in is needed until messages have come back."""
-    memories: list[ls.Memory] = [
-        ls.Residual(decay=0.9),
-        ls.NoMemory(),
-        ls.LowPass(0.3),
-        ls.MomentumCorrection(0.5),
-        ls.AdamCorrection(beta1=0.5),
-        ls.ClipByNorm(0.1),
-        ls.WeightDecay(1e-2),
-    ]
-    for memory in memories:
-        options = {"memory": memory, "density": 0.05, **MANY}
-        [first, second] = (two_ranks(remembering, dtype, {**options, "messages": messages}) for messages in BOTH)
-        for separate, joined in zip(first, second, strict=True):
-            assert all(map(torch.equal, separate, joined)), memory
+    options = {"memory": memory, "density": 0.05, **MANY}
+    [first, second] = (two_ranks(remembering, dtype, {**options, "messages": messages}) for messages in BOTH)
+    for separate, joined in zip(first, second, strict=True):
+        assert all(map(torch.equal, separate, joined))
 
 
 def remembering(dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
