@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.covering import covering, in_turns
 from tests.integrations.test_matrix import Recorder, check_conservation
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
@@ -101,8 +102,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "package"), covering(in_turns(CASES, PACKAGES), together=1))
 def test_callbacks_and_overrides_do_what_they_do_with_ddp(
     two_ranks: Ranks, package: str, case: str, tmp_path: Path
 ) -> None:
@@ -314,8 +314,7 @@ def evaluate(package: str, settings: dict[str, Any] | None, fit_first: bool) -> 
     return validated, tested, predicted, flat(module), trainer.strategy.model is module
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("fit_first", [False, True])
+@pytest.mark.parametrize(("package", "fit_first"), covering(in_turns(PACKAGES, [True, False]), together=1))
 def test_evaluation_with_and_without_fit_and_a_second_fit_equal_ddp(
     two_ranks: Ranks, package: str, fit_first: bool
 ) -> None:

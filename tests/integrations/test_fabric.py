@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_sparse as ls
+from tests.covering import covering
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, flat
 
@@ -119,17 +121,15 @@ def train(
     return flat(model), calls
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("package", FABRICS)
-def test_density_1_trains_like_ddp(two_ranks: Ranks, package: str, case: str) -> None:
+@pytest.mark.parametrize(("case", "package", "sparsifier"), covering(product(CASES, FABRICS, ["topk", "exdyna"])))
+def test_density_1_trains_like_ddp(two_ranks: Ranks, package: str, case: str, sparsifier: str) -> None:
     options = CASES[case]
     plain = two_ranks(train_with, package, "ddp", options)
-    for sparsifier in ("topk", "exdyna"):
-        chosen = {"sparsifier": sparsifier, "density": 1.0, "rules": EVERYTHING_SPARSE}
-        # Bit for bit: two ranks, see tests/reducer/test_engine.py.
-        for (sparse, calls), (dense, none) in zip(two_ranks(train_with, package, chosen, options), plain, strict=True):
-            assert torch.equal(sparse, dense)
-            assert (calls, none) == ([6], [])
+    chosen = {"sparsifier": sparsifier, "density": 1.0, "rules": EVERYTHING_SPARSE}
+    # Bit for bit: two ranks, see tests/reducer/test_engine.py.
+    for (sparse, calls), (dense, none) in zip(two_ranks(train_with, package, chosen, options), plain, strict=True):
+        assert torch.equal(sparse, dense)
+        assert (calls, none) == ([6], [])
 
 
 def train_with(package: str, strategy: Any, options: dict[str, Any]) -> tuple[Tensor, list[int]]:

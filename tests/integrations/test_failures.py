@@ -21,7 +21,7 @@ import torch
 from tests.forked import forked
 from tests.warm import warm_python
 
-TIMEOUT = 6.0
+TIMEOUT = 8.0
 """Seconds that ranks wait for each other."""
 RANKS = 3
 
@@ -219,18 +219,18 @@ def kill_one(launch: Any, tmp_path: Path, seed: int) -> None:
     victim = generator.randrange(RANKS)
     os.kill(run.processes[victim].pid, signal.SIGKILL)
     survivors = [rank for rank in range(RANKS) if rank != victim]
-    run.join(survivors, TIMEOUT + 5)
+    run.join(survivors, TIMEOUT + 20)
     check_errors(run, survivors)
     check_resume(launch, tmp_path)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(1))
 def test_survivors_of_a_killed_rank_end_and_training_resumes(launch: Any, tmp_path: Path, seed: int) -> None:
     kill_one(launch, tmp_path, seed)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(2, 20))
+@pytest.mark.parametrize("seed", range(1, 20))
 def test_survivors_of_a_killed_rank_end_at_any_moment(launch: Any, tmp_path: Path, seed: int) -> None:
     kill_one(launch, tmp_path, seed)
 
@@ -238,7 +238,7 @@ def test_survivors_of_a_killed_rank_end_at_any_moment(launch: Any, tmp_path: Pat
 def kill(run: Launch, victims: list[int]) -> None:
     for rank in victims:
         os.kill(run.processes[rank].pid, signal.SIGKILL)
-    run.join(list(range(RANKS)), TIMEOUT + 5)
+    run.join(list(range(RANKS)), TIMEOUT + 20)
     check_errors(run, [rank for rank in range(RANKS) if rank not in victims])
 
 
@@ -289,14 +289,15 @@ def test_a_rank_that_fails_ends_the_others(launch: Any, tmp_path: Path, behaviou
     run = launch(behaviour, behaviour=behaviour)
     run.wait_for("step 10\n", rank=1)
     others = [0, 2] if behaviour == "hang" else [0, 1, 2]
-    run.join(others, TIMEOUT + 5)
+    run.join(others, TIMEOUT + 20)
     check_errors(run, [0, 2])
     assert "lost another rank" in run.said(0) + run.said(2)
     if behaviour == "raise":
         assert "rank 1 has had enough" in run.said(1)
         assert run.processes[1].exitcode == 1
     run.end()
-    check_resume(launch, tmp_path)
+    if behaviour == "raise":  # the others end as if they were killed
+        check_resume(launch, tmp_path)
 
 
 @pytest.mark.slow

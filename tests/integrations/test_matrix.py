@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import shutil
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.covering import covering
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, make_trainer
@@ -184,44 +186,38 @@ def fit(precision: str, behaviour: str, sparse: dict[str, Any] | None, backend: 
     return recorder
 
 
-def run(precision: str, behaviour: str, everything: bool) -> dict[str, Recorder]:
-    """Plain DDP, and every sparsifier at full density and below, or at one of them in turn: "plain", "topk 1", ..."""
+def run(precision: str, behaviour: str, sparsifier: str, density: float) -> list[Recorder]:
+    """The sparsifier, and plain DDP if its density is full."""
     torch._dynamo.reset()
-    runs = {"plain": fit(precision, behaviour, None)}
-    turn = PRECISIONS.index(precision) + list(BEHAVIOURS).index(behaviour)
-    for number, (name, settings) in enumerate(SPARSIFIERS.items()):
-        for density in (1.0, 0.05) if everything else ([1.0, 0.05][(number + turn) % 2],):
-            chosen = {"sparsifier": name, "density": density, **settings}
-            runs[f"{name} {density:g}"] = fit(precision, behaviour, chosen)
-    return runs
+    runs = [{"sparsifier": sparsifier, "density": density, **SPARSIFIERS[sparsifier]}, *[None] * (density == 1)]
+    return [fit(precision, behaviour, settings) for settings in runs]
 
 
 # Compiling takes seconds, and what is exchanged does not depend on who computed it: two precisions will do.
-CELLS = [(b, p) for b in BEHAVIOURS for p in PRECISIONS if b != "compiled" or p in ("32-true", "16-mixed")]
+CELLS = [
+    (b, p, s, d)
+    for b, p, s, d in product(BEHAVIOURS, PRECISIONS, SPARSIFIERS, (1.0, 0.05))
+    if b != "compiled" or p in ("32-true", "16-mixed")
+]
 
 
-@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["in turn", "all"])
-@pytest.mark.parametrize(("behaviour", "precision"), CELLS)
+@pytest.mark.parametrize(("behaviour", "precision", "sparsifier", "density"), covering(CELLS))
 def test_full_density_trains_like_ddp_and_nothing_is_lost_below(
-    two_ranks: Ranks, behaviour: str, precision: str, everything: bool
+    two_ranks: Ranks, behaviour: str, precision: str, sparsifier: str, density: float
 ) -> None:
-    first, second = two_ranks(run, precision, behaviour, everything)
-    plain = first["plain"].parameters
-    assert len(plain) == STEPS
-    assert not torch.equal(plain[0], plain[-1])
-    assert len(first) == (9 if everything else 5)
-    for name, ours in first.items():
-        theirs = second[name]
-        assert all(torch.equal(x, y) for x, y in zip(ours.parameters, theirs.parameters, strict=True))
-        if name.endswith(" 1"):
-            check_equal(ours.parameters, plain, precision, first_step=2 if behaviour == "accumulate" else 0)
-        if not name.endswith("plain"):
-            check_conservation([ours, theirs], precision)
-            # Not by sending everything.
-            left = sum(float(residual.norm()) for residual in ours.residuals.values())
-            assert left > 1e-3 or not name.endswith("0.05")
+    (ours, *plain), (theirs, *_) = two_ranks(run, precision, behaviour, sparsifier, density)
+    assert len(ours.parameters) == STEPS
+    assert not torch.equal(ours.parameters[0], ours.parameters[-1])
+    assert all(torch.equal(x, y) for x, y in zip(ours.parameters, theirs.parameters, strict=True))
+    check_conservation([ours, theirs], precision)
+    if density == 1:
+        first_step = 2 if behaviour == "accumulate" else 0
+        check_equal(ours.parameters, plain[0].parameters, precision, first_step)
+    else:
+        assert sum(float(residual.norm()) for residual in ours.residuals.values()) > 1e-3  # not by sending everything
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile's default backend needs a C++ compiler")
 def test_modules_compiled_to_machine_code_train_like_ddp(two_ranks: Ranks) -> None:
     chosen = {"sparsifier": "topk", "density": 1.0, "rules": EVERYTHING_SPARSE}

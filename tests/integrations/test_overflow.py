@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import lightning_sparse as ls
+from tests.covering import covering, in_turns
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_trainer
 
-BATCHES, PLAIN = 200, 40
+BATCHES, PLAIN = 100, 24
 """In Lightning's Trainer and, for every memory, with plain DDP."""
 
 
@@ -211,9 +212,11 @@ def fit_in_windows(scaled: bool, clipping: dict[str, Any]) -> tuple[Result, Resu
     )
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["skip", "scaler"])
-@pytest.mark.parametrize("clipping", [{}, {"gradient_clip_val": 0.1}], ids=["unclipped", "clipped"])
-def test_one_bad_batch_voids_the_accumulated_step(two_ranks: Ranks, scaled: bool, clipping: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("skips", "clips"), covering(in_turns(["strategy", "scaler"], ["unclipped", "clipped"]), together=1)
+)
+def test_one_bad_batch_voids_the_accumulated_step(two_ranks: Ranks, skips: str, clips: str) -> None:
+    scaled, clipping = skips == "scaler", {"gradient_clip_val": 0.1} if clips == "clipped" else {}
     for overflown, without in two_ranks(fit_in_windows, scaled, clipping):
         assert overflown.steps == without.steps > 0
         assert overflown.void_steps == 20 - without.steps

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.performance import Profile
+from lightning_sparse.performance import Line, Profile
 from lightning_sparse.plan import Group
+from tests.controllers.models import fix_costs
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
 
@@ -44,7 +45,8 @@ def fit(
 
     out = io.StringIO()
     trainer = make_trainer(package, strategy=strategy, max_epochs=epochs, callbacks=[Look()])
-    with contextlib.redirect_stdout(out), warnings.catch_warnings():
+    with contextlib.redirect_stdout(out), warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        fix_costs(patch, Line(1e-9, 1.0))
         # Where other settings go on; see test_checkpoints.py.
         warnings.filterwarnings("ignore", message=".*do not fit in every respect")
         module = make_module(package)
@@ -103,7 +105,8 @@ def train_twice(package: str) -> list[tuple[bool, bool]]:
     strategy = importlib.import_module(f"lightning_sparse.integrations.{name}").SparseDDPStrategy(**MERGED)
     module, data, seen = make_module(package), make_data(), []
     trainer = make_trainer(package, strategy=strategy, max_epochs=1)
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
+        fix_costs(patch, Line(1e-9, 1.0))
         for _ in range(2):
             trainer.fit(module, data, make_data(16))
             trainer.fit_loop.max_epochs += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_sparse as ls
+from tests.covering import covering
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, flat, make_data, make_module, make_trainer
 
@@ -46,9 +48,11 @@ def test_the_name_alone_trains_sparsely(two_ranks: Ranks, package: str) -> None:
     assert sparse[0][2] == "lightning_sparse.integrations." + package.removesuffix(".pytorch")
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("case", ["default", "view", "find_unused", "static_graph", "accumulate"])
-def test_density_1_trains_like_ddp(two_ranks: Ranks, package: str, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "package", "sparsifier"),
+    covering(product(["default", "view", "find_unused", "static_graph", "accumulate"], PACKAGES, ["topk", "exdyna"])),
+)
+def test_density_1_trains_like_ddp(two_ranks: Ranks, case: str, package: str, sparsifier: str) -> None:
     ddp_options: dict[str, dict[str, Any]] = {
         "view": {"gradient_as_bucket_view": True},
         "find_unused": {"find_unused_parameters": True},
@@ -58,14 +62,11 @@ def test_density_1_trains_like_ddp(two_ranks: Ranks, package: str, case: str) ->
     options = {"accumulate_grad_batches": 3} if case == "accumulate" else {}
     layers = "unused" if case in ("find_unused", "static_graph") else "plain"
     plain = two_ranks(fit_ddp, package, keywords, layers, options)
-    for sparsifier in ("topk", "exdyna"):
-        chosen = {"sparsifier": sparsifier, "density": 1.0, **keywords}
-        # Bit for bit: two ranks, see tests/reducer/test_engine.py.
-        for (parameters, calls, _), reference in zip(
-            two_ranks(fit, package, chosen, layers, options), plain, strict=True
-        ):
-            assert torch.equal(parameters, reference)
-            assert calls == (4 if case == "accumulate" else 12)
+    chosen = {"sparsifier": sparsifier, "density": 1.0, **keywords}
+    # Bit for bit: two ranks, see tests/reducer/test_engine.py.
+    for (parameters, calls, _), reference in zip(two_ranks(fit, package, chosen, layers, options), plain, strict=True):
+        assert torch.equal(parameters, reference)
+        assert calls == (4 if case == "accumulate" else 12)
 
 
 def fit_ddp(package: str, keywords: dict[str, Any], layers: str, options: dict[str, Any]) -> Tensor:
