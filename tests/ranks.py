@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.forked import forked
 
-JOB_SECONDS = 40
+JOB_SECONDS = 90
 """A job that takes longer has hung: its ranks are killed and the test fails."""
 
 
