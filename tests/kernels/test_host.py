@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_sparse import kernels
 from lightning_sparse.kernels import host
+from tests.covering import covering
 
 # Around a chunk (65536), and where sampling begins (a stride of 2 from 8192 elements on) and is sparsest (97).
 SIZES = [1, 2, 7, 8191, 8192, 12_289, 65_535, 65_536, 65_537, 131_073, 400_000]
@@ -35,9 +38,9 @@ def slow_largest(x: np.ndarray, k: int, first: int, last: int) -> list[int]:
     return (np.argsort(-np.abs(x[first:last]), kind="stable")[:k] + first).tolist()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "zeros", "sparse"])
-@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize(
+    ("numel", "kind", "dtype"), covering(product(SIZES, ["normal", "ties", "equal", "zeros", "sparse"], DTYPES))
+)
 def test_top_k_is_a_stable_sort(numel: int, kind: str, dtype: type) -> None:
     x = values(numel, dtype, kind)
     for k in {1, 2, numel // 1000 + 1, numel // 3 + 1, numel - 1, numel, numel + 5} - {0}:
