@@ -9,9 +9,15 @@ from multiprocessing import spawn
 
 import pytest
 
+from tests import covering
 from tests.ranks import Ranks
 from tests.streams import Streams, play
 from tests.warm import warm_python
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # What a run leaves out anyway need not be collected.
+    covering.everything = config.option.markexpr != "not thorough"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
+from tests import covering as module
 from tests.covering import covering, in_turns
+
+
+@pytest.fixture(autouse=True)
+def everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "everything", True)
 
 
 def by_default(parameters: list[Any]) -> list[tuple[Any, ...]]:
@@ -45,3 +53,10 @@ def test_two_values_meet_beside_one_that_is_not_trivial() -> None:
     for axis, letters in enumerate(("abc", "uv")):
         assert {cell[axis] for cell in chosen if cell[2] == 1} == set(letters)
     assert len(chosen) < len(cells)
+
+
+def test_what_a_run_leaves_out_is_not_even_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = list(product(range(4), "ab", (True, False)))
+    chosen = by_default(covering(cells))
+    monkeypatch.setattr(module, "everything", False)
+    assert [p.values for p in covering(cells)] == chosen != cells

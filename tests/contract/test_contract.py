@@ -20,7 +20,7 @@ from lightning_sparse.collective import drive_mirrored
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.messages import resolve
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
-from tests.covering import covering
+from tests.covering import covering, everything
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
 from tests.reference.releases import RELEASES, Step
 
@@ -75,6 +75,7 @@ def all_runs() -> list[Any]:
         pytest.param(*pair, n, tuple(SIZES), id=f"{name}-{n}-all", marks=pytest.mark.thorough)
         for name, pair in zip(PAIR_NAMES, PAIRS, strict=True)
         for n in RANKS
+        if everything
     ]
     return [run for run in one_size if not run.marks] + all_sizes
 

@@ -17,7 +17,7 @@ import lightning_sparse as ls
 from lightning_sparse.collective import drive
 from lightning_sparse.core import Context
 from lightning_sparse.pipeline import commit_group, exchange_group, init_group
-from tests.contract.cases import CASES, MEMORIES, PAIRS, Case
+from tests.contract.cases import CASES, MEMORIES, PAIRS, Case, fit
 from tests.fake_cuda import CUDA, HostWaitsError, fake_cuda
 from tests.mirror import Mirror
 
@@ -69,6 +69,8 @@ def test_every_memory_stays_on_the_device(memory: ls.Memory) -> None:
 @pytest.mark.parametrize("memory", EVERY_MEMORY, ids=repr)
 @pytest.mark.parametrize(("case", "exchange"), FAKEABLE, ids=lambda part: getattr(part, "name", part))
 def test_all_of_them_stay_on_the_device(case: Case, exchange: str, memory: ls.Memory) -> None:
+    if not fit(memory, exchange):
+        pytest.skip("the exchange carries no second moments")
     for rank, dtype in enumerate(DTYPES):
         steps(case, exchange, memory, dtype, rank)
 
