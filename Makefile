@@ -11,8 +11,9 @@ PYTHON ?= python3
 
 VENV := .venv
 BIN := $(VENV)/bin
-# -qq: errors only. The install is editable, so a change of the sources needs no reinstall.
+# -qq: errors only. The install is editable, so a change of the sources needs no reinstall, but for those it compiles.
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+COMPILED := hatch_build.py lightning_sparse/kernels/host.c lightning_sparse/kernels/library.py
 
 .DELETE_ON_ERROR:
 .PHONY: demo test lint gpu clean
@@ -42,7 +43,7 @@ $(VENV)/.installed-torch: constraints.txt
 	@$(PIP_INSTALL) torch
 	@touch $@
 
-$(VENV)/.installed-%: pyproject.toml constraints.txt $(VENV)/.installed-torch
+$(VENV)/.installed-%: pyproject.toml constraints.txt $(COMPILED) $(VENV)/.installed-torch
 	@echo "Installing lightning-sparse[$*] into $(VENV)"
 	@$(PIP_INSTALL) -e ".[$*]"
 	@touch $@

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_sparse.candidates import Candidates
+
 
 class Agreement(Enum):
     """How the selections of the ranks relate to each other; decides which exchanges make sense."""
@@ -64,6 +66,9 @@ class Context(NamedTuple):
     second: Tensor | None = None
     """(numel + 1,) vector of this rank whose mean over ranks is wanted wherever an average is formed, at least 0; None:
     there is none. For exchanges, see :attr:`~lightning_sparse.exchanges.Exchange.carries_second`."""
+    candidates: Candidates | None = None
+    """What forming the accumulator may note, and selecting from it may use; decides what that costs and nothing else.
+    None where shapes are static."""
 
 
 class Selection(NamedTuple):
@@ -118,3 +123,5 @@ class GroupState(NamedTuple):
     """(n,) picks per rank in the latest step."""
     union: Tensor | None = None
     """() different coordinates that the ranks named in the latest step, see :class:`Context`."""
+    candidates: Candidates | None = None
+    """See :class:`Context`. Steps write to it as they like: it holds nothing that counts."""

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_sparse.candidates import Candidates
 from lightning_sparse.core import Agreement, Context, GroupState, Selection, Update
 from lightning_sparse.exchanges import Exchange
-from lightning_sparse.kernels import all_finite, choose, fill_if_, static_shapes
+from lightning_sparse.kernels import all_finite, choose, fill_if_, put_, static_shapes
 from lightning_sparse.memory import Memory
 from lightning_sparse.messages import Meter, Steps, resolve
 from lightning_sparse.metrics import Stamp, Statistics, measure
@@ -35,7 +36,7 @@ def init_group(
         )
     wide = torch.promote_types(dtype, torch.float32)
     selector = sparsifier.init(numel, ctx.world_size, ctx.density, device)
-    return GroupState(memory.init(numel, device, wide), selector, None)
+    return GroupState(memory.init(numel, device, wide), selector, None, candidates=Candidates())
 
 
 def reduce_group(
@@ -89,13 +90,15 @@ def exchange_group(
     """
     disjoint = sparsifier.agreement is Agreement.DISJOINT
     ctx, meter = ctx._replace(counts=state.counts, union=state.union, disjoint=disjoint), Meter(ctx.world_size)
+    if not static_shapes(grad.device):
+        ctx = ctx._replace(candidates=state.candidates)
     begin = Stamp.now(grad.device)
     if scale is not None:
         grad.div_(scale)
     acc = memory.accumulate_(state.memory, grad, ctx)
     for span in unused:  # what is remembered of them, and a decay, must not compete
         acc[span].zero_()
-    finite = all_finite(acc)
+    finite = all_finite(acc[:-1], ctx.candidates)
     fill_if_(acc, ~finite, 0.0)  # a rank in trouble takes part in the survey like the others
     score = memory.score_(state.memory, acc, grad)
     score = acc[:-1] if score is None else fill_if_(score, ~finite, 0.0)
@@ -106,13 +109,13 @@ def exchange_group(
     values, sent = _as_gradient(update.values, grad.dtype, scale)
     void = ~all_finite(values if values.dtype == acc.dtype else update.values)  # narrow ones are held in their range
     memory.settle_(state.memory, update, None if grad.dtype == acc.dtype else update.values - sent)
-    _scatter_(grad, update, values)
+    _scatter_(grad, update, values, ctx.candidates)
     fill_if_(grad, void, float("nan"))
     stamps = begin, selected, Stamp.now(grad.device)
     numel = acc.numel() - 1
     statistics = measure(grad, numel, sparsifier.agreement, selection, update, ctx, meter.bytes_sent, stamps)
     named = update.union if update.named is None else update.named
-    return GroupState(state.memory, selector, update.counts, named), statistics, void
+    return GroupState(state.memory, selector, update.counts, named, state.candidates), statistics, void
 
 
 def commit_group(
@@ -137,7 +140,7 @@ def commit_group(
     old = GroupState(None, before.selector, counts, union)
     new = GroupState(None, after.selector, after.counts, after.union)
     kept: GroupState = choose(void, old, new)
-    return kept._replace(memory=remembered)
+    return kept._replace(memory=remembered, candidates=before.candidates)
 
 
 def _as_gradient(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -156,6 +159,8 @@ def _as_gradient(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tu
 
 def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> tuple[Tensor, Selection]:
     """Where the gradient is not finite, offer NaN, at coordinate 0 if nothing was picked: all ranks then see it."""
+    if not static_shapes(acc.device) and finite:
+        return acc, selection
     fill_if_(acc, ~finite, float("nan"))
     indices = selection.indices if selection.indices.numel() else selection.indices.new_zeros(1)
     indices = torch.full_like(indices, acc.numel() - 1)
@@ -165,8 +170,10 @@ def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> tuple[Ten
     return acc, choose(finite | (selection.count > 0), selection, alarm)
 
 
-def _scatter_(grad: Tensor, update: Update, values: Tensor) -> None:
+def _scatter_(grad: Tensor, update: Update, values: Tensor, candidates: Candidates | None) -> None:
     if update.indices is None:
         grad[: values.numel()].copy_(values)
-    else:
-        grad.zero_().index_copy_(0, update.indices, values)
+        return
+    if candidates is None or not candidates.cleared(grad):
+        grad.zero_()
+    put_(grad, update.indices, values)

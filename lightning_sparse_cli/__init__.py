@@ -15,6 +15,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from runpy import run_path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from lightning_sparse_cli.commands import advise, judge, need, simulate
@@ -108,6 +111,18 @@ def _print_versions() -> None:
             print(package, "is not installed")
     print("python", platform.python_version())
     print("device:", _device())
+    print("kernels on CPUs:", _kernels())
+
+
+def _kernels() -> str:
+    """Compiled ones, for which instructions, or numpy."""
+    package = find_spec("lightning_sparse")  # does not import it
+    assert package is not None and package.origin is not None
+    library = run_path(str(Path(package.origin).with_name("kernels") / "library.py"))
+    try:
+        return str(library["choose"]()[1])
+    except (ImportError, ValueError) as error:
+        return str(error)
 
 
 def _device() -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange, gather_picks
-from lightning_sparse.kernels import distinct, locate
+from lightning_sparse.kernels import add_up
 from lightning_sparse.messages import Steps
 
 
@@ -40,8 +40,6 @@ class GatherPairs(Exchange):
             union, size = picks.joined(), picks.counts.sum()
             total = torch.cat(picks.values)
         else:
-            union, size = distinct(picks.joined(), padding)
-            total = acc.new_zeros(union.shape)
-            for indices, values in zip(picks.indices, picks.values, strict=True):
-                total.index_add_(0, locate(union, indices), values)
+            parts = list(zip(picks.indices, picks.values, strict=True))
+            union, total, size = add_up(parts, padding)
         return Update(union, total / ctx.world_size, selection.indices, None, picks.counts, size)

@@ -11,21 +11,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_sparse.kernels import distinct, locate, pad, static_shapes, top_k
+from lightning_sparse import kernels
+from lightning_sparse.kernels import pad, static_shapes, top_k
 
 Pairs = tuple[Tensor, Tensor]
 """Coordinates and values."""
 
 
 def add_up(parts: Sequence[Pairs], padding: int) -> Pairs:
-    """Sum of sparse vectors, ascending; each sum is formed in the order of the parts, so that ranks agree on it."""
-    union, _ = distinct(torch.cat([indices for indices, _ in parts]), padding)
-    # One more slot: padding finds a place even where the union has none.
-    union = pad(union, len(union) + 1, padding)
-    total = parts[0][1].new_zeros(union.shape)
-    for indices, values in parts:
-        total.index_add_(0, locate(union, indices), values)
-    return union[:-1], total[:-1]
+    """Sum of sparse vectors, see :func:`lightning_sparse.kernels.add_up`."""
+    union, total, _ = kernels.add_up(parts, padding)
+    return union, total
 
 
 def strongest(pairs: Pairs, keep: int | Tensor, padding: int) -> Tensor:

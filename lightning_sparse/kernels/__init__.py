@@ -10,11 +10,13 @@ Two formulations of every kernel, chosen by device and equal in what they return
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_sparse.candidates import Candidates
 from lightning_sparse.kernels import host, static
 
 Span = tuple[int | Tensor, int | Tensor]
@@ -24,6 +26,25 @@ Span = tuple[int | Tensor, int | Tensor]
 def static_shapes(device: torch.device) -> bool:
     """True if results on this device have a size that the host knows beforehand (everywhere but on the CPU)."""
     return device.type != "cpu"
+
+
+def accumulate_(acc: Tensor, residual: Tensor, grad: Tensor, decay: float, candidates: Candidates | None) -> None:
+    """``acc = decay * residual + grad``.
+
+    On the CPU, without a decay, one pass does this, sets the gradient to zero, and collects candidates.
+
+    Args:
+        acc: (numel,) float32 or float64, overwritten.
+        residual: the same, not written to.
+        grad: the same, or bfloat16 or float16; what it holds afterwards is not defined, but for
+            :meth:`Candidates.cleared`.
+        decay: of the residual.
+        candidates: of the group; None: collect none, and leave the gradient as it is.
+    """
+    if candidates is None or decay != 1 or static_shapes(acc.device):
+        torch.add(grad, residual, alpha=decay, out=acc)
+    else:
+        candidates.note(acc, grad, *host.accumulate(acc, residual, grad, candidates.bound))
 
 
 def largest(x: Tensor, k: int, span: Span | None = None) -> tuple[Tensor, Tensor]:
@@ -45,18 +66,49 @@ def largest(x: Tensor, k: int, span: Span | None = None) -> tuple[Tensor, Tensor
     return host.largest(x, k, first, last)
 
 
-def top_k(x: Tensor, k: int) -> Tensor:
-    """Coordinates of the k largest magnitudes, ascending: (min(k, numel),) int64, no padding on any device."""
+def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
+    """Coordinates of the k largest magnitudes, ascending: (min(k, numel),) int64, no padding on any device.
+
+    Args:
+        x: (numel,) finite values.
+        k: how many, at least 1.
+        candidates: of the group, where x is its accumulator: they may save a pass.
+    """
     k = min(k, x.numel())
     if k == x.numel():
         return torch.arange(k, device=x.device)
     if static_shapes(x.device):
         return static.top_k(x, k)
-    return host.top_k(x, k)
+    return host.top_k(x, k, candidates)
+
+
+def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
+    """As :func:`top_k`, of the coordinates j with ``first <= j mod period < first + block``.
+
+    Args:
+        x: (numel,) finite values.
+        k: how many, at least 1 and at most as many as there are.
+        first: where the block lies in each period.
+        block: its length.
+        period: distance of the blocks.
+
+    Example:
+        >>> top_k_of_blocks(torch.tensor([9.0, 1, 2, 9, 3, 4, 9, 5]), 3, first=1, block=2, period=3)
+        tensor([4, 5, 7])
+    """
+    if static_shapes(x.device):
+        return static.top_k_of_blocks(x, k, first, block, period)
+    return host.top_k_of_blocks(x, k, first, block, period)
 
 
 def above(
-    x: Tensor, threshold: Tensor, span: Span | None = None, *, capacity: int | None = None, phase: int = 0
+    x: Tensor,
+    threshold: Tensor,
+    span: Span | None = None,
+    *,
+    capacity: int | None = None,
+    phase: int = 0,
+    candidates: Candidates | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Coordinates whose magnitude reaches a threshold, ascending.
 
@@ -67,6 +119,7 @@ def above(
         capacity: slots of a static result. When more coordinates qualify they are thinned evenly over the range.
             On the CPU there is no limit and this is ignored.
         phase: rotates which ones an overfull range gives up.
+        candidates: of the group, where x is its accumulator: they may save a pass.
 
     Returns:
         indices: (c,) int64, and count: () int64. On the CPU ``c == count``, elsewhere ``c == capacity``.
@@ -74,8 +127,23 @@ def above(
     if static_shapes(x.device):
         return static.above(x, threshold, span, min(capacity or x.numel(), x.numel()), phase)
     first, last = _on_host(span, x)
-    indices = host.above(x, float(threshold), first, last)
+    indices = host.above(x, float(threshold), first, last, candidates)
     return indices, torch.tensor(indices.numel(), device="cpu")
+
+
+def reaching(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Ascending int32 coordinates whose magnitude reaches a threshold, and their magnitudes. On the CPU only."""
+    return host.reaching(x, threshold)
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation, () float64 each; infinite or NaN where squares or their sum overflow."""
+    return static.moments(x) if static_shapes(x.device) else host.moments(x)
+
+
+def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and maximum of magnitudes, () float64 each, of (numel,) finite values."""
+    return static.mean_and_maximum(x) if static_shapes(x.device) else host.mean_and_maximum(x)
 
 
 def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -194,17 +262,57 @@ def spread(total: Tensor, slots: int, phase: int) -> Tensor:
     return static.spread(total, slots, phase)
 
 
-def locate(ordered: Tensor, values: Tensor) -> Tensor:
-    """int64 positions of ascending values in an ascending tensor that holds each of them; the first of equal ones."""
-    return torch.searchsorted(ordered, values) if static_shapes(ordered.device) else host.locate(ordered, values)
+def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of sparse vectors; each sum is formed from zero in the order of the parts, so that ranks agree on it.
+
+    Args:
+        parts: int64 coordinates, different ones within a part but for the padding index, and values of equal length.
+        padding: the padding index, at most 2**31.
+
+    Returns:
+        indices as :func:`distinct`; their sums; and count: () int64.
+
+    Example:
+        >>> first = torch.tensor([1, 4]), torch.tensor([0.5, 2.0])
+        >>> second = torch.tensor([0, 4]), torch.tensor([1.0, 3.0])
+        >>> add_up([first, second], padding=9)
+        (tensor([0, 1, 4]), tensor([1.0000, 0.5000, 5.0000]), tensor(3))
+    """
+    if static_shapes(parts[0][0].device):
+        return static.add_up(parts, padding)
+    union, totals = host.add_up(parts, padding)
+    return union, totals, torch.tensor(union.numel(), device="cpu")
 
 
-def all_finite(x: Tensor) -> Tensor:
-    """() bool: no NaN and no infinity in x. One pass, nothing allocated; True for an empty x."""
-    if x.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=x.device)
+def all_finite(x: Tensor, candidates: Candidates | None = None) -> Tensor:
+    """() bool: no NaN and no infinity in x. One pass, nothing allocated; True for an empty x.
+
+    Args:
+        x: any shape.
+        candidates: of the group, where x is its accumulator: they may save the pass.
+    """
+    known = True if x.numel() == 0 else candidates.all_finite(x) if candidates else None
+    if known is None and not static_shapes(x.device):
+        known = host.all_finite(x)
+    if known is not None:
+        return torch.full((), known, device=x.device)
     low, high = torch.aminmax(x)
     return torch.isfinite(low) & torch.isfinite(high)
+
+
+def take(x: Tensor, indices: Tensor) -> Tensor:
+    """``x[indices]`` for a float32 or float64 vector."""
+    return x[indices] if static_shapes(x.device) else host.take(x, indices)
+
+
+def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
+    """``x[indices] = values`` for vectors of equal dtypes; where a coordinate is repeated, so is its value."""
+    if not static_shapes(x.device):
+        host.put_(x, indices, values)
+    elif isinstance(values, Tensor):
+        x.index_copy_(0, indices, values)
+    else:
+        x.index_fill_(0, indices, values)
 
 
 def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:

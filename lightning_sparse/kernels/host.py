@@ -8,86 +8,226 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sparse.candidates import Candidates
+from lightning_sparse.kernels import native
+
 CHUNK = 1 << 16
 """Elements per chunk: 256 KiB of float32, which fits into a second-level cache."""
+LANES = 1 << 10
+"""Sums are formed in as many parts: part j is that of elements j, j + LANES, ... of a chunk, in float64."""
+NEXT = 1.5
+"""Candidates that the next step should find, in multiples of what this one has picked."""
+
+MARGIN = 0.9
+"""The next step's threshold is expected above this multiple of this one's."""
+
+Found = tuple[NDArray[np.int32], NDArray[np.floating]]
+"""Ascending coordinates and their magnitudes."""
 
 _buffers = threading.local()
 
 
-def above(x: Tensor, threshold: float, first: int, last: int) -> Tensor:
+@np.errstate(over="ignore", invalid="ignore", under="ignore")  # sums may leave the range, as torch's do
+def accumulate(acc: Tensor, residual: Tensor, grad: Tensor, bound: float) -> tuple[Found | None, bool]:
+    """``acc = residual + grad`` and ``grad = 0``, in one pass.
+
+    Args:
+        acc: (numel,) float32 or float64, overwritten.
+        residual: the same, not written to.
+        grad: the same, or bfloat16 or float16; set to zero.
+        bound: magnitude.
+
+    Returns:
+        What of acc reaches the bound, None if that is more than an eighth; and whether all of acc is finite.
+    """
+    target, kept, zeroed = acc.numpy(), residual.numpy(), _bits(grad)
+    room = target.size // Candidates.ROOM
+    if compiled := _compiled(target, kept, zeroed):
+        return compiled.accumulate(target, kept, zeroed, float(bound), room)
+    level = target.dtype.type(bound)
+    widened = np.empty(0, dtype=np.uint32)
+    if grad.dtype == torch.bfloat16:
+        widened = _buffer("widened", np.dtype(np.uint32))
+    indices: list[NDArray[np.int32]] = []
+    found: list[NDArray[np.floating]] = []
+    finite, total = True, 0
+    for start in range(0, target.size, CHUNK):
+        chunk, piece = target[start : start + CHUNK], zeroed[start : start + CHUNK]
+        size = chunk.size
+        if widened.size:
+            np.left_shift(piece, 16, out=widened[:size], dtype=np.uint32)
+            np.add(kept[start : start + CHUNK], widened[:size].view(np.float32), out=chunk)
+        else:
+            np.add(kept[start : start + CHUNK], piece, out=chunk)
+        piece.fill(0)
+        magnitudes, mask = _magnitudes(chunk)
+        finite = finite and bool(magnitudes.max() < np.inf)
+        np.greater_equal(magnitudes, level, out=mask)
+        hits = np.flatnonzero(mask)
+        total += hits.size
+        if hits.size and total <= room:
+            found.append(magnitudes.take(hits))
+            hits += start
+            indices.append(hits.astype(np.int32))
+    if total > room:
+        return None, finite
+    return (_joined(indices, np.dtype(np.int32)), _joined(found, target.dtype)), finite
+
+
+def above(x: Tensor, threshold: float, first: int, last: int, candidates: Candidates | None = None) -> Tensor:
     """Ascending coordinates in [first, last) with ``|x| >= threshold``."""
-    return torch.from_numpy(_above(x.numpy(), threshold, first, last))
+    values = x.numpy()
+    bound = values.dtype.type(threshold)
+    known = None
+    if candidates is not None:
+        known = candidates.reaching(x, float(bound))
+        candidates.expect(MARGIN * float(bound))
+    indices, magnitudes = _above(values[first:last], bound) if known is None else known
+    if known is None:
+        indices += first
+    else:
+        keep = magnitudes >= bound
+        if (first, last) != (0, values.size):
+            keep &= (indices >= first) & (indices < last)
+        indices = indices[keep]
+    return torch.from_numpy(indices.astype(np.int64))
 
 
-def top_k(x: Tensor, k: int) -> Tensor:
+def reaching(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Ascending int32 coordinates with ``|x| >= threshold``, and their magnitudes."""
+    values = x.numpy()
+    indices, magnitudes = _above(values, values.dtype.type(threshold))
+    return torch.from_numpy(indices), torch.from_numpy(magnitudes)
+
+
+def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
     """Ascending coordinates of the k largest magnitudes, ``0 < k < numel``; of equal ones the lower coordinates."""
-    return torch.from_numpy(_top_k(x.numpy(), k, 0, x.numel()))
+    return torch.from_numpy(_top_k(x.numpy(), k, x, candidates)[0])
+
+
+def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
+    """As :func:`top_k`, of the coordinates j with ``first <= j mod period < first + block``, of which there are k."""
+    values = x.numpy()
+    rounds = values.size // period
+    end = rounds * period + first
+    whole = values[: rounds * period].reshape(rounds, period)[:, first : first + block]
+    rest = values[end : end + block]
+    owned = whole.size + rest.size
+    share, stride = k / owned, max(1, min(97, owned // 4096))
+    sample = whole[:, ::stride] if stride <= block // 2 else whole[::stride]
+    places, magnitudes = _above_in_blocks(whole, rest, _bound_from(np.abs(sample).reshape(-1), share, stride))
+    if places.size < k:
+        places, magnitudes = _above_in_blocks(whole, rest, values.dtype.type(0))
+    picked = places[_best(magnitudes, k, k)[0]].astype(np.int64)
+    # In the rest, places continue after the last complete round as they do from round to round.
+    return torch.from_numpy(picked // block * period + first + picked % block)
 
 
 def largest(x: Tensor, k: int, first: int, last: int) -> tuple[Tensor, Tensor]:
     """Coordinates and magnitudes of the k largest in [first, last), largest first, lower coordinate first."""
-    values = x.numpy()
+    values = x.numpy()[first:last]
     k = min(k, last - first)
-    picked = np.arange(first, last) if k == last - first else _top_k(values, k, first, last)
-    magnitudes = np.abs(values[picked])
+    if k == last - first:
+        picked, magnitudes = np.arange(k), np.abs(values)
+    else:
+        picked, magnitudes = _top_k(values, k)
     order = _descending(magnitudes)
-    return torch.from_numpy(picked[order]), torch.from_numpy(magnitudes[order])
+    return torch.from_numpy(picked[order] + first), torch.from_numpy(magnitudes[order])
 
 
+@np.errstate(over="ignore", invalid="ignore", under="ignore")
 def excess(x: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
     """Number, sum and sum of squares of ``|x| - threshold`` where that is not negative and x is not zero."""
     values = x.numpy()
-    magnitudes, mask = _chunk_buffers(values.dtype)
-    beyond, _ = _chunk_buffers(np.dtype(np.float64), "beyond")
     bound, level = _lowest(values.dtype, threshold), np.float64(threshold)
-    count, total, squares = 0, 0.0, 0.0
+    if compiled := _compiled(values):
+        made = torch.tensor(compiled.excess(values, threshold, float(bound)), dtype=torch.float64, device="cpu")
+        return made[0], made[1], made[2]
+    count, total, squares = 0, _Sum(), _Sum()
     for start in range(0, values.size, CHUNK):
-        chunk = values[start : start + CHUNK]
-        size = chunk.size
-        np.abs(chunk, out=magnitudes[:size])
-        count += int(np.count_nonzero(np.greater_equal(magnitudes[:size], bound, out=mask[:size])))
-        np.subtract(magnitudes[:size], level, out=beyond[:size])
-        np.maximum(beyond[:size], 0.0, out=beyond[:size])
-        total += float(beyond[:size].sum())
-        squares += float(beyond[:size].dot(beyond[:size]))
-    made = torch.tensor([count, total, squares], dtype=torch.float64, device="cpu").unbind()
-    return made[0], made[1], made[2]
+        magnitudes, mask = _magnitudes(values[start : start + CHUNK])
+        count += int(np.count_nonzero(np.greater_equal(magnitudes, bound, out=mask)))
+        beyond = _buffer("wide", np.dtype(np.float64))[: magnitudes.size]
+        np.subtract(magnitudes, level, out=beyond)
+        np.maximum(beyond, 0.0, out=beyond)
+        total.add(beyond)
+        np.multiply(beyond, beyond, out=beyond)
+        squares.add(beyond)
+    return _scalar(count), _scalar(total.value()), _scalar(squares.value())
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation, from sums in float64."""
+    values = x.numpy()
+    compiled = _compiled(values)
+    total, squares = compiled.moments(values) if compiled else _moments(values)
+    count, mean = values.size, total / values.size
+    variance = (squares - total * mean) / (count - 1) if count > 1 else math.nan
+    deviation = variance if math.isnan(variance) else math.sqrt(max(variance, 0.0))
+    return _scalar(mean), _scalar(deviation)
+
+
+def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of magnitudes, from a sum in float64."""
+    values = x.numpy()
+    compiled = _compiled(values)
+    total, largest = compiled.sum_and_maximum(values) if compiled else _sum_and_maximum(values)
+    return _scalar(min(total / values.size, largest)), _scalar(largest)  # also where the sum overflows
 
 
 def log_sum(x: Tensor) -> Tensor:
     """Sum of ``ln |x|`` over the x that are not zero."""
     values = x.numpy()
-    magnitudes, mask = _chunk_buffers(values.dtype)
     bound, total = _lowest(values.dtype, 0.0), 0.0
     for start in range(0, values.size, CHUNK):
-        chunk = values[start : start + CHUNK]
-        size = chunk.size
-        np.abs(chunk, out=magnitudes[:size])
-        np.less(magnitudes[:size], bound, out=mask[:size])
-        np.copyto(magnitudes[:size], 1, where=mask[:size])
-        total += float(np.log(magnitudes[:size], out=magnitudes[:size]).sum(dtype=np.float64))
-    return torch.tensor(total, dtype=torch.float64, device="cpu")
+        magnitudes, mask = _magnitudes(values[start : start + CHUNK])
+        np.less(magnitudes, bound, out=mask)
+        np.copyto(magnitudes, 1, where=mask)
+        total += float(np.log(magnitudes, out=magnitudes).sum(dtype=np.float64))
+    return _scalar(total)
 
 
 def tail(x: Tensor, threshold: float) -> Tensor:
     """The magnitudes that reach a threshold, without zeros."""
     values = x.numpy()
-    magnitudes, mask = _chunk_buffers(values.dtype)
     bound = _lowest(values.dtype, threshold)
-    found = []
-    for start in range(0, values.size, CHUNK):
-        chunk = values[start : start + CHUNK]
-        size = chunk.size
-        np.abs(chunk, out=magnitudes[:size])
-        np.greater_equal(magnitudes[:size], bound, out=mask[:size])
-        found.append(magnitudes[:size].take(np.flatnonzero(mask[:size])))  # a boolean index takes ten times as long
-    return torch.from_numpy(np.concatenate(found))
+    if compiled := _compiled(values):
+        return torch.from_numpy(compiled.tail(values, float(bound)))
+    return torch.from_numpy(_above(values, bound)[1])
+
+
+def all_finite(x: Tensor) -> bool:
+    """No NaN and no infinity in x."""
+    if x.dtype == torch.float32 and x.is_contiguous() and (compiled := _compiled(values := x.numpy())):
+        return compiled.all_finite(values)
+    low, high = torch.aminmax(x)
+    return math.isfinite(low) and math.isfinite(high)
+
+
+def take(x: Tensor, indices: Tensor) -> Tensor:
+    """``x[indices]``."""
+    values, places = x.numpy(), indices.numpy()
+    compiled = places.flags.c_contiguous and _compiled(values)
+    return torch.from_numpy(compiled.take(values, places) if compiled else values.take(places))
+
+
+def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
+    """``x[indices] = values``, of equal dtypes."""
+    target, places = _bits(x), indices.numpy()
+    new = _bits(values) if isinstance(values, Tensor) else np.full(places.shape, values, target.dtype)
+    compiled = places.flags.c_contiguous and new.dtype == target.dtype and _compiled(target, new)
+    if compiled:
+        compiled.put(target, places, new)
+    else:
+        target[places] = new
 
 
 def distinct(indices: Tensor, padding: int) -> Tensor:
@@ -114,41 +254,114 @@ def unite(keys: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return union, torch.from_numpy(spare), torch.from_numpy(levels), torch.tensor(starts.size, device="cpu")
 
 
-def locate(ordered: Tensor, values: Tensor) -> Tensor:
-    """Positions of ascending values in an ascending tensor that holds them."""
-    return torch.from_numpy(np.searchsorted(ordered.numpy(), values.numpy()))
+def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor]:
+    """Ascending different coordinates below ``padding``, and the sums of their values in the order of the parts.
+
+    One sort of ``coordinate, place`` brings what belongs together side by side, in the order of the parts; looking each
+    coordinate up in the union takes several times longer.
+    """
+    coordinates = np.concatenate([indices.numpy() for indices, _ in parts])
+    values = np.concatenate([part.numpy() for _, part in parts])
+    keys = coordinates << 32
+    keys |= np.arange(keys.size)
+    keys.sort()
+    keys = keys[: np.searchsorted(keys, padding << 32)]
+    ordered = keys >> 32
+    values = values[keys & 0xFFFFFFFF]
+    first = np.empty(ordered.size, dtype=bool)
+    first[:1] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    starts = np.flatnonzero(first)
+    totals = values[starts] + values.dtype.type(0)  # as every sum begins: -0 becomes 0
+    repeated = np.flatnonzero(np.diff(starts, append=ordered.size) > 1)
+    ends = np.append(starts[1:], ordered.size)
+    place = 1
+    while repeated.size:
+        totals[repeated] += values[starts[repeated] + place]
+        place += 1
+        repeated = repeated[starts[repeated] + place < ends[repeated]]
+    return torch.from_numpy(ordered[starts]), torch.from_numpy(totals)
 
 
-def _above(values: NDArray[np.floating], threshold: float, first: int, last: int) -> NDArray[np.int64]:
-    magnitudes, mask = _chunk_buffers(values.dtype)
-    bound = values.dtype.type(threshold)
-    found = []
-    for start in range(first, last, CHUNK):
-        chunk = values[start : min(start + CHUNK, last)]
-        size = chunk.size
-        np.abs(chunk, out=magnitudes[:size])
-        np.greater_equal(magnitudes[:size], bound, out=mask[:size])
-        hits = np.flatnonzero(mask[:size])
+def _above(values: NDArray[np.floating], bound: np.floating) -> Found:
+    """What of a vector reaches a bound, with magnitudes."""
+    if compiled := _compiled(values):
+        return compiled.above(values[None], float(bound))
+    indices: list[NDArray[np.int32]] = []
+    found: list[NDArray[np.floating]] = []
+    for start in range(0, values.size, CHUNK):
+        magnitudes, mask = _magnitudes(values[start : start + CHUNK])
+        np.greater_equal(magnitudes, bound, out=mask)
+        hits = np.flatnonzero(mask)
         if hits.size:
+            found.append(magnitudes.take(hits))  # a boolean index takes ten times as long
             hits += start
-            found.append(hits)
-    return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+            indices.append(hits.astype(np.int32))
+    return _joined(indices, np.dtype(np.int32)), _joined(found, values.dtype)
 
 
-def _top_k(values: NDArray[np.floating], k: int, first: int, last: int) -> NDArray[np.int64]:
-    """Filter by a lower bound from a sample, then take the exact k-th magnitude among the few that are left."""
-    numel = last - first
-    candidates = _above(values, _sampled_bound(values, k, first, last), first, last)
-    if candidates.size < k:
-        candidates = np.arange(first, last)
-    magnitudes = np.abs(values[candidates])
-    kth = np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
-    keep = magnitudes > kth
-    ties = np.flatnonzero(magnitudes == kth)[: k - int(np.count_nonzero(keep))]
-    keep[ties] = True
-    assert numel >= k
-    picked: NDArray[np.int64] = candidates[keep]
-    return picked
+def _above_in_blocks(whole: NDArray[np.floating], rest: NDArray[np.floating], bound: np.floating) -> Found:
+    """As :func:`_above`, of the rows of a matrix, one after another, and of what follows them."""
+    compiled = whole.strides[1] == whole.itemsize and _compiled(rest)
+    if compiled:
+        first, more = compiled.above(whole, float(bound)), compiled.above(rest[None], float(bound))
+        return np.concatenate([first[0], more[0] + np.int32(whole.size)]), np.concatenate([first[1], more[1]])
+    rounds, block = whole.shape
+    rows = max(1, CHUNK // block)
+    parts = [whole[row : row + rows] for row in range(0, rounds, rows)] if block <= CHUNK else [*whole]
+    indices: list[NDArray[np.int32]] = []
+    found: list[NDArray[np.floating]] = []
+    start = 0
+    for part in [*parts, rest]:
+        if block <= CHUNK:
+            magnitudes, mask = _magnitudes(part)
+            hits = np.flatnonzero(np.greater_equal(magnitudes, bound, out=mask))
+            places, reached = hits.astype(np.int32), magnitudes.take(hits)
+        else:
+            places, reached = _above(part, bound)
+        places += start
+        indices.append(places)
+        found.append(reached)
+        start += part.size
+    return np.concatenate(indices), np.concatenate(found)
+
+
+def _top_k(
+    values: NDArray[np.floating], k: int, x: Tensor | None = None, candidates: Candidates | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
+    """Coordinates and magnitudes of the k largest, ascending.
+
+    From few that reach a lower bound, the exact k-th magnitude is taken. The bound is that of what was collected
+    beforehand, else one from a sample, else zero.
+    """
+    known = None if candidates is None or x is None else candidates.reaching(x, math.inf)
+    if known is None or known[0].size < k:
+        stride = max(1, min(97, values.size // 4096))
+        sample = np.abs(values[::stride]) if stride > 1 else values[:0]
+        known = _above(values, _bound_from(sample, k / values.size, stride))
+    if known[0].size < k:
+        known = np.arange(values.size, dtype=np.int32), np.abs(values)
+    indices, magnitudes = known
+    keep, following = _best(magnitudes, k, math.ceil(NEXT * k) + 64)
+    if candidates is not None:
+        candidates.expect(following)
+    return indices[keep].astype(np.int64), magnitudes[keep]
+
+
+def _best(magnitudes: NDArray[np.floating], k: int, more: int) -> tuple[NDArray[np.int64], float]:
+    """Places of the k largest, ascending, of equal ones the first; and the magnitude that ``more`` of them reach.
+
+    Where there are fewer than ``more``, somewhat less than that of the k-th.
+    """
+    count = magnitudes.size
+    ranks = (count - k,) if more >= count else (count - more, count - k)
+    ordered = np.partition(magnitudes, ranks)
+    kth = ordered[count - k]
+    keep = np.flatnonzero(magnitudes >= kth)
+    if keep.size > k:  # of those that are equal to the k-th, the last ones are too many
+        equal = np.flatnonzero(magnitudes[keep] == kth)
+        keep = np.delete(keep, equal[k - keep.size :])
+    return keep, float(ordered[ranks[0]]) if more < count else 0.9 * float(kth)
 
 
 def _descending(magnitudes: NDArray[np.floating]) -> NDArray[np.int64]:
@@ -165,18 +378,17 @@ def _descending(magnitudes: NDArray[np.floating]) -> NDArray[np.int64]:
     return (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
-def _sampled_bound(values: NDArray[np.floating], k: int, first: int, last: int) -> float:
-    """A magnitude that at least k elements very probably reach, from about 1 % of them at equal distances."""
-    numel = last - first
-    stride = max(1, min(97, numel // 4096))
-    if stride == 1:
-        return 0.0
-    sample = np.abs(values[first:last:stride])
-    share = k / numel
+def _bound_from(sample: NDArray[np.floating], share: float, stride: int) -> np.floating:
+    """A magnitude that a share of all very probably reaches, from a sample of magnitudes; 0 from all or few of them."""
     rank = math.ceil(sample.size * share * 1.3 + 4 * math.sqrt(sample.size * share) + 1)
-    if rank >= sample.size:
-        return 0.0
-    return float(np.partition(sample, sample.size - rank)[sample.size - rank])
+    if stride == 1 or rank >= sample.size:
+        return sample.dtype.type(0)
+    bound: np.floating = np.partition(sample, sample.size - rank)[sample.size - rank]
+    return bound
+
+
+def _scalar(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
 def _lowest(dtype: np.dtype[np.floating], threshold: float) -> np.floating:
@@ -185,11 +397,82 @@ def _lowest(dtype: np.dtype[np.floating], threshold: float) -> np.floating:
     return lowest
 
 
-def _chunk_buffers(
-    dtype: np.dtype[np.floating], use: str = "magnitudes"
-) -> tuple[NDArray[np.floating], NDArray[np.bool_]]:
-    buffers: dict[str, tuple[NDArray[np.floating], NDArray[np.bool_]]] = _buffers.__dict__
+@np.errstate(over="ignore", invalid="ignore", under="ignore")
+def _moments(values: NDArray[np.floating]) -> tuple[float, float]:
+    total, squares = _Sum(), _Sum()
+    for start in range(0, values.size, CHUNK):
+        chunk = values[start : start + CHUNK]
+        wide = _buffer("wide", np.dtype(np.float64))[: chunk.size]
+        np.copyto(wide, chunk)
+        total.add(wide)
+        np.multiply(wide, wide, out=wide)
+        squares.add(wide)
+    return total.value(), squares.value()
+
+
+@np.errstate(over="ignore", invalid="ignore", under="ignore")
+def _sum_and_maximum(values: NDArray[np.floating]) -> tuple[float, float]:
+    """Of magnitudes."""
+    total, largest = _Sum(), 0.0
+    for start in range(0, values.size, CHUNK):
+        magnitudes, _ = _magnitudes(values[start : start + CHUNK])
+        largest = max(largest, float(magnitudes.max()))
+        wide = _buffer("wide", np.dtype(np.float64))[: magnitudes.size]
+        np.copyto(wide, magnitudes)
+        total.add(wide)
+    return total.value(), largest
+
+
+class _Sum:
+    """A sum of float64 vectors, in an order that compiled code can follow."""
+
+    def __init__(self) -> None:
+        self._lanes = np.zeros(LANES)
+
+    def add(self, values: NDArray[np.float64]) -> None:
+        """All elements of a vector of at most a chunk."""
+        whole = values.size // LANES
+        if whole:
+            self._lanes += np.add.reduce(values[: whole * LANES].reshape(whole, LANES), axis=0)
+        rest = values[whole * LANES :]
+        self._lanes[: rest.size] += rest
+
+    def value(self) -> float:
+        """The sum."""
+        lanes = self._lanes
+        while lanes.size > 1:
+            lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
+        return float(lanes[0])
+
+
+def _magnitudes(chunk: NDArray[np.floating]) -> tuple[NDArray[np.floating], NDArray[np.bool_]]:
+    """The magnitudes of at most a chunk, one after another, and as many places for flags; in buffers of this thread."""
+    magnitudes = _buffer("magnitudes", chunk.dtype)[: chunk.size]
+    np.abs(chunk, out=magnitudes.reshape(chunk.shape))
+    return magnitudes, _buffer("mask", np.dtype(bool))[: chunk.size]
+
+
+def _buffer(use: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    buffers: dict[str, NDArray[Any]] = _buffers.__dict__
     key = dtype.char + use
     if key not in buffers:
-        buffers[key] = (np.empty(CHUNK, dtype=dtype), np.empty(CHUNK, dtype=bool))
+        buffers[key] = np.empty(CHUNK, dtype=dtype)
     return buffers[key]
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
+
+
+def _compiled(first: NDArray[Any], *others: NDArray[Any]) -> native.Native | None:
+    """The compiled kernels, where there are some for these vectors."""
+    if native.library is None or first.dtype != np.float32 or not first.flags.c_contiguous:
+        return None
+    if any(x.dtype not in native.KINDS or not x.flags.c_contiguous for x in others):
+        return None
+    return native.library
+
+
+def _bits(x: Tensor) -> NDArray[Any]:
+    """A view of a vector; bfloat16, which numpy does not know, as integers."""
+    return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()

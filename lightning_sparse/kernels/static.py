@@ -6,6 +6,7 @@ where each of them raises.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lightning_sparse.kernels import Span
+
+
+ROW = 1 << 12
+"""Elements that are summed in their own precision."""
 
 
 def top_k(x: Tensor, k: int) -> Tensor:
@@ -83,6 +88,41 @@ def unite(keys: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     levels = torch.zeros_like(ordered).scatter_reduce_(0, runs, ordered & 0xFFFFF, "amax")
     spare = torch.ones_like(ordered).scatter_reduce_(0, runs, ordered >> 20 & 1, "amin")
     return union, spare.bool(), levels, (union < padding).sum()
+
+
+def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Different coordinates, ascending, then padding, and the sums of their values in the order of the parts."""
+    union, count = distinct(torch.cat([indices for indices, _ in parts]), padding)
+    # One more slot: padding finds a place even where the union has none.
+    slots = torch.cat([union, union.new_full((1,), padding)])
+    totals = parts[0][1].new_zeros(slots.shape)
+    for indices, values in parts:
+        totals.index_add_(0, torch.searchsorted(slots, indices), values)
+    return union, totals[:-1], count
+
+
+def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
+    """Ascending coordinates of the k largest magnitudes among those of blocks."""
+    rounds = x.numel() // period
+    whole, rest = x[: rounds * period].view(rounds, period), x[rounds * period + first :][:block]
+    places = top_k(torch.cat([whole[:, first : first + block].reshape(-1), rest]), k)
+    # In the rest, places continue after the last complete round as they do from round to round.
+    return places // block * period + first + places % block
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation."""
+    return x.mean().double(), x.std().double()
+
+
+def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of magnitudes; rows are summed in x's precision, sums of rows in float64."""
+    whole = x.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), 1, dim=1)
+    total = rows.double().sum() + torch.linalg.vector_norm(x[whole:], 1).double()
+    low, high = torch.aminmax(x)
+    largest = torch.maximum(-low, high).double()
+    return torch.minimum(total / x.numel(), largest), largest  # also where the sum overflows
 
 
 def _inside(x: Tensor, span: Span) -> Tensor:

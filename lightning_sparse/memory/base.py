@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core import Context, Update
-from lightning_sparse.kernels import static_shapes
+from lightning_sparse.kernels import put_, static_shapes, take
 from lightning_sparse.registry import Registry
 
 HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 24
@@ -55,7 +55,7 @@ class Memory(ABC):
         Args:
             state: this group's state.
             grad: (numel,) or (numel + 1,), this rank's gradient. The average takes its place at the end of the step; a
-                memory may scale it before.
+                memory may overwrite it before.
             ctx: the step.
 
         Returns:
@@ -297,9 +297,9 @@ def take_out_(acc: Tensor, update: Update) -> None:
         else:
             acc[:-1].sub_(update.sent_values)
     elif update.sent_values is None:
-        acc.index_fill_(0, update.sent, 0)
+        put_(acc, update.sent, 0.0)
     else:
-        acc.index_copy_(0, update.sent, acc[update.sent] - update.sent_values)
+        put_(acc, update.sent, take(acc, update.sent) - update.sent_values)
 
 
 def give_back_(acc: Tensor, update: Update, rounding: Tensor) -> None:
@@ -308,5 +308,5 @@ def give_back_(acc: Tensor, update: Update, rounding: Tensor) -> None:
         acc[:-1].add_(rounding)
         return
     # Not index_add_: a repeated coordinate carries the same value and must count once.
-    acc.index_copy_(0, update.indices, acc[update.indices] + rounding)
+    put_(acc, update.indices, take(acc, update.indices) + rounding)
     acc[-1:].zero_()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_sparse.checks import check_share
 from lightning_sparse.core import Context
+from lightning_sparse.kernels import accumulate_
 from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState
 
 
@@ -49,6 +49,6 @@ class Residual(Feedback):
         """``acc = decay * residual + grad``."""
         residual, acc = state.residual
         numel = acc.numel() - 1
-        torch.add(grad[:numel], residual[:numel], alpha=self.decay, out=acc[:numel])
         acc[numel:].zero_()
+        accumulate_(acc[:numel], residual[:numel], grad[:numel], self.decay, ctx.candidates)
         return acc

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.collective import TorchCollective
-from lightning_sparse.core import GroupState
 from lightning_sparse.density import GroupDensity
 from lightning_sparse.plan import Group
 from lightning_sparse.reducer.agreement import Note, by_reason, name_ranks, reason
@@ -149,7 +148,7 @@ def load(draft: Callable[[], Draft], state: Mapping[str, Any], comm: TorchCollec
         raise ValueError(f"The state cannot be loaded, and no rank has loaded it: {trouble}")
     for group, known, fitting in zip(own.groups, own.learned, zip(*on_ranks, strict=True), strict=True):
         if known is not None and all(fitting):
-            group.state = GroupState(group.state.memory, known.selector, known.counts, known.union)
+            group.state = group.state._replace(selector=known.selector, counts=known.counts, union=known.union)
             group.density = known.density
         elif known is not None:
             others = [rank for rank, fit in enumerate(fitting) if not fit]

@@ -9,11 +9,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.candidates import Candidates
 from lightning_sparse.core import Selection
-from lightning_sparse.kernels import above, static_shapes, thin, top_k
+from lightning_sparse.kernels import above, reaching, static_shapes, thin, top_k
 
 CANDIDATES = 4
 """Device slots, in multiples of k, for what still passes when the search for a threshold ends."""
+
+
+MARGIN = 0.9
+"""The next step's trials are expected above this multiple of this step's lowest one."""
 
 
 class Bracket(NamedTuple):
@@ -33,14 +38,17 @@ class Survivors:
 
     Args:
         acc: (numel,) finite accumulator.
+        candidates: of the group.
     """
 
-    def __init__(self, acc: Tensor) -> None:
-        self.acc = acc
+    def __init__(self, acc: Tensor, candidates: Candidates | None = None) -> None:
+        self.acc, self.candidates = acc, candidates
         self.static = static_shapes(acc.device)
         self._bound = math.inf
-        self._indices = torch.empty(0, dtype=torch.int64, device=acc.device)
+        self._indices = torch.empty(0, dtype=torch.int32, device=acc.device)
         self._magnitudes = acc.abs() if self.static else acc[:0]
+        if candidates is not None and not self.static:
+            self._bound, self._indices, self._magnitudes = candidates.all(acc)
 
     def count(self, threshold: Tensor) -> Tensor:
         """() int64 number of coordinates that reach () ``threshold``, compared in the accumulator's precision."""
@@ -72,7 +80,7 @@ class Survivors:
         if self.static:
             return self._trim_static(bracket, k, min(most, self.acc.numel()), phase)
         if bracket.low == 0 < bracket.high:
-            return picked(self.acc, top_k(self.acc, k))
+            return picked(self.acc, top_k(self.acc, k, self.candidates))
         selection = self._reaching(bracket.low)
         if selection.count > most:
             return picked(self.acc, selection.indices[top_k(self.acc[selection.indices], k)])
@@ -80,14 +88,17 @@ class Survivors:
 
     def _reaching(self, threshold: Tensor) -> Selection:
         self._descend(threshold)
-        indices = self._indices[self._magnitudes >= threshold]
+        indices = self._indices[self._magnitudes >= threshold].long()
         return Selection(indices, torch.tensor(indices.numel(), device="cpu"), threshold)
 
     def _descend(self, threshold: Tensor) -> None:
-        if not self.static and threshold < self._bound:
+        if self.static:
+            return
+        if self.candidates is not None:
+            self.candidates.expect(MARGIN * float(threshold))
+        if threshold < self._bound:
             self._bound = float(threshold)
-            self._indices, _ = above(self.acc, threshold)
-            self._magnitudes = self.acc[self._indices].abs()
+            self._indices, self._magnitudes = reaching(self.acc, self._bound)
 
     def _trim_static(self, bracket: Bracket, k: int, most: int, phase: int) -> Selection:
         numel, magnitudes = self.acc.numel(), self._magnitudes

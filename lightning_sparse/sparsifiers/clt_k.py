@@ -50,5 +50,5 @@ class CLTk(Sparsifier):
         numel = acc.numel()
         k = count(ctx.density, numel)
         leads = ctx.rank == ctx.step % ctx.world_size
-        indices = top_k(acc, k) if leads else torch.full((k,), numel, device=acc.device)
+        indices = top_k(acc, k, ctx.candidates) if leads else torch.full((k,), numel, device=acc.device)
         return Selection(indices, torch.full((), k if leads else 0, device=acc.device), aligned=True), state

@@ -88,8 +88,8 @@ class DGC(Sparsifier):
         samples = min(numel, math.ceil(max(self.sample * numel, HITS[self.variant] * numel / k)))
         stride = (numel // samples - 1) | 1  # odd, so as not to keep to a few columns of a weight matrix
         if not published and (numel < self.exact_below or stride == 1):
-            return picked(acc, top_k(acc, k))._replace(aligned=True), state
-        survivors, start = Survivors(acc), _sampled_threshold(acc, stride, k, ctx.step)
+            return picked(acc, top_k(acc, k, ctx.candidates))._replace(aligned=True), state
+        survivors, start = Survivors(acc, ctx.candidates), _sampled_threshold(acc, stride, k, ctx.step)
 
         def lower(bracket: Bracket) -> Tensor:
             untried = torch.where(bracket.high.isinf(), start, LOWER * bracket.high)

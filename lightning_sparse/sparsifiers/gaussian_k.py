@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
+from lightning_sparse.kernels import moments
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.sparsifiers.bracket import Bracket, Survivors, everything, narrow, next_above
 from lightning_sparse.sparsifiers.estimation import check_variant
@@ -72,10 +73,11 @@ class GaussianK(Sparsifier):
         if k == numel:
             return everything(acc), state
         z = -NormalDist().inv_cdf(k / numel / 2)
-        mean, deviation = acc.mean().double(), acc.std().double()
-        survivors = Survivors(acc)
+        survivors = Survivors(acc, ctx.candidates)
         if self.variant == "published":
+            mean, deviation = acc.mean().double(), acc.std().double()
             return survivors.beyond(_published(survivors, mean + z * deviation, k), k, ctx.step), state
+        mean, deviation = moments(acc)
         # Squares may overflow where the values themselves do not.
         start = (mean.abs() + z * deviation).nan_to_num().clamp(max=torch.finfo(acc.dtype).max)
 

@@ -69,5 +69,6 @@ class HardThreshold(Sparsifier):
             magnitude = self.threshold if self.threshold is not None else 1 / (2 * math.sqrt(total))
             state = torch.full((), magnitude, dtype=torch.float64, device=acc.device)
         threshold = state * ctx.surplus
-        indices, picks = above(acc, threshold, capacity=min(acc.numel(), CAPACITY * k), phase=ctx.step)
+        room = min(acc.numel(), CAPACITY * k)
+        indices, picks = above(acc, threshold, capacity=room, phase=ctx.step, candidates=ctx.candidates)
         return Selection(indices, picks, threshold, aligned=static_shapes(acc.device)), state

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.candidates import Candidates
 from lightning_sparse.checks import check_integer
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
@@ -97,7 +98,8 @@ class OkTopK(Sparsifier):
         threshold = self._threshold(acc, state, k, ctx)
         # Zeros reach a threshold of zero, but there is nothing to send of them.
         applied = threshold.clamp(min=torch.finfo(acc.dtype).tiny)
-        indices, picks = above(acc, applied, capacity=min(numel, CAPACITY * k), phase=ctx.step)
+        room = min(numel, CAPACITY * k)
+        indices, picks = above(acc, applied, capacity=room, phase=ctx.step, candidates=ctx.candidates)
         few, many = 3 * picks < 2 * k, 4 * picks > 5 * k
         moved = torch.where(few, threshold / self.gain, torch.where(many, threshold * self.gain, threshold))
         good = (threshold > 0) & (2 * picks >= k) & (picks < 2 * k)
@@ -108,13 +110,13 @@ class OkTopK(Sparsifier):
         fits, followed = state.target == k, state.threshold * ctx.surplus
         due = ctx.step % self.interval == 0
         if due or (not static_shapes(acc.device) and not fits):
-            return _kth_magnitude(acc, k)
+            return _kth_magnitude(acc, k, ctx.candidates)
         if not static_shapes(acc.device):
             return followed
         sample = acc[:: -(-acc.numel() // SAMPLE)]
         return torch.where(fits, followed, _kth_magnitude(sample, max(1, k * sample.numel() // acc.numel())))
 
 
-def _kth_magnitude(x: Tensor, k: int) -> Tensor:
+def _kth_magnitude(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
     """() float64: the k-th largest magnitude."""
-    return x[top_k(x, k)].abs().amin().double()
+    return x[top_k(x, k, candidates)].abs().amin().double()

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
+from lightning_sparse.kernels import mean_and_maximum
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.sparsifiers.bracket import Bracket, Survivors, everything, narrow, next_above
 from lightning_sparse.sparsifiers.estimation import check_variant
 
 ROUNDS = 20
 """Trials of the corrected bisection at most. Four to eight are usual."""
-ROW = 1 << 12
-"""Magnitudes that are summed in the accumulator's precision; sums of rows are summed in float64."""
 
 
 @SPARSIFIERS.register
@@ -72,8 +71,8 @@ class RedSync(Sparsifier):
         k = count(ctx.density, acc.numel())
         if k == acc.numel():
             return everything(acc), state
-        mean, largest = _mean_and_maximum(acc)
-        survivors = Survivors(acc)
+        mean, largest = mean_and_maximum(acc)
+        survivors = Survivors(acc, ctx.candidates)
         if self.variant == "published":
             return survivors.beyond(_published(survivors, mean, largest, k), k, ctx.step), state
 
@@ -101,13 +100,3 @@ def _published(survivors: Survivors, mean: Tensor, largest: Tensor, k: int) -> T
         short = reached < k / 2
         left, right = torch.where(short, left, q), torch.where(short, q, right)
     return threshold
-
-
-def _mean_and_maximum(acc: Tensor) -> tuple[Tensor, Tensor]:
-    """() float64 each. A reduction in float64 would take several times longer on the CPU."""
-    whole = acc.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(acc[:whole].view(-1, ROW), 1, dim=1)
-    total = rows.double().sum() + torch.linalg.vector_norm(acc[whole:], 1).double()
-    low, high = torch.aminmax(acc)
-    largest = torch.maximum(-low, high).double()
-    return torch.minimum(total / acc.numel(), largest), largest  # also where the sum overflows

@@ -54,7 +54,7 @@ class SharedTopK(Sparsifier):
             picked = torch.arange(numel, device=acc.device)[turn::n]
             slots, total = -(-numel // n), numel
         elif share:
-            picked = top_k(acc, share)
+            picked = top_k(acc, share, ctx.candidates)
             slots, total = share, share * n
         else:
             picked = top_k(acc, 1)[: int(turn < k)]

@@ -92,7 +92,8 @@ class _SIDCo(Sparsifier):
             first_ratio=self.first_ratio,
             recount=self.variant == "corrected",
         )
-        indices, picks = above(acc, decided, capacity=min(numel, CAPACITY * k), phase=ctx.step)
+        room = min(numel, CAPACITY * k)
+        indices, picks = above(acc, decided, capacity=room, phase=ctx.step, candidates=ctx.candidates)
         quality = torch.where(nonzero > 0, picks / nonzero.clamp(1, k), 1.0).clamp(max=CAPACITY)
         return Selection(indices, picks, decided, aligned=aligned), self._adapt(state, stages, quality, most, numel / k)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sparse.checks import check_integer
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
-from lightning_sparse.kernels import top_k
+from lightning_sparse.kernels import top_k_of_blocks
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
 
 
@@ -61,16 +61,11 @@ class StripedTopK(Sparsifier):
         block = max(1, min(self.block, numel // (4 * n)))
         rounds, left = divmod(numel, n * block)
         stripe = (ctx.rank + ctx.step) % n
-        first, whole = stripe * block, rounds * n * block
-        own = acc[:whole].view(-1, n * block)[:, first : first + block].reshape(-1)
-        owned = torch.cat([own, acc[whole + first : whole + first + block]])
         shares = even_shares(k, [rounds * block + min(block, max(0, left - s * block)) for s in range(n)])
         share = shares[stripe]
         indices = torch.full((max(shares),), numel, device=acc.device)
         if share:
-            picked = top_k(owned, share)
-            # Within the rest, places continue after the last complete round as they do from round to round.
-            indices[:share] = picked // block * (n * block) + first + picked % block
+            indices[:share] = top_k_of_blocks(acc, share, stripe * block, block, n * block)
         picks = torch.full((), share, device=acc.device)
         return Selection(indices, picks, aligned=True, total=k), state
 

@@ -44,6 +44,6 @@ class TopK(Sparsifier):
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
         """The k largest; no state."""
-        indices = top_k(acc, count(ctx.density, acc.numel()))
+        indices = top_k(acc, count(ctx.density, acc.numel()), ctx.candidates)
         picks = torch.full((), indices.numel(), device=acc.device)
         return Selection(indices, picks, aligned=True), state

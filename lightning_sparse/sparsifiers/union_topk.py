@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.candidates import Candidates
 from lightning_sparse.checks import expect, is_number
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
@@ -121,7 +122,7 @@ class UnionTopK(Sparsifier):
             keys = _pick_static(acc, share, spare, room, turn, n)
         else:
             room = int((fill * k + n - 1) / n)
-            keys = _pick_host(acc, share, int(spare), turn, n)
+            keys = _pick_host(acc, share, int(spare), turn, n, ctx.candidates)
         keys = pad(keys, slots + room, 2 * numel)  # shares differ by one, and a stripe may have nothing else left
         indices = keys >> 1
         picks = (indices < numel).sum()
@@ -142,7 +143,7 @@ class UnionTopK(Sparsifier):
         return FillState(*(torch.where(known, new, old) for new, old in zip(moved, state, strict=True)))
 
 
-def _pick_host(acc: Tensor, share: int, spare: int, turn: int, n: int) -> Tensor:
+def _pick_host(acc: Tensor, share: int, spare: int, turn: int, n: int, collected: Candidates | None = None) -> Tensor:
     """``2 j`` for the ``share`` largest j, ``2 j + 1`` for ``spare`` others of the stripe; ascending.
 
     One pass over the group finds the candidates for both: among the largest, stripes have about equal parts.
@@ -150,7 +151,7 @@ def _pick_host(acc: Tensor, share: int, spare: int, turn: int, n: int) -> Tensor
     numel, expected = acc.numel(), share + n * spare
     if not expected:
         return torch.empty(0, dtype=torch.int64, device=acc.device)
-    candidates = top_k(acc, min(numel, expected + math.ceil(4 * math.sqrt(expected))))
+    candidates = top_k(acc, min(numel, expected + math.ceil(4 * math.sqrt(expected))), collected)
     first = torch.zeros_like(candidates, dtype=torch.bool)
     if share:
         first[top_k(acc[candidates], share)] = True

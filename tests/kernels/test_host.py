@@ -136,19 +136,34 @@ def test_distinct_is_numpys_unique_without_padding(numbers: list[int], padding: 
 
 @pytest.mark.parametrize("static", [False, True])
 @settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sets(st.integers(0, 1000), min_size=1, max_size=60), st.data())
-def test_locate_finds_each_value_in_an_ascending_tensor(
-    static: bool, monkeypatch: pytest.MonkeyPatch, numbers: set[int], data: st.DataObject
+@given(st.lists(st.sets(st.integers(0, 20), max_size=12), min_size=1, max_size=12), st.integers(0, 99))
+def test_sparse_vectors_are_added_up_one_after_another(
+    static: bool, monkeypatch: pytest.MonkeyPatch, places: list[set[int]], seed: int
 ) -> None:
     monkeypatch.setattr(kernels, "static_shapes", lambda device: static)
-    ordered = sorted(numbers)
-    wanted = sorted(data.draw(st.sets(st.sampled_from(ordered))))
-    found = kernels.locate(torch.tensor(ordered), torch.tensor(wanted, dtype=torch.int64))
-    assert found.dtype == torch.int64
-    assert found.tolist() == [ordered.index(value) for value in wanted]
-    # Padding at the end, as `distinct` leaves it: all of it is sent to its first slot.
-    padded = kernels.locate(torch.tensor([*ordered, 2000, 2000]), torch.tensor([*wanted, 2000, 2000, 2000]))
-    assert padded.tolist() == [*found.tolist(), *[len(ordered)] * 3]
+    padding, generator = 21, np.random.default_rng(seed)
+    expected = np.zeros(padding, dtype=np.float32)
+    parts = []
+    for part in places:
+        indices = np.sort(np.array([*part], dtype=np.int64))
+        # Rounding makes every other order visible; zeros of both signs.
+        values = (generator.normal(size=indices.size) * 10.0 ** generator.integers(-3, 4, indices.size)).astype("f4")
+        values[generator.random(indices.size) < 0.2] = -0.0
+        for j, value in zip(indices, values, strict=True):
+            expected[j] += value
+        slots = padding - len(part)
+        parts.append(
+            (
+                torch.from_numpy(np.concatenate([indices, np.full(slots, padding)])),
+                torch.from_numpy(np.concatenate([values, np.zeros(slots, dtype=np.float32)])),
+            )
+        )
+    union, totals, count = kernels.add_up(parts, padding)
+    named = sorted(set().union(*places))
+    assert union[: int(count)].tolist() == named
+    assert totals[: int(count)].numpy().tobytes() == expected[named].tobytes()
+    assert len(union) == (padding * len(parts) if static else len(named))
+    assert bool((union[int(count) :] == padding).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -79,7 +79,9 @@ def test_a_device_keeps_the_band_and_what_is_largest(kind: str, density: float, 
         assert len(set(picked)) == len(picked)
         if kind in SMOOTH and (kind != "half zeros" or density < 0.9):
             assert picked == picks(exact)
-            assert float(selection.threshold) == float(exact.threshold)
+            assert float(selection.threshold) == pytest.approx(
+                float(exact.threshold), rel=1e-6
+            )  # sums are formed in another order
         elif kind in ("single", "few"):  # zeros fill the band, but not in the place of what is larger
             wanted = np.argsort(-np.abs(acc), kind="stable")[: min(k, np.count_nonzero(acc)) * 2 // 3]
             assert set(wanted.tolist()) <= set(picked)

@@ -1,0 +1,26 @@
+"""The build hook: compiles the kernels of the CPU into the wheel, where there is a compiler."""
+
+import sysconfig
+from pathlib import Path
+from runpy import run_path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+KERNELS = "lightning_sparse/kernels"
+
+
+class KernelsBuildHook(BuildHookInterface):  # type: ignore[type-arg]  # whatever the builder's settings are
+    """Compiles host.c; without a compiler, the wheel is one of Python alone."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Called before a wheel, or an editable install, which then finds the library beside the source."""
+        library = run_path(str(Path(self.root) / KERNELS / "library.py"))
+        trouble = library["build"]()
+        if trouble:
+            self.app.display_warning(f"Without compiled kernels, numpy does their work: {trouble}")
+            return
+        build_data["artifacts"].append(f"/{KERNELS}/{library['LIBRARY'].name}")
+        build_data["pure_python"] = False
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{platform}"

@@ -1,0 +1,94 @@
+"""What a step leaves for the next one, so that selecting costs no pass of its own over the group."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Candidates:
+    """The coordinates of a group's accumulator that will probably be picked, found while it is formed (CPU).
+
+    A group keeps one of these from step to step. What selects leaves a bound here that the picks of the next step will
+    probably reach (:meth:`expect`); the pass that forms the next accumulator collects what reaches it (:meth:`note`);
+    and what selects there begins with these (:meth:`reaching`). A wrong bound costs one more pass and never changes a
+    result. So this is no part of the state that counts, and steps write to it as they like.
+
+    What was noted holds for one vector with the content that it had then: any later operation of torch that writes to
+    it ends that.
+    """
+
+    ROOM = 8
+    """Candidates are given up where more than this part of the group reaches the bound."""
+
+    def __init__(self) -> None:
+        self.bound = math.inf
+        """Magnitude from which on the next pass collects."""
+        self._expected = math.inf
+        self._vector: Any = None
+        self._cleared: Any = None
+        self._finite = True
+        self._reached = math.inf
+        self._found: tuple[NDArray[np.int32], NDArray[np.floating]] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        """All are equal: none holds anything that counts."""
+        return isinstance(other, Candidates)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def note(
+        self,
+        x: Tensor,
+        grad: Tensor,
+        found: tuple[NDArray[np.int32], NDArray[np.floating]] | None,
+        finite: bool,
+    ) -> None:
+        """Keep what a pass has found with :attr:`bound`.
+
+        Args:
+            x: (numel,) the vector that it has formed.
+            grad: what it has set to zero.
+            found: ascending coordinates and their magnitudes; None: too many.
+            finite: whether all of x is.
+        """
+        self._vector, self._cleared = _state_of(x), _state_of(grad)
+        self._found, self._finite, self._reached, self._expected = found, finite, self.bound, math.inf
+
+    def expect(self, bound: float) -> None:
+        """Let the next pass collect from this magnitude on; of several bounds in a step, from the lowest."""
+        if self._finite:  # else the vector was emptied, and what is selected tells nothing about the next step
+            self._expected = min(self._expected, bound)
+            self.bound = self._expected
+
+    def reaching(self, x: Tensor, bound: float) -> tuple[NDArray[np.int32], NDArray[np.floating]] | None:
+        """Ascending coordinates of x and their magnitudes, with all that reach a bound among them; None: unknown."""
+        return self._found if bound >= self._reached and self._holds_for(x) else None
+
+    def all(self, x: Tensor) -> tuple[float, Tensor, Tensor]:
+        """A bound, the ascending coordinates of x that reach it (int32), and their magnitudes; infinite if unknown."""
+        if self._found is None or not self._holds_for(x):
+            return math.inf, torch.empty(0, dtype=torch.int32, device="cpu"), x[:0]
+        indices, magnitudes = self._found
+        return self._reached, torch.from_numpy(indices), torch.from_numpy(magnitudes)
+
+    def all_finite(self, x: Tensor) -> bool | None:
+        """Whether all of x is finite; None: unknown."""
+        return self._finite if self._holds_for(x) else None
+
+    def cleared(self, grad: Tensor) -> bool:
+        """Whether the pass has set this vector to zero, and nobody has written to it since."""
+        return self._cleared is not None and self._cleared == _state_of(grad)
+
+    def _holds_for(self, x: Tensor) -> bool:
+        return self._vector is not None and self._vector == _state_of(x)
+
+
+def _state_of(x: Tensor) -> tuple[int, int, int] | None:
+    """Where a vector lies, and how often torch has written to it; None where torch does not count that."""
+    return None if x.is_inference() else (x.data_ptr(), x.numel(), x._version)

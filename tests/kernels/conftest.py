@@ -1,0 +1,2 @@
+from tests.kernels.compiled import built as built
+from tests.kernels.compiled import kernel as kernel

@@ -1,0 +1,63 @@
+"""Building the compiled kernels, and choosing whether they are used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse.kernels import library
+
+ROOT = Path(library.__file__).parents[2]
+
+
+def test_without_a_compiler_there_is_a_reason_instead_of_a_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "libhost.so"
+    old.write_text("of another version")
+    monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
+    assert "no-compiler" in (library.build(old) or "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiler_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho out of order >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert library.build(tmp_path / "libhost.so") == "out of order"
+
+
+def test_a_library_of_another_source_is_not_used(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = tmp_path / "host.c"
+    changed.write_text(library.SOURCE.read_text() + "// another one\n")
+    monkeypatch.setattr(library, "SOURCE", changed)
+    monkeypatch.setattr(library, "LIBRARY", built)
+    with pytest.raises(OSError, match=r"built from another host\.c"):
+        library.load(built)
+    monkeypatch.delenv(library.SETTING, raising=False)
+    monkeypatch.setattr(library, "load", lambda: (_ for _ in ()).throw(OSError("too old")))
+    assert library.choose() == (None, "numpy: too old")
+
+
+def test_the_setting_decides(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "load", lambda: ("the library", "AVX2"))
+    for setting, expected in [("numpy", None), ("compiled", "the library"), ("", "the library")]:
+        monkeypatch.setenv(library.SETTING, setting)
+        assert library.choose()[0] == expected
+    monkeypatch.setenv(library.SETTING, "c")
+    with pytest.raises(ValueError, match="'numpy' or 'compiled', or not to be set, but got 'c'"):
+        library.choose()
+
+
+@pytest.mark.parametrize("setting", ["numpy", "compiled"])
+def test_the_command_says_what_is_used(setting: str, tmp_path: Path) -> None:
+    environment = os.environ | {library.SETTING: setting, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", "import lightning_sparse_cli as cli; cli.main(['--version'])"]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    expected = "numpy, as LIGHTNING_SPARSE_KERNELS says" if setting == "numpy" else "compiled"
+    assert f"kernels on CPUs: {expected}" in shown or (setting == "compiled" and "asks for the compiled" in shown)
