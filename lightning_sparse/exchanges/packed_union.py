@@ -12,7 +12,7 @@ from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, reduce_at, same_length
 from lightning_sparse.exchanges.reduce_union import union_of
-from lightning_sparse.kernels import locate, pad, static_shapes
+from lightning_sparse.kernels import expand, locate, pad, static_shapes, take
 from lightning_sparse.messages import AllGather, AllReduce, Steps
 
 BLOCK = 1 << 16
@@ -83,7 +83,7 @@ class PackedUnion(Exchange):
             mean, second = yield from reduce_at(acc, indices, ctx)
             return Update(indices, mean, indices, None, picks.counts, union.size, named, second)
         unit = _step_of(_raised(union.levels, lowest, lanes.most), acc.dtype)
-        whole = (acc[indices] / unit).round().clamp(-lanes.most, lanes.most).nan_to_num(nan=0.0)
+        whole = (take(acc, indices) / unit).round().clamp(-lanes.most, lanes.most).nan_to_num(nan=0.0)
         if ctx.second is None:
             total, second = unpack((yield AllReduce(pack(whole.int()))), indices.numel()), None
         else:
@@ -160,7 +160,7 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     padding = acc.numel() - 1
     selection, _ = yield from same_length(selection, None, padding)
     indices, slots = selection.indices, selection.indices.numel()
-    magnitudes = acc[indices].abs()
+    magnitudes = take(acc, indices).abs()
     largest = magnitudes.max() if slots else acc.new_zeros(())
     classes = _classes(magnitudes, largest)
     if selection.spare is not None:
@@ -177,7 +177,7 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     after = end + parts[2].numel()
     counts, tops, told = rows[:, 0].long(), rows[:, 1:2].long(), _unpack_nibbles(rows[:, end:after], slots)
     trouble = tops.max() == TROUBLE
-    levels = (tops - told % CLASSES * CLASS_BITS).clamp(min=SILENT)
+    levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)
     within = torch.arange(slots, device=acc.device) < counts[:, None]
     lowest = torch.cat([tops, torch.where(within, levels, tops)], dim=1).amin(1).max()
     places = _lengthen(rows[:, 2:end], slots, blocks, padding) if short else rows[:, 2:end].long()
@@ -202,6 +202,8 @@ def _shorten(indices: Tensor, blocks: int) -> Tensor:
 
 def _lengthen(words: Tensor, slots: int, blocks: int, padding: int) -> Tensor:
     """Undo :func:`_shorten` for (..., words) of one or more ranks; slots without a pick come back as padding."""
+    if not static_shapes(words.device):
+        return expand(words, slots, blocks, padding)
     ends, offsets = words[..., :blocks].long(), unpack(words[..., blocks:], slots).long() % BLOCK
     places = torch.arange(slots, device=words.device).expand(*words.shape[:-1], slots)
     passed = torch.searchsorted(ends.contiguous(), places.contiguous(), right=True)

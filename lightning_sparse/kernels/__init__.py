@@ -82,6 +82,29 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
     return host.top_k(x, k, candidates)
 
 
+def top_k_and_stripe(
+    x: Tensor, share: int, spare: int, turn: int, n: int, candidates: Candidates | None = None
+) -> Tensor:
+    """The largest of all, and the largest others of a stripe. On the CPU only.
+
+    Args:
+        x: (numel,) finite values.
+        share: how many of all, from 0 to numel.
+        spare: how many of the coordinates j with ``j mod n == turn``; fewer where there are no more others.
+        turn: which stripe.
+        n: number of stripes.
+        candidates: of the group, where x is its accumulator: they may save a pass.
+
+    Returns:
+        ``2 j`` for the largest j, ``2 j + 1`` for those of the stripe, ascending; int64.
+
+    Example:
+        >>> top_k_and_stripe(torch.tensor([1.0, -9, 3, 2, 8, 4]), 2, 1, turn=0, n=2)
+        tensor([2, 5, 8])
+    """
+    return host.top_k_and_stripe(x, share, spare, turn, n, candidates)
+
+
 def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
     """As :func:`top_k`, of the coordinates j with ``first <= j mod period < first + block``.
 
@@ -298,6 +321,31 @@ def all_finite(x: Tensor, candidates: Candidates | None = None) -> Tensor:
         return torch.full((), known, device=x.device)
     low, high = torch.aminmax(x)
     return torch.isfinite(low) & torch.isfinite(high)
+
+
+def locate(ordered: Tensor, values: Tensor) -> Tensor:
+    """int64 positions of ascending values in an ascending tensor that holds each of them; the first of equal ones."""
+    return torch.searchsorted(ordered, values) if static_shapes(ordered.device) else host.locate(ordered, values)
+
+
+def expand(words: Tensor, slots: int, blocks: int, padding: int) -> Tensor:
+    """Coordinates from 16-bit offsets in blocks of 65 536. On the CPU only.
+
+    Args:
+        words: (..., blocks + (slots + 1) // 2) int32: the slot at which each block ends, ascending; then offsets, two
+            in each word, of which the first may have borrowed from the second.
+        slots: number of offsets.
+        blocks: number of blocks.
+        padding: what slots behind the last block hold, and what coordinates are limited to.
+
+    Returns:
+        (..., slots) int64.
+
+    Example:
+        >>> expand(torch.tensor([1, 2, 7 + (3 << 16)], dtype=torch.int32), slots=2, blocks=2, padding=100_000)
+        tensor([    7, 65539])
+    """
+    return host.expand(words, slots, blocks, padding)
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:

@@ -113,6 +113,39 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
     return torch.from_numpy(_top_k(x.numpy(), k, x, candidates)[0])
 
 
+def top_k_and_stripe(
+    x: Tensor, share: int, spare: int, turn: int, n: int, candidates: Candidates | None = None
+) -> Tensor:
+    """``2 j`` for the ``share`` largest j, ``2 j + 1`` for ``spare`` others of the stripe; ascending.
+
+    One pass over the group finds what both are chosen from: among the largest, stripes have about equal parts.
+    """
+    values, expected = x.numpy(), share + n * spare
+    if not expected:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    enough = min(values.size, expected + math.ceil(4 * math.sqrt(expected)))
+    indices, magnitudes = _top_k(values, enough, x, candidates)
+    first = np.zeros(enough, dtype=bool)
+    if share:
+        first[_best(magnitudes, share, share)[0]] = True
+    inside = indices % n == turn
+    own = np.flatnonzero(inside & ~first)
+    if own.size < spare and enough < values.size:
+        chosen, mine = indices[first], indices[first & inside]
+        stripe = np.ascontiguousarray(values[turn::n])
+        others = _top_k(stripe, min(stripe.size, spare + mine.size))[0] * n + turn
+        others = others[~np.isin(others, mine, assume_unique=True)]
+        if others.size > spare:
+            others = others[_best(np.abs(values[others]), spare, spare)[0]] if spare else others[:0]
+        return torch.from_numpy(np.sort(np.concatenate([2 * chosen, 2 * others + 1])))
+    if own.size > spare:
+        own = own[_best(magnitudes[own], spare, spare)[0]] if spare else own[:0]
+    indices <<= 1
+    indices[own] |= 1
+    first[own] = True
+    return torch.from_numpy(indices[first])
+
+
 def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
     """As :func:`top_k`, of the coordinates j with ``first <= j mod period < first + block``, of which there are k."""
     values = x.numpy()
@@ -135,10 +168,7 @@ def largest(x: Tensor, k: int, first: int, last: int) -> tuple[Tensor, Tensor]:
     """Coordinates and magnitudes of the k largest in [first, last), largest first, lower coordinate first."""
     values = x.numpy()[first:last]
     k = min(k, last - first)
-    if k == last - first:
-        picked, magnitudes = np.arange(k), np.abs(values)
-    else:
-        picked, magnitudes = _top_k(values, k)
+    picked, magnitudes = _top_k(values, k)
     order = _descending(magnitudes)
     return torch.from_numpy(picked[order] + first), torch.from_numpy(magnitudes[order])
 
@@ -254,6 +284,28 @@ def unite(keys: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return union, torch.from_numpy(spare), torch.from_numpy(levels), torch.tensor(starts.size, device="cpu")
 
 
+def expand(words: Tensor, slots: int, blocks: int, padding: int) -> Tensor:
+    """Coordinates from 16-bit offsets: each block's first coordinate, as often as it has offsets, and these."""
+    rows = np.ascontiguousarray(words.numpy().reshape(-1, words.shape[-1]))
+    made = np.empty((len(rows), slots), dtype=np.int64)
+    firsts = np.arange(blocks + 1) << 16
+    for row, places in zip(rows, made, strict=True):
+        low, high = row[blocks:] & 0xFFFF, row[blocks:] >> 16 & 0xFFFF
+        high += low >> 15  # what the first of the two had borrowed, where it is negative as a 16-bit integer
+        high &= 0xFFFF
+        counts = np.diff(row[:blocks], prepend=0, append=slots)
+        places[:] = np.repeat(firsts, counts)
+        places[0::2] += low[: (slots + 1) // 2]
+        places[1::2] += high[: slots // 2]
+    np.minimum(made, padding, out=made)
+    return torch.from_numpy(made.reshape(*words.shape[:-1], slots))
+
+
+def locate(ordered: Tensor, values: Tensor) -> Tensor:
+    """Positions of ascending values in an ascending tensor that holds them."""
+    return torch.from_numpy(np.searchsorted(ordered.numpy(), values.numpy()))
+
+
 def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor]:
     """Ascending different coordinates below ``padding``, and the sums of their values in the order of the parts.
 
@@ -334,6 +386,8 @@ def _top_k(
     From few that reach a lower bound, the exact k-th magnitude is taken. The bound is that of what was collected
     beforehand, else one from a sample, else zero.
     """
+    if k == values.size:
+        return np.arange(k), np.abs(values)
     known = None if candidates is None or x is None else candidates.reaching(x, math.inf)
     if known is None or known[0].size < k:
         stride = max(1, min(97, values.size // 4096))

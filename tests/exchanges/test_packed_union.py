@@ -15,6 +15,7 @@ import lightning_sparse as ls
 from lightning_sparse.core import Context, Selection
 from lightning_sparse.exchanges.packed_union import _lengthen, _shorten, pack, unpack
 from tests.lockstep import Outcome, Ranks
+from tests.static_path import static_path
 
 LANE = 32767
 
@@ -42,7 +43,12 @@ def test_coordinates_survive_the_short_form_with_and_without_padding(
     blocks = -(-numel // 65_536)
     words = _shorten(indices, blocks)
     assert words.numel() == blocks + (picks + missing + 1) // 2
-    assert _lengthen(words, picks + missing, blocks, numel)[:picks].tolist() == chosen.tolist()
+    found = _lengthen(words, picks + missing, blocks, numel)
+    assert found[:picks].tolist() == chosen.tolist()
+    with static_path():
+        everywhere = _lengthen(torch.stack([words, words]), picks + missing, blocks, numel)
+    assert found.dtype == everywhere.dtype
+    assert everywhere.tolist() == [found.tolist()] * 2
 
 
 def packed(rows: torch.Tensor, density: float, sparsifier: ls.Sparsifier | None = None, steps: int = 1) -> list:

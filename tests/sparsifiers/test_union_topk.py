@@ -9,10 +9,15 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import lightning_sparse as ls
+from lightning_sparse.core import Context
 from lightning_sparse.density import count
 from tests.covering import covering
+from lightning_sparse.sparsifiers.union_topk import WINDOW, FillState
+from tests.static_path import static_path
 
 
 def alike(steps: int, n: int, numel: int, agreement: float, seed: int = 0) -> torch.Tensor:
@@ -179,3 +184,19 @@ def test_a_bound_below_1_is_refused(max_factor: float) -> None:
 def test_the_largest_bound_there_is_works() -> None:
     *_, trace = ls.simulate(torch.ones(20, 2, 50), sparsifier=ls.UnionTopK(max_factor=1e308), density=0.8)
     assert len(trace.indices) == 40
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_numbers_follow_the_need_as_tensors_do(data: st.DataObject) -> None:
+    share = st.floats(0, 1)
+    wanted = data.draw(st.integers(1, 500))
+    parts = [data.draw(share), wanted, data.draw(share), data.draw(share), data.draw(st.integers(0, WINDOW))]
+    state = FillState(*torch.tensor(parts, dtype=torch.float64).unbind())
+    union, method = data.draw(st.integers(-1, 1000)), ls.UnionTopK(max_factor=data.draw(st.sampled_from([1, 1.3, 2])))
+    ctx = Context(3, 0.01, 0, 4, union=torch.tensor(union))
+    k = data.draw(st.integers(1, 500))
+    ours = method._follow(state, ctx, k)
+    with static_path():
+        tensors = method._follow(state, ctx, k)
+    assert [(x.dtype, x.shape, float(x)) for x in ours] == [(x.dtype, x.shape, float(x)) for x in tensors]
