@@ -23,7 +23,7 @@ class StripedTopK(Sparsifier):
     The group is cut into blocks of ``block`` coordinates; block b belongs to rank ``(b - t) mod n`` in step t. Rank i
     picks the k/n coordinates of largest magnitude among its own blocks (one more for ``k mod n`` of the ranks, in
     turns). As every rank owns a bit of every layer, loads are even by construction; selection looks at numel/n
-    coordinates only, the cheapest there is. The density error is 0 and f(t) is 1 up to the remainder.
+    coordinates only. The density error is 0 and f(t) is 1 up to the remainder.
 
     Blocks are shorter than asked for where the group has fewer than four for each rank. A rank that owns less than its
     share picks all it owns, and the others share out what is missing.

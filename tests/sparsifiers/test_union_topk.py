@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import lightning_sparse as ls
 from lightning_sparse.core import Context
 from lightning_sparse.density import count
-from tests.covering import covering
 from lightning_sparse.sparsifiers.union_topk import WINDOW, FillState
+from tests.covering import covering
 from tests.static_path import static_path
 
 
