@@ -306,6 +306,7 @@ def locate(ordered: Tensor, values: Tensor) -> Tensor:
     return torch.from_numpy(np.searchsorted(ordered.numpy(), values.numpy()))
 
 
+@np.errstate(over="ignore", invalid="ignore", under="ignore")
 def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor]:
     """Ascending different coordinates below ``padding``, and the sums of their values in the order of the parts.
 
