@@ -69,7 +69,7 @@ def test_in_exchanges(exchange: str) -> None:
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=repr)
 def test_in_memories(memory: ls.Memory) -> None:
-    unchanged(lambda: steps(ls.TopK(), "gather_pairs", memory))
+    unchanged(lambda: steps(ls.TopK(), "reduce_union" if memory.needs_second else "gather_pairs", memory))
 
 
 def model() -> nn.Module:

@@ -222,6 +222,7 @@ def test_the_fields_of_a_trace_are_stable() -> None:
         "indices",
         "threshold",
         "update",
+        "divisor",
         "residual_norm",
         "quantities",
         "bytes_sent",

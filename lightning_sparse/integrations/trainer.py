@@ -36,6 +36,24 @@ SECOND_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_ave
 """What Lightning's ``DDPStrategy`` takes for a communication hook of the user's."""
 
 
+class ClipBeforeTheExchange:
+    """Stands for ``clip_gradients`` of a precision plugin, in which all ends that asks Lightning to clip.
+
+    Args:
+        strategy: whose plugin it is.
+    """
+
+    def __init__(self, strategy: SparseDDPMixin) -> None:
+        self._strategy = strategy
+
+    def __call__(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """As in Lightning, unless this step's gradients were clipped before they were exchanged."""
+        algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+        if not self._strategy._clips_locally(getattr(optimizer, "optimizer", optimizer), clip_val, algorithm):
+            plugin: Any = self._strategy.precision_plugin
+            type(plugin).clip_gradients(plugin, optimizer, clip_val, gradient_clip_algorithm)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments(StrategyArguments):  # type: ignore[misc]  # see StrategyConfig
     """What the strategies for the Trainer take."""
@@ -135,20 +153,8 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._clip_before_the_exchange()
 
     def _clip_before_the_exchange(self) -> None:
-        """Clip each rank's gradients, and not their averages, where the engine takes Adam's steps.
-
-        Whatever asks Lightning to clip ends in this method of the precision plugin.
-        """
-        plugin: Any = self.precision_plugin
-        clip = type(plugin).clip_gradients.__get__(plugin)
-
-        def clip_gradients(optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-            algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
-            inner = getattr(optimizer, "optimizer", optimizer)
-            if not self._clips_locally(inner, clip_val, algorithm):
-                clip(optimizer, clip_val, gradient_clip_algorithm)
-
-        plugin.clip_gradients = clip_gradients
+        """Clip each rank's gradients, and not their averages, where the engine takes Adam's steps."""
+        vars(self.precision_plugin)["clip_gradients"] = ClipBeforeTheExchange(self)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """As in Lightning; a void step is left out where no loss scaler does so.

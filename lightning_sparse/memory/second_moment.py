@@ -77,12 +77,12 @@ class SecondMoment(Feedback):
     Example:
         >>> import lightning_sparse as ls
         >>> import torch
-        >>> stream = torch.tensor([[[5.0, 0.1]], [[-5.0, 0.1]], [[5.0, 0.1]], [[-5.0, 0.1]]])   # one rank, k = 1
+        >>> stream = torch.tensor([[[5.0, 0.1]], [[-5.0, 0.1]]]).repeat(4, 1, 1)              # one rank, k = 1
         >>> for memory in (ls.Residual(), ls.SecondMoment()):
-        ...     print([[round(x, 1) for x in s.update.tolist()]
-        ...            for s in ls.simulate(stream, sparsifier="topk", density=0.5, memory=memory)])
-        [[5.0, 0.0], [-5.0, 0.0], [5.0, 0.0], [-5.0, 0.0]]
-        [[5.0, 0.0], [-5.0, 0.0], [0.0, 0.3], [0.0, 0.0]]
+        ...     steps = ls.simulate(stream, sparsifier="shared_topk", density=0.5, memory=memory)
+        ...     print([int(step.indices) for step in steps])
+        [0, 0, 0, 0, 0, 0, 0, 0]
+        [0, 0, 0, 0, 0, 0, 0, 1]
 
     References:
         Ours. Kingma, Ba, Adam, ICLR 2015, arXiv 1412.6980, algorithm 1; Loshchilov, Hutter, Decoupled weight decay

@@ -86,16 +86,15 @@ class AdamSteps:
         keep = 1 - group["lr"] * group["weight_decay"]
         # As a GradScaler hands them over to fused optimizers: gradients are still scaled, and the step may be none.
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        if scale is None and skip is None and grad.dtype == divisor.dtype == parameter.dtype:
-            parameter.mul_(keep)
-            if isinstance(rate, Tensor):
-                parameter.sub_(grad / divisor * rate)
-            else:
-                parameter.addcdiv_(grad, divisor, value=-rate)
-            return
-        step = grad / divisor * rate
-        stepped = parameter * keep - (step if scale is None else step / scale)
-        parameter.copy_(stepped if skip is None else torch.where(skip > 0, parameter, stepped))
+        if scale is not None:
+            grad = grad / scale
+        if isinstance(rate, Tensor) or not grad.dtype == divisor.dtype == parameter.dtype:
+            stepped = parameter * keep - grad / divisor * rate
+        else:
+            stepped = parameter * keep if skip is not None else parameter.mul_(keep)
+            stepped.addcdiv_(grad, divisor, value=-rate)
+        if stepped is not parameter:
+            parameter.copy_(stepped if skip is None else torch.where(skip > 0, parameter, stepped))
 
     def _served(self, group: Mapping[str, Any]) -> Iterator[tuple[Parameter, Tensor]]:
         for parameter in group["params"]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from tests.contract.cases import MEMORIES, PAIR_NAMES, PAIRS, Case
+from tests.contract.cases import MEMORIES, PAIR_NAMES, PAIRS, Case, fit
 from tests.gpu.checks import Check, Clock, Numbers, require, sweep
 from tests.static_path import static_path
 
@@ -60,7 +60,7 @@ def compare(
     jobs = {
         name: partial(one, device, case.sparsifier, exchange, memory, gradients)
         for name, (case, exchange) in pairs
-        if case.serves(n, NUMEL, DENSITY)
+        if case.serves(n, NUMEL, DENSITY) and fit(memory, exchange)
     }
     same = sweep(jobs, clock)
     return {"pairs": len(same), "bit for bit": sum(same)}

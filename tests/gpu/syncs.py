@@ -14,7 +14,7 @@ import lightning_sparse as ls
 from lightning_sparse.collective import drive
 from lightning_sparse.core import Context
 from lightning_sparse.pipeline import init_group, reduce_group
-from tests.contract.cases import MEMORIES, PAIR_NAMES, PAIRS, Case
+from tests.contract.cases import MEMORIES, PAIR_NAMES, PAIRS, Case, fit
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, sweep
 from tests.mirror import Mirror
 
@@ -53,7 +53,11 @@ def look(
     memory: ls.Memory,
     dtype: torch.dtype,
 ) -> Numbers:
-    jobs = {name: partial(steps, device, case.sparsifier, exchange, memory, dtype) for name, (case, exchange) in pairs}
+    jobs = {
+        name: partial(steps, device, case.sparsifier, exchange, memory, dtype)
+        for name, (case, exchange) in pairs
+        if fit(memory, exchange)
+    }
     return {"pairs": len(sweep(jobs, clock))}
 
 

@@ -23,7 +23,7 @@ import lightning_sparse as ls
 from lightning_sparse.collective import drive
 from lightning_sparse.core import Context
 from lightning_sparse.pipeline import init_group, reduce_group
-from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
+from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case, fit
 from tests.covering import covering
 from tests.mirror import Mirror
 
@@ -120,7 +120,10 @@ def test_a_step_on_a_device_never_waits(
 )
 def test_a_step_with_any_memory_never_waits(name: str, memory: ls.Memory, density: float, dtype: torch.dtype) -> None:
     [case] = [case for case in CASES if case.name == name]
-    steps(case, case.sparsifier.exchange, memory, dtype=dtype, density=density)
+    exchange = case.sparsifier.exchange
+    if not fit(memory, exchange):
+        pytest.skip("the exchange carries no second moments")
+    steps(case, exchange, memory, dtype=dtype, density=density)
 
 
 def on_device(*shape: int) -> Tensor:

@@ -112,7 +112,8 @@ def test_what_a_residual_costs_beside_model_gradients_and_optimizer(
     assert sparse.attached == pytest.approx(sparse.told[0], rel=0.02)
     # A third one, of the gradients' dtype, where a group lies in several of DDP's buckets.
     copies = size if grouping == "model" else 0
-    assert sparse.held - plain.held == pytest.approx(8 + copies, abs=0.3)
+    # And an eighth of the coordinates with their magnitudes at most, which will probably be picked.
+    assert -0.3 <= sparse.held - plain.held - (8 + copies) <= 1 + 0.3
     assert sparse.told[1] == pytest.approx(8 + copies, abs=0.3)
     # Within a step: a float32 copy of 16-bit gradients of one group at a time, one of a rank's own half of the
     # coordinates, selected coordinates, and messages.

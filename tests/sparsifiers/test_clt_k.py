@@ -37,7 +37,7 @@ def test_every_step_is_that_of_a_transcription(n: int, dtype: type) -> None:
 def test_only_the_leader_searches_its_accumulator(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = []
     module = __import__("lightning_sparse.sparsifiers.clt_k", fromlist=["top_k"])
-    monkeypatch.setattr(module, "top_k", lambda x, k: searched.append(k) or torch.arange(k))
+    monkeypatch.setattr(module, "top_k", lambda x, k, candidates: searched.append(k) or torch.arange(k))
     for step in range(6):
         searched.clear()
         selections = [ls.CLTk().select(torch.ones(50), None, Context(step, 0.1, rank, 3))[0] for rank in range(3)]
