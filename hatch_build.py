@@ -1,11 +1,11 @@
 """The build hook: compiles the kernels of the CPU into the wheel, where there is a compiler."""
 
-import sysconfig
 from pathlib import Path
 from runpy import run_path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from packaging.tags import sys_tags
 
 KERNELS = "lightning_sparse/kernels"
 
@@ -22,5 +22,7 @@ class KernelsBuildHook(BuildHookInterface):  # type: ignore[type-arg]  # whateve
             return
         build_data["artifacts"].append(f"/{KERNELS}/{library['LIBRARY'].name}")
         build_data["pure_python"] = False
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        # The most specific tag that pip takes here, of those of this system alone.
+        tags = (tag.platform for tag in sys_tags())
+        platform = next(tag for tag in tags if not tag.startswith(("manylinux", "musllinux")))
         build_data["tag"] = f"py3-none-{platform}"

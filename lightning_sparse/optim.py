@@ -40,6 +40,10 @@ class Adam(torch.optim.Adam):
         super().__init__(*args, **kwargs)
         _made.add(self)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _made.add(self)
+
 
 class AdamW(torch.optim.AdamW):
     """``torch.optim.AdamW`` that also knows how to step behind a sparse exchange; see :class:`Adam`.
@@ -56,6 +60,10 @@ class AdamW(torch.optim.AdamW):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        _made.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         _made.add(self)
 
 
@@ -85,6 +93,8 @@ def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
     for group in optimizer.param_groups:
         if not any(id(parameter) in parameters for parameter in group["params"]):
             continue
+        if not group["eps"] > 0:
+            return "eps has to be above 0"
         for option in ("amsgrad", "differentiable"):
             if group.get(option):
                 return f"{option}=True needs torch's own step"

@@ -93,7 +93,8 @@ class PackedUnion(Exchange):
             parts = parts.nan_to_num(nan=0.0)
             words = yield AllReduce(lanes.join(whole.int(), parts.int()))
             total, parts_sum = lanes.split(words, indices.numel())
-            second = parts_sum * (top / (n * lanes.parts))
+            # Whoever has told has a quarter of the top there at least, also where that rounds to nothing.
+            second = torch.maximum(parts_sum * (top / (n * lanes.parts)), top / (4 * n))
         values = (total * unit / n).masked_fill(trouble, float("nan"))
         given, rounded = whole != 0, whole * unit
         if static_shapes(acc.device):
@@ -123,7 +124,7 @@ class Lanes(NamedTuple):
         if not second:
             return cls(max(1, LANE // n), FEWEST_LEVELS)
         wide = n > NARROW_RANKS
-        bits, low = (31, 12) if wide else (15, 6 if n > NARROW_RANKS // 2 else 5)
+        bits, low = (31, 12) if wide else (15, 6 if n > NARROW_RANKS // 4 else 5)
         return cls(((1 << bits - low) - 1) // n, 2, low, wide, ((1 << low) - 1) // n)
 
     def join(self, values: Tensor, parts: Tensor) -> Tensor:

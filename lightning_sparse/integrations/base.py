@@ -162,9 +162,8 @@ class SparseStrategy:
         done = False
         for engine in self.engines:
             if limit and not engine.direct and engine.takes_steps_of(optimizer):
-                wanted = float(limit), algorithm
-                done |= engine.clipping is not None and engine.clipping == wanted
-                engine.clip_gradients(*wanted)
+                done |= engine.clipped(optimizer)
+                engine.clip_gradients(float(limit), algorithm, optimizer)
         return done
 
     def _restore(self, engine: Engine, path: Any, marker: dict[str, Any] | None) -> None:

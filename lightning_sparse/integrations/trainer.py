@@ -150,10 +150,12 @@ class SparseDDPMixin(SparseStrategy, Base):
                 "would be averaged densely. Use a version that lightning-sparse is tested with, see its README."
             )
         self._follow_together(self.engine, self.optimizers)
-        self._clip_before_the_exchange()
+        self._clip_before_the_exchange(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
-    def _clip_before_the_exchange(self) -> None:
+    def _clip_before_the_exchange(self, limit: float | None, algorithm: Any) -> None:
         """Clip each rank's gradients, and not their averages, where the engine takes Adam's steps."""
+        for optimizer in self.optimizers:
+            self._clips_locally(optimizer, limit, getattr(algorithm, "value", algorithm) or "norm")
         vars(self.precision_plugin)["clip_gradients"] = ClipBeforeTheExchange(self)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -201,6 +203,8 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._register_ddp_hooks()
         assert self.engine is not None
         self._follow_together(self.engine, self.optimizers)
+        module: Any = self.lightning_module
+        self._clip_before_the_exchange(module.trainer.gradient_clip_val, module.trainer.gradient_clip_algorithm)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in Lightning; remembers where a fit that follows finds residuals, and what an earlier one measured."""

@@ -48,6 +48,7 @@ def accumulate(acc: Tensor, residual: Tensor, grad: Tensor, bound: float) -> tup
     Returns:
         What of acc reaches the bound, None if that is more than an eighth; and whether all of acc is finite.
     """
+    written(acc, grad)
     target, kept, zeroed = acc.numpy(), residual.numpy(), _bits(grad)
     room = target.size // Candidates.ROOM
     if compiled := _compiled(target, kept, zeroed):
@@ -236,7 +237,7 @@ def tail(x: Tensor, threshold: float) -> Tensor:
 
 def all_finite(x: Tensor) -> bool:
     """No NaN and no infinity in x."""
-    if x.dtype == torch.float32 and x.is_contiguous() and (compiled := _compiled(values := x.numpy())):
+    if x.dtype == torch.float32 and x.is_contiguous() and (compiled := _compiled(values := x.detach().numpy())):
         return compiled.all_finite(values)
     low, high = torch.aminmax(x)
     return math.isfinite(low) and math.isfinite(high)
@@ -245,7 +246,7 @@ def all_finite(x: Tensor) -> bool:
 def take(x: Tensor, indices: Tensor) -> Tensor:
     """``x[indices]``."""
     values, places = x.numpy(), indices.numpy()
-    compiled = places.flags.c_contiguous and _compiled(values)
+    compiled = _plain_places(places) and _compiled(values)
     return torch.from_numpy(compiled.take(values, places) if compiled else values.take(places))
 
 
@@ -253,11 +254,25 @@ def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
     """``x[indices] = values``, of equal dtypes."""
     target, places = _bits(x), indices.numpy()
     new = _bits(values) if isinstance(values, Tensor) else np.full(places.shape, values, target.dtype)
-    compiled = places.flags.c_contiguous and new.dtype == target.dtype and _compiled(target, new)
+    fitting = _plain_places(places) and new.dtype == target.dtype and new.size == places.size
+    compiled = fitting and _compiled(target, new)
     if compiled:
         compiled.put(target, places, new)
     else:
         target[places] = new
+    written(x)
+
+
+def _plain_places(places: NDArray[Any]) -> bool:
+    """Whether the library can read these indices."""
+    return places.dtype == np.int64 and places.ndim == 1 and places.flags.c_contiguous
+
+
+def written(*tensors: Tensor) -> None:
+    """Let torch count that these were written to, past it."""
+    for x in tensors:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
 
 
 def distinct(indices: Tensor, padding: int) -> Tensor:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 SETTING = "LIGHTNING_SPARSE_KERNELS"
@@ -33,19 +35,26 @@ def build(library: Path = LIBRARY) -> str | None:
     Returns:
         Why there is no library now; None if there is one.
     """
-    library.unlink(missing_ok=True)
-    if os.environ.get(SETTING) == "numpy":
-        return f"{SETTING} is numpy"
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        command = [os.environ.get("CC", "cc"), *FLAGS, f'-DSOURCE="{_digest()}"', str(SOURCE), "-o", str(made)]
-        try:
+    trouble = f"{SETTING} is numpy" if os.environ.get(SETTING) == "numpy" else _compile(library)
+    if trouble:
+        with suppress(OSError):  # it may lie where nobody may write
+            library.unlink(missing_ok=True)
+    return trouble
+
+
+def _compile(library: Path) -> str | None:
+    """Put a new library in this place; or why not."""
+    try:
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            compiler = shlex.split(os.environ.get("CC", "cc"))
+            command = [*compiler, *FLAGS, f'-DSOURCE="{_digest()}"', str(SOURCE), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
-        if done.returncode:
-            return done.stderr.strip() or f"{command[0]} ended with {done.returncode}"
-        made.replace(library)
+            if done.returncode:
+                return done.stderr.strip() or f"{command[0]} ended with {done.returncode}"
+            made.replace(library)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
     return None
 
 
@@ -63,6 +72,8 @@ def load(library: Path = LIBRARY, most: str = LEVELS[-1]) -> tuple[ctypes.CDLL, 
         OSError: if it cannot be loaded, or was built from another source.
     """
     found = ctypes.CDLL(str(library))
+    if not hasattr(found, "ls_source"):
+        raise OSError(f"{library.name} is another library")
     found.ls_source.restype = ctypes.c_char_p
     if SOURCE.exists() and found.ls_source() != _digest().encode():
         raise OSError(f"{library.name} was built from another {SOURCE.name}; install the package again")

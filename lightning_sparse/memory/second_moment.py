@@ -65,7 +65,9 @@ class SecondMoment(Feedback):
     ``numel`` accumulator elements a rank, three more than :class:`Residual`; Adam's own two are not made for parameters
     that are sparsified.
 
-    Steps are counted for each group, not for each parameter.
+    Steps are counted for each group, not for each parameter as in torch: a parameter that is used for the first time at
+    a late step T gets first steps that are longer by up to ``sqrt((1 - beta2^T) / (1 - beta2))``, as a row of an
+    embedding that is new to AdamW does.
 
     Args:
         beta2: decay of the second moment, in [0, 1).
@@ -112,12 +114,14 @@ class SecondMoment(Feedback):
         """``acc = residual + grad``, and the next second moment."""
         residual, acc = state.residual
         now, following = state.second
+        largest = torch.finfo(acc.dtype).max
         state.longest.fill_(max(LONGEST[0] / ctx.density, LONGEST[1]))
         numel = acc.numel() - 1
         for piece in pieces(numel, grad.device):
             given = grad[:numel][piece].to(acc.dtype)
             torch.add(given, residual[piece], out=acc[piece])
             torch.mul(now[piece], self.beta2, out=following[piece]).addcmul_(given, given, value=1 - self.beta2)
+            following[piece].clamp_(max=largest)  # squares overflow where gradients do not
         acc[numel:].zero_()
         following[numel:].zero_()
         return acc
@@ -166,7 +170,7 @@ class SecondMoment(Feedback):
     def complete_(self, state: SecondMomentState, span: slice, names: Collection[str]) -> None:
         """A residual without a second moment counts as one gradient of its size, so that steps start short."""
         if "second" not in names:
-            torch.square(state.residual.now[span], out=state.second.now[span])
+            torch.square(state.residual.now[span], out=state.second.now[span]).mul_(1 - self.beta2)
 
     def _correction(self, state: SecondMomentState) -> Tensor:
         """Adam's ``1 - beta2^t`` in the step that goes on."""
@@ -191,9 +195,13 @@ class SecondMoment(Feedback):
         return {"steps": state.steps}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Adapting(Residual):
     """:class:`Residual`, and :class:`SecondMoment` with optimizers for which that is better; what None stands for."""
+
+    def __repr__(self) -> str:
+        """As that of the memory that it is, also in states."""
+        return repr(Residual(self.decay))
 
     def suited(self, optimizers: Sequence[Optimizer], parameters: Collection[int]) -> Memory:
         """The memory for these optimizers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_sparse.optim import refusal
 from lightning_sparse.reducer.group import GroupReducer
 
+_owners: weakref.WeakValueDictionary[int, AdamSteps] = weakref.WeakValueDictionary()
+"""The latest engine of each parameter, by the parameter's id: one that was not closed does not step for a later one."""
+
 
 class AdamSteps:
     """Lets averages of :class:`~lightning_sparse.SecondMoment` act, when an optimizer takes its step.
@@ -26,13 +29,19 @@ class AdamSteps:
     Args:
         names: of parameters, by id.
         group_of: the group of a parameter, by name; None where averages are dense.
+        handed_out: names of the parameters that got an average from the latest exchange.
         world_size: n.
     """
 
     def __init__(
-        self, names: Mapping[int, str], group_of: Callable[[str], GroupReducer | None], world_size: int
+        self,
+        names: Mapping[int, str],
+        group_of: Callable[[str], GroupReducer | None],
+        handed_out: Callable[[], Set[str]],
+        world_size: int,
     ) -> None:
-        self._names, self._group_of = names, group_of
+        self._names, self._group_of, self._handed_out = names, group_of, handed_out
+        _owners.update(dict.fromkeys(names, self))
         self._factor = math.sqrt(world_size)
         self._aside: list[tuple[Parameter, Tensor]] = []
         """Gradients that were taken from parameters while an optimizer steps."""
@@ -50,7 +59,8 @@ class AdamSteps:
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Whether steps of some of an optimizer's parameters are taken here."""
-        served = {id(p) for group in optimizer.param_groups for p in group["params"] if self._divisor(p) is not None}
+        parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        served = {key for key in parameters if self._group(key) is not None}
         return bool(served) and refusal(optimizer, served) is None
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,8 +82,9 @@ class AdamSteps:
     def _take(self, optimizer: Optimizer) -> None:
         if not self.takes(optimizer):
             return
+        names = self._handed_out()
         for group in optimizer.param_groups:
-            for parameter, divisor in self._served(group):
+            for parameter, divisor in self._served(group, names):
                 assert parameter.grad is not None
                 self._aside.append((parameter, parameter.grad))
                 self._step(parameter, parameter.grad, divisor, group, optimizer)
@@ -96,18 +107,26 @@ class AdamSteps:
         if stepped is not parameter:
             parameter.copy_(stepped if skip is None else torch.where(skip > 0, parameter, stepped))
 
-    def _served(self, group: Mapping[str, Any]) -> Iterator[tuple[Parameter, Tensor]]:
+    def _served(self, group: Mapping[str, Any], handed_out: Set[str]) -> Iterator[tuple[Parameter, Tensor]]:
         for parameter in group["params"]:
-            if parameter.grad is not None and (divisor := self._divisor(parameter)) is not None:
-                yield parameter, divisor
+            if parameter.grad is not None and self._names.get(id(parameter)) in handed_out:
+                divisor = self._divisor(parameter)
+                if divisor is not None:
+                    yield parameter, divisor
+
+    def _group(self, key: int) -> GroupReducer | None:
+        """That of a parameter, given by its id, whose steps are taken here; else None."""
+        name = self._names.get(key)
+        group = None if name is None or _owners.get(key) is not self else self._group_of(name)
+        return None if group is None or group.memory.divisor(group.state.memory) is None else group
 
     def _divisor(self, parameter: Parameter) -> Tensor | None:
         """In the parameter's shape; None where the memory of its group has none."""
-        name = self._names.get(id(parameter))
-        group = None if name is None else self._group_of(name)
-        if group is None or name is None or (divisor := group.memory.divisor(group.state.memory)) is None:
+        group = self._group(id(parameter))
+        divisor = None if group is None else group.memory.divisor(group.state.memory)
+        if group is None or divisor is None:
             return None
-        flat = divisor[group.spans[name]]
+        flat = divisor[group.spans[self._names[id(parameter)]]]
         if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
             return flat.as_strided(parameter.shape, parameter.stride())
         return flat.view(parameter.shape)
@@ -115,5 +134,6 @@ class AdamSteps:
     def give_back(self) -> None:
         """The optimizer has finished: parameters have their gradients again."""
         for parameter, grad in self._aside:
-            parameter.grad = grad
+            if parameter.grad is None:  # else a step has failed, and new gradients are here
+                parameter.grad = grad
         self._aside = []

@@ -90,18 +90,17 @@ class Batches:
         """Bytes that this rank has sent in this step for no single group."""
         self.headers: Tensor | None = None
         """Headers of all ranks in this step; None if it had none."""
-        self._clipping: Clipping | None = None
-        self._numel = 0
+        self._clippings: Sequence[tuple[Clipping, Set[str], int]] = ()
 
-    def begin_step(self, clipping: Clipping | None, numel: int) -> None:
+    def begin_step(self, clippings: Sequence[tuple[Clipping, Set[str], int]]) -> None:
         """The first gradients of a step are here.
 
         Args:
-            clipping: what this rank's gradients are clipped to, all those of a batch together.
-            numel: coordinates of all groups.
+            clippings: what this rank's gradients are clipped to, those of a batch together: of which parameters, and
+                how many coordinates these have in all groups.
         """
         self.shared_bytes, self.headers = 0.0, None
-        self._clipping, self._numel = clipping, numel
+        self._clippings = clippings
 
     def add(self, group: GroupReducer, ctx: Context, scale: Tensor | None, flush: bool) -> None:
         """All gradients of a group are here: let it travel with the next batch."""
@@ -114,7 +113,7 @@ class Batches:
     @property
     def _waits(self) -> bool:
         """Whether local work begins when the gradients of the whole batch are here."""
-        return self._usage is not None or self._clipping is not None
+        return self._usage is not None or bool(self._clippings)
 
     def send(self, header: Header | None = None) -> None:
         """Exchange what has been added; with a header, if one is given."""
@@ -152,18 +151,18 @@ class Batches:
             group.note_pause(paused, resumed)
 
     def _clip(self, members: Sequence[Member], unused: Sequence[Set[str]]) -> None:
-        if self._clipping is None:
-            return
-        for member in members:
+        for member in members if self._clippings else ():
             member.wait_for_gradients()
-        share = sum(member.group.plan.numel for member in members) / self._numel
-        used = [
-            piece
-            for member, names in zip(members, unused, strict=True)
-            for name, piece in member.group.arrived.items()
-            if name not in names
-        ]
-        self._clipping.apply_(used, self._comm.world_size, share, members[0].scale)
+        for clipping, clipped, numel in self._clippings:
+            arrived = [
+                (name, piece, name in names)
+                for member, names in zip(members, unused, strict=True)
+                for name, piece in member.group.arrived.items()
+                if name in clipped
+            ]
+            share = sum(piece.numel() for _, piece, _ in arrived) / numel
+            used = [piece for _, piece, left_out in arrived if not left_out]
+            clipping.apply_(used, self._comm.world_size, share, members[0].scale)
 
     def _ask(self, usage: Usage, members: Sequence[Member]) -> list[Set[str]]:
         """Which parameters of each group no rank used."""

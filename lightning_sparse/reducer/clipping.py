@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.checks import check_positive, expect
+from lightning_sparse.memory.clip import norm
 
 ALGORITHMS = ("norm", "value")
 
@@ -52,8 +53,7 @@ class Clipping(NamedTuple):
                 piece.copy_(torch.where(piece.isfinite(), piece.clamp(-bound, bound), piece))
             return
         limit = self.limit * math.sqrt(world_size * share) * factor
-        norms = [torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in pieces]
-        norm = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
-        shrink = torch.where(norm.isfinite(), (limit / norm).clamp(max=1.0), 1.0)
+        whole = torch.linalg.vector_norm(torch.stack([norm(piece) for piece in pieces]))
+        shrink = torch.where(whole.isfinite(), (limit / whole).clamp(max=1.0), 1.0)
         for piece in pieces:
             piece.mul_(shrink.to(piece.dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -96,7 +96,7 @@ class Engine:
             self._reducer.close()
             raise
         names = {id(p): name for name, p in parameters.items()}
-        self._adam_steps = AdamSteps(names, self._sparse_group, comm.world_size)
+        self._adam_steps = AdamSteps(names, self._sparse_group, self._handed_out, comm.world_size)
 
     def _agree_on_id(self) -> str:
         number = torch.tensor([secrets.randbits(62)], device=self._device)
@@ -186,6 +186,8 @@ class Engine:
             if not group.plan.dense and group.sparsifier.agreement is not Agreement.EVERYTHING
             for name in group.spans
         }
+        if not sparsified:  # for a while, maybe
+            return
         memory: Memory = self._chosen_memory
         if self.settings.density != Constant(1.0):
             memory = self._chosen_memory.suited(optimizers, sparsified)
@@ -206,11 +208,18 @@ class Engine:
     def _sparse_group(self, name: str) -> GroupReducer | None:
         return None if self._reducer.direct else self._reducer.group_of.get(name)
 
+    def _handed_out(self) -> Set[str]:
+        """Parameters that got an average from the latest exchange."""
+        handout = self._record.history.handout
+        return frozenset() if handout is None else handout.names
+
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
         return self._adam_steps.takes(optimizer)
 
-    def clip_gradients(self, limit: float, algorithm: str = "norm") -> None:
+    def clip_gradients(
+        self, limit: float, algorithm: str = "norm", optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         """Clip each rank's gradients before they are accumulated, from the next step on. All ranks must call this.
 
         Averages of sparsified gradients hold what has waited for many steps, and to clip them shortens steps at random.
@@ -220,18 +229,26 @@ class Engine:
         Args:
             limit: above 0, for the average over ranks; the norm of each rank is clipped to ``sqrt(n)`` times that.
             algorithm: "norm" or "value".
+            optimizer: clip the gradients of its parameters together, apart from others; None: those of all parameters.
 
         Raises:
             ValueError: for a limit or an algorithm that cannot be.
         """
         clipping = Clipping(limit, algorithm)
         clipping.check()
-        self._reducer.clipping = clipping
+        held = self._parameters.keys() if optimizer is None else self._record.hold(optimizer)
+        names = frozenset(name for name in held if self._parameters[name].numel())
+        if names:
+            self._reducer.clippings[None if optimizer is None else id(optimizer)] = clipping, names
 
-    @property
-    def clipping(self) -> Clipping | None:
-        """What :meth:`clip_gradients` was given last."""
-        return self._reducer.clipping
+    def clipping_of(self, optimizer: torch.optim.Optimizer | None = None) -> Clipping | None:
+        """What the gradients of an optimizer's parameters are clipped to before the exchange from the next step on."""
+        found = self._reducer.clippings.get(None if optimizer is None else id(optimizer))
+        return None if found is None else found[0]
+
+    def clipped(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the gradients of an optimizer's parameters were clipped before the latest exchange."""
+        return bool(self._reducer.clipped & {None, id(optimizer)})
 
     def count_as_applied(self) -> None:
         """What the latest exchange handed out has been applied, or never will be: between two steps.
@@ -341,6 +358,8 @@ class Engine:
         check_equal_on_ranks(facts, self.comm, self._device)
         check_covers(plan, self._parameters)
         self._reducer.regroup(plan, chosen)
+        if self.optimizers:
+            self._suit(self.optimizers)
 
     def receive(self, bucket: Any) -> Future[Tensor]:
         """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""

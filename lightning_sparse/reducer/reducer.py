@@ -70,8 +70,11 @@ class Reducer:
         """The group of each parameter, by name."""
         self.direct = False
         """Whether buckets are averaged just as DDP does, past the groups."""
-        self.clipping: Clipping | None = None
-        """What each rank's gradients are clipped to from the next step on, before they are accumulated."""
+        self.clippings: dict[int | None, tuple[Clipping, Set[str]]] = {}
+        """What each rank's gradients are clipped to from the next step on, before they are accumulated, and which
+        parameters' are; by the id of an optimizer, None for all parameters."""
+        self.clipped: Set[int | None] = frozenset()
+        """Keys of those that the latest step began with."""
         self.flush_asked = False
         """Whether everything is sent in a step that has not begun yet."""
         self.flush_at: int | None = None
@@ -193,7 +196,13 @@ class Reducer:
         self._begun = True
         self.skipped.begin_step()
         self._number = self.step
-        self._batches.begin_step(self.clipping, sum(group.plan.numel for group in self.groups))
+        self.clipped = set(self.clippings)
+        self._batches.begin_step(
+            [
+                (clipping, names, sum(self._parameters[name].numel() for name in names))
+                for clipping, names in self.clippings.values()
+            ]
+        )
         with self.record.lock:
             self.record.begin_step()
             for group in self.groups:

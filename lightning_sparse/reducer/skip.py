@@ -8,8 +8,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
+from lightning_sparse.optim import SERVED
 from lightning_sparse.reducer.header import check
 
 
@@ -173,7 +174,7 @@ def heeds_found_inf(optimizer: Optimizer) -> bool:
 
     Not SGD with momentum in its first step: it makes the momenta in that step, and would leave them undefined.
     """
-    if type(optimizer) not in (Adam, AdamW, SGD) or not all(group.get("fused") for group in optimizer.param_groups):
+    if type(optimizer) not in (*SERVED, SGD) or not all(group.get("fused") for group in optimizer.param_groups):
         return False
     return all(
         group.get("momentum", 0) == 0

@@ -119,3 +119,15 @@ def test_a_decay_and_other_devices_accumulate_as_torch_does() -> None:
     assert grad.tolist() == [1.0, 2.0, 3.0]
     meta = torch.zeros(3, device="meta")
     kernels.accumulate_(meta, meta, meta, 1.0, Candidates())
+
+
+def test_what_kernels_write_ends_what_was_noted() -> None:
+    acc, grad = torch.zeros(100), torch.ones(100)
+    candidates = Candidates()
+    candidates.bound = 0.5
+    kernels.accumulate_(acc, torch.zeros(100), grad, 1.0, candidates)
+    assert candidates.all_finite(acc) is True and candidates.cleared(grad)
+    kernels.put_(acc, torch.tensor([3]), 0.0)
+    assert candidates.all_finite(acc) is None and candidates.cleared(grad)
+    kernels.put_(grad, torch.tensor([3]), 2.0)
+    assert not candidates.cleared(grad)

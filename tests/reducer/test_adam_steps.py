@@ -343,3 +343,75 @@ def other_ranks_state() -> list[str]:
 
 def test_another_number_of_ranks_goes_on_with_the_means(two_ranks: Ranks) -> None:
     assert two_ranks(other_ranks_state)[0] == []
+
+
+def with_an_older_engine(closed: bool) -> list[Tensor]:
+    old = Training(watch=None)
+    for step in range(3):
+        old.step(step)
+    if closed:
+        old.engine.close()
+    ddp = DistributedDataParallel(old.module)
+    engine = ls.attach(ddp, density=0.1, grouping="model")
+    optimizer = torch.optim.AdamW(ddp.parameters(), **HYPER)
+    engine.follow([optimizer])
+    for step in range(3, 8):
+        optimizer.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        optimizer.step()
+    engine.close()
+    if not closed:
+        old.engine.close()
+    return old.weights()
+
+
+def test_an_engine_that_was_not_closed_takes_no_steps_of_a_later_one(two_ranks: Ranks) -> None:
+    for one, other in zip(*(two_ranks(with_an_older_engine, closed) for closed in (True, False)), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def two_limits() -> tuple[list[float], bool]:
+    """Two optimizers, of which one is clipped."""
+    module = model()
+    ddp = DistributedDataParallel(module)
+    engine = ls.attach(ddp, density=0.1, grouping="model")
+    first, second = (torch.optim.AdamW(module[i].parameters(), lr=0.01) for i in (0, 2))  # type: ignore[index]
+    engine.follow([first, second])
+    engine.clip_gradients(1e-6, "norm", first)
+    for step in range(2):
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        for optimizer in (first, second):
+            optimizer.step()
+    residuals = [engine.residual(name) for name in ("0.weight", "2.weight")]
+    norms = [float(residual.norm()) for residual in residuals if residual is not None]
+    clipped = engine.clipped(first) and not engine.clipped(second)
+    assert engine.clipping_of(first) == (1e-6, "norm") and engine.clipping_of(second) is None
+    engine.close()
+    return norms, clipped
+
+
+def test_optimizers_are_clipped_apart(two_ranks: Ranks) -> None:
+    for norms, clipped in two_ranks(two_limits):
+        assert clipped
+        assert norms[0] < 3e-6 < 1e-3 < norms[1]
+
+
+def regrouped() -> list[bool]:
+    training = Training("ours", follow=False)
+    plan = training.engine.plan
+    all_dense = [group._replace(dense=True) for group in plan]
+    taken = []
+    for number, groups in enumerate((plan, all_dense, plan)):
+        if number:
+            training.engine.regroup(groups)
+        for step in range(2):
+            training.step(2 * number + step)
+        taken.append(training.engine.settings.memory.needs_second)
+    training.engine.close()
+    return taken
+
+
+def test_dense_steps_in_between_change_no_memory(two_ranks: Ranks) -> None:
+    assert two_ranks(regrouped) == [[True, True, True]] * 2
