@@ -12,7 +12,19 @@ from torch.optim import Optimizer
 _made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
-class Adam(torch.optim.Adam):
+class Found(Optimizer):
+    """Is found by engines: made, copied or unpickled."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _made.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _made.add(self)
+
+
+class Adam(Found, torch.optim.Adam):
     """``torch.optim.Adam`` that also knows how to step behind a sparse exchange.
 
     All arguments, parameter groups, states and files are torch's. On one device, in plain DDP, behind a dense exchange
@@ -36,16 +48,8 @@ class Adam(torch.optim.Adam):
         True
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _made.add(self)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _made.add(self)
-
-
-class AdamW(torch.optim.AdamW):
+class AdamW(Found, torch.optim.AdamW):
     """``torch.optim.AdamW`` that also knows how to step behind a sparse exchange; see :class:`Adam`.
 
     Its weight decay is decoupled from gradients, and acts on all coordinates at every step.
@@ -57,14 +61,6 @@ class AdamW(torch.optim.AdamW):
         >>> isinstance(optimizer, torch.optim.AdamW)
         True
     """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _made.add(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _made.add(self)
 
 
 SERVED = (torch.optim.Adam, torch.optim.AdamW, Adam, AdamW)

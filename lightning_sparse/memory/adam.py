@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.checks import check_positive, check_share
 from lightning_sparse.core import Context
-from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState, Memory, Pair, pieces
+from lightning_sparse.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
 from lightning_sparse.memory.momentum import has_momentum
 
 ADAPTING = {"betas", "rho", "alpha", "etas", "lr_decay", "beta2_decay", "history_size"}
@@ -20,19 +18,17 @@ ADAPTING = {"betas", "rho", "alpha", "etas", "lr_decay", "beta2_decay", "history
 
 
 @dataclass(frozen=True)
-class AdamState(FeedbackState):
+class AdamState(CountedState):
     """Two or three pairs, and the number of committed steps."""
 
     first: Pair | None
     """None if ``beta1`` is 0: the first moment is then the gradient."""
     second: Pair
-    steps: Tensor
-    """() float64."""
 
 
 @MEMORIES.register
 @dataclass(frozen=True)
-class AdamCorrection(Feedback):
+class AdamCorrection(CountedFeedback):
     """Each rank accumulates and sends the Adam direction of its own gradients; the optimizer is plain SGD.
 
     With g the rank's gradient, ``m = beta1 m + (1 - beta1) g`` and ``v = beta2 v + (1 - beta2) g^2``, both divided by
@@ -98,7 +94,8 @@ class AdamCorrection(Feedback):
         """Zero vectors of ``numel + 1`` slots: four, or six with a first moment."""
         residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
         first = Pair.zeros(numel, device, dtype) if self.beta1 else None
-        return AdamState(residual, first, second, torch.zeros((), device=device, dtype=torch.float64))
+        steps = torch.zeros((), device=device, dtype=torch.float64)
+        return AdamState(residual, steps, first, second)
 
     def accumulate_(self, state: AdamState, grad: Tensor, ctx: Context) -> Tensor:
         """``acc = residual + direction``, by the next moments."""
@@ -113,21 +110,6 @@ class AdamCorrection(Feedback):
             torch.add(residual[piece], direction, out=acc[piece])
         acc[numel:].zero_()
         return acc
-
-    def commit(self, state: AdamState, void: Tensor, unused: Sequence[slice] = ()) -> AdamState:  # type: ignore[override]
-        """All pairs; steps that are void do not count."""
-        after = super().commit(state, void, unused)
-        return replace(after, steps=state.steps + ~void)  # type: ignore[return-value, call-arg]
-
-    def carry_(self, state: AdamState, target: slice, memory: Memory, other: Any, source: slice) -> None:
-        """Vectors, and the number of steps: the largest, where groups that become one have counted differently."""
-        super().carry_(state, target, memory, other, source)
-        if isinstance(other, AdamState):
-            state.steps.copy_(torch.maximum(state.steps, other.steps))
-
-    def counters(self, state: AdamState) -> dict[str, Tensor]:
-        """The number of steps."""
-        return {"steps": state.steps}
 
     def for_dense(self) -> Memory:
         """The same: the optimizer behind it is no Adam for dense groups either."""

@@ -283,6 +283,33 @@ class Feedback(Memory):
         return state.residual.now[:-1]
 
 
+@dataclass(frozen=True)
+class CountedState(FeedbackState):
+    """Pairs, and the number of committed steps."""
+
+    steps: Tensor
+    """() float64."""
+
+
+class CountedFeedback(Feedback):
+    """A residual, and moments that are corrected by the number of committed steps, as Adam's are."""
+
+    def commit(self, state: CountedState, void: Tensor, unused: Sequence[slice] = ()) -> CountedState:  # type: ignore[override]
+        """All pairs; steps that are void do not count."""
+        after = super().commit(state, void, unused)
+        return replace(after, steps=state.steps + ~void)  # type: ignore[return-value, call-arg]
+
+    def carry_(self, state: CountedState, target: slice, memory: Memory, other: Any, source: slice) -> None:
+        """Vectors, and the number of steps: the largest, where groups that become one have counted differently."""
+        super().carry_(state, target, memory, other, source)
+        if isinstance(other, type(state)):
+            state.steps.copy_(torch.maximum(state.steps, other.steps))
+
+    def counters(self, state: CountedState) -> dict[str, Tensor]:
+        """The number of steps."""
+        return {"steps": state.steps}
+
+
 def pieces(numel: int, device: torch.device) -> list[slice]:
     """Spans of a group to work on one after the other, so that what is only needed on the way stays in cache."""
     size = DEVICE_PIECE if static_shapes(device) else HOST_PIECE

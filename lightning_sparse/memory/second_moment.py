@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -15,21 +14,19 @@ from torch.optim import Optimizer
 
 from lightning_sparse.checks import check_positive, check_share
 from lightning_sparse.core import Context, Update
-from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState, Memory, Pair, pieces
+from lightning_sparse.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
 from lightning_sparse.memory.residual import Residual
 from lightning_sparse.optim import holds, refusal, settings_of
 
 
 @dataclass(frozen=True)
-class SecondMomentState(FeedbackState):
+class SecondMomentState(CountedState):
     """Two pairs, what the latest averages are to be divided by, and the number of committed steps."""
 
     second: Pair
     divisor: Tensor
     """(numel + 1,) ``sqrt(v) + eps`` where the latest averages arrived, at other coordinates older ones or 1. Not
     remembered: it belongs to the averages in the gradients."""
-    steps: Tensor
-    """() float64."""
     longest: Tensor
     """() largest quotient in the step that goes on."""
 
@@ -41,7 +38,7 @@ least."""
 
 @MEMORIES.register
 @dataclass(frozen=True)
-class SecondMoment(Feedback):
+class SecondMoment(CountedFeedback):
     """Error feedback for Adam and AdamW: coordinates are picked by what a step of Adam would gain there.
 
     With g a rank's gradient, ``acc = residual + g`` as in :class:`Residual`, and ``v_i = beta2 v_i + (1 - beta2) g^2``
@@ -108,7 +105,7 @@ class SecondMoment(Feedback):
         residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
         divisor = torch.ones(numel + 1, device=device, dtype=dtype)
         steps, longest = (torch.zeros((), device=device, dtype=torch.float64) for _ in range(2))
-        return SecondMomentState(residual, second, divisor, steps, longest)
+        return SecondMomentState(residual, steps, second, divisor, longest)
 
     def accumulate_(self, state: SecondMomentState, grad: Tensor, ctx: Context) -> Tensor:
         """``acc = residual + grad``, and the next second moment."""
@@ -152,11 +149,6 @@ class SecondMoment(Feedback):
         else:
             state.divisor.index_copy_(0, update.indices, divisor)
 
-    def commit(self, state: SecondMomentState, void: Tensor, unused: Sequence[slice] = ()) -> SecondMomentState:  # type: ignore[override]
-        """All pairs; steps that are void do not count."""
-        after = super().commit(state, void, unused)
-        return replace(after, steps=state.steps + ~void)  # type: ignore[return-value, call-arg]
-
     def divisor(self, state: SecondMomentState) -> Tensor:
         """``sqrt(v) + eps``."""
         return state.divisor
@@ -183,16 +175,6 @@ class SecondMoment(Feedback):
         shortest = average.abs().to(root.dtype) / longest.clamp(min=LONGEST[1]).to(root.dtype)
         # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.
         return torch.maximum(root.nan_to_num_(nan=1.0, posinf=math.inf), shortest.nan_to_num_(nan=0.0))
-
-    def carry_(self, state: SecondMomentState, target: slice, memory: Memory, other: Any, source: slice) -> None:
-        """Vectors, and the number of steps: the largest, where groups that become one have counted differently."""
-        super().carry_(state, target, memory, other, source)
-        if isinstance(other, SecondMomentState):
-            state.steps.copy_(torch.maximum(state.steps, other.steps))
-
-    def counters(self, state: SecondMomentState) -> dict[str, Tensor]:
-        """The number of steps."""
-        return {"steps": state.steps}
 
 
 @dataclass(frozen=True, repr=False)
