@@ -4,20 +4,45 @@
   a third of the parameters: what the embedding has to exchange cannot overlap with anything.
 - vgg: VGG16 for images of 32 x 32 with batch normalisation and a single linear layer on top. Its last six convolutions
   hold 88 % of the parameters and finish first, most of the time goes into those before them, with few parameters.
+- gpt: a GPT of five layers, whose embedding is the decoder, too, and holds 2.2 of 14.3 M parameters; AdamW.
 - mlp: ten equal linear layers of 1.05 M.
 
-Inputs are random: what is measured with these models is time.
+Inputs are random: what is measured with these models is time. Words are drawn by Zipf's law, so that there is something
+to learn, at least.
 """
 
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-TOKENS = 10_000
+TOKENS, WORDS = 10_000, 5_000
 
 
-class LSTMLanguageModel(nn.Module):
+class Trained(nn.Module):
+    """What all of them have in common."""
+
+    batch_size: int
+
+    @classmethod
+    def random_batch(cls, generator: torch.Generator, batch_size: int | None = None) -> Any:
+        """Inputs and targets of one rank."""
+        raise NotImplementedError
+
+    @staticmethod
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """As one would train it."""
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
+def words(most: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Numbers below a limit, the probability of i proportional to about 1 / (i + 1)."""
+    return torch.pow(float(most), torch.rand(shape, generator=generator)).long() - 1
+
+
+class LSTMLanguageModel(Trained):
     """14.0 M parameters: embedding 5.0 M, two LSTM layers of 2.0 M, decoder 5.0 M."""
 
     batch_size, length = 16, 20
@@ -37,10 +62,14 @@ class LSTMLanguageModel(nn.Module):
 
     @classmethod
     def random_batch(cls, generator: torch.Generator, batch_size: int | None = None) -> Tensor:
-        return torch.randint(TOKENS, (batch_size or cls.batch_size, cls.length + 1), generator=generator)
+        return words(TOKENS, (batch_size or cls.batch_size, cls.length + 1), generator)
+
+    @staticmethod
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=2.0)
 
 
-class VGG(nn.Module):
+class VGG(Trained):
     """14.7 M parameters: 13 convolutions, of which the last six hold 13.0 M, and a linear layer."""
 
     batch_size, classes = 8, 10
@@ -71,7 +100,34 @@ class VGG(nn.Module):
         return images, torch.randint(cls.classes, (rows,), generator=generator)
 
 
-class MLP(nn.Module):
+class GPT(Trained):
+    """14.3 M parameters: five layers of width 448 with 2.4 M each, and tied embeddings."""
+
+    batch_size, length = 4, 64
+
+    def __init__(self, width: int = 448, layers: int = 5) -> None:
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(WORDS, width), nn.Embedding(self.length, width)
+        block = nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(block, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(self.length), persistent=False)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """Mean cross-entropy of the next token, for (batch, length + 1) tokens."""
+        x = self.embedding(batch[:, :-1]) * 0.02 + self.places.weight * 0.02
+        x = self.layers(x, mask=self.mask, is_causal=True)
+        return nn.functional.cross_entropy((x @ self.embedding.weight.T * 0.02).flatten(0, 1), batch[:, 1:].flatten())
+
+    @classmethod
+    def random_batch(cls, generator: torch.Generator, batch_size: int | None = None) -> Tensor:
+        return words(WORDS, (batch_size or cls.batch_size, cls.length + 1), generator)
+
+    @staticmethod
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+class MLP(Trained):
     """10.5 M parameters: ten linear layers of width 1024."""
 
     batch_size, width = 64, 1024
@@ -92,4 +148,4 @@ class MLP(nn.Module):
         return inputs, targets
 
 
-MODELS: dict[str, type[LSTMLanguageModel] | type[VGG] | type[MLP]] = {"lstm": LSTMLanguageModel, "vgg": VGG, "mlp": MLP}
+MODELS: dict[str, type[Trained]] = {"lstm": LSTMLanguageModel, "vgg": VGG, "gpt": GPT, "mlp": MLP}

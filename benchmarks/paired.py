@@ -1,0 +1,221 @@
+"""Ratios of paired rounds, and the tables of `shaped_links.py`."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+GROUPINGS = ("layer", "bucket", "merge_below", "model", "optimal_merge")
+TIMES = ("step_ms", "select_ms", "exchange_ms", "exposed_ms")
+Result = dict[str, Any]
+"""What a launch measured: job, parameters, groups of each variant, records, memory."""
+
+
+class Ratio(NamedTuple):
+    """Over paired rounds."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, ratios: list[float]) -> Ratio:
+        low, middle, high = quantiles(ratios * 2 if len(ratios) == 1 else ratios, n=4, method="inclusive")
+        return cls(middle, low, high)
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+class Rounds:
+    """The records of variants that took turns."""
+
+    def __init__(self, result: Result, **chosen: Any) -> None:
+        self.result = result
+        self.records = [r for r in result["records"] if all(r[key] == value for key, value in chosen.items())]
+        self.variants = list(dict.fromkeys(r["variant"] for r in self.records))
+        self.sparse = [name for name in self.variants if name not in ("compute", "dense")]
+
+    def values(self, variant: str, *names: str) -> dict[int, float]:
+        """By round, medians over its steps; of several quantities, their sum."""
+        steps: dict[int, list[float]] = {}
+        for record in self.records:
+            if record["variant"] == variant:
+                steps.setdefault(record["round"], []).append(sum(record[name] for name in names))
+        return {round_: median(found) for round_, found in steps.items()}
+
+    def median(self, variant: str, *names: str) -> float:
+        return median(self.values(variant, *names).values())
+
+    def ratio(self, variant: str, names: tuple[str, ...], other: str, other_names: tuple[str, ...]) -> Ratio:
+        """Each round of one paired with the nearest round of the other."""
+        above, below = self.values(variant, *names), self.values(other, *other_names)
+        return Ratio.of([value / below[min(below, key=lambda r: abs(r - round_))] for round_, value in above.items()])
+
+    def steps(self, variant: str, other: str) -> Ratio:
+        return self.ratio(variant, ("step_ms",), other, ("step_ms",))
+
+
+Row = dict[str, Any]
+
+
+def overlap_rows(result: Result) -> list[Row]:
+    """A row for inline and a row for thread of each sparsifier and grouping."""
+    rows = []
+    for grouping in dict.fromkeys(r["grouping"] for r in result["records"]):
+        rounds = Rounds(result, grouping=grouping)
+        rows += [
+            {"variant": f"{name} (beside {grouping})", "step ms": rounds.median(name, "step_ms")}
+            for name in ("compute", "dense")
+        ]
+        for thread in (name for name in rounds.sparse if name.endswith("thread")):
+            inline = thread.removesuffix("thread") + "inline"
+            for name in (inline, thread):
+                row = described(rounds, name)
+                if name == thread:
+                    row |= {
+                        "step / inline": rounds.steps(thread, inline),
+                        "exposed / inline's": rounds.ratio(thread, ("exposed_ms",), inline, ("exposed_ms",)),
+                        "exposed / own sum": rounds.ratio(
+                            thread, ("exposed_ms",), thread, ("select_ms", "exchange_ms")
+                        ),
+                    }
+                rows.append(row)
+    return rows
+
+
+def plans_rows(result: Result) -> list[Row]:
+    rounds = Rounds(result)
+    if not rounds.sparse:
+        return []
+    best = min((n for n in rounds.sparse if n != "optimal_merge"), key=lambda name: rounds.median(name, "step_ms"))
+    rows: list[Row] = [{"variant": name, "step ms": rounds.median(name, "step_ms")} for name in ("compute", "dense")]
+    for name in sorted(rounds.sparse, key=GROUPINGS.index):
+        row = described(rounds, name)
+        row["step / best fixed"] = "best" if name == best else rounds.steps(name, best)
+        rows.append(row)
+    return rows
+
+
+def messages_rows(result: Result) -> list[Row]:
+    rounds = Rounds(result)
+    rows: list[Row] = [{"variant": name, "step ms": rounds.median(name, "step_ms")} for name in ("compute", "dense")]
+    for name in rounds.sparse:
+        row = described(rounds, name)
+        grouping, messages = name.split()
+        if messages == "step" and (by_group := f"{grouping} group") in rounds.sparse:
+            row["step / group's"] = rounds.steps(name, by_group)
+        rows.append(row)
+    return rows
+
+
+def described(rounds: Rounds, name: str) -> Row:
+    return {
+        "variant": name,
+        "groups": rounds.result["groups"][name],
+        **{f"{quantity[:-3]} ms": rounds.median(name, quantity) for quantity in TIMES},
+        "step / dense": rounds.steps(name, "dense"),
+    }
+
+
+def advice_rows(result: Result) -> list[Row]:
+    """In order of the predictions."""
+    rounds = Rounds(result)
+    predicted = result["advice"]["predicted"]
+    return [
+        {
+            "variant": name,
+            "step ms": rounds.median(name, "step_ms"),
+            "predicted ms": predicted[name],
+            "predicted / measured": Ratio.of([predicted[name] / ms for ms in rounds.values(name, "step_ms").values()]),
+        }
+        | ({} if name in ("compute", "dense") else {"step / dense": rounds.steps(name, "dense")})
+        for name in sorted(rounds.variants, key=predicted.__getitem__)
+    ]
+
+
+def hooks_rows(result: Result) -> list[Row]:
+    """`sparse_ddp` and DDP's hooks, beside no exchange and the dense one."""
+    rounds = Rounds(result)
+    last = min(max(r["number"] for r in rounds.records if r["variant"] == name) for name in rounds.variants)
+    rows: list[Row] = []
+    for name in rounds.variants:
+        own = [r for r in rounds.records if r["variant"] == name]
+        received = median(r["received"] for r in own)
+        row: Row = {"variant": name, "groups": result["groups"][name], "step ms": rounds.median(name, "step_ms")}
+        if name != "compute":
+            row["step / compute"] = rounds.steps(name, "compute")
+        if name != "dense":
+            row["step / dense"] = rounds.steps(name, "dense")
+        row["cpu ms"] = rounds.median(name, "cpu_ms")
+        row["MB received"] = f"{received / 1e6:.3f}"
+        if name != "compute":
+            dense = median(r["received"] for r in rounds.records if r["variant"] == "dense")
+            row["dense / received"] = f"{dense / received:.1f}"
+        if all("bytes_sent" in r for r in own):
+            row["sent / logged"] = f"{median(r['sent'] / r['bytes_sent'] for r in own):.2f}"
+        if name != "compute":
+            row[f"loss at step {last}"] = f"{next(r['loss'] for r in own if r['number'] == last):.3f}"
+        rows.append(row)
+    return rows
+
+
+ROWS: dict[str, Callable[[Result], list[Row]]] = {
+    "hooks": hooks_rows,
+    "overlap": overlap_rows,
+    "plans": plans_rows,
+    "messages": messages_rows,
+    "advice": advice_rows,
+}
+
+
+def show(results: list[Result], csv_path: Path | None) -> None:
+    console = Console(width=165)
+    flat: list[Row] = []
+    for result in results:
+        job = result["job"]
+        rows = ROWS[job["part"]](result)
+        headings = list(dict.fromkeys(key for row in rows for key in row))
+        rounds = 1 + max((record["round"] for record in result["records"]), default=-1)
+        table = Table(
+            title=f"{job['part']}: {job['model']}, {result['parameters']:,} parameters, {job['mbit']} Mbit/s; "
+            f"{job['ranks']} ranks on {os.cpu_count()} cores, gloo, density {job['density']:g}",
+            caption=f"{rounds} rounds{'' if result['finished'] else ', interrupted'}, up to {result['memory_mib']} MiB "
+            "a rank; times: medians; ratios: medians (quartiles) of paired rounds, below 1 is faster",
+        )
+        for heading in headings:
+            wide = heading == "variant" or " / " in heading
+            table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=wide)
+        for row in rows:
+            table.add_row(*(text(heading, row.get(heading)) for heading in headings))
+            settings = {key: job[key] for key in ("part", "model", "mbit", "density", "rounds")}
+            flat.append({**settings, "parameters": result["parameters"]})
+            for heading, value in row.items():
+                flat[-1] |= spread(heading, value)
+        console.print(table)
+    if csv_path and flat:
+        with csv_path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in flat for key in row)))
+            writer.writeheader()
+            writer.writerows(flat)
+
+
+def text(heading: str, value: Any) -> str:
+    if isinstance(value, Ratio):
+        return f"{value}{' slower' if heading.startswith('step') and value.middle > 1 else ''}"
+    return "" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def spread(heading: str, value: Any) -> Row:
+    """For the CSV file: a ratio as three columns."""
+    name = heading.replace("'s", "").replace(" / ", "_over_").replace(" ", "_")
+    if isinstance(value, Ratio):
+        return {name: value.middle, f"{name}_lower_quartile": value.low, f"{name}_upper_quartile": value.high}
+    return {name: value}
