@@ -34,7 +34,7 @@ class Trained(nn.Module):
     @staticmethod
     def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """As one would train it."""
-        return torch.optim.SGD(parameters, lr=0.1)
+        return torch.optim.SGD(parameters, lr=0.01)
 
 
 def words(most: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

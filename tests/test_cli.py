@@ -217,3 +217,34 @@ def test_the_example_trains_from_the_command_line(tmp_path: Path) -> None:
     header = metrics.read_text().splitlines()[0].split(",")
     assert {"sparse/density", "sparse/bytes_sent", "val/accuracy", "step_ms"} <= set(header)
     assert len(list(tmp_path.glob("lightning_logs/wandb/offline-run-*/run-*.wandb"))) == 1
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_the_optimizer_of_a_configuration_is_that_of_this_package(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """LightningCLI gives models without ``configure_optimizers`` what the configuration names."""
+    pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
+    import pytorch_lightning as pl
+    import torch
+    from pytorch_lightning.cli import LightningCLI
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 2)
+
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
+    given = ["lr=0.002", "betas=[0.9,0.95]", "eps=1e-6", "weight_decay=0.0", "maximize=true"]
+    args = [f"--optimizer=lightning_sparse.{name}", *(f"--optimizer.{setting}" for setting in given)]
+    model = LightningCLI(Module, run=False, seed_everything_default=False, args=[*args, "--trainer.logger=false"]).model
+    optimizer = model.configure_optimizers()
+    assert type(optimizer) is getattr(ls, name)
+    [group] = optimizer.param_groups
+    assert [group[key] for key in ("lr", "betas", "eps", "weight_decay", "maximize")] == [
+        2e-3,
+        (0.9, 0.95),
+        1e-6,
+        0,
+        True,
+    ]
+    assert group["params"] == list(model.parameters())

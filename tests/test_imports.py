@@ -14,7 +14,7 @@ import lightning_sparse
 PACKAGE = Path(lightning_sparse.__file__).parent
 FLOORS = [
     {"candidates"},
-    {"checks", "core", "fields", "messages", "registry", "console", "interrupts", "optim"},
+    {"checks", "core", "fields", "messages", "registry", "console", "interrupts", "layout", "optim"},
     {"kernels"},
     {"density", "collective"},
     {"memory", "sparsifiers", "exchanges", "plan", "metrics"},

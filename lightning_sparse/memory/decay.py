@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.checks import check_integer, expect, is_number
 from lightning_sparse.core import Context
+from lightning_sparse.layout import flattened
 from lightning_sparse.memory.around import Around, check_inside
 from lightning_sparse.memory.base import MEMORIES, Memory
 from lightning_sparse.memory.residual import Residual
@@ -67,7 +68,7 @@ class WeightDecay(Around):
             raise ValueError("WeightDecay needs the parameters of a model, and there is none here.")
         for span, parameter in ctx.parameters:
             if parameter.dim() >= self.min_ndim:
-                grad[span].add_(in_memory_order(parameter), alpha=self.decay)
+                grad[span].add_(flattened(parameter), alpha=self.decay)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn if the optimizer decays, too."""
@@ -77,10 +78,3 @@ class WeightDecay(Around):
                 "top of it. Set its weight_decay to 0, or use the memory without WeightDecay."
             )
         super().check_optimizer(optimizer)
-
-
-def in_memory_order(parameter: Tensor) -> Tensor:
-    """Flat view of a parameter in the order of its memory, which is that of its gradient in DDP's buckets."""
-    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
-        return parameter.detach().as_strided((parameter.numel(),), (1,))
-    return parameter.detach().flatten()

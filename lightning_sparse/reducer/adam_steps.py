@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_sparse.layout import shaped
 from lightning_sparse.optim import refusal
 from lightning_sparse.reducer.group import GroupReducer
 
@@ -126,10 +127,7 @@ class AdamSteps:
         divisor = None if group is None else group.memory.divisor(group.state.memory)
         if group is None or divisor is None:
             return None
-        flat = divisor[group.spans[self._names[id(parameter)]]]
-        if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
-            return flat.as_strided(parameter.shape, parameter.stride())
-        return flat.view(parameter.shape)
+        return shaped(divisor[group.spans[self._names[id(parameter)]]], parameter)
 
     def give_back(self) -> None:
         """The optimizer has finished: parameters have their gradients again."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.collective import Collective
+from lightning_sparse.layout import shaped
 from lightning_sparse.reducer.group import GroupReducer
 
 
@@ -36,14 +37,5 @@ def average_residuals(
         group.memory.divide_all_(group.state.memory, average, lambda x: comm.all_reduce(x.clone()) / comm.world_size)
         for name, span in group.spans.items():
             parameter = parameters[name]
-            pending[name] = in_shape(average[span].to(parameter.dtype), parameter)
+            pending[name] = shaped(average[span].to(parameter.dtype), parameter)
     return pending
-
-
-def in_shape(flat: Tensor, parameter: Tensor) -> Tensor:
-    """A flat gradient in the parameter's shape, its coordinates in the order of memory, as in DDP's buckets."""
-    shaped = torch.empty_like(parameter, requires_grad=False)
-    if shaped.stride() != parameter.stride():  # overlapping, or with gaps
-        return flat.view(parameter.shape)
-    shaped.as_strided((flat.numel(),), (1,)).copy_(flat)
-    return shaped
