@@ -1,6 +1,7 @@
 # make demo   four short trainings on two processes and their comparison, in demo_results/
 # make test   lint and test suite
 # make lint   the static checks alone
+# make docs   the documentation site, in site/; warnings are errors
 # make gpu    what only an NVIDIA GPU can answer, in ten minutes: a table, and JSON in gpu_results/ (docs/gpu.md)
 # make clean  remove outputs and caches; the environment stays (rm -rf .venv)
 #
@@ -16,7 +17,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 COMPILED := hatch_build.py lightning_sparse/kernels/host.c lightning_sparse/kernels/library.py
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint gpu clean
+.PHONY: demo test lint docs gpu clean
 
 demo: $(VENV)/.installed-examples
 	@$(BIN)/python examples/demo.py
@@ -29,11 +30,16 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
+# The variable silences a notice about versions of MkDocs to come.
+docs: $(VENV)/.installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "Open site/index.html"
+
 gpu:
 	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m tests.gpu
 
 clean:
-	rm -rf demo_results gpu_results lightning_logs wandb dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf site demo_results gpu_results lightning_logs wandb dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and alone: the constraint then decides its version, and the second step finds it in place.

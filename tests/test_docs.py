@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import warnings
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.forked import forked
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", *(f"docs/{name}.md" for name in ("extending", "adam", "checkpoints", "fabric", "grouping"))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md")),
+]
+BLOCK = re.compile(
+    r"(?:^<!-- not run: (?P<reason>.+?) -->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```", re.MULTILINE | re.DOTALL
+)
+"""A block of code, and why it does not run here, if it does not: said in the line above it."""
 
 
-def programs(page: str) -> list[str]:
-    """Complete ones: with their imports."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
-    return [block for block in blocks if "import " in block]
+def blocks(page: str, *kinds: str) -> list[str]:
+    """Those of these languages that say nothing against running."""
+    found = BLOCK.finditer((ROOT / page).read_text())
+    return [block["text"] for block in found if block["kind"] in kinds and block["reason"] is None]
 
 
 def run(program: str, log: str) -> None:
@@ -31,11 +41,9 @@ def run(program: str, log: str) -> None:
     exec(compile(program, "<example>", "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_examples_run(page: str, tmp_path: Path) -> None:
-    found = programs(page)
-    assert found
-    for program in found:
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_programs_run(page: str, tmp_path: Path) -> None:
+    for program in blocks(page, "python"):
         # A process of its own: an example may register a sparsifier.
         log = tmp_path / "log"
         process = forked().Process(target=run, args=(program, str(log)), daemon=False)
@@ -44,12 +52,42 @@ def test_examples_run(page: str, tmp_path: Path) -> None:
         assert process.exitcode == 0, log.read_text()
 
 
-def test_links_lead_somewhere() -> None:
-    others = ["advise", "comparison", "design", "gpu", "metrics", "watchdogs"]
-    for page in [*PAGES, *(f"docs/{name}.md" for name in others), "CHANGELOG.md"]:
-        for target in re.findall(r"\]\(([^)#][^)]*)\)", (ROOT / page).read_text()):
-            file = (ROOT / page).parent / target.partition("#")[0]
-            assert target.startswith("https://") or file.exists(), (page, target)
+def test_commands_name_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning_sparse_cli import main
+
+    known: dict[str, str] = {}
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for page in PAGES:
+        for line in re.sub(r"\\\n", " ", "".join(blocks(page, "bash"))).splitlines():
+            words = shlex.split(line, comments=True)
+            for word in words:
+                if re.fullmatch(r"(configs|examples|benchmarks|tests)/\S+", word):
+                    assert (ROOT / word).exists(), (page, line)
+            if words[:1] == ["make"]:
+                assert set(words[1:]) <= targets, (page, line)
+            if words[:1] == ["lightning-sparse"] and words[1:2] != ["--version"]:
+                if words[1] not in known:
+                    with pytest.raises(SystemExit, match="0"):
+                        main([words[1], "--help"])
+                    known[words[1]] = capsys.readouterr().out
+                for option in words[2:]:
+                    assert not option.startswith("--") or f"{option} " in known[words[1]], (page, line)
+    assert "advise" in known
+
+
+def test_configurations_are_those_of_the_strategy() -> None:
+    import lightning_sparse as ls
+
+    found = 0
+    for page in PAGES:
+        for text in blocks(page, "yaml"):
+            given = (yaml.safe_load(text).get("trainer") or {}).get("strategy", {})
+            if "class_path" in given:
+                package, _, name = given["class_path"].partition(".")
+                assert package == "lightning_sparse"
+                getattr(ls, name)(**given["init_args"])
+                found += 1
+    assert found
 
 
 def test_the_table_of_logged_quantities_is_that_of_the_code() -> None:

@@ -1,0 +1,150 @@
+"""The documentation site: its navigation, links, API page, quoted messages, and its build."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import lightning_sparse as ls
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.rglob("*.md"))
+"""All pages of the site."""
+SETTINGS = re.sub(r"!!python/\S+", "", (ROOT / "mkdocs.yml").read_text())
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of a page's headings, as MkDocs and GitHub make them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), flags=re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        found.add(re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", words).strip().lower()))
+    return found
+
+
+def navigated(entry: Any) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in navigated(part)]
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    settings = yaml.safe_load(SETTINGS)
+    assert sorted(f"docs/{page}" for page in navigated(settings["nav"])) == PAGES
+
+
+@pytest.mark.parametrize("page", [*PAGES, "README.md", "CHANGELOG.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    file = ROOT / page
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", file.read_text())):
+        path, _, anchor = target.partition("#")
+        if path.startswith("https://"):
+            continue
+        aim = file if not path else file.parent / path
+        assert aim.exists(), (page, target)
+        assert page.startswith("docs/") <= aim.resolve().is_relative_to(DOCS), (page, target, "is not on the site")
+        if anchor and aim.suffix == ".md":
+            assert anchor in anchors(aim), (page, target)
+
+
+def test_the_api_page_has_every_public_name_once() -> None:
+    page = (DOCS / "api.md").read_text()
+    named = [
+        heading or path.rpartition(".")[2]
+        for path, heading in re.findall(r"^::: ([\w.]+)(?:\n +options: \{heading: (\w+))?", page, flags=re.MULTILINE)
+    ]
+    assert len(named) == len(set(named))
+    assert set(ls.__all__) <= set(named)
+
+
+def fixed_parts(node: ast.expr) -> str:
+    """The text of a string in code, with what is filled in as ``…``."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    assert isinstance(node, ast.JoinedStr)
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+
+
+def messages() -> list[str]:
+    """All strings of the package's code that could be sentences."""
+    found = []
+    for file in [*ROOT.glob("lightning_sparse/**/*.py"), *ROOT.glob("lightning_sparse_cli/*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                text = fixed_parts(node)
+                if " " in text:
+                    found.append(text)
+    return found
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    quoted = re.findall(r"```text\n(.*?)\n```", (DOCS / "faq.md").read_text(), flags=re.DOTALL)
+    assert len(quoted) > 20
+    code = "\n".join(messages())
+    lightning, *ours = quoted
+    for message in ours:
+        # Where several strings make a message, each of them has to be there.
+        for part in re.split(r"…|(?<=[.:]) ", message):
+            assert part in code, (message, part)
+    with pytest.raises(ValueError, match="invalid strategy name") as raised:
+        __import__("pytorch_lightning").Trainer(strategy="sparse_ddq", logger=False)
+    assert str(raised.value).startswith(lightning.replace("sparse_ddp", "sparse_ddq").rstrip("…"))
+
+
+def test_the_picture_of_a_step_is_what_the_package_computes() -> None:
+    import runpy
+
+    drawn = runpy.run_path(str(DOCS / "site" / "picture.py"))["picture"]()
+    assert drawn == (DOCS / "how-it-works.svg").read_text()
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == ls.__version__
+    assert citation["title"] == "lightning-sparse"
+    assert {"cff-version", "message", "authors", "license"} <= set(citation)
+
+
+class Loaded(HTMLParser):
+    """What a page makes a browser fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in ("script", "img", "iframe", "source"):
+            self.found.append(given.get("src") or "")
+        elif tag == "link" and given.get("rel") not in ("prev", "next", "canonical"):
+            self.found.append(given.get("href") or "")
+
+
+@pytest.mark.thorough
+def test_the_site_is_built_without_warnings_and_needs_no_network(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr.strip()
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    for page in pages:
+        loaded = Loaded()
+        loaded.feed(page.read_text())
+        assert not [target for target in loaded.found if target.startswith(("http:", "https:", "//"))], page
+    api = (tmp_path / "api.html").read_text()
+    assert ":class:" not in api
+    for name in ls.__all__:
+        assert re.search(rf'id="[\w.]*\b{name}(Mixin)?"', api), name
