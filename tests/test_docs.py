@@ -75,6 +75,17 @@ def test_commands_name_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
     assert "advise" in known
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/extending.md"])  # which names files to add
+def test_files_and_quantities_that_are_named_exist(page: str) -> None:
+    from lightning_sparse.metrics import QUANTITIES
+
+    text = (ROOT / page).read_text()
+    for path in re.findall(r"`((?:benchmarks|configs|docs|examples|tests|lightning_sparse)/[\w/.-]*)", text):
+        assert (ROOT / path).exists(), path
+    for name in re.findall(r"(?<!\.)\bsparse/([\w/]+)", text):
+        assert name.startswith("group") or name in QUANTITIES, name
+
+
 def test_configurations_are_those_of_the_strategy() -> None:
     import lightning_sparse as ls
 

@@ -1,6 +1,7 @@
-"""A Griffe extension: references in docstrings, written as in Sphinx, become code.
+"""A Griffe extension: docstrings, which are for ``help()`` first, in the form that the site expects.
 
-``:class:`~lightning_sparse.MiCRO``` is read as ``MiCRO``. Docstrings are for ``help()`` first, which knows no links.
+References as in Sphinx become code, such as ``MiCRO``. A section ``Example`` becomes ``Examples``, which is what Griffe
+reads as a session of Python.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ DOUBLE = re.compile(r"``([^`]+)``")
 
 
 def plain(text: str) -> str:
-    """A docstring without roles, and with single backticks."""
+    """A docstring without roles, with single backticks and with sections that Griffe knows."""
     text = ROLE.sub(lambda found: f"`{found[2].rpartition('.')[2] if found[1] else found[2]}`", text)
+    text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
     return DOUBLE.sub(r"`\1`", text)
 
 
