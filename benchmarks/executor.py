@@ -97,7 +97,7 @@ class Variant:
     def note_exposed(self) -> None:
         """Outside the clock: asks all ranks."""
         if self.engine is not None:
-            self.exposed.append(self.engine.summary()["exposed_ms"])
+            self.exposed.append(self.engine.summary()["time/exposed_ms"])
 
     def close(self) -> None:
         if self.engine is not None:

@@ -112,8 +112,8 @@ def table(logged: dict[str, dict[str, Series]]) -> Table:
     ):
         result.add_column(heading, justify="right")
     for name, series in logged.items():
-        is_sparse = "sparse/bytes_sent" in series
-        sent_bytes = mean(values(series["sparse/bytes_sent"])) if is_sparse else dense_bytes
+        is_sparse = "sparse/traffic/sent_mb" in series
+        sent_bytes = 1e6 * mean(values(series["sparse/traffic/sent_mb"])) if is_sparse else dense_bytes
         result.add_row(
             RUNS[name],
             f"{series['val/accuracy'][-1][1]:.1%}",

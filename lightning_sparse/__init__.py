@@ -11,6 +11,7 @@ from lightning_sparse import memory as _memory
 from lightning_sparse import sparsifiers as _sparsifiers
 from lightning_sparse.advisor import advise
 from lightning_sparse.attach import attach
+from lightning_sparse.averages import BuildUp, DensityError, PaddingRatio, Traffic
 from lightning_sparse.collective import LostRankError
 from lightning_sparse.config import SparsificationConfig, Watch
 from lightning_sparse.density import Accordion, Constant, DensitySchedule, Warmup
@@ -28,11 +29,21 @@ from lightning_sparse.sparsifiers import *  # noqa: F403
 
 if _packages.preferred() == _packages.PYTORCH_LIGHTNING:
     from lightning_sparse.integrations.lightning_fabric import FabricSparseDDPStrategy
-    from lightning_sparse.integrations.pytorch_lightning import FlushResidual, SparseDDPStrategy, SparsityMonitor
+    from lightning_sparse.integrations.pytorch_lightning import (
+        FlushResidual,
+        GradientDistribution,
+        PartitionMap,
+        ResidualAudit,
+        SparseDDPStrategy,
+        SparsityMonitor,
+    )
 else:
     from lightning_sparse.integrations.lightning import (  # type: ignore[assignment]
         FabricSparseDDPStrategy,
         FlushResidual,
+        GradientDistribution,
+        PartitionMap,
+        ResidualAudit,
         SparseDDPStrategy,
         SparsityMonitor,
     )
@@ -44,22 +55,29 @@ __all__ = [
     "Accordion",
     "Adam",
     "AdamW",
+    "BuildUp",
     "Constant",
+    "DensityError",
     "DensitySchedule",
     "Engine",
     "FabricSparseDDPStrategy",
     "FlushResidual",
+    "GradientDistribution",
     "Grouping",
     "HiddenDensity",
     "LostRankError",
     "MergeBelow",
     "OptimalMerge",
+    "PaddingRatio",
+    "PartitionMap",
+    "ResidualAudit",
     "Rules",
     "SparseDDPStrategy",
     "SparsificationConfig",
     "SparsityMonitor",
     "StepTrace",
     "TimeBudget",
+    "Traffic",
     "Warmup",
     "Watch",
     "advise",

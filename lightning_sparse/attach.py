@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import SparsificationConfig, StrategyConfig
 from lightning_sparse.controllers import DenseFallback, Planner
+from lightning_sparse.controllers.announcer import Announcer
 from lightning_sparse.controllers.watchdog import Watchdog
 from lightning_sparse.fields import from_keywords, keywords_of
 from lightning_sparse.plan import Group, ParameterSize, Rules, make_plan
@@ -73,7 +74,9 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     with failing_together(TorchCollective(ddp.process_group), ddp.device):
         arguments = from_keywords(AttachArguments, keywords, "attach", NOT_HERE)
     config = SparsificationConfig.of(arguments)
-    return attach_config(ddp, config, arguments.scaler, arguments.profile, arguments.observers)
+    engine = attach_config(ddp, config, arguments.scaler, arguments.profile, arguments.observers)
+    engine.add_observer(Announcer())
+    return engine
 
 
 def attach_config(

@@ -8,7 +8,6 @@ it: the Trainer, Fabric and :func:`~lightning_sparse.simulate` give all of :data
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,32 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.clock import Stamp, Totals
 from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
 from lightning_sparse.messages import ring_all_reduce_bytes
 
-
-class Stamp(NamedTuple):
-    """A point in time, on the host's clock or in a device's stream."""
-
-    host: float
-    event: torch.cuda.Event | None
-
-    @classmethod
-    def now(cls, device: torch.device) -> Stamp:
-        """This moment; on CUDA, the moment the current stream gets here."""
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return cls(time.perf_counter(), None)
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return cls(time.perf_counter(), event)
-
-    def until(self, later: Stamp) -> float:
-        """Milliseconds between two stamps of one device; waits for the device."""
-        if self.event is None or later.event is None:
-            return 1e3 * (later.host - self.host)
-        later.event.synchronize()
-        return float(self.event.elapsed_time(later.event))
+MB = 1e6
+"""Bytes."""
 
 
 _HOST = attrgetter("host")
@@ -115,11 +95,23 @@ class Step:
     """Whether DDP averaged everything by itself."""
     shared_bytes: float = 0.0
     """Bytes of messages that belong to no single group."""
+    totals: Totals | None = None
+    """Of all steps so far; None for a single group, and where nobody adds up."""
+    warnings: int | None = None
+    """Of the watchdog, so far; None for a single group."""
     means: Mapping[str, float] = field(default_factory=dict)
     """Quantities that were averaged over ranks, for those that derive from them."""
 
     @classmethod
-    def dense(cls, numel: int, dense_bytes: float, residual_norms: Sequence[float], skipped_steps: int) -> Step:
+    def dense(
+        cls,
+        numel: int,
+        dense_bytes: float,
+        residual_norms: Sequence[float],
+        skipped_steps: int,
+        totals: Totals | None = None,
+        warnings: int | None = None,
+    ) -> Step:
         """A step in which DDP averaged everything by itself; no clock was read.
 
         Args:
@@ -127,11 +119,13 @@ class Step:
             dense_bytes: what a dense ring all-reduce sends.
             residual_norms: Euclidean norm of each group's residual on this rank.
             skipped_steps: so far, but for those of such steps, which nobody checks.
+            totals: of all steps so far.
+            warnings: of the watchdog, so far.
         """
         every = torch.tensor([numel], device="cpu")
         never = (Stamp(0.0, None),) * 3
         group = Statistics(numel, numel, 1.0, False, every, None, every[0], None, dense_bytes, dense_bytes, never)
-        return cls([group], residual_norms, skipped_steps=skipped_steps, direct=True)
+        return cls([group], residual_norms, skipped_steps=skipped_steps, direct=True, totals=totals, warnings=warnings)
 
     @cached_property
     def sparse(self) -> list[Statistics]:
@@ -182,32 +176,43 @@ class Step:
 class Quantity(NamedTuple):
     """A logged number; a row of the table in ``docs/metrics.md``."""
 
+    unit: str
     meaning: str
     good: str
     """The value to wish for."""
     averaged: bool
     """Whether ranks have values of their own, whose mean is logged; the others are equal on all ranks."""
+    over_run: str
+    """What sums a run up, in the words of W&B's ``define_metric``: "last", "mean", "max", or several with commas."""
     compute: Callable[[Step], float | None]
     """The number of a step, or None where it has none: then it is not logged."""
 
 
 QUANTITIES: dict[str, Quantity] = {}
-"""Logged quantities by name, under ``sparse/``; all but bytes and times over the sparsified groups only."""
+"""Logged quantities by name, under ``sparse/``; all but traffic and times over the sparsified groups only."""
 
+TOTALS = ("traffic/total_mb", "traffic/dense_total_mb", "time/total_s")
+"""Those that add up over steps: axes for what is validated, beside which they are logged, too."""
 Compute = Callable[[Step], float | None]
 
 
-def quantity(good: str = "", *, averaged: bool = False) -> Callable[[Compute], Compute]:
+def quantity(
+    good: str = "", *, part: str = "", unit: str = "", averaged: bool = False, over_run: str = "mean"
+) -> Callable[[Compute], Compute]:
     """Log what the decorated function computes from a :class:`Step`, by its name; its docstring says what it is.
 
     Args:
         good: the value to wish for.
+        part: of the logs, before the name: ``traffic`` makes ``traffic/<name>``.
+        unit: of the number.
         averaged: log the mean over ranks. Needed where ranks have values of their own.
+        over_run: what sums a run up, see :attr:`Quantity.over_run`.
     """
 
     def register(compute: Compute) -> Compute:
         meaning = " ".join((compute.__doc__ or "").split()).rstrip(".")
-        QUANTITIES[compute.__name__] = Quantity(meaning, good, averaged, compute)
+        name = f"{part}/{compute.__name__}" if part else compute.__name__
+        QUANTITIES[name] = Quantity(unit, meaning, good, averaged, over_run, compute)
         return compute
 
     return register
@@ -225,13 +230,13 @@ def target_density(step: Step) -> float:
     return sum(group.numel * group.target_density for group in step.sparse) / step.numel
 
 
-@quantity("0")
+@quantity("0", over_run="mean,max")
 def density_error(step: Step) -> float:
     """`| |union| - k | / numel`."""
     return abs(step.union - step.k) / step.numel
 
 
-@quantity("1")
+@quantity("1", over_run="mean,max")
 def padding_ratio(step: Step) -> float:
     """`f(t) = n max_i k_i / sum_i k_i`; 1 when all ranks pick equally many."""
     counts = [group.counts for group in step.sparse]
@@ -239,66 +244,97 @@ def padding_ratio(step: Step) -> float:
     return len(counts[0]) * longest / picks if picks else 1.0
 
 
-@quantity("1")
+@quantity("1", over_run="mean,max")
 def build_up(step: Step) -> float:
     """`|union| / k`; up to n for picks that are independent, such as Top-k's."""
     return step.union / step.k
 
 
-@quantity()
+@quantity(unit="gradient", over_run="last")
 def threshold(step: Step) -> float | None:
     """Magnitude that decided, in units of the accumulated gradient; mean over the groups that have one."""
     found = [float(group.threshold) for group in step.sparse if group.threshold is not None]
     return sum(found) / len(found) if found else None
 
 
-@quantity("steady", averaged=True)
+@quantity("steady", unit="gradient", averaged=True, over_run="last,max")
 def residual_norm(step: Step) -> float:
     """Euclidean norm of the residual, mean over ranks; the papers' global error."""
     return math.hypot(*step.residual_norms)
 
 
-@quantity(averaged=True)
-def bytes_sent(step: Step) -> float:
-    """Bytes that a rank sends in a step under ring collectives, mean over ranks; dense groups included."""
-    return sum(group.bytes_sent for group in step.groups) + step.shared_bytes
+@quantity("steady", over_run="last")
+def threshold_over_residual(step: Step) -> float | None:
+    """`threshold / residual_norm`: both move together where the threshold follows what waits."""
+    decided, norm = threshold(step), step.means["residual_norm"]
+    return decided / norm if decided is not None and norm else None
 
 
-@quantity("large")
-def traffic_ratio(step: Step) -> float:
-    """Bytes of a dense ring all-reduce in the gradients' dtype / `bytes_sent`; 1 where nothing is sent."""
-    sent = step.means["bytes_sent"]
+@quantity(part="traffic", unit="MB", averaged=True)
+def sent_mb(step: Step) -> float:
+    """What a rank sends in a step under ring collectives, mean over ranks; dense groups included."""
+    return (sum(group.bytes_sent for group in step.groups) + step.shared_bytes) / MB
+
+
+@quantity(part="traffic", unit="MB", averaged=True, over_run="last")
+def total_mb(step: Step) -> float | None:
+    """What a rank has sent since the start of fit in all steps, mean over ranks; flushes included."""
+    return None if step.totals is None else step.totals.sent_bytes / MB
+
+
+@quantity(part="traffic", unit="MB", over_run="last")
+def dense_total_mb(step: Step) -> float | None:
+    """What dense ring all-reduces in the gradients' dtype would have sent in these steps."""
+    return None if step.totals is None else step.totals.dense_bytes / MB
+
+
+@quantity("large", part="traffic")
+def ratio(step: Step) -> float:
+    """What a dense ring all-reduce sends / what is sent, in this step; 1 where nothing is sent."""
+    sent = MB * step.means["traffic/sent_mb"]
     return sum(group.dense_bytes for group in step.groups) / sent if sent else 1.0
 
 
-@quantity(averaged=True)
+@quantity(part="time", unit="ms", averaged=True)
 def select_ms(step: Step) -> float | None:
-    """Milliseconds from the gradient to the selection, what ranks ask each other included; mean over ranks."""
+    """From the gradient to the selection, what ranks ask each other included; mean over ranks."""
     return step.milliseconds[0]
 
 
-@quantity(averaged=True)
+@quantity(part="time", unit="ms", averaged=True)
 def exchange_ms(step: Step) -> float | None:
-    """Milliseconds from the selection to the new gradient, once for groups that travel together; mean over ranks."""
+    """From the selection to the new gradient, once for groups that travel together; mean over ranks."""
     return step.milliseconds[1]
 
 
-@quantity("0", averaged=True)
+@quantity("0", part="time", unit="ms", averaged=True, over_run="mean,max")
 def exposed_ms(step: Step) -> float | None:
-    """Milliseconds that backward waits for the exchange, not how much it slows down beside it; mean over ranks."""
+    """How long backward waits for the exchange, not how much it slows down beside it; mean over ranks."""
     return step.exposed_ms
 
 
-@quantity("0 and up")
-def void_steps(step: Step) -> float | None:
+@quantity(part="time", unit="s", averaged=True, over_run="last")
+def total_s(step: Step) -> float | None:
+    """Wall clock since the start of fit, without validation; mean over ranks."""
+    return None if step.totals is None else step.totals.seconds
+
+
+@quantity("0 and up", part="steps", unit="steps", over_run="last")
+def void(step: Step) -> float | None:
     """Steps so far that all ranks left out, residuals as before, because a gradient was not finite on some rank."""
     return step.skipped_steps
 
 
-@quantity("0 or 1")
+@quantity("0 or 1", part="steps")
 def direct(step: Step) -> float:
     """1 where gradients are averaged as DDP does, because `fallback="dense"` found that faster; then without times."""
     return float(step.direct)
+
+
+@quantity("0", part="steps", over_run="last")
+def warnings(step: Step) -> float | None:
+    """Warnings of the watchdog so far."""
+    return step.warnings
 
 
 def local(step: Step) -> dict[str, float]:
@@ -321,6 +357,13 @@ def summarize(step: Step, mean_over_ranks: Callable[[Tensor], Tensor]) -> dict[s
     means = mean_over_ranks(torch.tensor(list(own.values()), dtype=torch.float64, device="cpu")).tolist()
     step = replace(step, means=dict(zip(own, means, strict=True)))
     found = {name: step.means.get(name) if one.averaged else one.compute(step) for name, one in QUANTITIES.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def totals_of(totals: Totals) -> dict[str, float]:
+    """The quantities of :data:`TOTALS`, on this rank."""
+    step = Step([], [], totals=totals)
+    found = {name: QUANTITIES[name].compute(step) for name in TOTALS}
     return {name: value for name, value in found.items() if value is not None}
 
 

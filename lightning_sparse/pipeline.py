@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.candidates import Candidates
+from lightning_sparse.clock import Stamp
 from lightning_sparse.core import Agreement, Context, GroupState, Selection, Update
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.kernels import all_finite, choose, fill_if_, put_, static_shapes
 from lightning_sparse.memory import Memory
 from lightning_sparse.messages import Meter, Steps, resolve
-from lightning_sparse.metrics import Stamp, Statistics, measure
+from lightning_sparse.metrics import Statistics, measure
 from lightning_sparse.sparsifiers import Sparsifier
 
 

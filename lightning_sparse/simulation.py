@@ -41,6 +41,8 @@ class StepTrace(NamedTuple):
     """(n,) float64 bytes each rank sends, see :meth:`~lightning_sparse.messages.Message.bytes_sent`."""
     partition: Tensor | None
     """(n, 2) int64 first and past-the-end coordinate of each rank's range, for methods with contiguous ranges."""
+    ranks: tuple[Step, ...]
+    """What each rank did, without its coordinates: for :class:`~lightning_sparse.DensityError` and its like."""
 
     @property
     def density(self) -> float:
@@ -162,7 +164,8 @@ def _trace(
     indices = indices[indices < numel]
     thresholds = [s.threshold for s in statistics if s.threshold is not None]
     norms = [norm_of(memory.residual(state.memory)) for state in states]
-    steps = [Step([one], [norm], exposed_ms=0.0) for one, norm in zip(statistics, norms, strict=True)]
+    bare = [one._replace(indices=None) for one in statistics]
+    steps = [Step([one], [norm], exposed_ms=0.0) for one, norm in zip(bare, norms, strict=True)]
     own = torch.tensor([list(local(step).values()) for step in steps], dtype=torch.float64, device="cpu")
     quantities = summarize(steps[0], lambda _: own.mean(0))
     return StepTrace(
@@ -177,4 +180,5 @@ def _trace(
         quantities=quantities,
         bytes_sent=torch.tensor([s.bytes_sent for s in statistics], dtype=torch.float64, device="cpu"),
         partition=sparsifier.ranges(numel, states[0].selector, ctx),
+        ranks=tuple(steps),
     )

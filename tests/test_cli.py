@@ -215,7 +215,7 @@ def test_the_example_trains_from_the_command_line(tmp_path: Path) -> None:
     assert "TopK()" in result.stdout
     [metrics] = tmp_path.glob("lightning_logs/**/metrics.csv")
     header = metrics.read_text().splitlines()[0].split(",")
-    assert {"sparse/density", "sparse/bytes_sent", "val/accuracy", "step_ms"} <= set(header)
+    assert {"sparse/density", "sparse/traffic/sent_mb", "val/accuracy", "step_ms"} <= set(header)
     assert len(list(tmp_path.glob("lightning_logs/wandb/offline-run-*/run-*.wandb"))) == 1
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
+from lightning_sparse.clock import Stamp, Totals
 from lightning_sparse.core import Agreement, Context, Selection, Update
-from lightning_sparse.metrics import QUANTITIES, Stamp, Statistics, Step, measure, norm_of, quantity, summarize
+from lightning_sparse.metrics import QUANTITIES, Statistics, Step, measure, norm_of, quantity, summarize
 
 
 def stamps(select: float, exchange: float) -> tuple[Stamp, Stamp, Stamp]:
@@ -47,17 +48,24 @@ BY_HAND: dict[str, tuple[float | None, float | None, float | None]] = {
     "build_up": (0.4, 70 / 130, 1.0),  # 40 / 100
     "threshold": (0.5, 0.5, None),  # mean over groups that have one
     "residual_norm": (3.0, 5.0, 5.0),  # the groups are parts of one vector
-    "bytes_sent": (100.0, 200.0, 4000.0),
-    "traffic_ratio": (40.0, 16_040 / 200, 1.0),
-    "select_ms": (2.0, 3.0, None),
-    "exchange_ms": (3.0, 4.0, None),
-    "exposed_ms": (7.0, 0.0, None),
-    "void_steps": (0.0, 0.0, 2.0),
-    "direct": (0.0, 0.0, 1.0),
+    "threshold_over_residual": (0.5 / 3, 0.1, None),
+    "traffic/sent_mb": (1e-4, 2e-4, 4e-3),
+    "traffic/total_mb": (5.0, 5.0, 5.0),
+    "traffic/dense_total_mb": (50.0, 50.0, 50.0),
+    "traffic/ratio": (40.0, 16_040 / 200, 1.0),
+    "time/select_ms": (2.0, 3.0, None),
+    "time/exchange_ms": (3.0, 4.0, None),
+    "time/exposed_ms": (7.0, 0.0, None),
+    "time/total_s": (9.0, 9.0, 9.0),
+    "steps/void": (0.0, 0.0, 2.0),
+    "steps/direct": (0.0, 0.0, 1.0),
+    "steps/warnings": (0.0, 1.0, 3.0),
 }
 """Each quantity of ONE_GROUP, THREE_GROUPS and BY_DDP; None where it is not logged."""
 
-ONE_GROUP = Step([group()], [3.0], 7.0, 0)
+TOTALS = Totals()
+TOTALS.load_state_dict({"sent_bytes": 5e6, "dense_bytes": 5e7, "seconds": 9.0, "exposed_seconds": 0.0})
+ONE_GROUP = Step([group()], [3.0], 7.0, 0, totals=TOTALS, warnings=0)
 OTHER = group(
     numel=3000,
     target=30,
@@ -81,9 +89,9 @@ DENSE = group(
     dense_bytes=40.0,
     stamps=stamps(0.0, 0.0),
 )
-THREE_GROUPS = Step([group(), OTHER, DENSE], [3.0, 4.0, 0.0], 0.0, 0)
+THREE_GROUPS = Step([group(), OTHER, DENSE], [3.0, 4.0, 0.0], 0.0, 0, totals=TOTALS, warnings=1)
 """The last one is dense: it counts for bytes and times only."""
-BY_DDP = Step.dense(1000, 4000.0, [3.0, 4.0], 2)
+BY_DDP = Step.dense(1000, 4000.0, [3.0, 4.0], 2, TOTALS, 3)
 """DDP averaged everything by itself."""
 
 
@@ -99,14 +107,16 @@ def test_times_bytes_and_residual_norms_are_averaged_over_ranks_in_one_call() ->
 
     def mean(x: Tensor) -> Tensor:
         calls.append(x)
-        return x + torch.arange(len(x)) * 10
+        return x + torch.arange(len(x)) * 10.0
 
     summary = summarize(Step([group()], [3.0], 7.0, 0), mean)
     assert len(calls) == 1
     assert calls[0].dtype == torch.float64
-    changed = {"residual_norm": 3.0, "bytes_sent": 110.0, "select_ms": 22.0, "exchange_ms": 33.0, "exposed_ms": 47.0}
+    changed = {"residual_norm": 3.0, "traffic/sent_mb": 10.0001}
+    changed |= {"time/select_ms": 22.0, "time/exchange_ms": 33.0, "time/exposed_ms": 47.0}
     assert {name: summary[name] for name in changed} == pytest.approx(changed)
-    assert summary["traffic_ratio"] == pytest.approx(4000 / 110)
+    assert summary["traffic/ratio"] == pytest.approx(4000 / 10_000_100)
+    assert summary["threshold_over_residual"] == 0.5 / 3
 
 
 def test_what_groups_do_together_counts_once() -> None:
@@ -126,9 +136,9 @@ def test_what_groups_do_together_counts_once() -> None:
     }
     for name, (those, select, exchange) in expected.items():
         summary = summarize(Step(those, [0.0] * len(those), shared_bytes=16.0), alone)
-        assert summary["select_ms"] == pytest.approx(select), name
-        assert summary["exchange_ms"] == pytest.approx(exchange), name
-        assert summary["bytes_sent"] == 100 * len(those) + 16
+        assert summary["time/select_ms"] == pytest.approx(select), name
+        assert summary["time/exchange_ms"] == pytest.approx(exchange), name
+        assert summary["traffic/sent_mb"] == pytest.approx((100 * len(those) + 16) / 1e6)
 
 
 def test_a_model_that_is_dense_altogether_is_summarised_as_it_is() -> None:
@@ -141,12 +151,14 @@ def test_a_model_that_is_dense_altogether_is_summarised_as_it_is() -> None:
 def test_a_step_in_which_nobody_picked_or_sent_anything_divides_by_nothing() -> None:
     empty = group(counts=torch.tensor([0, 0]), union=torch.tensor(0), bytes_sent=0.0, dense_bytes=0.0)
     summary = summarize(Step([empty], [0.0], 0.0, 0), alone)
-    assert (summary["density"], summary["padding_ratio"], summary["traffic_ratio"]) == (0.0, 1.0, 1.0)
+    assert (summary["density"], summary["padding_ratio"], summary["traffic/ratio"]) == (0.0, 1.0, 1.0)
     assert all(math.isfinite(value) for value in summary.values())
 
 
 def test_a_group_has_no_number_for_what_groups_share() -> None:
-    assert set(QUANTITIES) - set(summarize(Step([group()], [3.0]), alone)) == {"exposed_ms", "void_steps"}
+    shared = {"time/exposed_ms", "time/total_s", "traffic/total_mb", "traffic/dense_total_mb"}
+    shared |= {"steps/void", "steps/warnings"}
+    assert set(QUANTITIES) - set(summarize(Step([group()], [3.0]), alone)) == shared
 
 
 @pytest.mark.parametrize("averaged", [False, True])
@@ -170,7 +182,7 @@ def test_norms_are_summed_in_double_precision() -> None:
 
 
 def test_every_quantity_that_is_logged_is_described_and_the_other_way_round() -> None:
-    assert set(summarize(Step([group()], [3.0], 7.0, 0), alone)) == set(QUANTITIES)
+    assert set(summarize(ONE_GROUP, alone)) == set(QUANTITIES) == set(BY_HAND)
 
 
 @pytest.mark.parametrize(

@@ -227,6 +227,7 @@ def test_the_fields_of_a_trace_are_stable() -> None:
         "quantities",
         "bytes_sent",
         "partition",
+        "ranks",
     )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -205,8 +204,8 @@ class Watchdog:
             )
 
     def _tell(self, engine: Engine, kind: str, sentence: str) -> None:
-        if kind not in self._told and engine.comm.rank == 0:
-            rank_zero_warn(f"sparse_ddp at step {engine.step}: {sentence}")
+        if kind not in self._told:
+            engine.warn(kind, sentence)
         self._told.add(kind)
 
 

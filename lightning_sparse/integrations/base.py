@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -19,6 +19,7 @@ from lightning_sparse.config import StrategyConfig
 from lightning_sparse.controllers import Planner
 from lightning_sparse.fields import from_keywords
 from lightning_sparse.integrations.earlier import Left, go_on
+from lightning_sparse.integrations.telling import mean_over_ranks
 from lightning_sparse.plan.groupings import DDP_BUCKET_MB, MIB
 from lightning_sparse.reducer import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.sparsifiers import SPARSIFIERS
@@ -166,6 +167,9 @@ class SparseStrategy:
                 engine.clip_gradients(float(limit), algorithm, optimizer)
         return done
 
+    def _mean_over_ranks(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        return mean_over_ranks(numbers, TorchCollective(), self.root_device)
+
     def _restore(self, engine: Engine, path: Any, marker: dict[str, Any] | None) -> None:
         restore(engine, path, marker, self._load_side_file, self.config.resize, self.config.strict_resume)
 
@@ -193,7 +197,7 @@ class SparseStrategy:
                 self._told_of_void.add(engine.run_id)
                 rank_zero_warn(
                     f"A gradient was not finite on some rank in the backward after step {known.step}: no rank takes "
-                    "this step, and residuals are as before. sparse/void_steps counts such steps from now on."
+                    "this step, and residuals are as before. sparse/steps/void counts such steps from now on."
                 )
 
 

@@ -17,8 +17,10 @@ from urllib.parse import quote
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lightning_sparse.clock import Totals
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.controllers import Planner
+from lightning_sparse.controllers.announcer import Announcer
 from lightning_sparse.fields import keywords_of
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
 from lightning_sparse.integrations.earlier import Left
@@ -102,9 +104,10 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
 
     def setup_module(self, module: Module) -> Any:
         """As in Fabric; the engine of a module that is set up again goes on where the one before was."""
-        before, profile = self.engine_of(module), None
+        before, profile, totals = self.engine_of(module), None, Totals()
         left = None
         if before is not None:
+            totals = before.totals
             before.count_as_applied()
             left = Left.by(before)
             profile = profile_of(before)
@@ -118,10 +121,12 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         with self._small_deliveries(module):
             ddp = super().setup_module(module)
         engine = self._attach(ddp, self.precision, profile)
+        engine.add_observer(Announcer())
+        engine.totals = totals
         self._wrapped.append((ddp, engine))
         self._follow(engine)
         if loaded is not None:
-            self._restore(engine, loaded[0], loaded[1].get("residuals"))
+            self._resume(engine, *loaded)
         elif left is not None:
             self._go_on(engine, left)
         return ddp
@@ -203,12 +208,13 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
             for key, engine in modules.items():
                 profile = profile_of(engine)
                 own[key] = {} if profile is None else {"profile": profile}
+                own[key]["totals"] = self._mean_over_ranks(engine.totals.state_dict())
                 if self.config.save_residuals:
                     place = _place(path, key, len(modules))
                     own[key]["residuals"] = stack.enter_context(
                         self._side_files.beside(place, engine, write, TorchCollective())
                     )
-            kept = {CHECKPOINT_KEY: own} if any(own.values()) else {}
+            kept = {CHECKPOINT_KEY: own} if own else {}
             super().save_checkpoint(path, {**state, **kept}, storage_options, filter)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -233,8 +239,14 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
             for observer in engine.observers:
                 if isinstance(observer, Planner):
                     observer.resume(found.get("profile"), engine)
-            self._restore(engine, place, found.get("residuals"))
+            self._resume(engine, place, found)
         return rest
+
+    def _resume(self, engine: Engine, place: str, found: dict[str, Any]) -> None:
+        """Let an engine go on where the one was that a checkpoint tells of."""
+        self._restore(engine, place, found.get("residuals"))
+        if "totals" in found:
+            engine.totals.load_state_dict(found["totals"])
 
     def _engines_in(self, state: Mapping[str, Any]) -> dict[str, Engine | None]:
         """Engines of the modules in a state, by key; none where it is no training state, but weights alone."""

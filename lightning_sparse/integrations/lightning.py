@@ -5,9 +5,13 @@ from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
+from lightning_sparse.integrations.audit import ResidualAuditMixin
 from lightning_sparse.integrations.base import register
-from lightning_sparse.integrations.callbacks import FlushResidualMixin, SparsityMonitorMixin
+from lightning_sparse.integrations.distribution import GradientDistributionMixin
 from lightning_sparse.integrations.fabric import FabricSparseDDPMixin
+from lightning_sparse.integrations.flushing import FlushResidualMixin
+from lightning_sparse.integrations.monitor import SparsityMonitorMixin
+from lightning_sparse.integrations.partitions import PartitionMapMixin
 from lightning_sparse.integrations.trainer import SparseDDPMixin
 
 
@@ -27,6 +31,18 @@ class SparsityMonitor(SparsityMonitorMixin, Callback):
 
 class FlushResidual(FlushResidualMixin, Callback):
     __doc__ = FlushResidualMixin.__doc__
+
+
+class GradientDistribution(GradientDistributionMixin, Callback):
+    __doc__ = GradientDistributionMixin.__doc__
+
+
+class PartitionMap(PartitionMapMixin, Callback):
+    __doc__ = PartitionMapMixin.__doc__
+
+
+class ResidualAudit(ResidualAuditMixin, Callback):
+    __doc__ = ResidualAuditMixin.__doc__
 
 
 register(StrategyRegistry, SparseDDPStrategy)

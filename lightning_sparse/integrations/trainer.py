@@ -17,6 +17,7 @@ from lightning_sparse.collective import TorchCollective
 from lightning_sparse.fields import keywords_of
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
 from lightning_sparse.integrations.earlier import EarlierFit, Left
+from lightning_sparse.integrations.telling import Telling
 from lightning_sparse.interrupts import SAVING, uninterrupted
 from lightning_sparse.reducer import Engine
 
@@ -97,6 +98,8 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._resume: tuple[Any, dict[str, Any] | None] | None = None
         self._earlier: EarlierFit | None = None
         self._left: Left | None = None
+        self._totals: dict[str, float] | None = None
+        self._telling = Telling(self._mean_over_ranks)
         self.engine: Engine | None = None
         """At work during fit; ``step`` and ``hook_calls`` can still be read afterwards."""
         super().__init__(**for_lightning)
@@ -121,6 +124,11 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._close_engine()
         self.engine = self._earlier = None  # frees their buffers
         self.engine = self._attach(self.model, self.precision_plugin, profile)
+        totals, self._totals = self._totals, None
+        if totals is not None:
+            self._telling.totals.load_state_dict(totals)
+        module: Any = self.lightning_module
+        self._telling.follow(self.engine, module.trainer)
         self._go_on(self.engine, left)
         self._continue()
 
@@ -157,6 +165,28 @@ class SparseDDPMixin(SparseStrategy, Base):
         for optimizer in self.optimizers:
             self._clips_locally(optimizer, limit, getattr(algorithm, "value", algorithm) or "norm")
         vars(self.precision_plugin)["clip_gradients"] = ClipBeforeTheExchange(self)
+
+    def on_train_start(self) -> None:
+        """As in Lightning; says what is sparsified, and lets loggers know the settings."""
+        super().on_train_start()
+        if self.engine is not None:
+            self._telling.start(self.engine, self.config)
+
+    def on_validation_start(self) -> None:
+        """As in Lightning; its time does not count as training."""
+        super().on_validation_start()
+        self._telling.totals.pause()
+
+    def on_validation_end(self) -> None:
+        """As in Lightning; training goes on."""
+        super().on_validation_end()
+        self._telling.totals.go_on()
+
+    def on_train_end(self) -> None:
+        """As in Lightning; says what was sent."""
+        super().on_train_end()
+        if self.engine is not None:
+            self._telling.end(self.engine)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """As in Lightning; a void step is left out where no loss scaler does so.
@@ -210,7 +240,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         """As in Lightning; remembers where a fit that follows finds residuals, and what an earlier one measured."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         own = checkpoint.get(CHECKPOINT_KEY, {})
-        self._profile = own.get("profile")
+        self._profile, self._totals = own.get("profile"), own.get("totals")
         residuals = own.get("residuals")
         if residuals and "global_step" in residuals:  # as the checkpoint says now, for the side files to agree with
             residuals = {**residuals, "global_step": checkpoint.get("global_step")}
@@ -223,9 +253,17 @@ class SparseDDPMixin(SparseStrategy, Base):
         with self._residuals_beside(checkpoint, filepath, storage_options) as marker:
             if marker is not None:
                 own["residuals"] = marker
+            if self.engine is not None and "optimizer_states" in checkpoint:
+                own["totals"] = self._totals_now()
             if own:
                 checkpoint[CHECKPOINT_KEY] = own
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _totals_now(self) -> dict[str, float]:
+        """What a rank has sent so far: the mean over ranks, unless others may not come."""
+        module: Any = self.lightning_module
+        own = self._telling.totals.state_dict()
+        return own if module.trainer.interrupted else self._mean_over_ranks(own)
 
     def _residuals_beside(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any
@@ -265,8 +303,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         vars(self.precision_plugin).pop("clip_gradients", None)
         if at_work is not None:
             self._earlier = EarlierFit(at_work)
-        self._resume = None
-        self._profile = None
+        self._resume = self._profile = self._totals = None
         super().teardown()
         self._side_files.sweep()
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sparse.clock import Stamp
 from lightning_sparse.collective import TorchCollective
-from lightning_sparse.metrics import Stamp
 from lightning_sparse.performance.profile import LayerTime
 from lightning_sparse.performance.rank_sync import gathered
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.clock import Stamp
 from lightning_sparse.collective import Collective, drive, send
 from lightning_sparse.core import Context
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.memory import Memory
 from lightning_sparse.messages import Message
-from lightning_sparse.metrics import Stamp
 from lightning_sparse.performance.cost import Curve, Line
 from lightning_sparse.performance.profile import GroupCost, Traffic
 from lightning_sparse.performance.rank_sync import gathered, slowest, start_together

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sparse.clock import Stamp
 from lightning_sparse.collective import Collective
-from lightning_sparse.metrics import Stamp
 
 
 def gathered(values: Sequence[float], comm: Collective, device: torch.device) -> Tensor:

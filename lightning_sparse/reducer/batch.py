@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.clock import Stamp
 from lightning_sparse.collective import TorchCollective, drive_together
 from lightning_sparse.core import Context
 from lightning_sparse.messages import AllGather, Steps, started
-from lightning_sparse.metrics import Stamp
 from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.executor import ExchangeStream, Executor
 from lightning_sparse.reducer.gradient_hooks import Usage

@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
 
+from lightning_sparse.clock import Totals
 from lightning_sparse.collective import TorchCollective, ring_all_reduce_bytes
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core import Agreement
@@ -76,6 +77,10 @@ class Engine:
         self.observers: list[StepObserver] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         """The optimizers that :meth:`follow` was given last."""
+        self.warnings: list[str] = []
+        """What :meth:`warn` was given."""
+        self.on_warning: Callable[[str, str], None] | None = None
+        """Called on rank zero with the kind of each warning and the sentence, for those who pass it on."""
         self._parameters = parameters
         self._device = device
         self.run_id = self._agree_on_id()
@@ -257,6 +262,15 @@ class Engine:
         """
         self._record.count_as_applied()
 
+    def warn(self, kind: str, sentence: str) -> None:
+        """Tell the user on rank zero; all ranks call this in the same step, and count the warning."""
+        sentence = f"sparse_ddp at step {self.step}: {sentence}"
+        self.warnings.append(sentence)
+        if self.comm.rank == 0:
+            if self.on_warning is not None:
+                self.on_warning(kind, sentence)
+            rank_zero_warn(sentence)
+
     def add_observer(self, observer: StepObserver) -> None:
         """Let something look on, and change groups, at the start of every exchange; until the engine is closed."""
         self.observers.append(observer)
@@ -270,6 +284,15 @@ class Engine:
     def device(self) -> torch.device:
         """Where gradients live."""
         return self._device
+
+    @property
+    def totals(self) -> Totals:
+        """What this rank has sent in all steps so far, and how long it took; may be that of an engine before."""
+        return self._reducer.totals
+
+    @totals.setter
+    def totals(self, totals: Totals) -> None:
+        self._reducer.totals = totals
 
     @property
     def held_up_seconds(self) -> float:
@@ -394,18 +417,35 @@ class Engine:
         Raises:
             RuntimeError: within a step.
         """
+        step = self.latest_step()
+        return {} if step is None else summarize(step, self.mean_over_ranks)
+
+    def latest_step(self) -> Step | None:
+        """What all groups did in the latest step on this rank, between two steps; None before the first one.
+
+        Of it, :func:`~lightning_sparse.metrics.summarize` and the metrics of :mod:`lightning_sparse.averages` make
+        numbers.
+
+        Raises:
+            RuntimeError: within a step.
+        """
         self._check_between_steps("Summaries can only be asked for")
+        norms = [group.residual_norm() for group in self.groups]
         if self._reducer.direct:
-            sent = ring_all_reduce_bytes(sum(p.nbytes for p in self._parameters.values()), self.comm.world_size)
-            numel, norms = sum(p.numel() for p in self._parameters.values()), [g.residual_norm() for g in self.groups]
-            return summarize(Step.dense(numel, sent, norms, self.void_steps), self._mean_over_ranks)
+            numel, sent = sum(p.numel() for p in self._parameters.values()), self._reducer.direct_bytes
+            return Step.dense(numel, sent, norms, self.void_steps, self.totals, len(self.warnings))
         statistics = [group.statistics for group in self.groups if group.ran and group.statistics is not None]
         if not statistics:
-            return {}
-        norms = [group.residual_norm() for group in self.groups]
-        exposed_ms, shared_bytes = self._reducer.exposed_ms(), self._reducer.shared_bytes
-        step = Step(statistics, norms, exposed_ms, self.void_steps, shared_bytes=shared_bytes)
-        return summarize(step, self._mean_over_ranks)
+            return None
+        return Step(
+            statistics,
+            norms,
+            self._reducer.exposed_ms(),
+            self.void_steps,
+            shared_bytes=self._reducer.shared_bytes,
+            totals=self.totals,
+            warnings=len(self.warnings),
+        )
 
     def group_summaries(self) -> dict[str, dict[str, float]]:
         """Like :meth:`summary`, for each group by name; without what groups share, such as ``exposed_ms``.
@@ -417,7 +457,7 @@ class Engine:
         for group in [] if self._reducer.direct else self.groups:
             if group.ran and group.statistics is not None:
                 step = Step([group.statistics], [group.residual_norm()])
-                summaries[group.plan.name] = summarize(step, self._mean_over_ranks)
+                summaries[group.plan.name] = summarize(step, self.mean_over_ranks)
         return summaries
 
     def residual(self, name: str) -> Tensor | None:
@@ -459,6 +499,8 @@ class Engine:
             self._reducer.rescale()
         with self._reducer.on_stream.between_steps():
             pending = average_residuals(self.groups, self._parameters, self.comm, self._device)
+            sent = sum(group.plan.numel * group.wide.itemsize for group in self.groups if group.spans.keys() & pending)
+            self.totals.add(ring_all_reduce_bytes(sent, self.comm.world_size), 0.0)
             emptied = dict.fromkeys(pending, 0.0)
             with self._record.lock:
                 self._record.flush([group.version.scaled(emptied) for group in self.groups], pending.keys())
@@ -580,7 +622,8 @@ class Engine:
                 f"{what} between two steps, not within a backward, nor between several ones of which one step is made."
             )
 
-    def _mean_over_ranks(self, x: Tensor) -> Tensor:
+    def mean_over_ranks(self, x: Tensor) -> Tensor:
+        """The mean of a small vector on the CPU; collective."""
         if self._closed and self.comm.world_size > 1:
             raise RuntimeError(
                 "The engine is closed: ask for summaries before the end of fit, in on_train_end at the latest."

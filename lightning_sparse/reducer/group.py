@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_sparse.clock import Stamp
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core import Context, GroupState
 from lightning_sparse.density import Constant
@@ -18,7 +19,7 @@ from lightning_sparse.exchanges import Dense, Exchange
 from lightning_sparse.kernels import static_shapes
 from lightning_sparse.memory import Memory
 from lightning_sparse.messages import Steps
-from lightning_sparse.metrics import Stamp, Statistics, norm_of
+from lightning_sparse.metrics import Statistics, norm_of
 from lightning_sparse.pipeline import commit_group, exchange_group, init_group
 from lightning_sparse.plan import Group
 from lightning_sparse.sparsifiers import Everything, Sparsifier

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
 
-from lightning_sparse.collective import TorchCollective
+from lightning_sparse.clock import Stamp, Totals
+from lightning_sparse.collective import TorchCollective, ring_all_reduce_bytes
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core import Agreement, Context
-from lightning_sparse.metrics import Stamp
 from lightning_sparse.plan import Group, Messages
 from lightning_sparse.reducer.batch import Batches
 from lightning_sparse.reducer.clipping import Clipping
@@ -85,6 +85,8 @@ class Reducer:
         self.on_stream = ExchangeStream(device)
         self.exposed_ms: Callable[[], float] = lambda: 0.0
         """Milliseconds that backward stood still in the latest step; may wait for the device."""
+        self.totals = Totals()
+        """What was sent in all steps so far."""
         self._parameters, self._names = parameters, names
         self._settings, self._comm, self._device = settings, comm, device
         self._loss_scale, self._before_exchange = loss_scale, before_exchange
@@ -98,6 +100,7 @@ class Reducer:
         self._pending: list[PendingBucket] = []
         self._positions: Positions = {}
         self._begun = self._flushes = False
+        self._model_bytes = sum(p.nbytes for p in parameters.values())
         self._number = 0
         """Number of the step that is running, or of the next one."""
         self._held_up_before = 0.0
@@ -272,7 +275,13 @@ class Reducer:
             for bucket in pending:
                 bucket.answer()
         self.exposed_ms = self._measure_exposed(begin)
+        self._count()
         self._end_step()
+
+    def _count(self) -> None:
+        ran = [group.statistics for group in self.groups if group.ran and group.statistics is not None]
+        sent = sum(statistics.bytes_sent for statistics in ran) + self.shared_bytes
+        self.totals.add(sent, sum(statistics.dense_bytes for statistics in ran))
 
     def _conclude(self, pending: Sequence[PendingBucket]) -> None:
         """All groups have run: does the step count? What is not finite is so on all ranks, so that nothing is sent."""
@@ -296,6 +305,12 @@ class Reducer:
         stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self._device)
         flag = SkipFlag(skipped, stream, self._comm.wait_until)
         self._commit([group.version for group in self.groups], flag, names)
+        self.totals.add(self.direct_bytes, self.direct_bytes)
+
+    @property
+    def direct_bytes(self) -> float:
+        """What this rank sends where DDP averages everything by itself."""
+        return ring_all_reduce_bytes(self._model_bytes, self._comm.world_size)
 
     def _any_not_finite(self) -> Tensor:
         """() whether a gradient of any group was not finite on some rank; equal on all ranks."""
@@ -320,9 +335,11 @@ class Reducer:
             inline = self._executor.blocked_seconds
             self._held_up_before += inline
             self._executor.blocked_seconds = 0.0
+            self.totals.expose(Stamp(0.0, None), Stamp(inline, None))
             return lambda: 1e3 * inline
         with self.on_stream():
             end = Stamp.now(self._device)
+        self.totals.expose(begin, end)
         return lambda: max(0.0, begin.until(end))
 
     def soon(self) -> History:

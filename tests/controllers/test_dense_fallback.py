@@ -505,11 +505,11 @@ def test_summaries_say_when_ddp_was_left_alone(two_ranks: Ranks) -> None:
     assert [summary for _, summary, _ in first] == [summary for _, summary, _ in second]
     for direct, summary, groups in first:
         assert set(summary) <= set(ls.metrics.QUANTITIES)
-        assert summary["direct"] == float(direct)
+        assert summary["steps/direct"] == float(direct)
         if direct:
             assert groups == {}
-            assert summary["bytes_sent"] == 4 * 8880  # 2 (n - 1) / n with two ranks
-            assert (summary["density"], summary["traffic_ratio"], summary["residual_norm"]) == (1, 1, 0)
+            assert summary["traffic/sent_mb"] == 4 * 8880 / 1e6  # 2 (n - 1) / n with two ranks
+            assert (summary["density"], summary["traffic/ratio"], summary["residual_norm"]) == (1, 1, 0)
         else:
             assert groups
     assert {direct for direct, *_ in first} == {False, True}

@@ -532,7 +532,7 @@ def test_one_device_works_without_communication() -> None:
             optimizer.step()
             optimizer.zero_grad()
         engine = fabric.strategy.engine
-        assert engine.summary()["bytes_sent"] == 0
+        assert engine.summary()["traffic/sent_mb"] == 0
         assert engine.step == 3
         assert ls.flush(fabric) > 0
         fabric.strategy.teardown()

@@ -189,7 +189,7 @@ def test_one_device_works_without_communication(package: str) -> None:
             dist.destroy_process_group()
     engine = trainer.strategy.engine
     assert engine.hook_calls == 24
-    assert engine.summary()["bytes_sent"] == 0
+    assert engine.summary()["traffic/sent_mb"] == 0
     assert engine.summary()["density"] == pytest.approx(0.01, rel=0.2)  # 4 of 423 coordinates
 
 

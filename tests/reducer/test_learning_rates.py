@@ -174,7 +174,7 @@ def train_on_noise(
         optimizer.step()
         optimizer.zero_grad()
         if step >= settled:
-            sent.append(engine.summary()["bytes_sent"] / (8 * DENSITY * NUMEL))
+            sent.append(1e6 * engine.summary()["traffic/sent_mb"] / (8 * DENSITY * NUMEL))
     engine.close()
     return sent
 

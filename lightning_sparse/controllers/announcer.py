@@ -1,0 +1,92 @@
+"""What a run says of itself: one line when it starts, one when it ends."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_sparse.metrics import MB
+from lightning_sparse.reducer import Engine
+
+LOGGER = logging.getLogger("lightning_sparse")
+"""Its level decides whether the lines appear; they are written by Lightning's own logger, and look like its lines."""
+MORE = "callbacks=[lightning_sparse.SparsityMonitor()] shows more."
+
+
+def say(sentence: str) -> None:
+    """Log a line on rank zero, unless the level of :data:`LOGGER`, or of Lightning's logger, is above INFO."""
+    if LOGGER.level <= logging.INFO:
+        rank_zero_info(sentence)
+
+
+def at_start(engine: Engine) -> str:
+    """What is sparsified, how much is sent, and what that takes."""
+    settings, n = engine.settings, engine.comm.world_size
+    density = settings.density(engine.step)
+    sparse = [group for group in engine.plan if not group.dense]
+    numel, dense = sum(g.numel for g in sparse), sum(g.numel for g in engine.plan if g.dense)
+    ranks = f"{n} ranks" if n > 1 else "1 rank, which has nobody to send to"
+    if not sparse:
+        return f"sparse_ddp: all {dense:,} parameters stay dense ({settings.rules.reasons()}), on {ranks}."
+    share = sum(group.picks(density) for group in sparse) / numel
+    kept = engine.memory_bytes / MB
+    stay = f"; {dense:,} others stay dense ({settings.rules.reasons()})" if dense else ""
+    return (
+        f"sparse_ddp: {settings.sparsifier!r} selects {100 * share:.3g} % of {numel:,} parameters{stay}. "
+        f"{settings.memory!r} keeps {kept:.3g} MB on each of {ranks}."
+    )
+
+
+def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int) -> str:
+    """What was sent, and what that cost.
+
+    Args:
+        engine: whose steps.
+        totals: as :meth:`Totals.state_dict <lightning_sparse.clock.Totals.state_dict>`, of these steps.
+        steps: that counted.
+        skipped: that did not.
+    """
+    sent, dense = totals["sent_bytes"] / MB, totals["dense_bytes"] / MB
+    times = f", {dense / sent:.3g} times as much" if sent else ""
+    traffic = f"each rank sent {sent:,.3g} MB; dense DDP sends {dense:,.3g} MB{times}"
+    if engine.comm.world_size == 1:
+        traffic = "nothing was sent by the only rank"
+    waited = f"Backward waited {totals['exposed_seconds']:.3g} s of {totals['seconds']:.3g} s for the exchange."
+    void = f"{skipped} step{'s' if skipped > 1 else ''}" if skipped else "No step"
+    were = f"{void} {'were' if skipped > 1 else 'was'} skipped because of gradients that were not finite."
+    return f"sparse_ddp: in {steps + skipped:,} steps {traffic}. {waited} {were}"
+
+
+class Announcer:
+    """Says the lines for engines that no Trainer starts and ends; a :class:`~lightning_sparse.reducer.StepObserver`."""
+
+    def __init__(self) -> None:
+        self._engine: weakref.ref[Engine] | None = None
+        self._before = {"sent_bytes": 0.0}
+        self._steps = self._skipped = 0
+
+    def before_step(self, engine: Engine) -> None:
+        """Say what begins: the optimizer, which has a say in the memory, is known at the first step at the latest."""
+        if self._engine is not None:
+            return
+        self._engine = weakref.ref(engine)
+        if engine.comm.rank == 0:
+            say(at_start(engine))
+        engine.totals.start()
+        self._before = engine.totals.state_dict()
+        self._steps, self._skipped = engine.step, engine.void_steps
+
+    def close(self) -> None:
+        """Say what was sent by this rank."""
+        engine = None if self._engine is None else self._engine()
+        self._engine = None
+        if engine is None or engine.comm.rank != 0:
+            return
+        known = engine.known_counts
+        steps, skipped = known.step - self._steps, known.void - self._skipped
+        if steps + skipped:
+            now = engine.totals.state_dict()
+            say(at_end(engine, {name: now[name] - self._before[name] for name in now}, steps, skipped))

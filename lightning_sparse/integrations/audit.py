@@ -1,0 +1,162 @@
+"""The callback that looks into residuals: how much waits there, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_sparse.integrations.loggers import log_figure
+from lightning_sparse.integrations.timing import engine_of, is_logging_step
+from lightning_sparse.reducer import Engine
+from lightning_sparse.reducer.group import GroupReducer
+
+AUDITED: dict[str, tuple[str, str]] = {
+    "norm": ("gradient", "Euclidean norm of the residual, mean over ranks"),
+    "age_mean": ("steps", "Steps since a coordinate was last sent, mean over coordinates that were sent before"),
+    "age_median": ("steps", "The same, median"),
+    "age_p99": ("steps", "The same, 99 % quantile"),
+    "never_sent": ("", "Share of coordinates that were not sent since the audit began"),
+}
+"""Unit and meaning of what is logged, under ``sparse/residual/``."""
+
+
+class ResidualAuditMixin:
+    """Log how long coordinates wait in residuals, and how many were never sent.
+
+    Logs ``sparse/residual/<quantity>`` for every quantity of :data:`AUDITED` on the Trainer's logging steps, and at the
+    end of fit the distribution of ages: a histogram in Weights & Biases and TensorBoard, JSON in the folders of others.
+    Only sparsified groups count, and a coordinate counts as sent when it is in the update, whichever rank named it.
+
+    Keeps 4 bytes for each coordinate, and writes to those of the update in every step. On other steps than those that
+    log nothing waits for the device. Counts from the start of fit, or of a resumed one.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> from pytorch_lightning import Trainer
+        >>> trainer = Trainer(strategy="sparse_ddp", devices=1, accelerator="cpu", logger=False,
+        ...                   callbacks=[ls.ResidualAudit()], enable_model_summary=False)
+    """
+
+    def __init__(self) -> None:
+        self._ages = Ages()
+        self._calls = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin anew; say so if there is nothing to look into."""
+        self._ages, engine = Ages(), engine_of(trainer)
+        self._calls = 0 if engine is None else engine.hook_calls
+        if engine is None:
+            rank_zero_warn(
+                f"ResidualAudit has nothing to log: the strategy {type(trainer.strategy).__name__} does not sparsify. "
+                "Use strategy='sparse_ddp' or remove the callback."
+            )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Note what was sent; log, if this is a step that logs."""
+        engine = engine_of(trainer)
+        if engine is None or engine.direct or engine.hook_calls == self._calls:
+            return
+        self._calls = engine.hook_calls
+        self._ages.note(engine)
+        if is_logging_step(trainer):
+            for name, value in {**self._ages.quantities(), "norm": _norm(engine)}.items():
+                pl_module.log(f"sparse/residual/{name}", value, on_step=True, on_epoch=False)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log the distribution."""
+        counts = self._ages.counts() if trainer.is_global_zero else None
+        self._ages = Ages()  # which holds groups
+        if counts is None or not counts.sum():
+            return
+        data = {"ages": list(range(len(counts))), "coordinates": counts.tolist()}
+        shares = counts / counts.sum()
+        drawn = torch.multinomial(shares, 10_000, replacement=True, generator=torch.Generator().manual_seed(0)).double()
+        for logger in trainer.loggers:
+            log_figure(logger, "residual/age", data, lambda: draw(counts), trainer.global_step, drawn)
+
+
+def _norm(engine: Engine) -> float:
+    squares = torch.tensor([sum(group.residual_norm() ** 2 for group in engine.groups)], dtype=torch.float64)
+    return float(engine.mean_over_ranks(squares.sqrt()))
+
+
+class Ages:
+    """The step in which each coordinate of sparsified groups was last sent; moves with parameters to other groups."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._last: dict[GroupReducer, Tensor] = {}
+
+    def note(self, engine: Engine) -> None:
+        """A step was taken. On a CPU, void ones do not count; on devices nobody waits to know."""
+        groups = [group for group in engine.groups if not group.plan.dense]
+        if list(self._last) != groups:
+            self._last = _carried(self._last, groups)
+        if engine.device.type == "cpu" and engine.void:
+            return
+        self._steps += 1
+        for group in groups:
+            if not group.ran or group.statistics is None:
+                continue
+            if group.statistics.indices is None:
+                self._last[group].fill_(self._steps)
+            else:
+                self._last[group].index_fill_(0, group.statistics.indices, self._steps)
+
+    def counts(self) -> Tensor | None:
+        """(steps,) coordinates by their age, int64 on the CPU, without those that were never sent; None before a step.
+
+        Waits for the device.
+        """
+        return None if not self._steps else self._by_age()[:-1]
+
+    def _by_age(self) -> Tensor:
+        """(steps + 1,) coordinates by their age; of the last one those that were never sent."""
+        total = torch.zeros(self._steps + 1, dtype=torch.int64, device="cpu")
+        for last in self._last.values():
+            total += torch.bincount(self._steps - last[:-1], minlength=self._steps + 1).cpu()
+        return total
+
+    def quantities(self) -> dict[str, float]:
+        """Numbers by the names of :data:`AUDITED`, but for the norm."""
+        if not self._steps:
+            return {}
+        by_age = self._by_age()
+        ages, never = by_age[:-1], int(by_age[-1])
+        sent = int(ages.sum())
+        found = {"never_sent": never / max(1, sent + never)}
+        if sent:
+            reached = ages.cumsum(0)
+            weights = torch.arange(len(ages), dtype=torch.float64, device="cpu")
+            found["age_mean"] = float((weights * ages).sum() / sent)
+            found["age_median"] = float((reached < 0.5 * sent).sum())
+            found["age_p99"] = float((reached < 0.99 * sent).sum())
+        return found
+
+
+def _carried(before: Mapping[GroupReducer, Tensor], groups: Sequence[GroupReducer]) -> dict[GroupReducer, Tensor]:
+    """What is known of parameters, in other groups; with a spare slot each."""
+    known = {name: last[span] for group, last in before.items() for name, span in group.spans.items()}
+    found = {}
+    for group in groups:
+        last = torch.zeros(group.plan.numel + 1, dtype=torch.int32, device=group.device)
+        for name, span in group.spans.items():
+            if name in known:
+                last[span] = known[name]
+        found[group] = last
+    return found
+
+
+def draw(counts: Tensor) -> Any:
+    """Coordinates by age, as a staircase; both axes logarithmic."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.stairs(counts.numpy(), [age + 0.5 for age in range(len(counts) + 1)], color="#0072B2", fill=True)
+    axes.set(xscale="log", yscale="log", xlabel="steps since last sent, plus 1", ylabel="coordinates")
+    return figure

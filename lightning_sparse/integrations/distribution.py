@@ -1,0 +1,173 @@
+"""The callback that shows how gradients are distributed, and which laws fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.checks import check_integer, expect
+from lightning_sparse.gradients import LocalGradients, trained_parameters
+from lightning_sparse.integrations.loggers import log_figure
+from lightning_sparse.integrations.timing import engine_of, loss_scale
+from lightning_sparse.laws import fit_laws
+from lightning_sparse.reducer import Engine
+
+SAMPLE = 1 << 17
+"""Coordinates of a group that are looked at, evenly spread."""
+BINS = 80
+WHOLE = "model"
+"""All parameters, where no engine has groups."""
+
+
+class GradientDistributionMixin:
+    """Show how the magnitudes that are selected from are distributed, with fitted laws and the threshold.
+
+    On rank zero, every so many steps: histograms of the largest groups; exponential, gamma and generalised Pareto laws
+    (:mod:`lightning_sparse.laws`) with their Kolmogorov-Smirnov distances; the threshold, for methods that have one.
+    Weights & Biases and TensorBoard get a histogram and, where matplotlib is installed, a figure; all others get JSON
+    in ``sparse/gradient_distribution/`` of their folder. At most 131,072 coordinates of a group are looked at, zeros
+    left out. With a strategy that does not sparsify, the gradients of the whole model are shown.
+
+    Steps that are not shown cost nothing; one that is shown copies this rank's gradients and residuals of these groups.
+
+    Args:
+        every: steps from one that is shown to the next, at least 1.
+        what: "accumulated" for residual plus gradient, which is what sparsifiers look at with ``Residual``; "gradient"
+            for this rank's gradient alone.
+        most: groups that are shown, the largest first, at least 1.
+
+    Raises:
+        ValueError: for a number outside its range, or another word.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> from pytorch_lightning import Trainer
+        >>> trainer = Trainer(strategy="sparse_ddp_sidco_e", devices=1, accelerator="cpu", logger=False,
+        ...                   callbacks=[ls.GradientDistribution(every=200)], enable_model_summary=False)
+    """
+
+    def __init__(
+        self, every: int = 500, what: Literal["accumulated", "gradient"] = "accumulated", most: int = 4
+    ) -> None:
+        check_integer(every, "every")
+        check_integer(most, "most")
+        expect(what in ("accumulated", "gradient"), "what", "'accumulated' or 'gradient'", what)
+        self.every, self.what, self.most = every, what, most
+        self._steps = 0
+        self._groups: dict[str, list[str]] = {}
+        self._residuals: dict[str, Tensor] = {}
+        self._gradients: LocalGradients | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Count from here."""
+        self._steps, self._gradients = 0, None
+
+    def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Look at this step, if it is one that is shown."""
+        if self._steps % self.every or not trainer.is_global_zero or self._gradients is not None:
+            return
+        parameters, engine = trained_parameters(trainer.strategy.model), engine_of(trainer)
+        self._groups, self._residuals = {WHOLE: list(parameters)}, {}
+        if engine is not None and not engine.direct and any(not group.dense for group in engine.plan):
+            largest = sorted((g for g in engine.plan if not g.dense), key=lambda g: -g.numel)[: self.most]
+            self._groups = {group.name: [p.name for p in group.parameters] for group in largest}
+        chosen = set().union(*self._groups.values())
+        if engine is not None and WHOLE not in self._groups and self.what == "accumulated":
+            residuals = {name: engine.residual(name) for name in chosen}
+            self._residuals = {name: one.clone() for name, one in residuals.items() if one is not None}
+        self._gradients = LocalGradients({name: p for name, p in parameters.items() if name in chosen})
+        self._gradients.start()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Show what was looked at."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        self._steps += 1
+        if self._gradients is None:
+            return
+        found = self._gradients.take(loss_scale(trainer))
+        self._gradients = None
+        thresholds = _thresholds(engine_of(trainer))
+        for group, names in self._groups.items():
+            parts = [self._accumulated(name, found) for name in names if name in found]
+            if not parts:
+                continue
+            magnitudes = sample_of(torch.cat(parts))
+            data = describe(magnitudes, thresholds.get(group))
+            if data is None:
+                continue
+            data = {"group": group, "what": self.what, **data}
+            for logger in trainer.loggers:
+                name = f"gradient_distribution/{group}"
+                log_figure(logger, name, data, partial(draw, data), trainer.global_step, magnitudes)
+        self._residuals = {}
+
+    def _accumulated(self, name: str, gradients: Mapping[str, Tensor]) -> Tensor:
+        residual = self._residuals.get(name)
+        return gradients[name] if residual is None else residual + gradients[name]
+
+
+def _thresholds(engine: Engine | None) -> dict[str, float]:
+    found = {} if engine is None else {group.plan.name: group.statistics for group in engine.groups}
+    return {name: float(one.threshold) for name, one in found.items() if one is not None and one.threshold is not None}
+
+
+def sample_of(flat: Tensor) -> Tensor:
+    """Ascending magnitudes of an even sample on the CPU, float64, without zeros and what is not finite."""
+    sample = flat[:: -(-flat.numel() // SAMPLE)].detach().cpu().double().abs()
+    return sample[(sample > 0) & sample.isfinite()].sort().values
+
+
+def describe(magnitudes: Tensor, threshold: float | None) -> dict[str, Any] | None:
+    """A histogram, the laws that fit, and the threshold, as plain data; None where nothing can be fitted.
+
+    Args:
+        magnitudes: (m,) float64 on the CPU, positive and ascending.
+        threshold: that decided.
+    """
+    if magnitudes.numel() < 2 or magnitudes[0] == magnitudes[-1]:
+        return None
+    last = max(float(magnitudes[int(0.9995 * (magnitudes.numel() - 1))]), 1.05 * (threshold or 0.0))
+    edges = torch.linspace(0, last, BINS + 1, dtype=torch.float64, device="cpu")
+    counts = torch.histogram(magnitudes, edges).hist
+    middles = (edges[1:] + edges[:-1]) / 2
+    return {
+        "sample": magnitudes.numel(),
+        "edges": edges.tolist(),
+        "counts": counts.tolist(),
+        "threshold": threshold,
+        "beyond": None if threshold is None else float((magnitudes >= threshold).double().mean()),
+        "laws": {
+            law.name: {**law.parameters, "distance": law.distance(magnitudes), "density": law.density(middles).tolist()}
+            for law in fit_laws(magnitudes)
+        },
+    }
+
+
+def draw(data: Mapping[str, Any]) -> Any:
+    """A figure of what :func:`describe` gave: bars, a line for each law with its name, the threshold."""
+    from matplotlib.figure import Figure
+
+    edges = data["edges"]
+    middles = [(a + b) / 2 for a, b in pairwise(edges)]
+    width = edges[1] - edges[0]
+    heights = [count / (data["sample"] * width) for count in data["counts"]]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.bar(middles, heights, width=width, color="0.85")
+    styles = {"exponential": ("#0072B2", "-"), "gamma": ("#D55E00", "--"), "pareto": ("#009E73", "-.")}
+    for name, law in data["laws"].items():
+        colour, style = styles[name]
+        axes.plot(middles, law["density"], style, color=colour, label=f"{name}, distance {law['distance']:.3f}")
+    if data["threshold"] is not None:
+        axes.axvline(data["threshold"], color="black", linewidth=1, label=f"threshold, {data['beyond']:.2%} beyond")
+    least = min((height for height in heights if height > 0), default=1e-12)
+    axes.set(yscale="log", ylim=(least / 2, 3 * max(heights)), xlabel="magnitude", ylabel="probability density")
+    axes.set_title(f"{data['group']}: {data['what']}", loc="left")
+    axes.legend(frameon=False)
+    return figure

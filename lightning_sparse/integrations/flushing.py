@@ -1,0 +1,101 @@
+"""The callback that flushes residuals at the end of training, for the Trainers of both Lightning packages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_sparse.flush import engines_of, flush
+
+
+class FlushResidualMixin:
+    """Take one dense step with what was not sent yet, at the end of training; see :func:`~lightning_sparse.flush`.
+
+    In the last epoch that ``max_epochs`` or ``max_steps`` allows, the flush follows the last batch: validation and all
+    checkpoints of the end see its result. Where training is stopped otherwise, by ``EarlyStopping`` or a time limit, it
+    follows at the end of that epoch: after validation, and before the checkpoints that ``ModelCheckpoint`` writes then;
+    or in ``on_train_end``, where that was decided later. A checkpoint that was written before a flush does not contain
+    it: the residuals lie beside it, and nothing is lost to a run that is resumed from it. After an exception, nothing
+    is flushed.
+
+    The step uses the learning rates of the latest step: schedulers that end at 0 have moved on by then. It is no step
+    of the Trainer's: ``global_step`` does not count it, and nothing is clipped.
+
+    Args:
+        every_n_epochs: also flush after the last batch of every so many epochs, at least 1; None: only at the end.
+
+    Raises:
+        ValueError: for other numbers.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> from pytorch_lightning import Trainer
+        >>> trainer = Trainer(strategy="sparse_ddp", devices=1, accelerator="cpu", logger=False, max_epochs=3,
+        ...                   callbacks=[ls.FlushResidual()], enable_model_summary=False)
+    """
+
+    def __init__(self, every_n_epochs: int | None = None) -> None:
+        if every_n_epochs is not None and not (isinstance(every_n_epochs, int) and every_n_epochs >= 1):
+            raise ValueError(
+                f"Expected every_n_epochs to be an integer from 1 on, or None, but got {every_n_epochs!r}."
+            )
+        self.every_n_epochs = every_n_epochs
+        self._rates: dict[int, list[Any]] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Say so if there is nothing to flush."""
+        self._rates = {}
+        if not engines_of(trainer.strategy):
+            rank_zero_warn(
+                f"FlushResidual has nothing to do: the strategy {type(trainer.strategy).__name__} does not sparsify. "
+                "Use strategy='sparse_ddp' or remove the callback."
+            )
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Note the learning rates of this step."""
+        self._rates[id(optimizer)] = [copy.deepcopy(group["lr"]) for group in optimizer.param_groups]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Flush after the last batch, before validation."""
+        steps_are_over = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        if steps_are_over or (trainer.is_last_batch and self._ends_with_this_epoch(trainer)):
+            self._flush(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Flush where training is stopped, before checkpoints are written."""
+        if trainer.should_stop:
+            self._flush(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Flush what is left."""
+        self._flush(trainer)
+
+    def _ends_with_this_epoch(self, trainer: Any) -> bool:
+        epochs = trainer.current_epoch + 1
+        at_the_end = trainer.max_epochs not in (None, -1) and epochs >= trainer.max_epochs
+        return at_the_end or (self.every_n_epochs is not None and epochs % self.every_n_epochs == 0)
+
+    def _flush(self, trainer: Any) -> None:
+        if engines_of(trainer.strategy):
+            with self._latest_rates(trainer.optimizers):
+                flush(trainer)
+
+    @contextmanager
+    def _latest_rates(self, optimizers: list[Any]) -> Iterator[None]:
+        groups = [
+            (group, rate)
+            for optimizer in optimizers
+            for group, rate in zip(optimizer.param_groups, self._rates.get(id(optimizer), ()), strict=False)
+        ]
+        now = [group["lr"] for group, _ in groups]
+        for group, rate in groups:
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for (group, _), rate in zip(groups, now, strict=True):
+                group["lr"] = rate

@@ -1,0 +1,149 @@
+"""What goes to loggers besides numbers: settings, texts, tables, figures, alerts; each logger gets what it can show.
+
+Weights & Biases, TensorBoard and MLflow by their own means; all others get files in their folder. Everything here is
+for rank zero.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.console import Table
+from lightning_sparse.metrics import QUANTITIES
+
+AXIS = "trainer/global_step"
+"""What W&B draws quantities against unless told otherwise."""
+PREFIX = "sparse/"
+
+
+def kind_of(logger: Any) -> str:
+    """One of "wandb", "tensorboard" and "mlflow"; empty for all others."""
+    kinds = {"WandbLogger": "wandb", "TensorBoardLogger": "tensorboard", "MLFlowLogger": "mlflow"}
+    return next((kinds[one.__name__] for one in type(logger).__mro__ if one.__name__ in kinds), "")
+
+
+def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
+    """Log hyper-parameters, and no metric with them."""
+    if kind_of(logger) == "tensorboard":  # which else makes up a metric, hp_metric
+        logger.log_hyperparams(dict(settings), metrics={})
+        return
+    logger.log_hyperparams(dict(settings))
+
+
+def define_axes(logger: Any) -> None:
+    """In W&B: the steps as axis of all quantities, and what sums up a run; totals can be chosen as axes."""
+    if kind_of(logger) != "wandb":
+        return
+    define = logger.experiment.define_metric
+    define(AXIS)
+    define(f"{PREFIX}*", step_metric=AXIS)
+    for name, one in QUANTITIES.items():
+        define(f"{PREFIX}{name}", step_metric=AXIS, summary=one.over_run)
+
+
+def log_warning(logger: Any, kind: str, sentence: str, step: int) -> None:
+    """An alert in W&B, a text in TensorBoard, a tag in MLflow, a line in ``sparse/warnings.txt`` elsewhere."""
+    match kind_of(logger):
+        case "wandb":
+            logger.experiment.alert(title=f"lightning-sparse: {kind}", text=sentence, level="WARN")
+        case "tensorboard":
+            logger.experiment.add_text(f"{PREFIX}warnings/{kind}", sentence, step)
+        case "mlflow":
+            logger.experiment.set_tag(logger.run_id, f"{PREFIX}warnings/{kind}", sentence[:5000])
+        case _:
+            if (path := _file(logger, "warnings.txt")) is not None:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(sentence + "\n")
+
+
+def log_table(logger: Any, name: str, table: Table, step: int) -> None:
+    """A W&B table, a text in TensorBoard, a markdown artifact in MLflow, ``sparse/<name>.csv`` elsewhere."""
+    match kind_of(logger):
+        case "wandb":
+            rows = [[_number(cell) for cell in row] for row in table.rows]
+            logger.log_table(f"{PREFIX}{name}", columns=list(table.header), data=rows, step=step)
+        case "tensorboard":
+            logger.experiment.add_text(f"{PREFIX}{name}", table.markdown(), step)
+        case "mlflow":
+            logger.experiment.log_text(logger.run_id, table.markdown(), f"{PREFIX}{name}.md")
+        case _:
+            if (path := _file(logger, f"{name}.csv")) is not None:
+                with path.open("w", newline="", encoding="utf-8") as file:
+                    csv.writer(file).writerows([table.header, *table.rows])
+
+
+def log_figure(
+    logger: Any,
+    name: str,
+    data: Mapping[str, Any],
+    draw: Callable[[], Any],
+    step: int,
+    histogram: Tensor | None = None,
+) -> None:
+    """An image where a logger shows images and matplotlib is there; what is drawn as JSON in a file elsewhere.
+
+    Args:
+        logger: of Lightning.
+        name: under ``sparse/``.
+        data: what the figure shows: numbers, texts, lists.
+        draw: makes a figure of matplotlib.
+        step: of the Trainer.
+        histogram: values whose histogram W&B and TensorBoard show beside it.
+    """
+    kind, key = kind_of(logger), f"{PREFIX}{name}"
+    if histogram is not None and kind == "tensorboard":
+        logger.experiment.add_histogram(key, histogram, step)
+    if histogram is not None and kind == "wandb":
+        import wandb
+
+        logger.log_metrics({f"{key}/histogram": wandb.Histogram(np_histogram=_bins(histogram))}, step)
+    if kind in ("", "mlflow"):
+        text = json.dumps({"step": step, **data}, indent=1)
+        if kind == "mlflow":
+            logger.experiment.log_text(logger.run_id, text, f"{key}/step-{step:06d}.json")
+        elif (path := _file(logger, f"{name}/step-{step:06d}.json")) is not None:
+            path.write_text(text, encoding="utf-8")
+        return
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        return
+    figure = draw()
+    if kind == "wandb":
+        import wandb
+
+        logger.log_metrics({key: wandb.Image(figure)}, step)
+    else:
+        logger.experiment.add_figure(f"{key}/figure", figure, step)
+
+
+def _bins(values: Tensor) -> tuple[list[float], list[float]]:
+    """Counts in 64 equal bins, and their edges; made here, because W&B needs equal ones."""
+    counts, edges = torch.histogram(values.double(), 64)
+    return counts.tolist(), edges.tolist()
+
+
+def _file(logger: Any, name: str) -> Path | None:
+    """Where a logger keeps files; None where that is not on this machine."""
+    folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
+    if folder is None or "://" in str(folder):
+        return None
+    path = Path(folder) / PREFIX / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _number(cell: str) -> Any:
+    """W&B sorts numbers as such."""
+    plain = cell.replace(",", "")
+    try:
+        return float(plain) if "." in plain or "e" in plain else int(plain)
+    except ValueError:
+        return cell

@@ -1,0 +1,180 @@
+"""The callback that logs what the exchange does, for the Trainers of both Lightning packages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_sparse.averages import BuildUp, DensityError, PaddingRatio, Traffic
+from lightning_sparse.checks import check_integer
+from lightning_sparse.collective import TorchCollective
+from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.gradients import LocalGradients, trained_parameters
+from lightning_sparse.integrations.loggers import define_axes, log_settings, log_table
+from lightning_sparse.integrations.plan_table import plan_table, print_plan
+from lightning_sparse.integrations.timing import engine_of, is_logging_step, loss_scale
+from lightning_sparse.metrics import summarize, totals_of
+from lightning_sparse.reducer import Engine
+from lightning_sparse.shadow import Shadow
+from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
+
+
+class SparsityMonitorMixin:
+    """Log what the sparsified exchange does, on the Trainer's logging steps.
+
+    Logs ``sparse/<quantity>`` for every quantity of :data:`lightning_sparse.metrics.QUANTITIES`, averaged or
+    combined over ranks, to all loggers of the Trainer; the density also on the progress bar. Numbers are those of the
+    latest step, totals those of all steps. They are in the same rows as what ``training_step`` logs, and totals in
+    those of validation, too, so that a loss can be drawn against megabytes or seconds. In Weights & Biases the
+    quantities get the optimizer step as their own axis. At the start of fit, rank zero prints a table of the groups,
+    which loggers get, too. Steps that do not log cost nothing.
+
+    With ``shadow``, sparsifiers look on while training goes on without them, with ``strategy="ddp"`` or any other: what
+    they would have selected and sent is logged as ``sparse/shadow/<name>/<quantity>``, see
+    :data:`lightning_sparse.shadow.SHADOWED`. The gradients that train stay as they are, bit for bit. Without it and
+    with a strategy that does not sparsify, the monitor warns once and does nothing.
+
+    Args:
+        groups: also log every group, as ``sparse/group/<name>/<quantity>``.
+        table: print the table of groups at the start.
+        shadow: sparsifiers that look on, names or instances.
+        every: steps from one that they are shown to the next, at least 1; each costs the local work and the messages of
+            all of them. Their residuals know these steps only.
+        density: at which they look on, in (0, 1] or a schedule; groups and rules are those of the strategy, if it
+            sparsifies.
+
+    Raises:
+        ValueError: for an unknown sparsifier or a number outside its range.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> from pytorch_lightning import Trainer
+        >>> trainer = Trainer(strategy="sparse_ddp", devices=1, accelerator="cpu", logger=False,
+        ...                   callbacks=[ls.SparsityMonitor(groups=True)], enable_model_summary=False)
+        >>> dense = Trainer(strategy="ddp", devices=1, accelerator="cpu", logger=False,
+        ...                 callbacks=[ls.SparsityMonitor(shadow=["topk", "exdyna"])], enable_model_summary=False)
+    """
+
+    def __init__(
+        self,
+        groups: bool = False,
+        table: bool = True,
+        shadow: Sequence[Sparsifier | str] = (),
+        every: int = 10,
+        density: Any = 0.01,
+    ) -> None:
+        check_integer(every, "every")
+        self.groups = groups
+        self.table = table
+        self.shadow = [SPARSIFIERS.resolve(one) for one in shadow]
+        self.every = every
+        self.density = SparsificationConfig(density=density).density
+        self.metrics = {"density_error": DensityError(), "padding_ratio": PaddingRatio(), "build_up": BuildUp()}
+        """Means over the logged steps of this fit: ``monitor.metrics["padding_ratio"].compute()``, or ``.plot()``."""
+        self.traffic = Traffic()
+        """What a rank has sent in all steps since the start of fit."""
+        self._logged_step = 0
+        self._plan: list[Any] = []
+        self._shadow: Shadow | None = None
+        self._gradients: LocalGradients | None = None
+        self._steps = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Print the table, give the quantities an axis in W&B, set the shadow up."""
+        engine = engine_of(trainer)
+        self._start_shadow(trainer)
+        for metric in (*self.metrics.values(), self.traffic):
+            metric.reset()
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            define_axes(logger)
+        if engine is None:
+            if not self.shadow:
+                strategy = type(trainer.strategy).__name__
+                rank_zero_warn(
+                    f"SparsityMonitor has nothing to log: the strategy {strategy} does not sparsify. Use "
+                    "strategy='sparse_ddp', let sparsifiers look on with SparsityMonitor(shadow=['topk']), or remove "
+                    "the callback."
+                )
+            return
+        self._logged_step, self._plan = engine.step, []
+        if self.table and trainer.is_global_zero:
+            print_plan(engine)
+        self.log_plan(trainer, engine)
+
+    def log_plan(self, trainer: Any, engine: Engine) -> None:
+        """Let loggers have the table of groups, if it is another one than before."""
+        if self._plan == engine.plan:
+            return
+        self._plan = engine.plan
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            log_table(logger, "plan", plan_table(engine), trainer.global_step)
+
+    def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Look at the gradients of this step, if it is one that is shown."""
+        if self._gradients is not None and self._steps % self.every == 0:
+            self._gradients.start()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Log, if this is a step that logs and gradients were exchanged since the last time."""
+        self._show_shadow(trainer)
+        engine = engine_of(trainer)
+        # In this order: asking for the step may wait for a device.
+        if not is_logging_step(trainer):
+            return
+        if self._shadow is not None:
+            for name, value in self._shadow.quantities.items():
+                pl_module.log(f"sparse/shadow/{name}", value, on_step=True, on_epoch=False)
+            self._shadow.quantities = {}
+        if engine is None or engine.step == self._logged_step:
+            return
+        self._logged_step = engine.step
+        step = engine.latest_step()
+        assert step is not None  # it was counted
+        summary = summarize(step, engine.mean_over_ranks)
+        summary |= {name: float(metric(step)) for name, metric in self.metrics.items()}
+        self.traffic.update(step)
+        for name, value in summary.items():
+            pl_module.log(f"sparse/{name}", value, on_step=True, on_epoch=False, prog_bar=name == "density")
+        if self.groups:
+            for group, values in engine.group_summaries().items():
+                for name, value in values.items():
+                    pl_module.log(f"sparse/group/{group}/{name}", value, on_step=True, on_epoch=False)
+        self.log_plan(trainer, engine)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log the totals beside what was validated during fit."""
+        engine = engine_of(trainer)
+        if engine is None or trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        for name, value in totals_of(engine.totals).items():
+            pl_module.log(f"sparse/{name}", value, on_step=False, on_epoch=True, sync_dist=True)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Give the shadow's memory back."""
+        self._shadow = self._gradients = None
+
+    def _start_shadow(self, trainer: Any) -> None:
+        self._shadow = self._gradients = None
+        self._steps = 0
+        if not self.shadow:
+            return
+        parameters = trained_parameters(trainer.strategy.model)
+        used = getattr(trainer.strategy, "config", None) or SparsificationConfig()
+        settings = SparsificationConfig(
+            density=self.density, grouping=used.grouping, rules=used.rules, bucket_cap_mb=used.bucket_cap_mb
+        )
+        self._shadow = Shadow(parameters, self.shadow, settings, TorchCollective())
+        self._gradients = LocalGradients(parameters)
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            names = [SPARSIFIERS.name_of(one) for one in self.shadow]
+            chosen = {"sparsifiers": ",".join(names), "density": settings.as_dict()["density"], "every": self.every}
+            log_settings(logger, {"sparse_shadow": chosen})
+
+    def _show_shadow(self, trainer: Any) -> None:
+        if self._shadow is None or self._gradients is None or trainer.fit_loop._should_accumulate():
+            return
+        if self._gradients.started:
+            self._shadow.step(self._gradients.take(loss_scale(trainer)))
+        self._steps += 1

@@ -1,0 +1,146 @@
+"""The callback that draws which rank looks at which coordinates over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_sparse.checks import check_integer
+from lightning_sparse.console import Table
+from lightning_sparse.core import Context
+from lightning_sparse.integrations.loggers import log_figure, log_table
+from lightning_sparse.integrations.timing import engine_of
+from lightning_sparse.reducer import Engine
+
+HEADER = ("step", "group", "rank", "begin", "end", "picks")
+
+
+class Range(NamedTuple):
+    """What one rank looked at in one step: coordinates from ``begin`` to before ``end``, of which it picked some."""
+
+    step: int
+    group: str
+    rank: int
+    begin: int
+    end: int
+    picks: int
+
+
+class PartitionMapMixin:
+    """Record and draw the ranges that ExDyna and MiCRO give to ranks, over time.
+
+    At the end of fit, rank zero gives all loggers a table ``sparse/partition_map`` (a CSV file where a logger shows no
+    tables) and, with matplotlib, a figure: ranges of coordinates against steps, one shade for each rank. Steps that are
+    not recorded cost nothing; one that is waits for the device.
+
+    Args:
+        every: steps from one that is recorded to the next, at least 1.
+        most: groups that are recorded, the largest first, at least 1.
+
+    Raises:
+        ValueError: for a number outside its range.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> from pytorch_lightning import Trainer
+        >>> trainer = Trainer(strategy="sparse_ddp_exdyna", devices=1, accelerator="cpu", logger=False,
+        ...                   callbacks=[ls.PartitionMap(every=10)], enable_model_summary=False)
+    """
+
+    def __init__(self, every: int = 50, most: int = 4) -> None:
+        check_integer(every, "every")
+        check_integer(most, "most")
+        self.every, self.most = every, most
+        self.rows: list[Range] = []
+        """What was recorded in this fit."""
+        self._recorded = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin anew; say so if there is nothing to record."""
+        self.rows, self._recorded = [], 0
+        engine = engine_of(trainer)
+        if engine is None or not has_ranges(engine):
+            rank_zero_warn(
+                "PartitionMap has nothing to record: only sparsifiers that give ranks ranges of coordinates have a "
+                "partition, such as 'exdyna' and 'micro'. Use strategy='sparse_ddp_exdyna' or remove the callback."
+            )
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Record, if it is time to."""
+        engine = engine_of(trainer)
+        if engine is None or not trainer.is_global_zero or trainer.fit_loop._should_accumulate():
+            return
+        self._recorded += 1
+        if (self._recorded - 1) % self.every == 0:
+            self.rows += ranges_of(engine, self.most)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Give loggers what was recorded."""
+        if not self.rows or not trainer.is_global_zero:
+            return
+        table = Table("Ranges of ranks", HEADER, [[str(cell) for cell in row] for row in self.rows], left=(1,))
+        data = {"header": list(HEADER), "rows": [list(row) for row in self.rows]}
+        for logger in trainer.loggers:
+            log_table(logger, "partition_map", table, trainer.global_step)
+            log_figure(logger, "partition_map/map", data, lambda: draw(self.rows), trainer.global_step)
+
+
+def has_ranges(engine: Engine) -> bool:
+    """Whether the sparsifier gives ranks ranges; looks at states that are there before the first step, too."""
+    return any(_ranges(engine, group) is not None for group in engine.groups if not group.plan.dense)
+
+
+def _ranges(engine: Engine, group: Any) -> Any:
+    step = max(0, engine.step - 1)
+    ctx = Context(step, group.density(step), engine.comm.rank, engine.comm.world_size)
+    return group.sparsifier.ranges(group.plan.numel, group.state.selector, ctx)
+
+
+def ranges_of(engine: Engine, most: int) -> list[Range]:
+    """The ranges of the latest step, of the largest groups."""
+    found = []
+    groups = [] if engine.direct else [group for group in engine.groups if not group.plan.dense and group.ran]
+    for group in sorted(groups, key=lambda group: -group.plan.numel)[:most]:
+        ranges, statistics = _ranges(engine, group), group.statistics
+        if ranges is None or statistics is None:
+            continue
+        picks = statistics.counts.tolist()
+        found += [
+            Range(engine.step, group.plan.name, rank, begin, end, picks[rank])
+            for rank, (begin, end) in enumerate(ranges.tolist())
+        ]
+    return found
+
+
+def draw(rows: Sequence[Range]) -> Any:
+    """A panel for each group: ranges of coordinates against steps, one shade for each rank."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys(row.group for row in rows))
+    ranks = 1 + max(row.rank for row in rows)
+    shades = colormaps["viridis"]
+    figure = Figure(figsize=(7, 1 + 2.2 * len(groups)), layout="constrained")
+    panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
+    for axes, group in zip(panels, groups, strict=True):
+        own = [row for row in rows if row.group == group]
+        steps = sorted({row.step for row in own})
+        width = min((b - a for a, b in pairwise(steps)), default=1)
+        for rank in range(ranks):
+            ranges = [row for row in own if row.rank == rank]
+            axes.bar(
+                [row.step for row in ranges],
+                [row.end - row.begin for row in ranges],
+                width,
+                [row.begin for row in ranges],
+                color=shades(rank / max(1, ranks - 1)),
+                label=f"rank {rank}",
+            )
+        axes.set(ylabel="coordinate", ylim=(0, max(row.end for row in own)))
+        axes.set_title(group, loc="left")
+    panels[-1].set_xlabel("step")
+    panels[0].legend(ncols=min(ranks, 8), frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
+    return figure

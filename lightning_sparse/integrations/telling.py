@@ -1,0 +1,109 @@
+"""What a run of the Trainer tells without any callback: two lines, its settings and its warnings to all loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lightning_sparse.clock import Totals
+from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.controllers.announcer import MORE, at_end, at_start, say
+from lightning_sparse.exchanges import EXCHANGES
+from lightning_sparse.integrations.loggers import log_settings, log_warning
+from lightning_sparse.memory import MEMORIES
+from lightning_sparse.metrics import MB
+from lightning_sparse.plan import GROUPINGS
+from lightning_sparse.reducer import Engine
+from lightning_sparse.sparsifiers import SPARSIFIERS
+
+
+class Telling:
+    """Follows the engines of a strategy from fit to fit.
+
+    Args:
+        mean_over_ranks: of numbers by name; collective.
+    """
+
+    def __init__(self, mean_over_ranks: Callable[[Mapping[str, float]], dict[str, float]]) -> None:
+        self.totals = Totals()
+        """Of all fits."""
+        self._mean = mean_over_ranks
+        self._warnings: list[str] = []
+        self._trainer: Any = None
+        self._before: dict[str, float] = {}
+        self._steps = self._skipped = 0
+
+    def follow(self, engine: Engine, trainer: Any) -> None:
+        """An engine goes on where the one before was."""
+        self._trainer = trainer
+        engine.totals, engine.warnings, engine.on_warning = self.totals, self._warnings, self._pass_on
+
+    def start(self, engine: Engine, config: SparsificationConfig) -> None:
+        """Fit begins: all is known that the first step begins with."""
+        trainer = self._trainer
+        self._before = self.totals.state_dict()
+        self._steps, self._skipped = engine.step, engine.void_steps
+        self.totals.start()
+        if not trainer.is_global_zero:
+            return
+        watched = any(hasattr(callback, "log_plan") for callback in trainer.callbacks)
+        say(at_start(engine) if watched else f"{at_start(engine)} {MORE}")
+        for logger in trainer.loggers:
+            log_settings(logger, {"sparse_ddp": settings_of(engine, config)})
+
+    def end(self, engine: Engine) -> None:
+        """Fit ends; collective."""
+        self.totals.pause()
+        now = self._mean(self.totals.state_dict())
+        before = self._mean(self._before)
+        steps, skipped = engine.step - self._steps, engine.void_steps - self._skipped
+        if steps + skipped and self._trainer.is_global_zero:
+            say(at_end(engine, {name: now[name] - before[name] for name in now}, steps, skipped))
+
+    def _pass_on(self, kind: str, sentence: str) -> None:
+        for logger in self._trainer.loggers:
+            log_warning(logger, kind, sentence, self._trainer.global_step)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy counts anew."""
+        return {**vars(self), "totals": Totals(), "_warnings": [], "_trainer": None}
+
+
+def settings_of(engine: Engine, config: SparsificationConfig) -> dict[str, Any]:
+    """The settings for a logger: plain values, by which runs can be filtered.
+
+    Objects are there by their names, as in ``sparsifier="exdyna"``; with their own settings beside that, as in
+    ``sparsifier_settings="ExDyna(alpha=1.1, ...)"``. Also the number of ranks, the version of this package, parameters
+    in all and those that are sparsified, and MB that a rank keeps.
+    """
+    import lightning_sparse
+
+    now = engine.settings
+    objects = {
+        "sparsifier": (SPARSIFIERS.name_of(now.sparsifier), now.sparsifier),
+        "memory": (MEMORIES.name_of(now.memory), now.memory),
+        "exchange": (EXCHANGES.name_of(now.exchange), now.exchange),
+        "grouping": (GROUPINGS.name_of(now.grouping), now.grouping),
+    }
+    names = {key: name for key, (name, _) in objects.items()}
+    written = {f"{key}_settings": repr(one) for key, (_, one) in objects.items()}
+    return {
+        **config.as_dict(),
+        **names,
+        **written,
+        "messages": engine.messages,
+        "ranks": engine.comm.world_size,
+        "version": lightning_sparse.__version__,
+        "parameters": sum(group.numel for group in engine.plan),
+        "sparsified_parameters": sum(group.numel for group in engine.plan if not group.dense),
+        "residual_mb": engine.memory_bytes / MB,
+    }
+
+
+def mean_over_ranks(numbers: Mapping[str, float], comm: Any, device: torch.device) -> dict[str, float]:
+    """The mean of each number; collective."""
+    own = torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
+    means = comm.all_reduce(own.to(device)).cpu() / comm.world_size
+    return dict(zip(numbers, means.tolist(), strict=True))

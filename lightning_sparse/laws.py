@@ -1,0 +1,96 @@
+"""Laws that magnitudes of gradients may follow, fitted as SIDCo fits them, and how well each one does.
+
+References:
+    Abdelmoniem et al., An Efficient Statistical-based Gradient Compression Technique for Distributed Training Systems
+    (SIDCo), MLSys 2021, arXiv 2101.10761, corollaries 1.1 to 1.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Law(NamedTuple):
+    """A fitted distribution of positive numbers."""
+
+    name: str
+    parameters: dict[str, float]
+    survival: Callable[[Tensor], Tensor]
+    """The share that exceeds x."""
+    density: Callable[[Tensor], Tensor]
+    """Its probability density."""
+
+    def distance(self, x: Tensor) -> float:
+        """The Kolmogorov-Smirnov distance to a sample, in [0, 1]: the largest difference of the two shares.
+
+        Args:
+            x: (m,) positive and ascending.
+        """
+        beyond, count = self.survival(x), x.numel()
+        reached = torch.arange(count, dtype=x.dtype, device=x.device)
+        over = (beyond - (1 - reached / count)).abs().max()
+        under = (beyond - (1 - (reached + 1) / count)).abs().max()
+        return float(torch.maximum(over, under))
+
+
+def fit_laws(x: Tensor) -> list[Law]:
+    """Exponential, gamma and generalised Pareto laws of a sample.
+
+    Exponential and gamma by (nearly) maximum likelihood, generalised Pareto by moments, so that its shape is below 1/2.
+
+    Args:
+        x: (m,) float64, positive, at least two different numbers.
+
+    Example:
+        >>> x = torch.empty(100_000, dtype=torch.float64).exponential_(2.0, generator=torch.Generator().manual_seed(0))
+        >>> for law in fit_laws(x):
+        ...     fitted = [round(value, 1) for value in law.parameters.values()]
+        ...     print(law.name, fitted, law.distance(x.sort().values) < 0.01)
+        exponential [0.5] True
+        gamma [1.0, 0.5] True
+        pareto [-0.0, 0.5] True
+    """
+    return [_exponential(x), _gamma(x), _pareto(x)]
+
+
+def _exponential(x: Tensor) -> Law:
+    mean = float(x.mean())
+    return Law("exponential", {"scale": mean}, lambda t: torch.exp(-t / mean), lambda t: torch.exp(-t / mean) / mean)
+
+
+def _gamma(x: Tensor) -> Law:
+    mean = x.mean()
+    gap = (mean.log() - x.log().mean()).clamp(min=1e-12)
+    shape = (3 - gap + ((gap - 3).square() + 24 * gap).sqrt()) / (12 * gap)
+    scale = mean / shape
+
+    def density(t: Tensor) -> Tensor:
+        return torch.exp((shape - 1) * t.log() - t / scale - torch.lgamma(shape) - shape * scale.log())
+
+    def survival(t: Tensor) -> Tensor:
+        beyond: Tensor = torch.special.gammaincc(shape, t / scale)
+        return beyond
+
+    return Law("gamma", {"shape": float(shape), "scale": float(scale)}, survival, density)
+
+
+def _pareto(x: Tensor) -> Law:
+    mean = x.mean()
+    odds = float(mean.square() / x.var(correction=0))
+    shape, scale = (1 - odds) / 2, float(mean) * (odds + 1) / 2
+    if abs(shape) < 1e-9:  # is the exponential law
+        return _exponential(x)._replace(name="pareto", parameters={"shape": 0.0, "scale": scale})
+
+    def inside(t: Tensor) -> Tensor:  # with a negative shape, nothing is beyond -scale / shape
+        return (1 + shape * t / scale).clamp(min=0)
+
+    return Law(
+        "pareto",
+        {"shape": shape, "scale": scale},
+        lambda t: inside(t) ** (-1 / shape),
+        lambda t: inside(t) ** (-1 / shape - 1) / scale,
+    )
