@@ -28,15 +28,15 @@ def at_start(engine: Engine) -> str:
     density = settings.density(engine.step)
     sparse = [group for group in engine.plan if not group.dense]
     numel, dense = sum(g.numel for g in sparse), sum(g.numel for g in engine.plan if g.dense)
-    ranks = f"{n} ranks" if n > 1 else "1 rank, which has nobody to send to"
+    ranks = f"{n} ranks" if n > 1 else "1 rank"
     if not sparse:
         return f"sparse_ddp: all {dense:,} parameters stay dense ({settings.rules.reasons()}), on {ranks}."
     share = sum(group.picks(density) for group in sparse) / numel
-    kept = engine.memory_bytes / MB
+    kept = amount(engine.memory_bytes)
     stay = f"; {dense:,} others stay dense ({settings.rules.reasons()})" if dense else ""
     return (
         f"sparse_ddp: {settings.sparsifier!r} selects {100 * share:.3g} % of {numel:,} parameters{stay}. "
-        f"{settings.memory!r} keeps {kept:.3g} MB on each of {ranks}."
+        f"{settings.memory!r} keeps {kept} on {'each of ' if n > 1 else ''}{ranks}."
     )
 
 
@@ -49,15 +49,26 @@ def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int
         steps: that counted.
         skipped: that did not.
     """
-    sent, dense = totals["sent_bytes"] / MB, totals["dense_bytes"] / MB
+    sent, dense = totals["sent_bytes"], totals["dense_bytes"]
     times = f", {dense / sent:.3g} times as much" if sent else ""
-    traffic = f"each rank sent {sent:,.3g} MB; dense DDP sends {dense:,.3g} MB{times}"
+    traffic = f"each rank sent {amount(sent)}; dense DDP sends {amount(dense)}{times}"
     if engine.comm.world_size == 1:
         traffic = "nothing was sent by the only rank"
     waited = f"Backward waited {totals['exposed_seconds']:.3g} s of {totals['seconds']:.3g} s for the exchange."
     void = f"{skipped} step{'s' if skipped > 1 else ''}" if skipped else "No step"
     were = f"{void} {'were' if skipped > 1 else 'was'} skipped because of gradients that were not finite."
     return f"sparse_ddp: in {steps + skipped:,} steps {traffic}. {waited} {were}"
+
+
+def amount(nbytes: float) -> str:
+    """Bytes in words.
+
+    Example:
+        >>> amount(1.5e6), amount(2.25e12)
+        ('1.5 MB', '2,250 GB')
+    """
+    mb = nbytes / MB
+    return f"{mb:.3g} MB" if mb < 1000 else f"{mb / 1000:,.0f} GB" if mb > 1e5 else f"{mb / 1000:.3g} GB"
 
 
 class Announcer:

@@ -67,7 +67,10 @@ def log_table(logger: Any, name: str, table: Table, step: int) -> None:
     """A W&B table, a text in TensorBoard, a markdown artifact in MLflow, ``sparse/<name>.csv`` elsewhere."""
     match kind_of(logger):
         case "wandb":
-            rows = [[_number(cell) for cell in row] for row in table.rows]
+            rows = [
+                [cell if column in table.left else _number(cell) for column, cell in enumerate(row)]
+                for row in table.rows
+            ]
             logger.log_table(f"{PREFIX}{name}", columns=list(table.header), data=rows, step=step)
         case "tensorboard":
             logger.experiment.add_text(f"{PREFIX}{name}", table.markdown(), step)
@@ -140,10 +143,7 @@ def _file(logger: Any, name: str) -> Path | None:
     return path
 
 
-def _number(cell: str) -> Any:
-    """W&B sorts numbers as such."""
+def _number(cell: str) -> float | None:
+    """W&B sorts numbers as such, and takes None for one that is not there."""
     plain = cell.replace(",", "")
-    try:
-        return float(plain) if "." in plain or "e" in plain else int(plain)
-    except ValueError:
-        return cell
+    return (float(plain) if "." in plain or "e" in plain else int(plain)) if plain else None

@@ -16,6 +16,7 @@ from lightning_sparse.memory import MEMORIES
 from lightning_sparse.metrics import MB
 from lightning_sparse.plan import GROUPINGS
 from lightning_sparse.reducer import Engine
+from lightning_sparse.registry import Registry
 from lightning_sparse.sparsifiers import SPARSIFIERS
 
 
@@ -81,14 +82,14 @@ def settings_of(engine: Engine, config: SparsificationConfig) -> dict[str, Any]:
     import lightning_sparse
 
     now = engine.settings
-    objects = {
-        "sparsifier": (SPARSIFIERS.name_of(now.sparsifier), now.sparsifier),
-        "memory": (MEMORIES.name_of(now.memory), now.memory),
-        "exchange": (EXCHANGES.name_of(now.exchange), now.exchange),
-        "grouping": (GROUPINGS.name_of(now.grouping), now.grouping),
+    objects: dict[str, tuple[Any, Registry[Any]]] = {
+        "sparsifier": (now.sparsifier, SPARSIFIERS),
+        "memory": (now.memory, MEMORIES),
+        "exchange": (now.exchange, EXCHANGES),
+        "grouping": (now.grouping, GROUPINGS),
     }
-    names = {key: name for key, (name, _) in objects.items()}
-    written = {f"{key}_settings": repr(one) for key, (_, one) in objects.items()}
+    names = {key: _name_of(one, registry) for key, (one, registry) in objects.items()}
+    written = {f"{key}_settings": repr(one) for key, (one, _) in objects.items()}
     return {
         **config.as_dict(),
         **names,
@@ -100,6 +101,12 @@ def settings_of(engine: Engine, config: SparsificationConfig) -> dict[str, Any]:
         "sparsified_parameters": sum(group.numel for group in engine.plan if not group.dense),
         "residual_mb": engine.memory_bytes / MB,
     }
+
+
+def _name_of(one: Any, registry: Registry[Any]) -> str:
+    """Registered name of the object's class, or of the one that it is a kind of."""
+    names = {cls: name for name, cls in registry.items()}
+    return next((names[cls] for cls in type(one).__mro__ if cls in names), type(one).__name__)
 
 
 def mean_over_ranks(numbers: Mapping[str, float], comm: Any, device: torch.device) -> dict[str, float]:

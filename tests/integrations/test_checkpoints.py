@@ -47,7 +47,7 @@ def listener(package: str) -> Any:
 
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
             summary = trainer.strategy.engine.summary() if hasattr(trainer.strategy, "engine") else {}
-            metrics = {name: value for name, value in summary.items() if not name.endswith("_ms")}
+            metrics = {name: value for name, value in summary.items() if not name.startswith("time/")}
             self.losses.append((float(trainer.callback_metrics["loss"]), metrics))
 
     return Listener()

@@ -7,6 +7,7 @@ import importlib
 import json
 import struct
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 import yaml  # comes with Lightning
 
+import lightning_sparse as ls
 from lightning_sparse.metrics import QUANTITIES
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, make_data, make_module, make_trainer
@@ -23,6 +25,23 @@ from tests.trainers import PACKAGES, make_data, make_module, make_trainer
 def monitor(package: str, **options: Any) -> Any:
     name = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}[package]
     return importlib.import_module(f"lightning_sparse.integrations.{name}").SparsityMonitor(**options)
+
+
+def warner(package: str) -> Any:
+    """Says something as a watchdog would, and looks at every step."""
+
+    class Warner(importlib.import_module(package).Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.sent: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            self.sent.append(trainer.strategy.engine.summary().get("traffic/sent_mb", 0.0))
+            if trainer.global_step == 2:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    trainer.strategy.engine.warn("growth", "the residual grows.")
+
+    return Warner()
 
 
 def train(package: str, folder: str, strategy: str, wandb: bool, options: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +53,7 @@ def train(package: str, folder: str, strategy: str, wandb: bool, options: dict[s
         package,
         strategy=strategy,
         logger=chosen,
-        callbacks=[monitor(package, groups=True)],
+        callbacks=[monitor(package, groups=True), *([warner(package)] if strategy.startswith("sparse") else [])],
         log_every_n_steps=2,
         max_epochs=1,
         **options,
@@ -46,7 +65,10 @@ def train(package: str, folder: str, strategy: str, wandb: bool, options: dict[s
     return {
         "progress": {key: float(value) for key, value in trainer.progress_bar_metrics.items()},
         "steps": trainer.global_step,
-        "settings": trainer.strategy.config.as_dict() if strategy.startswith("sparse") else None,
+        "sent": [sent for callback in trainer.callbacks for sent in getattr(callback, "sent", [])],
+        "settings": trainer.strategy.config.as_dict() if strategy.startswith("sparse") else {},
+        "means": {name: float(metric.compute()) for name, metric in trainer.callbacks[0].metrics.items()},
+        "traffic": {name: float(value) for name, value in trainer.callbacks[0].traffic.compute().items()},
     }
 
 
@@ -63,11 +85,37 @@ def sparse_rows(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
+SHARED = {"time/exposed_ms", "time/total_s", "traffic/total_mb", "traffic/dense_total_mb", "steps/void"}
+SHARED |= {"steps/warnings"}
+"""Of a step, and not of a group."""
+
+
+def check_settings(logged: dict[str, Any], config: dict[str, Any], sparsifier: str) -> None:
+    """What a logger has, against the strategy's settings."""
+    named = {"sparsifier": sparsifier, "memory": "residual", "grouping": "bucket", "ranks": 2, "messages": "step"}
+    assert {name: logged[name] for name in named} == named
+    assert {name: logged[name] for name in config if name not in (*named, "exchange")} == {
+        name: value for name, value in config.items() if name not in (*named, "exchange")
+    }
+    assert logged["density"] == 0.01
+    assert logged["version"] == ls.__version__
+    assert logged["sparsifier_settings"] == config["sparsifier"]
+    assert (logged["parameters"], logged["sparsified_parameters"]) == (423, 300)
+    assert 0.0024 <= logged["residual_mb"] < 0.01  # 8 bytes for each of 300 coordinates
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_quantity_is_logged_on_logging_steps_only(two_ranks: Ranks, tmp_path: Path, package: str) -> None:
     result = two_ranks(train, package, str(tmp_path), "sparse_ddp_exdyna", False, {})
-    written = yaml.safe_load((tmp_path / "csv" / "version_0" / "hparams.yaml").read_text())
-    assert written == {"density": "the user's own", "sparse_ddp": result[0]["settings"]}
+    folder = tmp_path / "csv" / "version_0"
+    written = yaml.safe_load((folder / "hparams.yaml").read_text())
+    assert written.keys() == {"density", "sparse_ddp"}
+    check_settings(written["sparse_ddp"], result[0]["settings"], "exdyna")
+    [warning] = (folder / "sparse" / "warnings.txt").read_text().splitlines()
+    assert warning == "sparse_ddp at step 2: the residual grows."
+    with (folder / "sparse" / "plan.csv").open(newline="") as file:
+        plan = list(csv.DictReader(file))
+    assert [(row["group"], row["coordinates"]) for row in plan] == [("bucket0", "300"), ("dense.bucket0", "123")]
     logged = sparse_rows(tmp_path)
     # 6 steps; Lightning counts from 0 and logs every second one.
     assert list(logged) == [1, 3, 5]
@@ -76,9 +124,23 @@ def test_every_quantity_is_logged_on_logging_steps_only(two_ranks: Ranks, tmp_pa
         assert own == set(QUANTITIES)
         assert row["sparse/density"] == pytest.approx(3 / 300)  # the first weight; everything else is small
         assert {key for key in row if key.startswith("sparse/group/bucket0/")} == {
-            f"sparse/group/bucket0/{name}" for name in set(QUANTITIES) - {"exposed_ms", "void_steps"}
+            f"sparse/group/bucket0/{name}" for name in set(QUANTITIES) - SHARED
         }
         assert row["sparse/group/bucket0/density"] == row["sparse/density"]
+    assert [row["sparse/steps/warnings"] for row in logged.values()] == [0, 1, 1]
+    # Every step counts, logged or not; the loss is in the same rows.
+    sent = result[0]["sent"]
+    totals = [row["sparse/traffic/total_mb"] for row in logged.values()]
+    assert totals == pytest.approx([sum(sent[:2]), sum(sent[:4]), sum(sent)])
+    last = [row for row in rows(tmp_path) if "sparse/density" in row or "val_loss" in row]
+    assert all(row.keys() & {"loss", "val_loss"} for row in last)
+    assert all(row["sparse/traffic/total_mb"] > 0 and row["sparse/time/total_s"] > 0 for row in last)
+    assert last[-1]["sparse/traffic/dense_total_mb"] == pytest.approx(6 * 4 * 423 / 1e6)
+    assert result[0]["traffic"] == result[1]["traffic"]
+    assert result[0]["traffic"]["total_mb"] == pytest.approx(totals[-1])
+    assert result[0]["means"]["padding_ratio"] == pytest.approx(
+        sum(row["sparse/padding_ratio"] for row in logged.values()) / 3
+    )
     assert result[0]["progress"]["sparse/density"] == pytest.approx(logged[5]["sparse/density"])
     assert all(not key.startswith("sparse/") or key == "sparse/density" for key in result[0]["progress"])
 
@@ -96,24 +158,48 @@ def test_wandb_offline_holds_the_same_rows(two_ranks: Ranks, tmp_path: Path) -> 
     [result, _] = two_ranks(train, "pytorch_lightning", str(tmp_path), "sparse_ddp_micro", True, {})
     [file] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     history: dict[int, dict[str, float]] = {}
-    metrics = {}
-    config = {}
+    metrics: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    alerts, tables = [], []
     for record in finished_wandb_records(file):
-        if record.WhichOneof("record_type") == "history":
+        kind = record.WhichOneof("record_type")
+        if kind == "history":
             items = {(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item}
+            tables += [items["sparse/plan.path"]] if "sparse/plan.path" in items else []
             if "sparse/density" in items:
+                assert "loss" in items, "in one row with what it is drawn against"
                 sparse = {key: value for key, value in items.items() if key.startswith("sparse/")}
                 history[items["trainer/global_step"]] = sparse
-        elif record.WhichOneof("record_type") == "config":
+        elif kind == "config":
             config |= {update.key: json.loads(update.value_json) for update in record.config.update if update.key}
-        elif record.WhichOneof("record_type") == "metric":
-            metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
-    assert config["sparse_ddp"] == result["settings"]
-    assert metrics.get("sparse/*") == "trainer/global_step", metrics
+        elif kind == "metric":
+            metrics[record.metric.name or record.metric.glob_name] = record.metric
+        elif kind == "alert":
+            alerts.append((record.alert.title, record.alert.text))
+        elif kind == "summary":
+            for update in record.summary.update:
+                summary[update.key or "/".join(update.nested_key)] = json.loads(update.value_json)
+    check_settings(config["sparse_ddp"], result["settings"], "micro")
+    assert metrics["sparse/*"].step_metric == "trainer/global_step"
+    assert {f"sparse/{name}" for name in QUANTITIES} <= metrics.keys()
+    for name in ("traffic/total_mb", "time/total_s", "density"):  # which can be chosen as axes, too
+        assert metrics[f"sparse/{name}"].step_metric == "trainer/global_step", metrics
+    asked = metrics["sparse/padding_ratio"].summary
+    assert (asked.mean, asked.max) == (True, True)
+    assert alerts == [("lightning-sparse: growth", "sparse_ddp at step 2: the residual grows.")]
     in_csv = sparse_rows(tmp_path)
     assert list(history) == list(in_csv) == [1, 3, 5]
     for step, row in in_csv.items():
         assert history[step] == pytest.approx(row)
+    ratios = [row["sparse/padding_ratio"] for row in in_csv.values()]
+    assert summary["sparse/padding_ratio"] == pytest.approx({"mean": sum(ratios) / 3, "max": max(ratios)})
+    total = rows(tmp_path)[-1]["sparse/traffic/total_mb"]
+    assert summary["sparse/traffic/total_mb"] == {"last": pytest.approx(total)}
+    [table] = tables
+    data = json.loads(next(tmp_path.glob(f"wandb/offline-run-*/files/{table}")).read_text())
+    assert data["columns"][:3] == ["group", "parameters", "coordinates"]
+    assert [row[:3] for row in data["data"]] == [["bucket0", 1, 300], ["dense.bucket0", 3, 123]]
 
 
 def finished_wandb_records(path: Path) -> list[Any]:
@@ -153,8 +239,6 @@ def wandb_records(path: Path) -> Iterator[Any]:
 
 
 def warned_with_ddp(folder: str) -> list[str]:
-    import warnings
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train("pytorch_lightning", folder, "ddp", False, {})

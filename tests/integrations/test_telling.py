@@ -1,0 +1,141 @@
+"""What a run says without any callback, and what survives a checkpoint of it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_utilities.core import rank_zero
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from tests.ranks import Ranks
+from tests.trainers import PACKAGES, make_data, make_module, make_trainer
+
+
+class Lines(logging.Handler):
+    """Ours, as Lightning's logger writes them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("sparse_ddp: "):
+            self.lines.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        rank_zero.log.addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_: Any) -> None:
+        rank_zero.log.removeHandler(self)
+
+
+def fit(package: str, strategy: Any, **options: Any) -> tuple[list[str], Any]:
+    with Lines() as lines:
+        trainer = make_trainer(package, strategy=strategy, max_epochs=1, limit_val_batches=0, **options)
+        trainer.fit(make_module(package), make_data(), make_data(16))
+    return lines, trainer
+
+
+def two_lines(package: str) -> tuple[list[str], list[str], list[str]]:
+    said, trainer = fit(package, "sparse_ddp_topk")
+    sent = trainer.strategy.engine.totals.sent_bytes
+    assert sent > 0
+    ours = logging.getLogger("lightning_sparse")
+    ours.setLevel(logging.WARNING)
+    try:
+        silent, _ = fit(package, "sparse_ddp_topk")
+    finally:
+        ours.setLevel(logging.NOTSET)
+    watched, _ = fit(package, "sparse_ddp_topk", callbacks=[_monitor(package)])
+    return said, silent, watched
+
+
+def _monitor(package: str) -> Any:
+    name = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}[package]
+    return importlib.import_module(f"lightning_sparse.integrations.{name}").SparsityMonitor(table=False)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_run_says_what_it_does_and_what_it_sent(two_ranks: Ranks, package: str) -> None:
+    (said, silent, watched), (other, *_) = two_ranks(two_lines, package)
+    assert other == silent == [], "rank zero alone, and not above INFO"
+    start, end = said
+    assert start == (
+        "sparse_ddp: TopK() selects 1 % of 300 parameters; 123 others stay dense (fewer than 2 dimensions or fewer "
+        "than 256 coordinates). Residual(decay=1.0) keeps 0.0029 MB on each of 2 ranks. "
+        "callbacks=[lightning_sparse.SparsityMonitor()] shows more."
+    )
+    # In a ring of two: 16 bytes of header, 4 of a count and 3 pairs of 8, and 123 dense float32.
+    sent, dense = 6 * (16 + 4 + 24 + 4 * 123), 6 * 4 * 423
+    traffic = f"each rank sent {sent / 1e6:.3g} MB; dense DDP sends {dense / 1e6:.3g} MB"
+    traffic += f", {dense / sent:.3g} times as much"
+
+    assert end.startswith(f"sparse_ddp: in 6 steps {traffic}. Backward waited ")
+    assert re.search(r"waited [\d.e-]+ s of [\d.e-]+ s for the exchange\. No step was skipped", end)
+    assert watched[0] == start.removesuffix(" callbacks=[lightning_sparse.SparsityMonitor()] shows more.")
+
+
+def attached(rules: Any) -> tuple[list[str], list[str], float, float]:
+    torch.manual_seed(0)
+    with Lines() as lines:
+        ddp = DistributedDataParallel(torch.nn.Linear(30, 20))
+        engine = ls.attach(ddp, sparsifier="topk", density=0.1, rules=rules)
+        for step in range(3):
+            ddp.zero_grad()
+            bad = torch.full((2, 30), float("nan") if step == 1 else 1.0)
+            ddp(bad).square().mean().backward()
+        before = list(lines)
+        sent = engine.totals.sent_bytes
+        engine.take_pending()
+        flushed = engine.totals.sent_bytes - sent
+        engine.close()
+        engine.close()
+    return before, lines[len(before) :], sent, flushed
+
+
+def test_so_does_plain_ddp_with_an_engine(two_ranks: Ranks) -> None:
+    (start, end, sent, flushed), (_, nothing, *_) = two_ranks(attached, None)
+    assert nothing == []
+    assert len(start) == len(end) == 1
+    assert start[0].startswith("sparse_ddp: TopK() selects 10 % of 600 parameters; 20 others stay dense")
+    assert "in 3 steps each rank sent" in end[0]
+    assert end[0].endswith("1 step was skipped because of gradients that were not finite.")
+    assert sent > 3 * (16 + 4 * 20)
+    assert flushed == 4 * 600, "a ring of two sends each of the residuals once"
+
+
+def totals_of_resumed_runs(folder: str) -> tuple[list[float], list[float], list[float]]:
+    def run(max_epochs: int, load: str | None, trainer: Any = None) -> Any:
+        trainer = trainer or make_trainer("pytorch_lightning", strategy="sparse_ddp_topk", max_epochs=max_epochs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
+            trainer.fit(make_module("pytorch_lightning"), make_data(), make_data(16), ckpt_path=load)
+        return trainer
+
+    def totals(trainer: Any) -> list[float]:
+        totals = trainer.strategy.engine.totals
+        return [totals.sent_bytes, totals.dense_bytes, totals.seconds]
+
+    whole = run(2, None)
+    saving = importlib.import_module("pytorch_lightning.callbacks").ModelCheckpoint(dirpath=folder, filename="one")
+    half = make_trainer(
+        "pytorch_lightning", strategy="sparse_ddp_topk", max_epochs=1, callbacks=[saving], enable_checkpointing=True
+    )
+    run(1, None, half)
+    resumed = run(2, f"{folder}/one.ckpt")
+    return totals(whole), totals(half), totals(resumed)
+
+
+def test_totals_go_on_where_a_checkpoint_was(two_ranks: Ranks, tmp_path: Path) -> None:
+    for whole, half, resumed in two_ranks(totals_of_resumed_runs, str(tmp_path)):
+        assert resumed[:2] == whole[:2] == [2 * half[0], 2 * half[1]]
+        assert resumed[2] > half[2] > 0
