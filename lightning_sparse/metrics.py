@@ -80,7 +80,7 @@ def measure(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Step:
     """What all groups of a step did on this rank, or one of them."""
 

@@ -207,7 +207,7 @@ def test_simulate_modifies_neither_the_stream_nor_earlier_traces(case: Case, exc
     assert torch.equal(stream, before)
     for count in (1, 2):
         *_, last = ls.simulate(stream[:count], sparsifier=case.sparsifier, density=DENSITY, exchange=exchange)
-        for then, now in zip(last, traces[count - 1], strict=True):
+        for then, now in zip(last[:-1], traces[count - 1][:-1], strict=True):  # the last one holds stamps
             if isinstance(then, dict):  # clocks differ from run to run
                 then, now = ({key: x for key, x in trace.items() if not key.endswith("_ms")} for trace in (then, now))
             assert equal_states(then, now)
