@@ -144,7 +144,7 @@ def train(
         "accuracy": 100 * float(trainer.callback_metrics["val/accuracy"]),
         "density": 1.0 if dense else collector.mean("density"),
         "padding_ratio": 1.0 if dense else collector.mean("padding_ratio"),
-        "megabytes": (ring_all_reduce_bytes(4 * numel, NUM_RANKS) if dense else collector.mean("bytes_sent")) / 1e6,
+        "megabytes": ring_all_reduce_bytes(4 * numel, NUM_RANKS) / 1e6 if dense else collector.mean("traffic/sent_mb"),
         "seconds": time.perf_counter() - started,
     }
 

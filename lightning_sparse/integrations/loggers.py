@@ -127,10 +127,10 @@ def log_figure(
         logger.experiment.add_figure(f"{key}/figure", figure, step)
 
 
-def _bins(values: Tensor) -> tuple[list[float], list[float]]:
+def _bins(values: Tensor) -> tuple[Any, Any]:
     """Counts in 64 equal bins, and their edges; made here, because W&B needs equal ones."""
     counts, edges = torch.histogram(values.double(), 64)
-    return counts.tolist(), edges.tolist()
+    return counts.numpy(), edges.numpy()
 
 
 def _file(logger: Any, name: str) -> Path | None:

@@ -16,6 +16,7 @@ import lightning_sparse as ls
 from lightning_sparse.integrations.audit import AUDITED, Ages
 from lightning_sparse.integrations.distribution import describe, sample_of
 from lightning_sparse.metrics import QUANTITIES
+from tests.fake_cuda import CUDA, fake_cuda
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, make_data, make_module, make_trainer
 
@@ -165,6 +166,27 @@ def ages_by_hand() -> tuple[dict[str, float], dict[str, float]]:
 def test_ages_follow_parameters_through_groups_and_leave_void_steps_out(two_ranks: Ranks) -> None:
     for found, expected in two_ranks(ages_by_hand):
         assert found == pytest.approx(expected)
+
+
+class OnDevice:
+    """As much of a group, or an engine, as ages look at."""
+
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+
+def test_noting_ages_waits_for_no_device() -> None:
+    with fake_cuda():
+        statistics = OnDevice(indices=torch.empty(7, dtype=torch.int64, device=CUDA))  # padded
+        plan = OnDevice(dense=False, numel=20)
+        group = OnDevice(plan=plan, spans={"w": slice(0, 20)}, device=CUDA, ran=True, statistics=statistics)
+        ages = Ages()
+        for _ in range(3):
+            ages.note(OnDevice(groups=[group], device=CUDA))  # has no `void` to be asked for
+        [last] = ages._last.values()
+        assert (last.device, last.shape, last.dtype) == (CUDA, (21,), torch.int32)
+        with pytest.raises(Exception, match="bincount"):
+            ages.quantities()
 
 
 def test_a_sample_is_even_positive_and_ascending() -> None:
