@@ -29,12 +29,18 @@ def kind_of(logger: Any) -> str:
     return next((kinds[one.__name__] for one in type(logger).__mro__ if one.__name__ in kinds), "")
 
 
-def log_settings(logger: Any, settings: Mapping[str, Any]) -> None:
-    """Log hyper-parameters, and no metric with them."""
-    if kind_of(logger) == "tensorboard":  # which else makes up a metric, hp_metric
-        logger.log_hyperparams(dict(settings), metrics={})
-        return
-    logger.log_hyperparams(dict(settings))
+def log_settings(logger: Any, settings: Mapping[str, Mapping[str, Any]]) -> None:
+    """Log hyper-parameters, by part and name, and no metric with them."""
+    given = {part: dict(values) for part, values in settings.items()}
+    match kind_of(logger):
+        case "tensorboard":  # which else makes up a metric, hp_metric
+            logger.log_hyperparams(given, metrics={})
+        case "mlflow":  # which refuses to change what an earlier fit has logged
+            known = logger.experiment.get_run(logger.run_id).data.params
+            new = {k: {n: v for n, v in values.items() if f"{k}/{n}" not in known} for k, values in given.items()}
+            logger.log_hyperparams({part: values for part, values in new.items() if values})
+        case _:
+            logger.log_hyperparams(given)
 
 
 def define_axes(logger: Any) -> None:
@@ -136,7 +142,7 @@ def _bins(values: Tensor) -> tuple[Any, Any]:
 def _file(logger: Any, name: str) -> Path | None:
     """Where a logger keeps files; None where that is not on this machine."""
     folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
-    if folder is None or "://" in str(folder):
+    if not isinstance(folder, (str, Path)) or "://" in str(folder):  # that of fast_dev_run answers with functions
         return None
     path = Path(folder) / PREFIX / name
     path.parent.mkdir(parents=True, exist_ok=True)

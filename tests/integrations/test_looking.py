@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ def train(folder: str, kinds: list[str]) -> dict[str, Any]:
             callbacks=[ls.SparsityMonitor(), ls.GradientDistribution(every=3), partition, audit, Warner()],
         )
         trainer.fit(make_module("pytorch_lightning"), make_data())
+        if kinds == ["mlflow"]:  # the run goes on, and settings have changed
+            trainer.fit_loop.max_epochs += 1
+            strategy.config = replace(strategy.config, density=0.1)
+            trainer.fit(make_module("pytorch_lightning"), make_data())
     return {"rows": partition.rows, "progress": {key: float(x) for key, x in trainer.callback_metrics.items()}}
 
 
@@ -124,12 +129,31 @@ def test_mlflow_has_parameters_tags_and_artifacts(two_ranks: Ranks, tmp_path: Pa
     [run] = [folder for folder in tmp_path.glob("mlflow/*/*") if (folder / "metrics").is_dir()]
     metrics = {str(path.relative_to(run / "metrics")) for path in (run / "metrics").rglob("*") if path.is_file()}
     assert metrics >= EXPECTED | {"loss"}
-    assert len((run / "metrics" / "sparse" / "density").read_text().splitlines()) == 3
+    assert len((run / "metrics" / "sparse" / "density").read_text().splitlines()) == 6
     assert (run / "params" / "sparse_ddp" / "sparsifier").read_text() == "exdyna"
     assert (run / "params" / "sparse_ddp" / "ranks").read_text() == "2"
     assert (run / "tags" / "sparse" / "warnings" / "growth").read_text() == "sparse_ddp at step 2: the residual grows."
     assert "| bucket0 |" in (run / "artifacts" / "sparse" / "plan.md").read_text()
-    assert len(list((run / "artifacts" / "sparse" / "gradient_distribution" / "bucket0").glob("*.json"))) == 2
+    assert len(list((run / "artifacts" / "sparse" / "gradient_distribution" / "bucket0").glob("*.json"))) == 4
+
+
+def once() -> int:
+    everything = [ls.SparsityMonitor(groups=True, table=False), ls.GradientDistribution(), ls.ResidualAudit()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make_trainer(
+            "pytorch_lightning",
+            strategy="sparse_ddp_micro",
+            fast_dev_run=True,
+            callbacks=[*everything, ls.PartitionMap()],
+            logger=True,
+        )
+        trainer.fit(make_module("pytorch_lightning"), make_data(), make_data(16))
+    return trainer.global_step
+
+
+def test_a_run_of_one_step_for_trying_works(two_ranks: Ranks) -> None:
+    assert two_ranks(once) == [1, 1]
 
 
 def ages_by_hand() -> tuple[dict[str, float], dict[str, float]]:
