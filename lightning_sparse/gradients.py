@@ -54,9 +54,8 @@ class LocalGradients:
 
 
 def trained_parameters(module: Module) -> dict[str, Parameter]:
-    """Floating-point parameters that need a gradient, by their name in the module that DDP wraps."""
-    inner = getattr(module, "module", module)
-    return {n: p for n, p in inner.named_parameters() if p.requires_grad and p.is_floating_point() and p.numel()}
+    """Floating-point parameters that need a gradient, by name."""
+    return {n: p for n, p in module.named_parameters() if p.requires_grad and p.is_floating_point() and p.numel()}
 
 
 def _in_memory_order(gradient: Tensor) -> Tensor:

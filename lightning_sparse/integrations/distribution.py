@@ -71,7 +71,8 @@ class GradientDistributionMixin:
         """Look at this step, if it is one that is shown."""
         if self._steps % self.every or not trainer.is_global_zero or self._gradients is not None:
             return
-        parameters, engine = trained_parameters(trainer.strategy.model), engine_of(trainer)
+        engine = engine_of(trainer)
+        parameters = trained_parameters(trainer.lightning_module) if engine is None else engine.parameters
         self._groups, self._residuals = {WHOLE: list(parameters)}, {}
         if engine is not None and not engine.direct and any(not group.dense for group in engine.plan):
             largest = sorted((g for g in engine.plan if not g.dense), key=lambda g: -g.numel)[: self.most]

@@ -131,7 +131,8 @@ class SparsityMonitorMixin:
             return
         self._logged_step = engine.step
         step = engine.latest_step()
-        assert step is not None  # it was counted
+        if step is None:  # it used no parameter, or groups have just been replaced
+            return
         summary = summarize(step, engine.mean_over_ranks)
         summary |= {name: float(metric(step)) for name, metric in self.metrics.items()}
         self.traffic.update(step)
@@ -160,7 +161,7 @@ class SparsityMonitorMixin:
         self._steps = 0
         if not self.shadow:
             return
-        parameters = trained_parameters(trainer.strategy.model)
+        parameters = trained_parameters(trainer.lightning_module)
         used = getattr(trainer.strategy, "config", None) or SparsificationConfig()
         settings = SparsificationConfig(
             density=self.density, grouping=used.grouping, rules=used.rules, bucket_cap_mb=used.bucket_cap_mb

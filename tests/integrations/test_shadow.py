@@ -58,35 +58,37 @@ def test_training_does_not_notice(two_ranks: Ranks, strategy: str, options: dict
         assert found["dense/sent_mb"] == pytest.approx(4 * 423 / 1e6)
 
 
-def streams() -> list[tuple[dict[str, float], list[tuple[float, float]]]]:
-    """A shadow that is shown a stream of gradients, and what `simulate` says of it."""
+def streams() -> list[dict[str, list[tuple[float, float]]]]:
+    """What a shadow that is shown a stream of gradients says of each method, and what `simulate` does."""
     rank, n = torch.distributed.get_rank(), torch.distributed.get_world_size()
     stream = torch.randn(4, n, 400, generator=torch.Generator().manual_seed(0)) ** 3
     parameters = {"w": torch.nn.Parameter(torch.zeros(20, 20))}
-    found = []
-    for name in METHODS:
-        settings = ls.SparsificationConfig(density=0.05)
-        shadow = Shadow(parameters, [name], settings, ls.collective.TorchCollective())
-        shown = []
-        for rows in stream:
-            gradients = {"w": rows[rank].clone()}
-            shadow.step(gradients)
-            assert torch.equal(gradients["w"], rows[rank])
-            shown.append((shadow.quantities[f"{name}/density"], shadow.quantities[f"{name}/sent_mb"]))
-        before = dict(shadow.quantities)
-        shadow.step({"w": torch.full((400,), float("nan") if rank else 1.0)})
-        assert shadow.quantities == before, "a void step says nothing, on all ranks"
-        traces = list(ls.simulate(stream, sparsifier=name, density=0.05))
-        found.append((before, shown, [(t.density, t.quantities["traffic/sent_mb"]) for t in traces]))
-    return found
+    shadow = Shadow(parameters, METHODS, ls.SparsificationConfig(density=0.05), ls.collective.TorchCollective())
+    shown: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
+    for rows in stream:
+        gradients = {"w": rows[rank].clone()}
+        shadow.step(gradients)
+        assert torch.equal(gradients["w"], rows[rank])
+        for name, seen in shown.items():
+            seen.append((shadow.quantities[f"{name}/density"], shadow.quantities[f"{name}/sent_mb"]))
+    before = dict(shadow.quantities)
+    shadow.step({"w": torch.full((400,), float("nan") if rank else 1.0)})
+    assert shadow.quantities == before, "a void step says nothing, on all ranks"
+    simulated = {
+        name: [
+            (trace.density, trace.quantities["traffic/sent_mb"])
+            for trace in ls.simulate(stream, sparsifier=name, density=0.05)
+        ]
+        for name in METHODS
+    }
+    return [shown, simulated]
 
 
 def test_it_does_what_the_method_does(two_ranks: Ranks) -> None:
-    for found in two_ranks(streams):
-        for last, shown, simulated in found:
-            assert [d for d, _ in shown] == pytest.approx([d for d, _ in simulated])
-            assert [mb for _, mb in shown] == pytest.approx([mb for _, mb in simulated])
-            assert len(last) == 5 + 2
+    for shown, simulated in two_ranks(streams):
+        for name in METHODS:
+            for step, expected in zip(shown[name], simulated[name], strict=True):
+                assert step == pytest.approx(expected), name
 
 
 def test_energy_is_the_share_that_leaves() -> None:
