@@ -116,7 +116,8 @@ class Variant:
     def times(self) -> dict[str, float]:
         """Of the latest step, outside the clock: asks all ranks."""
         summary = {} if self.engine is None else self.engine.summary()
-        return {name: summary[name] for name in (*TIMES, "bytes_sent") if name in summary}
+        found = {name: summary[f"time/{name}"] for name in TIMES if f"time/{name}" in summary}
+        return found | ({"bytes_sent": 1e6 * summary["traffic/sent_mb"]} if summary else {})
 
     @property
     def groups(self) -> int | None:
