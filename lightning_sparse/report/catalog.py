@@ -1,0 +1,115 @@
+"""Which figures a report and a W&B workspace show, in order, and what belongs to each."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+TOTAL_MB, DENSE_MB = "sparse/traffic/total_mb", "sparse/traffic/dense_total_mb"
+SECONDS = "sparse/time/total_s"
+SELECT, EXCHANGE, EXPOSED = "sparse/time/select_ms", "sparse/time/exchange_ms", "sparse/time/exposed_ms"
+GROUP = "sparse/group/"
+
+RESULT = re.compile(r"loss|acc|perplexity|ppl|error|f1|auc|bleu|rouge|iou|mse|mae|score|r2|reward", re.IGNORECASE)
+"""Names of logged quantities that say how well a training goes."""
+
+
+class Figure(NamedTuple):
+    """A figure of one logged quantity against steps."""
+
+    title: str
+    """With the unit."""
+    name: str
+    """Of the quantity, in the logs."""
+    reference: str | None = None
+    """Another quantity, drawn behind as what the first one should be."""
+    ideal: float | None = None
+    """The value to wish for."""
+    meaning: str = ""
+
+
+class Section(NamedTuple):
+    """Figures that belong together."""
+
+    title: str
+    figures: tuple[Figure, ...]
+
+
+SECTIONS = (
+    Section(
+        "Selection",
+        (
+            Figure(
+                "Density of the update",
+                "sparse/density",
+                "sparse/target_density",
+                meaning="Coordinates in the update / coordinates. Behind it, broad and pale: the target.",
+            ),
+            Figure("Density error", "sparse/density_error", ideal=0.0, meaning="| |union| − k | / coordinates."),
+            Figure("Padding ratio f(t)", "sparse/padding_ratio", ideal=1.0, meaning="n max k_i / sum k_i; 1: no padding."),
+            Figure("Build-up", "sparse/build_up", ideal=1.0, meaning="|union| / k; up to n where ranks pick apart."),
+        ),
+    ),
+    Section(
+        "Threshold and residual",
+        (
+            Figure("Threshold", "sparse/threshold", meaning="Magnitude that decided; methods that count have none."),
+            Figure("Norm of the residual", "sparse/residual_norm", meaning="What has not been sent yet; mean over ranks."),
+            Figure(
+                "Threshold / norm of the residual",
+                "sparse/threshold_over_residual",
+                meaning="Steady where the threshold follows what waits.",
+            ),
+        ),
+    ),
+    Section(
+        "Traffic",
+        (
+            Figure("Sent by a rank in a step / MB", "sparse/traffic/sent_mb"),
+            Figure(
+                "Sent by a rank so far / MB",
+                TOTAL_MB,
+                DENSE_MB,
+                meaning="Behind it, broad and pale: a dense ring all-reduce.",
+            ),
+            Figure("Dense / sent", "sparse/traffic/ratio", ideal=1.0, meaning="Bytes of a dense ring / bytes sent."),
+        ),
+    ),
+    Section(
+        "Time",
+        (
+            Figure("Selection / ms", SELECT),
+            Figure("Exchange / ms", EXCHANGE),
+            Figure("Exposed: backward waits / ms", EXPOSED, ideal=0.0),
+        ),
+    ),
+    Section(
+        "Steps",
+        (
+            Figure("Skipped steps so far", "sparse/steps/void", ideal=0.0, meaning="A gradient was not finite."),
+            Figure("Averaged densely", "sparse/steps/direct", meaning='1 where fallback="dense" found DDP faster.'),
+            Figure("Warnings of the watchdog so far", "sparse/steps/warnings", ideal=0.0),
+        ),
+    ),
+)
+"""Of what :class:`lightning_sparse.SparsityMonitor` logs; results of the training come first, and are not listed here."""
+
+
+def is_result(name: str) -> bool:
+    """Whether a logged quantity says how well a training goes.
+
+    Example:
+        >>> is_result("val/accuracy"), is_result("sparse/density_error"), is_result("lr-SGD")
+        (True, False, False)
+    """
+    return not name.startswith("sparse/") and RESULT.search(name) is not None
+
+
+def is_better_low(name: str) -> bool:
+    """Whether smaller values of a result are better.
+
+    Example:
+        >>> is_better_low("val/loss"), is_better_low("val_acc")
+        (True, False)
+    """
+    return re.search(r"loss|perplexity|ppl|error|mse|mae", name, re.IGNORECASE) is not None

@@ -1,0 +1,144 @@
+"""What a report says before its figures: results and traffic of each run, and what differs in their settings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lightning_sparse.console import Table
+from lightning_sparse.report.catalog import DENSE_MB, EXPOSED, SECONDS, TOTAL_MB, is_better_low, is_result
+from lightning_sparse.report.figures import dense_rates
+from lightning_sparse.report.runs import Run
+
+MOST_NAMED = 6
+"""Settings and runs that sentences name."""
+
+
+class Total(NamedTuple):
+    """A run in numbers; None: not known."""
+
+    run: str
+    steps: int
+    results: dict[str, float]
+    """Last values of what says how well training goes."""
+    sent_mb: float | None
+    dense_mb: float | None
+    """What dense ring all-reduces would have sent, as logged."""
+    seconds: float | None
+    exposed_ms: float | None
+    """Median of a step."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Dense traffic / sent."""
+        return self.dense_mb / self.sent_mb if self.dense_mb is not None and self.sent_mb else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no NaN."""
+        values = {**self._asdict(), "dense_over_sent": self.ratio}
+        values["results"] = {name: value if math.isfinite(value) else None for name, value in self.results.items()}
+        return values
+
+
+def totals(runs: Sequence[Run]) -> list[Total]:
+    """Each run in numbers, in the order of the runs."""
+
+    def last(run: Run, name: str) -> float | None:
+        return float(run.series[name].values[-1]) if name in run.series else None
+
+    found = []
+    for run in runs:
+        results = {name: float(series.values[-1]) for name, series in run.series.items() if is_result(name)}
+        exposed = run.series[EXPOSED].values if EXPOSED in run.series else None
+        found.append(
+            Total(
+                run.name,
+                run.steps,
+                results,
+                last(run, TOTAL_MB),
+                last(run, DENSE_MB),
+                last(run, SECONDS) or (float(run.clock.values[-1]) if run.clock else None),
+                None if exposed is None else float(np.median(exposed)),
+            )
+        )
+    return found
+
+
+def totals_table(runs: Sequence[Run]) -> Table:
+    """A line for each run."""
+    found = totals(runs)
+    names = [name for name in dict.fromkeys(n for one in found for n in one.results)][:4]
+    header = ["run", "steps", *names, "MB sent by a rank", "MB if dense", "dense / sent", "seconds", "exposed ms"]
+    rows = [
+        [
+            one.run,
+            str(one.steps),
+            *(_number(one.results.get(name)) for name in names),
+            *(_number(x) for x in (one.sent_mb, one.dense_mb, one.ratio, one.seconds, one.exposed_ms)),
+        ]
+        for one in found
+    ]
+    return Table("Runs", header, rows)
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:,.0f}" if 1e4 <= abs(x) < 1e9 else f"{x:.4g}"
+
+
+def differing(runs: Sequence[Run]) -> list[str]:
+    """Settings that runs do not share; first those that all of them have."""
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    different = [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
+    return sorted(different, key=lambda name: sum(name not in run.settings for run in runs))
+
+
+def settings_table(runs: Sequence[Run], names: Sequence[str]) -> Table:
+    """Settings in lines, runs in columns."""
+    rows = [[name, *(run.settings.get(name, "") for run in runs)] for name in names]
+    return Table("Settings", ["setting", *(run.name for run in runs)], rows, left=tuple(range(len(runs) + 1)))
+
+
+def sentences(runs: Sequence[Run]) -> list[str]:
+    """The short version, and what was odd."""
+    found = totals(runs)
+    said = []
+    saving = sorted((one for one in found if one.ratio is not None), key=lambda one: -(one.ratio or 0.0))
+    for one in saving[:MOST_NAMED]:
+        said.append(
+            f"{one.run} sent {_number(one.sent_mb)} MB a rank in {one.steps} steps; "
+            f"dense all-reduces would have sent {_number(one.dense_mb)} MB, {_number(one.ratio)} times as much."
+        )
+    for name in sorted({n for one in found for n in one.results}, key=lambda n: ("val" not in n, n))[:2]:
+        ends = [(one.results[name], one.run) for one in found if math.isfinite(one.results.get(name, math.nan))]
+        if len(ends) > 1:
+            first, last = sorted(ends, reverse=not is_better_low(name))[:: len(ends) - 1]
+            said.append(f"{name} ended best in {first[1]}, at {_number(first[0])}, worst in {last[1]}, at {_number(last[0])}.")
+        elif ends:
+            said.append(f"{name} ended at {_number(ends[0][0])}.")
+    if len(runs) > 1:
+        different = differing(runs)
+        more = f" and {len(different) - MOST_NAMED} more, in the table below" if len(different) > MOST_NAMED else ""
+        named = ", ".join(different[:MOST_NAMED])
+        said.append(f"Settings that differ: {named}{more}." if different else "Their settings do not differ.")
+    said += _assumptions(runs)
+    said += [f"{run.name}: {note}" for run in runs for note in run.notes]
+    return said
+
+
+def _assumptions(runs: Sequence[Run]) -> list[str]:
+    """What is not known of some runs."""
+    bare = [run.name for run in runs if TOTAL_MB not in run.series]
+    if not bare:
+        return []
+    if len(bare) == len(runs):
+        return ["No run has logged its traffic: for that, give the Trainer the callback SparsityMonitor."]
+    rates = dense_rates(runs)
+    if len(rates) == 1:
+        return [
+            f"{', '.join(bare)} logged no traffic, and is drawn as if it had sent what dense all-reduces of the others "
+            f"would have sent: {rates[0]:.4g} MB a step. That holds for plain DDP with the same model and ranks."
+        ]
+    return [f"Traffic of {', '.join(bare)} is not known: it logged none, and dense steps of the others differ in size."]
