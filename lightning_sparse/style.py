@@ -1,4 +1,4 @@
-"""How figures look, in all of them: readable in grey and for eyes of all kinds, labels at the lines, no squashed curves.
+"""How all figures look: readable in grey and for eyes of all kinds, names at the lines, no squashed curves.
 
 Lines differ in colour, dash and marker at once. matplotlib is imported when something is drawn; the report's plotly
 page uses the same looks, ranges and places of labels.

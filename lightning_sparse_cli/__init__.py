@@ -20,10 +20,17 @@ from pathlib import Path
 from runpy import run_path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from lightning_sparse_cli.commands import advise, judge, need, simulate
+from lightning_sparse_cli.commands import advise, dashboard, judge, need, report, simulate
 
-COMMANDS: dict[str, Callable[..., None]] = {"simulate": simulate, "judge": judge, "advise": advise}
-"""Subcommands; their signatures give the options."""
+COMMANDS: dict[str, Callable[..., None]] = {
+    "advise": advise,
+    "simulate": simulate,
+    "judge": judge,
+    "report": report,
+    "dashboard": dashboard,
+}
+"""Subcommands; their signatures give the options. What can only be given by position is an argument."""
+EXAMPLES = "examples:"
 GO_ON = ("simulate", "judge")
 """Those that keep what is finished."""
 
@@ -40,8 +47,10 @@ def main(args: Sequence[str] | None = None) -> None:
     need("jsonargparse", "docstring_parser")
     given = _parser().parse_args(words)
     options = given[given.subcommand].as_dict()
+    command = COMMANDS[given.subcommand]
+    arguments = [options.pop(name) for name, one in _parameters(command).items() if _is_argument(one)]
     try:
-        COMMANDS[given.subcommand](**{name: options[name] for name in _parameters(COMMANDS[given.subcommand])})
+        command(*arguments, **{name: options[name] for name in _parameters(command) if name in options})
     except KeyboardInterrupt:
         note = " The same command goes on from here." if given.subcommand in GO_ON else ""
         print(f"Interrupted.{note}", file=sys.stderr)
@@ -52,16 +61,25 @@ def _parameters(command: Callable[..., None]) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(command).parameters)
 
 
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is parameter.POSITIONAL_ONLY
+
+
 def _parser() -> Any:
     from docstring_parser import parse
-    from jsonargparse import ArgumentParser
+    from jsonargparse import ArgumentParser, DefaultHelpFormatter
+
+    class Formatter(DefaultHelpFormatter):
+        def _fill_text(self, text: str, width: int, indent: str) -> str:
+            """Examples keep their lines."""
+            return text if text.startswith(EXAMPLES) else str(super()._fill_text(text, width, indent))
 
     class Parser(ArgumentParser):
         known: Sequence[str] = ()
 
         def error(self, message: str, ex: Exception | None = None) -> Any:
             """In the words of the command line, with what is close to a command or an option that is not known."""
-            message = re.sub(r"required: \w+\.(\w+)", r"required: --\1", message)
+            message = re.sub(r"required: (\w+)\.(\w+)", required, message)
             message = re.sub(
                 r".*\"config\": File does not exist: (.+)", r"Expected --config to be a file: no \1", message
             )
@@ -72,26 +90,36 @@ def _parser() -> Any:
                 message += f". Did you mean {wrong[1]}{close[0]}?" if close else ""
             super().error(message, ex)
 
-    parser = Parser(prog="lightning-sparse", allow_abbrev=False)
+    def required(found: re.Match[str]) -> str:
+        argument = _is_argument(_parameters(COMMANDS[found[1]])[found[2]])
+        return f"required: {'' if argument else '--'}{found[2]}"
+
+    parser = Parser(prog="lightning-sparse", allow_abbrev=False, formatter_class=Formatter)
     parser.known = [*COMMANDS, "version", "help"]
     parser.add_argument("--version", action="store_true", help="Versions and the device, for reports.")
     subcommands = parser.add_subcommands(required=True)
     for name, command in COMMANDS.items():
         kinds, text = get_type_hints(command), parse(command.__doc__ or "")
         described = {param.arg_name: param.description for param in text.params}
-        options = Parser(description=text.short_description, allow_abbrev=False)
+        examples = "".join(f"\n  {line}" for one in text.examples for line in (one.description or "").splitlines())
+        options = Parser(description=text.short_description, epilog=EXAMPLES + examples, allow_abbrev=False)
         options.known = [*_parameters(command), "config", "help"]
         if "config" not in kinds:
             options.add_argument("--config", action="config", help="Path to a file with these options.")
         for option, parameter in _parameters(command).items():
             element = _element(kinds[option])
             settings: dict[str, Any] = {"type": element or kinds[option]}
+            if kinds[option] is bool:
+                settings = {"action": "store_true"}
             if element:
                 settings["nargs"] = "+"
-            if parameter.default is parameter.empty:
-                settings |= {"required": True, "action": "extend"}
-            else:
+            if _is_argument(parameter):
+                options.add_argument(option, help=described[option], **settings)
+                continue
+            if parameter.default is not parameter.empty:
                 settings["default"] = parameter.default
+            else:
+                settings |= {"required": True} | ({"action": "extend"} if element else {})
             options.add_argument(f"--{option}", help=described[option], **settings)
         subcommands.add_subcommand(name, options, help=text.short_description)
     return parser

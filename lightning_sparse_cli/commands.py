@@ -5,6 +5,8 @@ They import what they need when they run.
 
 from __future__ import annotations
 
+import json as json_text
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,14 +20,16 @@ if TYPE_CHECKING:
     from lightning_sparse.console import Table
 
 NEEDED = {
-    "jsonargparse": "jsonargparse",
-    "docstring_parser": "docstring-parser",
-    "rich": "rich",
-    "matplotlib": "matplotlib",
-    "sklearn": "scikit-learn",
-    "yaml": "pyyaml",
+    "jsonargparse": ("jsonargparse", "cli"),
+    "docstring_parser": ("docstring-parser", "cli"),
+    "rich": ("rich", "cli"),
+    "matplotlib": ("matplotlib", "cli"),
+    "plotly": ("plotly", "cli"),
+    "sklearn": ("scikit-learn", "cli"),
+    "yaml": ("pyyaml", "cli"),
+    "wandb_workspaces": ("wandb-workspaces", "dashboard"),
 }
-"""Modules of the extra ``cli``, and the packages that they come from."""
+"""Modules that commands need, the packages that they come from, and the extra that has them."""
 
 
 def simulate(
@@ -37,6 +41,7 @@ def simulate(
     seed: int = 0,
     text: str | None = None,
     out: Path = Path("simulate"),
+    json: bool = False,
 ) -> None:
     """Give all methods the same recorded gradients, and compare density, balance, quality of the picks and traffic.
 
@@ -52,6 +57,12 @@ def simulate(
         seed: of the streams.
         text: text file for the stream text; if left out, the reference of the Python language.
         out: folder for simulate.csv, simulate.md and figures; what is finished there is not done again.
+        json: print the numbers as JSON, a list with an object for each stream, density and method, instead of tables.
+
+    Examples:
+        lightning-sparse simulate --streams heavy_tail --methods topk union_topk --steps 20
+        lightning-sparse simulate --ranks 64 --densities 0.001 --out large
+        lightning-sparse simulate --methods topk --json > topk.json
     """
     need("matplotlib", "rich", "sklearn")
     from lightning_sparse.compare import recorded
@@ -73,7 +84,7 @@ def simulate(
     rows = _complete(jobs, sheet, done, work)
     meanings = "".join(f"- {name}: {meaning}.\n" for name, meaning in recorded.QUANTITIES.items())
     simulate_figures(rows, out)
-    _report(out / "simulate.md", simulate_tables(rows), meanings)
+    _show(out / "simulate.md", simulate_tables(rows), rows if json else None, meanings)
 
 
 def judge(
@@ -87,6 +98,7 @@ def judge(
     text: str | None = None,
     jobs: int = 1,
     out: Path = Path("judge"),
+    json: bool = False,
 ) -> None:
     """Train with every method, all with the same traffic, and compare the losses.
 
@@ -104,6 +116,11 @@ def judge(
         text: text file for the task text; if left out, the reference of the Python language.
         jobs: processes to train in, with one torch thread each.
         out: folder for judge.csv, judge_curves.csv, judge.md and figures; what is finished there is not done again.
+        json: print the results as JSON, a list with an object for each training, instead of tables.
+
+    Examples:
+        lightning-sparse judge --tasks digits --methods topk union_topk --seeds 0
+        lightning-sparse judge --tasks text --text my_text.txt --jobs 4
     """
     need("matplotlib", "rich", "sklearn")
     from lightning_sparse.compare import training
@@ -136,7 +153,7 @@ def judge(
 
     results = _complete(wanted, sheet, done, work)
     judge_figures(results, curves.read(), out)
-    _report(out / "judge.md", judge_tables(results))
+    _show(out / "judge.md", judge_tables(results), results if json else None)
 
 
 def advise(
@@ -150,6 +167,7 @@ def advise(
     warmup: int = 5,
     steps: int = 10,
     out: Path = Path("advice"),
+    json: bool = False,
 ) -> None:
     """Say whether sparsification pays for a training, and which; writes the configuration to use.
 
@@ -167,6 +185,11 @@ def advise(
         warmup: steps that are not timed.
         steps: steps that are timed.
         out: folder for advice.md, advice.csv, advice.png and config.yaml, one for each network.
+        json: print the predictions as JSON, an object with verdicts, assumptions and predictions, instead of tables.
+
+    Examples:
+        lightning-sparse advise --config config.yaml
+        lightning-sparse advise --config base.yaml --config large.yaml --gbit 1 10 --ranks 8 64
     """
     need("matplotlib", "rich", "yaml")
     from lightning_utilities.core.rank_zero import rank_zero_only
@@ -194,6 +217,11 @@ def advise(
     write_csv(advice, folder / "advice.csv")
     configs = write_configs(advice, folder, given)
     (folder / "advice.md").write_text(markdown(advice), encoding="utf-8")
+    if json:
+        verdicts = {scenario.label: advice.verdict(scenario) for scenario in advice.scenarios}
+        return _print_json(
+            {"verdicts": verdicts, "assumptions": advice.assumptions(), "predictions": advice.predictions}
+        )
     for table in (overview(advice, rows=SHOWN), across(advice)):
         table.show()
     print("Assumptions:", *(f"- {sentence}" for sentence in advice.assumptions()), "", sep="\n")
@@ -204,10 +232,89 @@ def advise(
         print(f"{path} ({scenario.label})")
 
 
+def report(
+    runs: list[Path],
+    /,
+    names: list[str] | None = None,
+    title: str | None = None,
+    out: Path = Path("report.html"),
+    svg: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Turn the logs of one or several runs into one page with figures that needs no network.
+
+    Args:
+        runs: folders of CSVLogger, of W&B offline runs (offline-run-*) or of TensorBoardLogger, or folders above
+            several ones.
+        names: of the runs, in their order; what distinguishes their paths, if left out.
+        title: of the page; the names of the runs, if left out.
+        out: file for the page.
+        svg: folder for all figures as SVG files; none are written, if left out.
+        json: print the runs in numbers as JSON, a list with an object for each run, instead of a table.
+
+    Examples:
+        lightning-sparse report lightning_logs/version_0
+        lightning-sparse report runs/dense runs/topk --names dense "Top-k" --out compared.html --svg figures
+        lightning-sparse report wandb/offline-run-20260101_120000-abcd1234 --json
+    """
+    need("plotly", "rich", *(["matplotlib"] if svg else []))
+    from lightning_sparse.report.page import write_page
+    from lightning_sparse.report.runs import read_runs
+    from lightning_sparse.report.summary import totals, totals_table
+
+    with _complaints("report"):
+        found = read_runs(runs, names)
+        write_page(found, out, title)
+        if svg:
+            from lightning_sparse.report.static import write_figures
+
+            write_figures(found, _folder(svg))
+    if json:
+        return _print_json([total.as_dict() for total in totals(found)])
+    totals_table(found).show()
+    print(f"The page is {out}." + (f" Figures are in {svg}." if svg else ""))
+
+
+def dashboard(
+    entity: str,
+    project: str,
+    name: str = "Sparsified training",
+    results: list[str] = ["train/loss", "val/loss", "val/accuracy"],  # noqa: B006
+    out: Path = Path("dashboard.json"),
+    publish: bool = False,
+) -> None:
+    """Make a Weights & Biases workspace with the papers' figures, as a file or online.
+
+    Args:
+        entity: user or team that owns the project.
+        project: that the runs are logged to.
+        name: of the workspace.
+        results: logged quantities to draw against steps, megabytes and seconds; lists are written as in
+            --results train/loss val/loss.
+        out: file for the specification of the workspace; nothing is sent, and no account is needed.
+        publish: also save the workspace online; log in with wandb login before.
+
+    Examples:
+        lightning-sparse dashboard --entity my-team --project my-project
+        lightning-sparse dashboard --entity my-team --project my-project --results val/perplexity --publish
+    """
+    need("wandb_workspaces")
+    from lightning_sparse.report.dashboard import publish_workspace, workspace, write_specification
+
+    with _complaints("dashboard"):
+        made = workspace(entity, project, name, results)
+        write_specification(made, out)
+        print(f"The specification is {out}.")
+        if publish:
+            print(f"The workspace is {publish_workspace(made)}.")
+
+
 def _tell(what: str, done: float) -> None:
     """Progress of profiling; a plain function, so that launchers can send it to other processes."""
-    start, end = ("\x1b[2K", "\r") if sys.stderr.isatty() else ("", "\n")
-    print(f"{start}[{done:4.0%}] {what}", end=end, file=sys.stderr, flush=True)
+    if not sys.stderr.isatty():
+        return print(f"[{done:4.0%}] {what}", file=sys.stderr, flush=True)
+    bar = "━" * round(40 * done)
+    print(f"\x1b[2K{bar:<40} {done:4.0%} {what}", end="\r", file=sys.stderr, flush=True)
 
 
 def need(*modules: str) -> None:
@@ -221,9 +328,10 @@ def need(*modules: str) -> None:
     """
     missing = [NEEDED[module] for module in modules if find_spec(module) is None]
     if missing:
+        extras = ",".join(dict.fromkeys(extra for _, extra in missing))
         raise SystemExit(
-            f"The command lightning-sparse needs {', '.join(missing)}. "
-            "Install what is missing with: pip install 'lightning-sparse[cli]'"
+            f"The command lightning-sparse needs {', '.join(package for package, _ in missing)}. "
+            f"Install what is missing with: pip install 'lightning-sparse[{extras}]'"
         )
 
 
@@ -260,6 +368,7 @@ def _complete(jobs: Sequence[Any], sheet: Sheet[Any], done: Iterable[Any], work:
         done: those that are in it.
         work: makes results from jobs, each with a text to show.
     """
+    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -272,7 +381,8 @@ def _complete(jobs: Sequence[Any], sheet: Sheet[Any], done: Iterable[Any], work:
     results = {result.key: result for result in done}
     missing = [job for job in jobs if job.key not in results]
     times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
-    with Progress(BarColumn(), MofNCompleteColumn(), *times, TextColumn("{task.description}")) as progress:
+    columns = (BarColumn(), MofNCompleteColumn(), *times, TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("working", total=len(jobs), completed=len(jobs) - len(missing))
         for result, text in work(missing):
             sheet.append([result])
@@ -281,10 +391,27 @@ def _complete(jobs: Sequence[Any], sheet: Sheet[Any], done: Iterable[Any], work:
     return [results[job.key] for job in jobs]
 
 
-def _report(path: Path, tables: Sequence[Table], notes: str = "") -> None:
-    """Write tables in markdown, and show them."""
+def _show(path: Path, tables: Sequence[Table], rows: Sequence[Any] | None, notes: str = "") -> None:
+    """Write tables in markdown, and show them, or rows as JSON where there are any."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*(table.markdown() for table in tables), *([notes] if notes else [])]), encoding="utf-8")
+    if rows is not None:
+        return _print_json(rows)
     for table in tables:
         table.show()
     print(f"Tables, numbers and figures are in {path.parent}.")
+
+
+def _print_json(value: Any) -> None:
+    """Named tuples become objects, and numbers that are not finite, which JSON does not have, null."""
+    print(json_text.dumps(_plain(value), indent=1))
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

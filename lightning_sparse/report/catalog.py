@@ -46,7 +46,9 @@ SECTIONS = (
                 meaning="Coordinates in the update / coordinates. Behind it, broad and pale: the target.",
             ),
             Figure("Density error", "sparse/density_error", ideal=0.0, meaning="| |union| − k | / coordinates."),
-            Figure("Padding ratio f(t)", "sparse/padding_ratio", ideal=1.0, meaning="n max k_i / sum k_i; 1: no padding."),
+            Figure(
+                "Padding ratio f(t)", "sparse/padding_ratio", ideal=1.0, meaning="n max k_i / sum k_i; 1 pads nothing."
+            ),
             Figure("Build-up", "sparse/build_up", ideal=1.0, meaning="|union| / k; up to n where ranks pick apart."),
         ),
     ),
@@ -54,7 +56,9 @@ SECTIONS = (
         "Threshold and residual",
         (
             Figure("Threshold", "sparse/threshold", meaning="Magnitude that decided; methods that count have none."),
-            Figure("Norm of the residual", "sparse/residual_norm", meaning="What has not been sent yet; mean over ranks."),
+            Figure(
+                "Norm of the residual", "sparse/residual_norm", meaning="Of what was not sent yet; mean over ranks."
+            ),
             Figure(
                 "Threshold / norm of the residual",
                 "sparse/threshold_over_residual",
@@ -92,7 +96,7 @@ SECTIONS = (
         ),
     ),
 )
-"""Of what :class:`lightning_sparse.SparsityMonitor` logs; results of the training come first, and are not listed here."""
+"""Of what :class:`lightning_sparse.SparsityMonitor` logs; results of a training are not listed here."""
 
 
 def is_result(name: str) -> bool:

@@ -22,13 +22,13 @@ from lightning_sparse.report.catalog import (
     is_result,
 )
 from lightning_sparse.report.runs import Run, Series
-from lightning_sparse.style import Range, robust_range, wants_log
+from lightning_sparse.style import FEW, Range, robust_range, wants_log
 
 Array = NDArray[np.float64]
 MOST_POINTS = 500
 """Points of a curve; of longer ones, the smallest and the largest value of each part is drawn."""
 SMOOTHED = 60
-"""Points from which results are drawn as running medians, over a thirtieth of the curve."""
+"""Points from which results, and of many runs all that varies, are drawn as running medians of a thirtieth of them."""
 MOST_RESULTS, MOST_OTHERS = 6, 9
 """Figures of results, and of what else was logged."""
 
@@ -152,14 +152,18 @@ def _clock(runs: Sequence[Run]) -> list[Axis]:
     if not own and not loggers:
         return []
     if own >= loggers:
-        return [Axis("seconds of training", lambda run, at: run.series[SECONDS].at(at) if SECONDS in run.series else None)]
+        return [
+            Axis("seconds of training", lambda run, at: run.series[SECONDS].at(at) if SECONDS in run.series else None)
+        ]
     return [Axis("seconds since the first logged point", lambda run, at: run.clock.at(at) if run.clock else None)]
 
 
 def _panel(title: str, runs: Sequence[Run], name: str, axis: Axis, figure: Figure | None = None) -> Panel:
     figure = figure or Figure(title, name)
     curves, remarks = [], [figure.meaning] if figure.meaning else []
-    smoothed = is_result(name) and any(len(r.series[name].steps) >= SMOOTHED for r in runs if name in r.series)
+    longest = max((len(run.series[name].steps) for run in runs if name in run.series), default=0)
+    many = len(runs) > FEW and not name.endswith(("total_mb", "void", "warnings"))
+    smoothed = longest >= SMOOTHED and (is_result(name) or many)
     missing = []
     for place, run in enumerate(runs):
         if name not in run.series:
@@ -169,25 +173,28 @@ def _panel(title: str, runs: Sequence[Run], name: str, axis: Axis, figure: Figur
         if x is None:
             missing.append(run.name)
             continue
-        if figure.reference in run.series:
-            series_behind = run.series[figure.reference]
-            curves.append(_curve(place, series_behind.steps + 1, series_behind.values, behind=True))
+        if reference := run.series.get(figure.reference or ""):
+            curves.append(_curve(place, reference.steps + 1, reference.values, behind=True))
         if infinite := int((~np.isfinite(series.values)).sum()):
             remarks.append(f"{run.name}: {infinite} of {len(series.values)} points are not finite.")
         curves.append(_curve(place, x, _smooth(series) if smoothed else series.values))
     curves = _without_twins(curves)
-    y, x_all = _all([curve.y for curve in curves]), _all([curve.x for curve in curves])
+    y, behind = (_all([curve.y for curve in curves if curve.behind is kind]) for kind in (False, True))
+    x_all = _all([curve.x for curve in curves])
     ends = [curve.x[-1] for curve in curves if len(curve.x) and curve.x[-1] > 0]
     x_log = axis.title.startswith("MB") and len(ends) > 1 and max(ends) > 10 * min(ends) and x_all.min() > 0
-    y_log = wants_log(y)
+    far = len(y) and len(behind) and np.median(behind) > 10 * np.median(y)
+    y_log = wants_log(y) or bool(far and y.min() > 0 and behind.min() > 0)
     y_range = robust_range(y, y_log)
+    if len(behind):
+        y_range = y_range._replace(low=min(y_range.low, behind.min()), high=max(y_range.high, behind.max()))
     if smoothed:
         remarks.append("Running medians.")
     if missing:
         remarks.append(f"Not known for {', '.join(missing)}.")
     if y_range.outside:
-        far = y_range.highest if y_range.highest > y_range.high else y_range.lowest
-        remarks.append(f"The axis leaves out {y_range.outside} points, up to {far:.3g}; a double click shows them.")
+        most = y_range.highest if y_range.highest > y_range.high else y_range.lowest
+        remarks.append(f"The axis leaves out {y_range.outside} points, up to {most:.3g}; a double click shows them.")
     shown = Range(float(x_all.min()), float(x_all.max()), 0, 0.0, 0.0) if len(x_all) else robust_range([])
     return Panel(title, axis.title, curves, bool(x_log), y_log, shown, y_range, figure.ideal, remarks)
 

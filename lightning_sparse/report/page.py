@@ -18,7 +18,18 @@ from lightning_sparse.report.summary import differing, sentences, settings_table
 from lightning_sparse.style import COLOURS, FEW, INK, PALE, Look, look, place_labels
 
 DASHES = {"-": "solid", "--": "dash", "-.": "dashdot", ":": "dot"}
-MARKERS = dict(zip("os^DvPX<>", "circle square triangle-up diamond triangle-down cross x triangle-left triangle-right".split(), strict=True))  # fmt: skip
+MARKERS = {
+    "o": "circle",
+    "s": "square",
+    "^": "triangle-up",
+    "D": "diamond",
+    "v": "triangle-down",
+    "P": "cross",
+    "X": "x",
+    "<": "triangle-left",
+    ">": "triangle-right",
+}
+"""Dashes and markers in plotly's words."""
 STROKES = {"-": "", "--": "6 3", "-.": "7 2 2 2", ":": "2 2"}
 """Of SVG lines in the list of runs."""
 HEIGHT = 320
@@ -63,22 +74,28 @@ def _parts(runs: Sequence[Run]) -> Iterator[str]:
         yield f'<section><h2>{html.escape(part.title)}</h2><div class="figures">'
         for panel in part.panels:
             figure = _bars(panel, runs) if isinstance(panel, Bars) else _panel(panel, runs)
-            drawn = figure.to_html(
-                full_html=False,
-                include_plotlyjs=False,
-                default_width="100%",
-                default_height=f"{figure.layout.height}px",
-                config={"responsive": True, "displaylogo": False},
-            )
             caption = html.escape(" ".join(panel.remarks))
-            yield f'<figure aria-label="{html.escape(panel.title)}">{drawn}<figcaption>{caption}</figcaption></figure>'
+            yield (
+                f'<figure aria-label="{html.escape(panel.title)}">'
+                f'<div class="plot" style="height:{figure.layout.height}px"></div>'
+                f'<script type="application/json">{_json(figure)}</script>'
+                f"<figcaption>{caption}</figcaption></figure>"
+            )
         yield "</div></section>"
     for run in runs:
         if groups := groups_of(run):
             header = list(dict.fromkeys(name for means in groups.values() for name in means))
-            rows = [[group, *(f"{means[n]:.4g}" if n in means else "" for n in header)] for group, means in groups.items()]
+            rows = [
+                [group, *(f"{means[n]:.4g}" if n in means else "" for n in header)] for group, means in groups.items()
+            ]
             yield f"<h2>Groups of {html.escape(run.name)}, means over the run</h2>"
             yield f'<div class="wide numbers">{_table(Table("", ["group", *header], rows))}</div>'
+
+
+def _json(figure: Any) -> str:
+    """Without the default template, which every figure would repeat, and without what could end a script."""
+    figure.update_layout(template="none")
+    return str(figure.to_json()).replace("<", "\\u003c")
 
 
 def _settings(runs: Sequence[Run], different: Sequence[str], common: Sequence[str]) -> str:
@@ -88,7 +105,7 @@ def _settings(runs: Sequence[Run], different: Sequence[str], common: Sequence[st
     if common:
         table = _table(settings_table([Run("value", run.path, {}, run.settings) for run in runs[:1]], common))
         summary = f"{len(common)} settings that all runs share" if len(runs) > 1 else f"{len(common)} settings"
-        parts.append(f'<details{"" if different else " open"}><summary>{summary}</summary>{table}</details>')
+        parts.append(f"<details{'' if different else ' open'}><summary>{summary}</summary>{table}</details>")
     return "".join(parts) or "<p>No settings were found beside the logs.</p>"
 
 
@@ -104,11 +121,20 @@ def _swatch(place: int, name: str) -> str:
     """A run in the list: its line, and a box that shows and hides it in all figures."""
     drawn = look(place)
     line = f'<line x1="0" x2="32" y1="7" y2="7" stroke="{drawn.colour}" stroke-width="2.5" stroke-dasharray="{STROKES[drawn.dash]}"/>'
-    return f'<label><input type="checkbox" checked> <svg width="32" height="14">{line}</svg> {html.escape(name)}</label>'
+    return (
+        f'<label><input type="checkbox" checked> <svg width="32" height="14">{line}</svg> {html.escape(name)}</label>'
+    )
 
 
 def _layout(figure: Any, title: str, height: int, right: int) -> None:
-    axis = {"gridcolor": "#E8E8E8", "zeroline": False, "linecolor": "#999999", "ticks": "outside", "automargin": True}
+    axis = {
+        "gridcolor": "#E8E8E8",
+        "zeroline": False,
+        "linecolor": "#999999",
+        "ticks": "outside",
+        "automargin": True,
+        "exponentformat": "e",
+    }
     figure.update_layout(
         title={"text": html.escape(title), "font": {"size": 14}, "x": 0, "xref": "paper"},
         height=height,
@@ -144,7 +170,7 @@ def _panel(panel: Panel, runs: Sequence[Run]) -> Any:
     longest = max((len(runs[curve.run].name) for curve in front), default=0)
     _layout(figure, panel.title, HEIGHT, min(220, 20 + 7 * longest) if labelled else 16)
     for axes, range_, log in (("xaxis", panel.x_range, panel.x_log), ("yaxis", panel.y_range, panel.y_log)):
-        low, high = (np.log10([range_.low, range_.high]) if log else (range_.low, range_.high))
+        low, high = np.log10([range_.low, range_.high]) if log else (range_.low, range_.high)
         low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
         settings = {"dtick": 1} if log and high - low > 1.5 else {}
         figure.update_layout({axes: {"range": [low, high], "type": "log" if log else "linear", **settings}})
@@ -161,7 +187,7 @@ def _label_ends(figure: Any, panel: Panel, runs: Sequence[Run]) -> None:
 
     def share(value: float, axis: Any) -> float:
         low, high = axis.range
-        return ((np.log10(value) if axis.type == "log" else value) - low) / (high - low)
+        return float(((np.log10(value) if axis.type == "log" else value) - low) / (high - low))
 
     def value(share: float, axis: Any) -> float:
         low, high = axis.range

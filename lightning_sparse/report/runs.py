@@ -181,11 +181,11 @@ def read_tensorboard(file: Path) -> Run:
     _need("tensorboard", "tensorboard", None, file)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0})  # type: ignore[no-untyped-call]
-    events.Reload()  # type: ignore[no-untyped-call]
+    events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0})
+    events.Reload()
     points, clock = [], []
-    for name in events.Tags()["scalars"]:  # type: ignore[no-untyped-call]
-        for event in events.Scalars(name):  # type: ignore[no-untyped-call]
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
             points.append((float(event.step), name, float(event.value)))
             clock.append((float(event.step), "clock", float(event.wall_time)))
     return Run("", file, _series(points), _settings(file.parent), _since_start(_series(clock).get("clock")))
@@ -225,7 +225,7 @@ def _settings(folder: Path) -> dict[str, str]:
             _need("yaml", "pyyaml", "cli", file)
             import yaml
 
-            class Loader(yaml.SafeLoader):
+            class Loader(yaml.SafeLoader):  # type: ignore[misc]
                 """Objects that were written down are settings of no more than their names."""
 
             Loader.add_multi_constructor("", lambda _, tag, node: tag.rsplit(":", 1)[-1])

@@ -70,7 +70,7 @@ def totals(runs: Sequence[Run]) -> list[Total]:
 def totals_table(runs: Sequence[Run]) -> Table:
     """A line for each run."""
     found = totals(runs)
-    names = [name for name in dict.fromkeys(n for one in found for n in one.results)][:4]
+    names = list(dict.fromkeys(n for one in found for n in one.results))[:4]
     header = ["run", "steps", *names, "MB sent by a rank", "MB if dense", "dense / sent", "seconds", "exposed ms"]
     rows = [
         [
@@ -115,7 +115,13 @@ def sentences(runs: Sequence[Run]) -> list[str]:
         ends = [(one.results[name], one.run) for one in found if math.isfinite(one.results.get(name, math.nan))]
         if len(ends) > 1:
             first, last = sorted(ends, reverse=not is_better_low(name))[:: len(ends) - 1]
-            said.append(f"{name} ended best in {first[1]}, at {_number(first[0])}, worst in {last[1]}, at {_number(last[0])}.")
+            best, worst = _number(first[0]), _number(last[0])
+            ends_alike = f"{name} ended at {best} in all runs."
+            said.append(
+                ends_alike
+                if best == worst
+                else f"{name} ended best in {first[1]}, at {best}, worst in {last[1]}, at {worst}."
+            )
         elif ends:
             said.append(f"{name} ended at {_number(ends[0][0])}.")
     if len(runs) > 1:

@@ -1,4 +1,4 @@
-"""Files of W&B offline runs, for which wandb has no reader in Python: LevelDB's log format around wandb's own records."""
+"""Files of W&B offline runs: LevelDB's log format around records, for which wandb has the classes and no reader."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def read_wandb_file(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], l
     """
     from wandb.proto import wandb_internal_pb2
 
+    new_record: Any = vars(wandb_internal_pb2)["Record"]  # made when the module is imported
     data = file.read_bytes()
     if not data.startswith(b":W&B"):
         raise ValueError(f"Expected {file} to be the file of a W&B run, but it does not begin like one.")
@@ -38,7 +39,7 @@ def read_wandb_file(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], l
     rows: list[dict[str, Any]] = []
     ended = False
     for message in _messages(data, file):
-        record = wandb_internal_pb2.Record()
+        record = new_record()
         record.ParseFromString(message)
         kind = record.WhichOneof("record_type")
         if kind == "history":

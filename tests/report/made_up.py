@@ -12,12 +12,18 @@ import yaml
 DENSE_STEP_MB = 0.25
 
 
-def rows(steps: int = 300, seed: int = 0, sparsifier: str = "union_topk", density: float = 0.01) -> list[dict[str, float]]:
+def rows(
+    steps: int = 300, seed: int = 0, sparsifier: str = "union_topk", density: float = 0.01
+) -> list[dict[str, float]]:
     """What `SparsityMonitor` and a model log every tenth step; a dense run logs its results only."""
     rng = np.random.default_rng(seed)
     found = []
     for step in range(9, steps, 10):
-        row = {"step": step, "epoch": step // 100, "train/loss": 2.3 * math.exp(-step / 60) + 0.02 * rng.random() + 0.01}
+        row = {
+            "step": step,
+            "epoch": step // 100,
+            "train/loss": 2.3 * math.exp(-step / 60) + 0.02 * rng.random() + 0.01,
+        }
         if sparsifier != "dense":
             row |= sparse(step, density, rng)
         found.append(row)

@@ -1,0 +1,76 @@
+"""A report's figures as files, for papers and pages without scripts; drawn with matplotlib."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_sparse.report.figures import Bars, Panel, parts_of
+from lightning_sparse.report.runs import Run
+from lightning_sparse.style import COLOURS, INK, PALE, common_legend, label_ends, look, panels, plain_numbers, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def write_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """Write each figure of a report as an SVG file.
+
+    Args:
+        runs: as for :func:`~lightning_sparse.report.page.write_page`.
+        folder: for the files, which are named after the figures; made if it is missing.
+
+    Raises:
+        ValueError: if files cannot be written there, in one sentence.
+    """
+    written = []
+    for part in parts_of(runs):
+        for panel in part.panels:
+            rows = len(panel.rows) if isinstance(panel, Bars) else 0
+            figure, [axes] = panels(1, 1, 5.5, max(3.2, 1.2 + 0.28 * rows, 0.16 * len(runs) + 1))
+            if isinstance(panel, Bars):
+                _bars(axes, panel, runs)
+                common_legend(figure, [axes])
+            else:
+                _lines(axes, panel, runs)
+            axes.set_title(panel.title, loc="left", fontsize=10)
+            name = re.sub(r"[^a-z0-9]+", "_", panel.title.lower()).strip("_")
+            try:
+                written.append(save(figure, folder / f"{name}.svg"))
+            except OSError as error:
+                raise ValueError(f"Expected a folder to write to, but got {folder}: {error.strerror}.") from error
+    return written
+
+
+def _lines(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+    for curve in panel.curves:
+        if curve.behind:
+            axes.plot(curve.x, curve.y, color=PALE, linewidth=5, zorder=1, label="_target")
+            continue
+        every = (0.02 * (curve.run % 5), 0.12)  # markers of lines that lie on each other do not
+        axes.plot(curve.x, curve.y, label=runs[curve.run].name, markevery=every, **look(curve.run).line)
+    if panel.ideal is not None:
+        axes.axhline(panel.ideal, color=INK, linewidth=0.8, label="_ideal")
+    axes.set_xscale("log" if panel.x_log else "linear")
+    axes.set_yscale("log" if panel.y_log else "linear")
+    axes.set_ylim(panel.y_range.low, panel.y_range.high)
+    axes.set_xlabel(panel.x_title)
+    plain_numbers(axes.yaxis)
+    plain_numbers(axes.xaxis)
+    label_ends(axes)
+
+
+def _bars(axes: Axes, bars: Bars, runs: Sequence[Run]) -> None:
+    names = [runs[row[0]].name for row in bars.rows]
+    axes.barh(names, [row[1] for row in bars.rows], color=COLOURS[0], label="select")
+    left, widths = zip(*[row[1:3] for row in bars.rows], strict=True)
+    axes.barh(names, widths, left=left, color=COLOURS[4], hatch="//", edgecolor=INK, linewidth=0, label="exchange")
+    known = [(row[3], name) for row, name in zip(bars.rows, names, strict=True) if row[3] is not None]
+    if known:
+        style = {"linestyle": "none", "marker": "D", "color": "black", "markeredgecolor": "white"}
+        axes.plot(*zip(*known, strict=True), label="exposed", **style)  # type: ignore[arg-type]
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("ms")
