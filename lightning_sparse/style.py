@@ -191,8 +191,6 @@ def label_ends(panel: Axes, size: float = 8, bold: Sequence[str] = ()) -> None:
         size: of the letters, in points.
         bold: labels that stand out.
     """
-    from matplotlib.patheffects import withStroke
-
     panel.set_xlim(panel.get_xlim())  # fixed: labels are placed by them
     panel.set_ylim(panel.get_ylim())
     to_panel = panel.transData + panel.transAxes.inverted()
@@ -209,6 +207,7 @@ def label_ends(panel: Axes, size: float = 8, bold: Sequence[str] = ()) -> None:
     points_across = 72 * figure.get_figwidth() * 0.6  # type: ignore[union-attr]
     longest = max((len(str(line.get_label())) for line in lines), default=0)
     width = min(0.4, 0.6 * size * longest / points_across)
+    leader = {"arrowstyle": "-", "relpos": (0, 0.5), "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2}
     for line, end, height in zip(lines, ends, place_labels(ends, 1.25 * size / points_up, width), strict=True):
         name = str(line.get_label())
         panel.annotate(
@@ -221,8 +220,8 @@ def label_ends(panel: Axes, size: float = 8, bold: Sequence[str] = ()) -> None:
             fontsize=size,
             fontweight="bold" if name in bold else "normal",
             color=INK,
-            path_effects=[withStroke(linewidth=2, foreground="white")],
-            arrowprops={"arrowstyle": "-", "color": line.get_color(), "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2},
+            bbox={"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.3},
+            arrowprops=leader | {"color": line.get_color()},
         )
 
 

@@ -14,7 +14,7 @@ import lightning_sparse
 PACKAGE = Path(lightning_sparse.__file__).parent
 FLOORS = [
     {"candidates"},
-    {"checks", "clock", "core", "fields", "messages", "registry", "console", "interrupts", "layout", "optim"},
+    {"checks", "clock", "core", "fields", "messages", "registry", "console", "interrupts", "layout", "optim", "style"},
     {"gradients", "laws"},
     {"kernels"},
     {"density", "collective"},
@@ -28,7 +28,7 @@ FLOORS = [
     {"attach"},
     {"checkpoint", "flush"},
     {"integrations"},
-    {"advisor", "compare"},
+    {"advisor", "compare", "report"},
     {"cli"},
     {"__init__"},
 ]
@@ -108,7 +108,8 @@ def imported_at_once(nodes: list[Any]) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_extras_are_imported_where_they_are_used(path: Path) -> None:
-    extras = {"docstring_parser", "jsonargparse", "matplotlib", "rich", "scipy", "sklearn", "wandb", "yaml"}
+    extras = {"docstring_parser", "jsonargparse", "matplotlib", "plotly", "rich", "scipy", "sklearn", "tensorboard"}
+    extras |= {"wandb", "wandb_workspaces", "yaml"}
     extras |= {"cattrs"}  # no extra, but a fifth of the import, and most programs write nothing down
     assert not extras & set(imported_at_once(ast.parse(path.read_text()).body))
 

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_sparse.advisor.prediction import EVERYTHING, HALVED, Prediction, Scenario, best_groupings
 from lightning_sparse.advisor.run import Advice, kept_settings
 from lightning_sparse.console import Table
+from lightning_sparse.style import INK, label_ends, look, panels, plain_numbers, save
 
 MARKERS = {"dense": "s", "fp16": "^", "bf16": "v", "powersgd": "D"}
 """Markers in the figure for what comes with DDP."""
@@ -106,11 +107,8 @@ def figure(advice: Advice, path: Path) -> None:
 
     Needs matplotlib.
     """
-    from matplotlib.figure import Figure
-
     count = len(advice.scenarios)
-    sheet = Figure(figsize=(max(6.0, 2.0 + 1.4 * count), 5.0), layout="constrained")
-    axes = sheet.subplots()
+    sheet, [axes] = panels(1, 1, max(7.0, 3.0 + 1.4 * count), 5.0)
     names: dict[str, list[float]] = {}
     for scenario in advice.scenarios:
         fastest: dict[str, float] = {}
@@ -118,32 +116,19 @@ def figure(advice: Advice, path: Path) -> None:
             fastest[p.method] = min(fastest.get(p.method, float("inf")), p.over_dense)
         for name, ratio in fastest.items():
             names.setdefault(name, []).append(ratio)
-    ordered = sorted(names, key=lambda name: sum(names[name]))
-    colours = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
-    coloured = [name for name in ordered if name not in MARKERS][: len(colours)]
-    for name in ordered:
-        place = coloured.index(name) if name in coloured else None
-        builtin = name in MARKERS
-        axes.plot(
-            range(count),
-            names[name],
-            marker=MARKERS.get(name, "o"),
-            linestyle="--" if builtin else "-",
-            color="#333333" if builtin else "#BBBBBB" if place is None else colours[place],
-            zorder=1 if place is None and not builtin else 3,
-            label=name,
-        )
-    axes.axhline(1.0, color="#333333", linewidth=0.8)
+    for place, name in enumerate(sorted(names, key=lambda name: sum(names[name]))):
+        builtin = {"color": INK, "linestyle": "--", "marker": MARKERS.get(name), "linewidth": 1.0}
+        axes.plot(range(count), names[name], label=name, **(builtin if name in MARKERS else look(place).line))
+    axes.axhline(1.0, color=INK, linewidth=0.8, label="_dense")
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    plain_numbers(axes.yaxis)
     axes.set_xticks(range(count), [scenario.label.replace(", ", "\n") for scenario in advice.scenarios])
     axes.set_ylabel("predicted step time / dense DDP")
     axes.set_title(
         "Each method at its fastest density and grouping; below 1 is faster than dense DDP", loc="left", fontsize=9
     )
-    axes.legend(fontsize=7, ncols=2, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    sheet.savefig(path, dpi=120)
+    label_ends(axes)
+    save(sheet, path)
 
 
 CHOSEN = ("dense", "rules", "nonfinite", "lr_aware", "save_residuals", "strict_resume", "resize", "watch")

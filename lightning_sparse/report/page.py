@@ -120,10 +120,9 @@ def _table(table: Table) -> str:
 def _swatch(place: int, name: str) -> str:
     """A run in the list: its line, and a box that shows and hides it in all figures."""
     drawn = look(place)
-    line = f'<line x1="0" x2="32" y1="7" y2="7" stroke="{drawn.colour}" stroke-width="2.5" stroke-dasharray="{STROKES[drawn.dash]}"/>'
-    return (
-        f'<label><input type="checkbox" checked> <svg width="32" height="14">{line}</svg> {html.escape(name)}</label>'
-    )
+    stroke = f'stroke="{drawn.colour}" stroke-width="2.5" stroke-dasharray="{STROKES[drawn.dash]}"'
+    line = f'<svg width="32" height="14"><line x1="0" x2="32" y1="7" y2="7" {stroke}/></svg>'
+    return f'<label><input type="checkbox" checked> {line} {html.escape(name)}</label>'
 
 
 def _layout(figure: Any, title: str, height: int, right: int) -> None:

@@ -34,7 +34,7 @@ def write_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
                 _bars(axes, panel, runs)
                 common_legend(figure, [axes])
             else:
-                _lines(axes, panel, runs)
+                draw_lines(axes, panel, runs)
             axes.set_title(panel.title, loc="left", fontsize=10)
             name = re.sub(r"[^a-z0-9]+", "_", panel.title.lower()).strip("_")
             try:
@@ -44,7 +44,14 @@ def write_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
     return written
 
 
-def _lines(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+def draw_lines(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+    """Draw a figure of lines with their names at their ends.
+
+    Args:
+        axes: to draw into.
+        panel: one of :func:`~lightning_sparse.report.figures.parts_of`.
+        runs: that it is of.
+    """
     for curve in panel.curves:
         if curve.behind:
             axes.plot(curve.x, curve.y, color=PALE, linewidth=5, zorder=1, label="_target")

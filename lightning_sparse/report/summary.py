@@ -116,12 +116,8 @@ def sentences(runs: Sequence[Run]) -> list[str]:
         if len(ends) > 1:
             first, last = sorted(ends, reverse=not is_better_low(name))[:: len(ends) - 1]
             best, worst = _number(first[0]), _number(last[0])
-            ends_alike = f"{name} ended at {best} in all runs."
-            said.append(
-                ends_alike
-                if best == worst
-                else f"{name} ended best in {first[1]}, at {best}, worst in {last[1]}, at {worst}."
-            )
+            apart = f"{name} ended best in {first[1]}, at {best}, worst in {last[1]}, at {worst}."
+            said.append(f"{name} ended at {best} in all runs." if best == worst else apart)
         elif ends:
             said.append(f"{name} ended at {_number(ends[0][0])}.")
     if len(runs) > 1:

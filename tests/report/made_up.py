@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 DENSE_STEP_MB = 0.25
 
@@ -59,6 +58,8 @@ def sparse(step: int, density: float, rng: np.random.Generator) -> dict[str, flo
 
 def write_csv(folder: Path, logged: list[dict[str, float]], **settings: object) -> Path:
     """A folder of `CSVLogger`."""
+    import yaml
+
     folder.mkdir(parents=True)
     names = list(dict.fromkeys(name for row in logged for name in row))
     with (folder / "metrics.csv").open("w", newline="") as file:

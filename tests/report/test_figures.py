@@ -1,0 +1,124 @@
+"""What is drawn, before any library draws it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_sparse.report.figures import MOST_POINTS, Bars, Panel, parts_of
+from lightning_sparse.report.runs import Run, Series, read_runs
+from lightning_sparse.report.summary import differing, sentences, totals
+from lightning_sparse.style import place_labels, robust_range, wants_log
+from tests.report.made_up import DENSE_STEP_MB, compared
+
+
+def run(name: str, **series: list[float]) -> Run:
+    made = {key: Series(np.arange(len(y), dtype=float), np.array(y)) for key, y in series.items()}
+    return Run(name, Path(name), made, {})
+
+
+def panel(runs: list[Run], title: str) -> Panel:
+    [found] = [one for part in parts_of(runs) for one in part.panels if one.title == title]
+    assert isinstance(found, Panel)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    return read_runs(compared(tmp_path_factory.mktemp("runs")))
+
+
+def test_results_are_drawn_against_steps_traffic_and_time(runs: list[Run]) -> None:
+    steps = panel(runs, "val/accuracy against steps")
+    assert [list(curve.x) for curve in steps.curves] == [[100.0, 200.0, 300.0]] * 3
+    sent = panel(runs, "val/accuracy against MB sent by a rank")
+    assert sent.curves[0].x == pytest.approx(DENSE_STEP_MB * np.array([100, 200, 300]))  # as the others would have
+    assert sent.curves[1].x == pytest.approx(2.3 * 0.01 * DENSE_STEP_MB * np.array([100, 200, 300]))
+    assert sent.x_log
+    seconds = panel(runs, "val/accuracy against seconds of training")
+    assert [curve.run for curve in seconds.curves] == [1, 2]
+    assert seconds.curves[0].x == pytest.approx([2.0, 4.0, 6.0])
+    assert seconds.remarks == ["Not known for dense."]
+
+
+def test_a_dense_run_is_placed_only_where_the_others_agree_on_dense_traffic(runs: list[Run]) -> None:
+    other = run("other", **{"sparse/traffic/total_mb": [0.1, 0.2], "sparse/traffic/dense_total_mb": [7.0, 14.0]})
+    sent = panel([*runs, other], "val/accuracy against MB sent by a rank")
+    assert [curve.run for curve in sent.curves] == [1, 2]
+    assert any("Traffic of dense is not known" in sentence for sentence in sentences([*runs, other]))
+
+
+def test_one_target_lies_behind_the_densities(runs: list[Run]) -> None:
+    density = panel(runs, "Density of the update")
+    assert [(curve.run, curve.behind) for curve in density.curves] == [(1, True), (1, False), (2, False)]
+    assert set(density.curves[0].y) == {0.01}
+
+
+def test_times_are_medians(runs: list[Run]) -> None:
+    [bars] = [one for part in parts_of(runs) for one in part.panels if isinstance(one, Bars)]
+    assert [row[0] for row in bars.rows] == [1, 2]
+    assert bars.rows[0][1] == np.median(runs[1].series["sparse/time/select_ms"].values)
+    assert "Not known for dense." in bars.remarks
+
+
+def test_runs_without_anything_of_ours_show_their_results() -> None:
+    parts = parts_of([run("plain", val_loss=[3.0, 2.0], lr=[0.1, 0.1])])
+    assert [(part.title, [one.title for one in part.panels]) for part in parts] == [
+        ("val_loss", ["val_loss against steps"]),
+        ("Other logged numbers", ["lr"]),
+    ]
+    assert any("give the Trainer the callback SparsityMonitor" in s for s in sentences([run("plain", loss=[1.0])]))
+
+
+def test_what_is_not_finite_is_left_out_and_said() -> None:
+    loss = panel([run("bad", loss=[1.0, float("nan"), 2.0, float("inf")])], "loss against steps")
+    assert list(loss.curves[0].y) == [1.0, 2.0]
+    assert "bad: 2 of 4 points are not finite." in loss.remarks
+
+
+def test_outliers_leave_the_axis_and_are_said() -> None:
+    many = panel([run("a", x=[*np.linspace(1, 2, 50), 1e9])], "x")
+    assert many.y_range.high < 2.1
+    assert "The axis leaves out 1 points, up to 1e+09; a double click shows them." in many.remarks
+
+
+def test_long_curves_keep_their_peaks() -> None:
+    values = np.zeros(100_000)
+    values[12_345] = 5.0
+    [curve] = panel([run("a", x=list(values))], "x").curves
+    assert len(curve.x) <= MOST_POINTS + 1
+    assert curve.y.max() == 5.0
+    assert curve.x[-1] == 100_000
+
+
+def test_totals(runs: list[Run]) -> None:
+    dense, union, _ = totals(runs)
+    assert (dense.sent_mb, dense.ratio) == (None, None)
+    assert union.dense_mb == pytest.approx(300 * DENSE_STEP_MB)
+    assert union.ratio == pytest.approx(1 / 0.023)
+    assert differing(runs) == ["sparse_ddp/density", "sparse_ddp/sparsifier"]
+
+
+@pytest.mark.parametrize("values", [[], [5.0], [5.0, 5.0], [float("nan")], [0.0, 0.0]])
+def test_ranges_have_a_length(values: list[float]) -> None:
+    for log in (False, True):
+        found = robust_range(values, log)
+        assert found.low < found.high
+        assert found.outside == 0
+
+
+def test_ranges_of_few_or_spread_values_leave_out_nothing() -> None:
+    assert robust_range([1.0, 2.0, 1000.0]).outside == 0
+    assert robust_range(np.geomspace(1, 1e6, 100), log=True).outside == 0
+    assert wants_log(np.geomspace(1, 1e6, 100))
+    assert not wants_log([0.0, 1e6])
+
+
+def test_labels_keep_apart_and_inside() -> None:
+    ends = [(1.0, 0.99 + 0.001 * i) for i in range(19)]
+    heights = place_labels(ends, 0.05)
+    assert min(np.diff(heights)) == pytest.approx(0.05)
+    assert max(heights) <= 1.0
+    assert place_labels([(0.1, 0.5), (0.9, 0.5)], 0.1) == [0.5, 0.5]  # they do not meet
