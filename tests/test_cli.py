@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +249,24 @@ def test_the_optimizer_of_a_configuration_is_that_of_this_package(monkeypatch: p
         True,
     ]
     assert group["params"] == list(model.parameters())
+
+
+def test_the_sweep_gives_the_example_what_it_takes(parse: Any) -> None:
+    pytest.importorskip("wandb", reason="W&B is not installed")
+    import yaml
+
+    sweep = yaml.safe_load((ROOT / "configs" / "sweep.yaml").read_text())
+    assert (ROOT / sweep["program"]).samefile(EXAMPLE)
+    *_, program, subcommand, config, logger, arguments = sweep["command"]
+    assert (program, subcommand, config, arguments) == ("${program}", "fit", "--config=configs/base.yaml", "${args}")
+    parameters = {name: one["values"] for name, one in sweep["parameters"].items()}
+    assert all(ls.SPARSIFIERS.resolve(name) for name in parameters["trainer.strategy.sparsifier"])
+    every = zip(*(islice(cycle(values), 3) for values in parameters.values()), strict=True)
+    for values in every:  # each seed and density, and some sparsifiers: parsing takes a second
+        given = dict(zip(parameters, values, strict=True))
+        trainer = parse("base", logger, *(f"--{name}={value}" for name, value in given.items()))
+        assert trainer.strategy.config.sparsifier == ls.SPARSIFIERS.resolve(given["trainer.strategy.sparsifier"])
+        assert trainer.strategy.config.density(0) == given["trainer.strategy.density"]
+    [made] = trainer.loggers
+    assert type(made).__name__ == "WandbLogger"
+    assert not made._offline

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -237,7 +238,7 @@ def test_bad_input_is_answered_in_one_line(
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        ([], 'expected "subcommand" to be one of {simulate,judge,advise}'),
+        ([], 'expected "subcommand" to be one of {advise,simulate,judge,report,dashboard}'),
         (["train"], "invalid choice: 'train'"),
         (["simulat"], "Did you mean simulate?"),
         (["simulate", "--bogus", "4"], "unrecognized arguments: --bogus"),
@@ -361,3 +362,20 @@ def test_the_benchmark_asks_for_what_the_documentation_shows(monkeypatch: pytest
     assert len(closed["seeds"]) == 3
     assert (opened["out"], closed["out"], closed["jobs"]) == (tmp_path / "simulate", tmp_path / "judge", 2)
     assert "methods" not in opened | closed  # all
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_json_is_the_only_output_and_has_the_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main([*SIMULATE, "--methods", "topk", "micro", "--json", "--out", str(tmp_path / "simulate")])
+    simulated = json.loads(capsys.readouterr().out)
+    assert [(row["density"], row["method"]) for row in simulated] == [
+        (density, method) for density in (0.01, 0.001) for method in ("topk", "micro")
+    ]
+    assert simulated[0]["bytes_sent"] == 4 + 20 * 8
+    cli.main([*JUDGE, "--methods", "topk", "--json", "--out", str(tmp_path / "judge")])
+    assert [row["method"] for row in json.loads(capsys.readouterr().out)] == ["dense", "topk", "dense", "topk"]
+
+
+def test_json_has_no_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    commands._print_json([{"a": float("nan"), "b": (1.5, float("inf"))}])
+    assert json.loads(capsys.readouterr().out) == [{"a": None, "b": [1.5, None]}]

@@ -98,7 +98,13 @@ def _draw_contest(
             ends = [measure(run) for run in runs]
             panel.axhline(fmean(ends), color=INK, linestyle="-.", linewidth=1, label="_dense")
             panel.text(
-                0.01, fmean(ends), "dense, at its end", va="bottom", fontsize=8, transform=panel.get_yaxis_transform()
+                0.01,
+                fmean(ends),
+                "dense, at its end",
+                va="bottom",
+                fontsize=8,
+                clip_on=True,
+                transform=panel.get_yaxis_transform(),
             )
             continue
         drawn = [points[run.key] for run in runs if run.key in points]

@@ -1,0 +1,112 @@
+"""The commands report and dashboard, examples in --help, and JSON."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import lightning_sparse_cli as cli
+from lightning_sparse_cli import commands
+from tests.report.made_up import compared
+
+for needed in ("jsonargparse", "matplotlib", "plotly", "rich"):
+    pytest.importorskip(needed, reason=f"{needed} is not installed")
+
+
+def test_report_leaves_a_page_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(run) for run in compared(tmp_path / "runs")]
+    page = tmp_path / "new" / "page.html"
+    cli.main(["report", *runs, "--names", "dense DDP", "a", "b", "--title", "Digits", "--out", str(page)])
+    assert "<title>Digits</title>" in page.read_text()
+    shown = capsys.readouterr().out
+    assert "dense DDP" in shown
+    assert f"The page is {page}." in shown.replace("\n", "")
+    cli.main(["report", str(tmp_path / "runs"), "--out", str(page), "--json"])
+    dense, topk, _ = json.loads(capsys.readouterr().out)
+    assert (dense["run"], dense["sent_mb"]) == ("dense", None)
+    assert topk["results"]["val/accuracy"] == pytest.approx(0.968, abs=1e-3)
+    assert topk["dense_over_sent"] == pytest.approx(1 / 0.023)
+
+
+COMPLAINTS = {
+    "report nothing_there": "Expected a run in nothing_there, but there is no such file or folder.",
+    "report . --out .": "Expected a run in ., but found none of metrics.csv",
+    "dashboard --entity a/b --project c": "Expected entity to be one name without a slash, but got 'a/b'.",
+}
+
+
+@pytest.mark.parametrize("command", COMPLAINTS)
+def test_bad_input_is_one_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if command.startswith("dashboard"):
+        pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(command.split())
+    assert stop.value.code == 2
+    answer = capsys.readouterr().err
+    assert COMPLAINTS[command] in answer
+    assert answer.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
+def test_dashboard_writes_its_specification_without_an_account(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("wandb_workspaces", reason="wandb-workspaces is not installed")
+    out = tmp_path / "dashboard.json"
+    cli.main(["dashboard", "--entity", "team", "--project", "p", "--results", "val/loss", "--out", str(out)])
+    assert json.loads(out.read_text())["displayName"] == "Sparsified training"
+    assert capsys.readouterr().out == f"The specification is {out}.\n"
+
+
+@pytest.mark.parametrize(("module", "package", "extra"), [("plotly", "plotly", "cli"), ("rich", "rich", "cli")])
+def test_a_missing_package_of_report_is_named(
+    monkeypatch: pytest.MonkeyPatch, module: str, package: str, extra: str
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(commands, "find_spec", lambda name: None if name == module else found(name))
+    with pytest.raises(SystemExit, match=rf"needs {package}\. .*'lightning-sparse\[{extra}\]'"):
+        cli.main(["report", "somewhere"])
+
+
+def test_a_missing_package_of_dashboard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(commands, "find_spec", lambda name: None if name == "wandb_workspaces" else found(name))
+    with pytest.raises(SystemExit, match=r"needs wandb-workspaces\. .*'lightning-sparse\[dashboard\]'"):
+        cli.main(["dashboard", "--entity", "a", "--project", "b"])
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_has_examples_and_the_parser_takes_them(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    examples = re.findall(rf"^  lightning-sparse ({command} .*)$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert len(examples) >= 2
+    parser = cli._parser()
+    for example in examples:
+        parser.parse_args(shlex.split(example.partition(" > ")[0]))
+
+
+@pytest.mark.parametrize(
+    ("words", "close"),
+    [(["repot", "x"], "report"), (["dashbord"], "dashboard"), (["report", "x", "--nams", "y"], "--names")],
+)
+def test_a_mistyped_word_is_answered_with_what_is_close(
+    words: list[str], close: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert f"Did you mean {close}?" in capsys.readouterr().err
+
+
+def test_a_missing_run_is_asked_for_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["report"])
+    assert "required: runs\n" in capsys.readouterr().err
