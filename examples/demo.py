@@ -115,7 +115,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     shown = [p for part in parts_of(runs) for p in part.panels if isinstance(p, Panel) and p.x_title.startswith("MB")]
     figure, places = panels(len(shown), 2, 6.0, 4.0)
     for axes, panel in zip(places, shown, strict=True):
-        draw_lines(axes, panel, runs)
+        draw_lines(axes, panel)
         axes.set_title(panel.title, loc="left", fontsize=10)
     save(figure, path)
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 TOTAL_MB, DENSE_MB = "sparse/traffic/total_mb", "sparse/traffic/dense_total_mb"
 SECONDS = "sparse/time/total_s"
 SELECT, EXCHANGE, EXPOSED = "sparse/time/select_ms", "sparse/time/exchange_ms", "sparse/time/exposed_ms"
-GROUP = "sparse/group/"
+GROUP, SHADOW = "sparse/group/", "sparse/shadow/"
+"""Beginnings of names that go on with a group, and with a sparsifier that looks on."""
 
 RESULT = re.compile(r"loss|acc|perplexity|ppl|error|f1|auc|bleu|rouge|iou|mse|mae|score|r2|reward", re.IGNORECASE)
 """Names of logged quantities that say how well a training goes."""
@@ -97,6 +98,15 @@ SECTIONS = (
     ),
 )
 """Of what :class:`lightning_sparse.SparsityMonitor` logs; results of a training are not listed here."""
+
+SHADOWED = {
+    "density": "Density that it would have",
+    "energy": "Share of the energy that it would send",
+    "threshold_error": "How far its count would be off, relative",
+    "sent_mb": "What a rank would send in a step / MB",
+    "predicted_ms": "Time that it would take, predicted / ms",
+}
+"""Titles of what is logged of sparsifiers that look on."""
 
 
 def is_result(name: str) -> bool:

@@ -17,6 +17,8 @@ from lightning_sparse.report.catalog import (
     SECONDS,
     SECTIONS,
     SELECT,
+    SHADOW,
+    SHADOWED,
     TOTAL_MB,
     Figure,
     is_result,
@@ -38,6 +40,9 @@ class Curve(NamedTuple):
 
     run: int
     """Place of the run."""
+    name: str
+    look: int
+    """Place of its look."""
     x: Array
     y: Array
     behind: bool = False
@@ -93,7 +98,7 @@ def parts_of(runs: Sequence[Run]) -> list[Part]:
     results = sorted(filter(is_result, logged), key=lambda name: ("loss" in name, "val" in name), reverse=True)
     axes = [Axis("steps", lambda _, steps: steps + 1), *_traffic(runs), *_clock(runs)]
     parts = [
-        Part(name, [_panel(f"{name} against {axis.title}", runs, name, axis) for axis in axes])
+        Part(name, [_panel(runs, Figure(f"{name} against {axis.title}", name), axis) for axis in axes])
         for name in results[:MOST_RESULTS]
     ]
     for section in SECTIONS:
@@ -101,8 +106,10 @@ def parts_of(runs: Sequence[Run]) -> list[Part]:
         if any(SELECT in run.series or EXCHANGE in run.series for run in runs) and section.title == "Time":
             panels.insert(0, _bars(runs))
         parts.append(Part(section.title, panels))
-    others = [n for n in logged if not n.startswith("sparse/") and n not in results and n != "epoch"]
-    others += results[MOST_RESULTS:]
+    parts.append(Part("Sparsifiers that looked on", _shadows(runs)))
+    listed = {name for section in SECTIONS for one in section.figures for name in (one.name, one.reference)}
+    listed |= {"epoch", SECONDS, *results[:MOST_RESULTS]}
+    others = [name for name in logged if name not in listed and not name.startswith((GROUP, SHADOW))]
     parts.append(Part("Other logged numbers", [_figure(runs, Figure(name, name)) for name in others[:MOST_OTHERS]]))
     return [part for part in parts if part.panels]
 
@@ -114,7 +121,7 @@ def _worth(runs: Sequence[Run], figure: Figure) -> bool:
 
 
 def _figure(runs: Sequence[Run], figure: Figure) -> Panel:
-    return _panel(figure.title, runs, figure.name, Axis("steps", lambda _, steps: steps + 1), figure)
+    return _panel(runs, figure, Axis("steps", lambda _, steps: steps + 1))
 
 
 def _traffic(runs: Sequence[Run]) -> list[Axis]:
@@ -158,8 +165,8 @@ def _clock(runs: Sequence[Run]) -> list[Axis]:
     return [Axis("seconds since the first logged point", lambda run, at: run.clock.at(at) if run.clock else None)]
 
 
-def _panel(title: str, runs: Sequence[Run], name: str, axis: Axis, figure: Figure | None = None) -> Panel:
-    figure = figure or Figure(title, name)
+def _panel(runs: Sequence[Run], figure: Figure, axis: Axis) -> Panel:
+    name = figure.name
     curves, remarks = [], [figure.meaning] if figure.meaning else []
     longest = max((len(run.series[name].steps) for run in runs if name in run.series), default=0)
     many = len(runs) > FEW and not name.endswith(("total_mb", "void", "warnings"))
@@ -174,38 +181,58 @@ def _panel(title: str, runs: Sequence[Run], name: str, axis: Axis, figure: Figur
             missing.append(run.name)
             continue
         if reference := run.series.get(figure.reference or ""):
-            curves.append(_curve(place, reference.steps + 1, reference.values, behind=True))
+            curves.append(_curve(place, run.name, place, reference.steps + 1, reference.values, behind=True))
         if infinite := int((~np.isfinite(series.values)).sum()):
             remarks.append(f"{run.name}: {infinite} of {len(series.values)} points are not finite.")
-        curves.append(_curve(place, x, _smooth(series) if smoothed else series.values))
-    curves = _without_twins(curves)
+        curves.append(_curve(place, run.name, place, x, _smooth(series) if smoothed else series.values))
+    if missing:
+        remarks.append(f"Not known for {', '.join(missing)}.")
+    if smoothed:
+        remarks.append("Running medians.")
+    return _framed(figure, axis.title, _without_twins(curves), remarks)
+
+
+def _shadows(runs: Sequence[Run]) -> list[Panel | Bars]:
+    """What sparsifiers that looked on would have done: a line for each of them and each run."""
+    places: dict[str, int] = {}
+    curves: dict[str, list[Curve]] = {}
+    for place, run in enumerate(runs):
+        for name, series in run.series.items():
+            if name.startswith(SHADOW):
+                sparsifier, _, quantity = name.removeprefix(SHADOW).rpartition("/")
+                label = sparsifier if len(runs) == 1 else f"{sparsifier} in {run.name}"
+                line = _curve(place, label, places.setdefault(label, len(places)), series.steps + 1, series.values)
+                curves.setdefault(quantity, []).append(line)
+    titles = {quantity: SHADOWED.get(quantity, quantity) for quantity in [*SHADOWED, *curves]}
+    return [_framed(Figure(title, one), "steps", curves[one], []) for one, title in titles.items() if one in curves]
+
+
+def _framed(figure: Figure, x_title: str, curves: Sequence[Curve], remarks: Sequence[str]) -> Panel:
+    """Curves with the axes that show them."""
+    remarks = list(remarks)
     y, behind = (_all([curve.y for curve in curves if curve.behind is kind]) for kind in (False, True))
     x_all = _all([curve.x for curve in curves])
     ends = [curve.x[-1] for curve in curves if len(curve.x) and curve.x[-1] > 0]
-    x_log = axis.title.startswith("MB") and len(ends) > 1 and max(ends) > 10 * min(ends) and x_all.min() > 0
+    x_log = x_title.startswith("MB") and len(ends) > 1 and max(ends) > 10 * min(ends) and x_all.min() > 0
     far = len(y) and len(behind) and np.median(behind) > 10 * np.median(y)
     y_log = wants_log(y) or bool(far and y.min() > 0 and behind.min() > 0)
     y_range = robust_range(y, y_log)
     if len(behind):
         y_range = y_range._replace(low=min(y_range.low, behind.min()), high=max(y_range.high, behind.max()))
-    if smoothed:
-        remarks.append("Running medians.")
-    if missing:
-        remarks.append(f"Not known for {', '.join(missing)}.")
     if y_range.outside:
         most = y_range.highest if y_range.highest > y_range.high else y_range.lowest
         remarks.append(f"The axis leaves out {y_range.outside} points, up to {most:.3g}; a double click shows them.")
     shown = Range(float(x_all.min()), float(x_all.max()), 0, 0.0, 0.0) if len(x_all) else robust_range([])
-    return Panel(title, axis.title, curves, bool(x_log), y_log, shown, y_range, figure.ideal, remarks)
+    return Panel(figure.title, x_title, curves, bool(x_log), y_log, shown, y_range, figure.ideal, remarks)
 
 
 def _all(arrays: Sequence[Array]) -> Array:
     return np.concatenate([np.zeros(0), *arrays])
 
 
-def _curve(run: int, x: Array, y: Array, behind: bool = False) -> Curve:
+def _curve(run: int, name: str, look: int, x: Array, y: Array, behind: bool = False) -> Curve:
     finite = np.isfinite(x) & np.isfinite(y)
-    return Curve(run, *_thinned(x[finite], y[finite]), behind)
+    return Curve(run, name, look, *_thinned(x[finite], y[finite]), behind)
 
 
 def _thinned(x: Array, y: Array) -> tuple[Array, Array]:

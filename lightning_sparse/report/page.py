@@ -73,7 +73,7 @@ def _parts(runs: Sequence[Run]) -> Iterator[str]:
     for part in parts_of(runs):
         yield f'<section><h2>{html.escape(part.title)}</h2><div class="figures">'
         for panel in part.panels:
-            figure = _bars(panel, runs) if isinstance(panel, Bars) else _panel(panel, runs)
+            figure = _bars(panel, runs) if isinstance(panel, Bars) else _panel(panel)
             caption = html.escape(" ".join(panel.remarks))
             yield (
                 f'<figure aria-label="{html.escape(panel.title)}">'
@@ -83,6 +83,10 @@ def _parts(runs: Sequence[Run]) -> Iterator[str]:
             )
         yield "</div></section>"
     for run in runs:
+        if run.plan is not None:
+            size = f"{len(run.plan.rows)} groups" if len(run.plan.rows) != 1 else "1 group"
+            heading = html.escape(f"Plan of {run.name}: {size}")
+            yield f'<details><summary>{heading}</summary><div class="wide numbers">{_table(run.plan)}</div></details>'
         if groups := groups_of(run):
             header = list(dict.fromkeys(name for means in groups.values() for name in means))
             rows = [
@@ -148,14 +152,14 @@ def _layout(figure: Any, title: str, height: int, right: int) -> None:
     )
 
 
-def _panel(panel: Panel, runs: Sequence[Run]) -> Any:
+def _panel(panel: Panel) -> Any:
     import plotly.graph_objects as go
 
     figure = go.Figure()
     front = [curve for curve in panel.curves if not curve.behind and len(curve.x)]
     labelled = len(front) if 1 < len(front) <= FEW else 0
     for curve in sorted(panel.curves, key=lambda one: not one.behind):
-        drawn, name = look(curve.run), html.escape(runs[curve.run].name)
+        drawn, name = look(curve.look), html.escape(curve.name)
         figure.add_scatter(
             x=curve.x,
             y=curve.y,
@@ -166,7 +170,7 @@ def _panel(panel: Panel, runs: Sequence[Run]) -> Any:
             meta={"run": None if curve.behind else curve.run, "label": False},
             hovertemplate="%{y:.4g} at %{x:.6g}<extra>%{fullData.name}</extra>",
         )
-    longest = max((len(runs[curve.run].name) for curve in front), default=0)
+    longest = max((len(curve.name) for curve in front), default=0)
     _layout(figure, panel.title, HEIGHT, min(220, 20 + 7 * longest) if labelled else 16)
     for axes, range_, log in (("xaxis", panel.x_range, panel.x_log), ("yaxis", panel.y_range, panel.y_log)):
         low, high = np.log10([range_.low, range_.high]) if log else (range_.low, range_.high)
@@ -177,11 +181,11 @@ def _panel(panel: Panel, runs: Sequence[Run]) -> Any:
     if panel.ideal is not None:
         figure.add_hline(panel.ideal, line={"color": INK, "width": 1})
     if labelled:
-        _label_ends(figure, panel, runs)
+        _label_ends(figure, panel)
     return figure
 
 
-def _label_ends(figure: Any, panel: Panel, runs: Sequence[Run]) -> None:
+def _label_ends(figure: Any, panel: Panel) -> None:
     """Names at the ends of lines, as points with a text, so that they go where the lines go."""
 
     def share(value: float, axis: Any) -> float:
@@ -201,9 +205,9 @@ def _label_ends(figure: Any, panel: Panel, runs: Sequence[Run]) -> None:
             x=[value(end[0], x_axis)],
             y=[value(height, y_axis)],
             mode="text",
-            text=[f" {html.escape(runs[curve.run].name)}"],
+            text=[f" {html.escape(curve.name)}"],
             textposition="middle right",
-            textfont={"color": _dark(look(curve.run)), "size": 12, "shadow": "auto"},
+            textfont={"color": _dark(look(curve.look)), "size": 12, "shadow": "auto"},
             cliponaxis=False,
             hoverinfo="skip",
             meta={"run": curve.run, "label": True},

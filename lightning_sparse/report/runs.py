@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_sparse.console import Table
 from lightning_sparse.report.wandb_file import read_wandb_file
 
 Points = Iterable[tuple[float, str, float]]
@@ -47,6 +49,7 @@ class Run:
         settings: hyper-parameters and configuration, flattened: ``sparse_ddp/density`` to its text.
         clock: seconds since the first logged point, where the logger notes them.
         notes: what was odd about the logs, in sentences.
+        plan: the groups at the end, where they were logged.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Run:
     settings: Mapping[str, str]
     clock: Series | None = None
     notes: Sequence[str] = ()
+    plan: Table | None = None
 
     @property
     def steps(self) -> int:
@@ -157,7 +161,10 @@ def read_csv(file: Path) -> Run:
                         wrong = f"but line {number} has {cell!r} under {name!r} at step {cells[place]!r}"
                         raise ValueError(f"Expected numbers in {file}, {wrong}.") from None
 
-    return Run("", file, _series(points()), _settings(file.parent), notes=notes)
+    plan = file.parent / "sparse" / "plan.csv"
+    rows = list(csv.reader(io.StringIO(_text(plan), newline=""))) if plan.exists() else []
+    table = Table("", rows[0], rows[1:]) if rows else None
+    return Run("", file, _series(points()), _settings(file.parent), notes=notes, plan=table)
 
 
 def read_wandb(file: Path) -> Run:
@@ -173,7 +180,17 @@ def read_wandb(file: Path) -> Run:
         for name, value in row.items():
             if isinstance(value, int | float) and name != step and not name.startswith("_"):
                 points.append((at, name, float(value)))
-    return Run("", file, _series(points), _flat(config), _since_start(_series(clock).get("clock")), notes)
+    clock_of_run = _since_start(_series(clock).get("clock"))
+    return Run("", file, _series(points), _flat(config), clock_of_run, notes, _wandb_plan(file.parent))
+
+
+def _wandb_plan(folder: Path) -> Table | None:
+    """The last table of groups that was logged."""
+    files = sorted(folder.glob("files/media/table/sparse/plan_*.table.json"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        return None
+    found = json.loads(_text(files[-1]))
+    return Table("", found["columns"], [["" if cell is None else str(cell) for cell in row] for row in found["data"]])
 
 
 def read_tensorboard(file: Path) -> Run:

@@ -34,7 +34,7 @@ def write_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
                 _bars(axes, panel, runs)
                 common_legend(figure, [axes])
             else:
-                draw_lines(axes, panel, runs)
+                draw_lines(axes, panel)
             axes.set_title(panel.title, loc="left", fontsize=10)
             name = re.sub(r"[^a-z0-9]+", "_", panel.title.lower()).strip("_")
             try:
@@ -44,20 +44,19 @@ def write_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
     return written
 
 
-def draw_lines(axes: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+def draw_lines(axes: Axes, panel: Panel) -> None:
     """Draw a figure of lines with their names at their ends.
 
     Args:
         axes: to draw into.
         panel: one of :func:`~lightning_sparse.report.figures.parts_of`.
-        runs: that it is of.
     """
     for curve in panel.curves:
         if curve.behind:
             axes.plot(curve.x, curve.y, color=PALE, linewidth=5, zorder=1, label="_target")
             continue
-        every = (0.02 * (curve.run % 5), 0.12)  # markers of lines that lie on each other do not
-        axes.plot(curve.x, curve.y, label=runs[curve.run].name, markevery=every, **look(curve.run).line)
+        every = (0.02 * (curve.look % 5), 0.12)  # markers of lines that lie on each other do not
+        axes.plot(curve.x, curve.y, label=curve.name, markevery=every, **look(curve.look).line)
     if panel.ideal is not None:
         axes.axhline(panel.ideal, color=INK, linewidth=0.8, label="_ideal")
     axes.set_xscale("log" if panel.x_log else "linear")

@@ -93,6 +93,16 @@ def test_long_curves_keep_their_peaks() -> None:
     assert curve.x[-1] == 100_000
 
 
+def test_sparsifiers_that_look_on_are_lines_of_their_own() -> None:
+    looked = {f"sparse/shadow/{name}/density": [0.01, 0.02] for name in ("topk", "exdyna")}
+    [part, others] = parts_of([run("dense", **looked, **{"sparse/residual/norm": [1.0, 2.0]})])
+    assert part.title == "Sparsifiers that looked on"
+    [density] = part.panels
+    assert isinstance(density, Panel)
+    assert [(curve.name, curve.run, curve.look) for curve in density.curves] == [("topk", 0, 0), ("exdyna", 0, 1)]
+    assert [one.title for one in others.panels] == ["sparse/residual/norm"]
+
+
 def test_totals(runs: list[Run]) -> None:
     dense, union, _ = totals(runs)
     assert (dense.sent_mb, dense.ratio) == (None, None)

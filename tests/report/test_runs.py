@@ -18,8 +18,12 @@ pytest.importorskip("yaml", reason="pyyaml is not installed")
 def test_csv_with_settings(tmp_path: Path) -> None:
     folder = write_csv(tmp_path / "run", rows(), lr=0.1, sparse_ddp={"density": 0.01}, layers=[1, 2])
     (folder / "config.yaml").write_text("seed_everything: 3\ntrainer:\n  strategy: !!python/object:x.Y {}\nlr: 9\n")
+    (folder / "sparse").mkdir()
+    (folder / "sparse" / "plan.csv").write_text("group,coordinates\nbucket0,120\n")
     [run] = read_runs([folder])
     assert run.name == "run"
+    assert run.plan is not None
+    assert (run.plan.header, run.plan.rows) == (["group", "coordinates"], [["bucket0", "120"]])
     assert run.steps == 300
     assert list(run.series["val/accuracy"].steps) == [99.0, 199.0, 299.0]
     assert run.settings == {
