@@ -1,4 +1,4 @@
-"""The picture of the demo."""
+"""What the demo shows of its runs."""
 
 from __future__ import annotations
 
@@ -8,36 +8,31 @@ from typing import Any
 
 import pytest
 
+from lightning_sparse.report.runs import read_runs
+from tests.report.made_up import rows, write_csv
+
 ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for needed in ("matplotlib", "rich", "sklearn", "jsonargparse"):
+    for needed in ("matplotlib", "plotly", "rich", "sklearn", "jsonargparse"):
         pytest.importorskip(needed, reason=f"{needed} is not installed")
     monkeypatch.syspath_prepend(ROOT / "examples")
     return importlib.import_module("demo")
 
 
-def test_a_method_has_one_colour_in_all_panels(demo: Any, tmp_path: Path) -> None:
-    def curves(*names: str) -> dict[str, list[tuple[int, float]]]:
-        return {f"sparse/{name}": [(0, 0.5), (1, 0.25)] for name in ("density", "target_density", *names)}
-
-    logged = {
-        "dense": {"step_ms": [(0, 1.0)]},
-        "union_topk": curves("padding_ratio"),  # has no threshold
-        "exdyna": curves("padding_ratio", "threshold"),
-        "topk": curves("padding_ratio"),
-    }
-    demo.plot(logged, tmp_path / "demo.png")
-    assert (tmp_path / "demo.png").stat().st_size > 0
-    panels = [{line.get_label(): line.get_color() for line in axes.get_lines()} for axes in demo.plt.gcf().axes]
-    demo.plt.close("all")
-    assert [sorted(panel) for panel in panels] == [
-        ["ExDyna", "Top-k", "UnionTopK", "target"],
-        ["ExDyna"],
-        ["ExDyna", "Top-k", "UnionTopK"],
-    ]
-    for panel in panels[1:]:
-        assert {name: panels[0][name] for name in panel} == panel
-    assert len(set(panels[0].values())) == 4
+def test_dense_stands_beside_sparse_against_megabytes(demo: Any, tmp_path: Path) -> None:
+    folders = []
+    for name in ("dense", "topk"):
+        logged = [row | {"step_ms": 5.0} for row in rows(sparsifier=name)]
+        folders.append(write_csv(tmp_path / name, logged))
+    runs = read_runs(folders, ["dense DDP", "Top-k"])
+    table = demo.table(runs)
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[0] == ["dense DDP", "Top-k"]
+    assert cells[2:] == [["96.8%"] * 2, ["75.00", "1.72"], ["1", "43"], ["-", cells[5][1]], ["5.0", "5.0"]]
+    demo.plot(runs, tmp_path / "demo.svg")
+    picture = (tmp_path / "demo.svg").read_text()
+    for text in ("train/loss against MB", "val/accuracy against MB", ">dense DDP<", ">Top-k<"):
+        assert text in picture
