@@ -5,8 +5,6 @@ They import what they need when they run.
 
 from __future__ import annotations
 
-import json as json_text
-import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
+from lightning_sparse_cli.output import print_json, show, tell
+
 if TYPE_CHECKING:
     from lightning_sparse.compare.sheets import Sheet
-    from lightning_sparse.console import Table
 
 NEEDED = {
     "jsonargparse": ("jsonargparse", "cli"),
@@ -84,7 +83,7 @@ def simulate(
     rows = _complete(jobs, sheet, done, work)
     meanings = "".join(f"- {name}: {meaning}.\n" for name, meaning in recorded.QUANTITIES.items())
     simulate_figures(rows, out)
-    _show(out / "simulate.md", simulate_tables(rows), rows if json else None, meanings)
+    show(out / "simulate.md", simulate_tables(rows), rows if json else None, meanings)
 
 
 def judge(
@@ -153,7 +152,7 @@ def judge(
 
     results = _complete(wanted, sheet, done, work)
     judge_figures(results, curves.read(), out)
-    _show(out / "judge.md", judge_tables(results), results if json else None)
+    show(out / "judge.md", judge_tables(results), results if json else None)
 
 
 def advise(
@@ -209,7 +208,7 @@ def advise(
             densities=densities,
             warmup=warmup,
             steps=steps,
-            progress=_tell,
+            progress=tell,
         )
     if rank_zero_only.rank:  # type: ignore[attr-defined]  # set by Lightning
         return  # one of the processes that the launcher started beside the first
@@ -219,7 +218,7 @@ def advise(
     (folder / "advice.md").write_text(markdown(advice), encoding="utf-8")
     if json:
         verdicts = {scenario.label: advice.verdict(scenario) for scenario in advice.scenarios}
-        return _print_json(
+        return print_json(
             {"verdicts": verdicts, "assumptions": advice.assumptions(), "predictions": advice.predictions}
         )
     for table in (overview(advice, rows=SHOWN), across(advice)):
@@ -270,7 +269,7 @@ def report(
 
             write_figures(found, _folder(svg))
     if json:
-        return _print_json([total.as_dict() for total in totals(found)])
+        return print_json([total.as_dict() for total in totals(found)])
     totals_table(found).show()
     print(f"The page is {out}." + (f" Figures are in {svg}." if svg else ""))
 
@@ -307,14 +306,6 @@ def dashboard(
         print(f"The specification is {out}.")
         if publish:
             print(f"The workspace is {publish_workspace(made)}.")
-
-
-def _tell(what: str, done: float) -> None:
-    """Progress of profiling; a plain function, so that launchers can send it to other processes."""
-    if not sys.stderr.isatty():
-        return print(f"[{done:4.0%}] {what}", file=sys.stderr, flush=True)
-    bar = "━" * round(40 * done)
-    print(f"\x1b[2K{bar:<40} {done:4.0%} {what}", end="\r", file=sys.stderr, flush=True)
 
 
 def need(*modules: str) -> None:
@@ -389,29 +380,3 @@ def _complete(jobs: Sequence[Any], sheet: Sheet[Any], done: Iterable[Any], work:
             results[result.key] = result
             progress.update(bar, advance=1, description=text)
     return [results[job.key] for job in jobs]
-
-
-def _show(path: Path, tables: Sequence[Table], rows: Sequence[Any] | None, notes: str = "") -> None:
-    """Write tables in markdown, and show them, or rows as JSON where there are any."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join([*(table.markdown() for table in tables), *([notes] if notes else [])]), encoding="utf-8")
-    if rows is not None:
-        return _print_json(rows)
-    for table in tables:
-        table.show()
-    print(f"Tables, numbers and figures are in {path.parent}.")
-
-
-def _print_json(value: Any) -> None:
-    """Named tuples become objects, and numbers that are not finite, which JSON does not have, null."""
-    print(json_text.dumps(_plain(value), indent=1))
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

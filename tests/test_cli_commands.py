@@ -26,6 +26,7 @@ pytest.importorskip("sklearn", reason="scikit-learn is not installed")
 import lightning_sparse_cli as cli
 from lightning_sparse.compare import figures, recorded, tasks, training
 from lightning_sparse_cli import commands
+from lightning_sparse_cli.output import print_json
 
 SIMULATE = ["simulate", "--streams", "heavy_tail", "--ranks", "2", "--densities", "0.01", "0.001", "--steps", "4"]
 JUDGE = ["judge", "--tasks", "digits", "--ranks", "2", "--densities", "0.1", "--seeds", "0", "1", "--steps", "3"]
@@ -377,5 +378,5 @@ def test_json_is_the_only_output_and_has_the_numbers(tmp_path: Path, capsys: pyt
 
 
 def test_json_has_no_number_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    commands._print_json([{"a": float("nan"), "b": (1.5, float("inf"))}])
+    print_json([{"a": float("nan"), "b": (1.5, float("inf"))}])
     assert json.loads(capsys.readouterr().out) == [{"a": None, "b": [1.5, None]}]

@@ -232,7 +232,7 @@ def _bars(bars: Bars, runs: Sequence[Run]) -> Any:
             x=[row[place] for row in bars.rows],
             name=title,
             orientation="h",
-            marker={"color": colour, "pattern": {"shape": pattern, "fgcolor": INK}},
+            marker={"color": colour, "pattern": {"shape": pattern, "fgcolor": INK, "fillmode": "overlay"}},
             meta={"run": None, "label": False},
             hovertemplate="%{x:.3g} ms<extra>%{fullData.name}</extra>",
         )
@@ -249,7 +249,7 @@ def _bars(bars: Bars, runs: Sequence[Run]) -> Any:
     figure.update_layout(
         barmode="stack",
         showlegend=True,
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
+        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
         margin={"t": 60},
         yaxis={"autorange": "reversed"},
         xaxis={"title": "ms", "rangemode": "tozero"},

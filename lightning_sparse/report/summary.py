@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_sparse.console import Table
 from lightning_sparse.report.catalog import DENSE_MB, EXPOSED, SECONDS, TOTAL_MB, is_better_low, is_result
@@ -14,7 +15,7 @@ from lightning_sparse.report.figures import dense_rates
 from lightning_sparse.report.runs import Run
 
 MOST_NAMED = 6
-"""Settings and runs that sentences name."""
+"""Settings that a sentence names."""
 
 
 class Total(NamedTuple):
@@ -23,7 +24,7 @@ class Total(NamedTuple):
     run: str
     steps: int
     results: dict[str, float]
-    """Last values of what says how well training goes."""
+    """Ends of what says how well training goes: medians of the last thirtieth of the points, at least of one."""
     sent_mb: float | None
     dense_mb: float | None
     """What dense ring all-reduces would have sent, as logged."""
@@ -51,7 +52,7 @@ def totals(runs: Sequence[Run]) -> list[Total]:
 
     found = []
     for run in runs:
-        results = {name: float(series.values[-1]) for name, series in run.series.items() if is_result(name)}
+        results = {name: _end(series.values) for name, series in run.series.items() if is_result(name)}
         exposed = run.series[EXPOSED].values if EXPOSED in run.series else None
         found.append(
             Total(
@@ -65,6 +66,10 @@ def totals(runs: Sequence[Run]) -> list[Total]:
             )
         )
     return found
+
+
+def _end(values: NDArray[np.float64]) -> float:
+    return float(np.median(values[-max(1, len(values) // 30) :]))
 
 
 def totals_table(runs: Sequence[Run]) -> Table:
@@ -106,7 +111,10 @@ def sentences(runs: Sequence[Run]) -> list[str]:
     found = totals(runs)
     said = []
     saving = sorted((one for one in found if one.ratio is not None), key=lambda one: -(one.ratio or 0.0))
-    for one in saving[:MOST_NAMED]:
+    if len(saving) > 3:
+        said.append(f"Of {len(saving)} runs that logged their traffic, these sent most and least against dense:")
+        saving = [saving[-1], saving[0]]
+    for one in saving:
         said.append(
             f"{one.run} sent {_number(one.sent_mb)} MB a rank in {one.steps} steps; "
             f"dense all-reduces would have sent {_number(one.dense_mb)} MB, {_number(one.ratio)} times as much."

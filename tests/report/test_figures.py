@@ -93,6 +93,13 @@ def test_long_curves_keep_their_peaks() -> None:
     assert curve.x[-1] == 100_000
 
 
+def test_of_many_runs_the_extremes_of_traffic_are_named() -> None:
+    traffic = [("a", 1.0), ("b", 4.0), ("c", 2.0), ("d", 8.0)]
+    dense = {"sparse/traffic/dense_total_mb": [16.0]}
+    said = sentences([run(name, **{"sparse/traffic/total_mb": [sent]}, **dense) for name, sent in traffic])
+    assert [one.partition(" sent ")[0] for one in said[1:3]] == ["d", "a"]
+
+
 def test_sparsifiers_that_look_on_are_lines_of_their_own() -> None:
     looked = {f"sparse/shadow/{name}/density": [0.01, 0.02] for name in ("topk", "exdyna")}
     [part, others] = parts_of([run("dense", **looked, **{"sparse/residual/norm": [1.0, 2.0]})])
