@@ -76,6 +76,9 @@ def train(name: str) -> Path:
         print("\n".join(output.read_text(errors="replace").splitlines()[-30:]))
         sys.exit(1)
     [logged] = folder.glob("lightning_logs/wandb/offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 20
+    while read_runs([logged])[0].notes and time.monotonic() < deadline:
+        time.sleep(0.2)  # W&B's own process writes the end
     return logged
 
 

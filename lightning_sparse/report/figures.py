@@ -96,7 +96,7 @@ def parts_of(runs: Sequence[Run]) -> list[Part]:
     """
     logged = list(dict.fromkeys(name for run in runs for name in run.series))
     results = sorted(filter(is_result, logged), key=lambda name: ("loss" in name, "val" in name), reverse=True)
-    axes = [Axis("steps", lambda _, steps: steps + 1), *_traffic(runs), *_clock(runs)]
+    axes = [Axis("steps", lambda _, steps: steps + 1), *_traffic(runs), *clock_of(runs)]
     parts = [
         Part(name, [_panel(runs, Figure(f"{name} against {axis.title}", name), axis) for axis in axes])
         for name in results[:MOST_RESULTS]
@@ -152,8 +152,12 @@ def dense_rates(runs: Sequence[Run]) -> list[float]:
     return [] if not rates else rates[:1] if np.ptp(rates) <= 0.01 * max(rates) else rates
 
 
-def _clock(runs: Sequence[Run]) -> list[Axis]:
-    """Seconds, by the clock that most runs have, so that all are measured alike."""
+def clock_of(runs: Sequence[Run]) -> list[Axis]:
+    """Seconds, by the clock that most runs have, so that all are measured alike; nothing where none has one.
+
+    Args:
+        runs: to compare.
+    """
     own = sum(SECONDS in run.series for run in runs)
     loggers = sum(run.clock is not None for run in runs)
     if not own and not loggers:

@@ -178,7 +178,7 @@ def read_wandb(file: Path) -> Run:
         if "_timestamp" in row:
             clock.append((at, "clock", float(row["_timestamp"])))
         for name, value in row.items():
-            if isinstance(value, int | float) and name != step and not name.startswith("_"):
+            if name != step and not name.startswith("_"):
                 points.append((at, name, float(value)))
     clock_of_run = _since_start(_series(clock).get("clock"))
     return Run("", file, _series(points), _flat(config), clock_of_run, notes, _wandb_plan(file.parent))

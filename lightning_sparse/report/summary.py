@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_sparse.console import Table
-from lightning_sparse.report.catalog import DENSE_MB, EXPOSED, SECONDS, TOTAL_MB, is_better_low, is_result
-from lightning_sparse.report.figures import dense_rates
+from lightning_sparse.report.catalog import DENSE_MB, EXPOSED, TOTAL_MB, is_better_low, is_result
+from lightning_sparse.report.figures import clock_of, dense_rates
 from lightning_sparse.report.runs import Run
 
 MOST_NAMED = 6
@@ -50,8 +50,9 @@ def totals(runs: Sequence[Run]) -> list[Total]:
     def last(run: Run, name: str) -> float | None:
         return float(run.series[name].values[-1]) if name in run.series else None
 
-    found = []
+    found, clocks = [], clock_of(runs)
     for run in runs:
+        end = np.array([run.steps - 1.0])
         results = {name: _end(series.values) for name, series in run.series.items() if is_result(name)}
         exposed = run.series[EXPOSED].values if EXPOSED in run.series else None
         found.append(
@@ -61,7 +62,7 @@ def totals(runs: Sequence[Run]) -> list[Total]:
                 results,
                 last(run, TOTAL_MB),
                 last(run, DENSE_MB),
-                last(run, SECONDS) or (float(run.clock.values[-1]) if run.clock else None),
+                next((float(x[0]) for clock in clocks if (x := clock.at(run, end)) is not None), None),
                 None if exposed is None else float(np.median(exposed)),
             )
         )
@@ -94,10 +95,14 @@ def _number(x: float | None) -> str:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """Settings that runs do not share; first those that all of them have."""
+    """Settings that runs do not share; first those of which runs have different values."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     different = [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
-    return sorted(different, key=lambda name: sum(name not in run.settings for run in runs))
+    return sorted(different, key=lambda name: _values(runs, name) < 2)
+
+
+def _values(runs: Sequence[Run], name: str) -> int:
+    return len({run.settings[name] for run in runs if name in run.settings})
 
 
 def settings_table(runs: Sequence[Run], names: Sequence[str]) -> Table:
@@ -116,8 +121,8 @@ def sentences(runs: Sequence[Run]) -> list[str]:
         saving = [saving[-1], saving[0]]
     for one in saving:
         said.append(
-            f"{one.run} sent {_number(one.sent_mb)} MB a rank in {one.steps} steps; "
-            f"dense all-reduces would have sent {_number(one.dense_mb)} MB, {_number(one.ratio)} times as much."
+            f"{one.run} sent {one.sent_mb:.3g} MB a rank in {one.steps} steps; "
+            f"dense all-reduces would have sent {one.dense_mb:.3g} MB, {one.ratio:.3g} times as much."
         )
     for name in sorted({n for one in found for n in one.results}, key=lambda n: ("val" not in n, n))[:2]:
         ends = [(one.results[name], one.run) for one in found if math.isfinite(one.results.get(name, math.nan))]
@@ -129,10 +134,12 @@ def sentences(runs: Sequence[Run]) -> list[str]:
         elif ends:
             said.append(f"{name} ended at {_number(ends[0][0])}.")
     if len(runs) > 1:
-        different = differing(runs)
-        more = f" and {len(different) - MOST_NAMED} more, in the table below" if len(different) > MOST_NAMED else ""
+        different = [name for name in differing(runs) if _values(runs, name) > 1]
+        more = f" and {len(different) - MOST_NAMED} more" if len(different) > MOST_NAMED else ""
         named = ", ".join(different[:MOST_NAMED])
-        said.append(f"Settings that differ: {named}{more}." if different else "Their settings do not differ.")
+        said.append(f"Settings that differ: {named}{more}." if different else "No setting has different values.")
+        if some := len(differing(runs)) - len(different):
+            said.append(f"{some} settings are there in some of the runs only; all are in the table at the end.")
     said += _assumptions(runs)
     said += [f"{run.name}: {note}" for run in runs for note in run.notes]
     return said

@@ -17,14 +17,14 @@ WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 """Kinds of pieces of a record."""
 
 
-def read_wandb_file(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
+def read_wandb_file(file: Path) -> tuple[dict[str, Any], list[dict[str, float]], list[str]]:
     """Read a run's configuration and history.
 
     Args:
         file: ``run-*.wandb``; that of a run that still writes or was killed is read as far as it goes.
 
     Returns:
-        The configuration; what was logged, a row for each call; what was odd, in sentences.
+        The configuration; the numbers that were logged, a row for each call; what was odd, in sentences.
 
     Raises:
         ValueError: if it is no such file, or broken in the middle.
@@ -36,20 +36,26 @@ def read_wandb_file(file: Path) -> tuple[dict[str, Any], list[dict[str, Any]], l
     if not data.startswith(b":W&B"):
         raise ValueError(f"Expected {file} to be the file of a W&B run, but it does not begin like one.")
     config: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, float]] = []
     ended = False
     for message in _messages(data, file):
         record = new_record()
         record.ParseFromString(message)
         kind = record.WhichOneof("record_type")
         if kind == "history":
-            rows.append({_name(item): json.loads(item.value_json) for item in record.history.item})
+            rows.append(_numbers({_name(item): json.loads(item.value_json) for item in record.history.item}))
         elif kind in ("config", "run"):
             updates = record.config.update if kind == "config" else record.run.config.update
             config |= {_name(item): json.loads(item.value_json) for item in updates}
         ended = ended or kind == "exit"
     config.pop("_wandb", None)
     return config, rows, [] if ended else [f"{file.name} has no end: the run still writes, or was killed."]
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    """Without tables and pictures, of which there are numbers, too: their sizes."""
+    media = tuple(name.removesuffix("_type") for name in row if name.endswith("/_type"))
+    return {name: x for name, x in row.items() if isinstance(x, int | float) and not (media and name.startswith(media))}
 
 
 def _name(item: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -116,6 +117,10 @@ def test_options_reach_the_advisor_and_files_are_written(
     assert found.verdict() in shown
     assert "topk <- use this" in shown
     assert all(sentence in shown for sentence in found.assumptions())
+    cli.main([*command, "--json", "--out", str(tmp_path)])
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed["verdicts"].values()) == [found.verdict(scenario) for scenario in found.scenarios]
+    assert [one["method"] for one in printed["predictions"]] == [one.method for one in found.predictions]
 
 
 def test_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -113,9 +113,10 @@ def test_sparsifiers_that_look_on_are_lines_of_their_own() -> None:
 def test_totals(runs: list[Run]) -> None:
     dense, union, _ = totals(runs)
     assert (dense.sent_mb, dense.ratio) == (None, None)
+    assert (dense.seconds, union.seconds) == (None, pytest.approx(6.0))
     assert union.dense_mb == pytest.approx(300 * DENSE_STEP_MB)
     assert union.ratio == pytest.approx(1 / 0.023)
-    assert differing(runs) == ["sparse_ddp/density", "sparse_ddp/sparsifier"]
+    assert differing(runs) == ["sparse_ddp/sparsifier", "sparse_ddp/density"]
 
 
 @pytest.mark.parametrize("values", [[], [5.0], [5.0, 5.0], [float("nan")], [0.0, 0.0]])

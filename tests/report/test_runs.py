@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from lightning_sparse.report import runs as module
 from lightning_sparse.report.runs import Run, read_runs
+from lightning_sparse.report.wandb_file import read_wandb_file
 from tests.report.made_up import compared, rows, write_csv
 
 pytest.importorskip("yaml", reason="pyyaml is not installed")
@@ -132,8 +134,12 @@ def logged_to_wandb(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for row in rows():
         step = row.pop("step")
         run.log({**row, "trainer/global_step": step})
+    run.log({"sparse/plan": wandb.Table(columns=["group"], data=[["bucket0"]]), "trainer/global_step": 300})
     run.finish()
     [file] = folder.glob("wandb/offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 20
+    while read_wandb_file(file)[2] and time.monotonic() < deadline:
+        time.sleep(0.1)  # W&B's own process may still be writing when `finish` returns
     return file
 
 
@@ -146,6 +152,8 @@ def test_wandb_offline_and_csv_are_read_alike(logged_to_wandb: Path, tmp_path: P
     [run] = read_runs([logged_to_wandb.parent])
     [same] = read_runs([write_csv(tmp_path / "run", rows())])
     assert values(run) == values(same)
+    assert run.plan is not None
+    assert run.plan.rows == [["bucket0"]]
     assert run.settings == {"lr": "0.1", "sparse_ddp/density": "0.01"}
     assert run.clock is not None
     assert run.clock.values[0] == 0.0
