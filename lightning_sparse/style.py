@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
-"""Okabe and Ito's colours without yellow, which is too pale for lines; neighbours differ in lightness, too."""
+"""Okabe and Ito's colours without yellow, which is too pale for lines; in grey, dashes and markers tell lines apart."""
 DASHES = ["-", "--", "-.", ":"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">"]
 INK, PALE = "#333333", "#BBBBBB"
