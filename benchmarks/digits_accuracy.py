@@ -3,11 +3,11 @@
 Trains the digits network of `examples/train_digits.py` with dense DDP and with some sparsifiers, each with several
 seeds, on two CPU processes (gloo) that both run Lightning's Trainer.
 
-Held fixed over all runs: model, data, split, batch size, learning rate, momentum and number of steps, all as in
-`configs/base.yaml`; error feedback, exchange, grouping and the rest of each strategy at its defaults, but for biases
-and small tensors, which are sparsified as well; the fixed threshold of Hard-threshold as in
-`configs/hard_threshold.yaml`. Only the strategy and the seed differ. A seed decides the initial weights and the order
-of the images, equally for all methods; the 360 validation images never change.
+Held fixed over all runs: model, data, split, batch size, learning rate and momentum, as `examples/train_digits.py` has
+them, and the number of steps, as in `configs/base.yaml`; error feedback, exchange, grouping and the rest of each
+strategy at its defaults, but for biases and small tensors, which are sparsified as well; the fixed threshold of
+Hard-threshold as in `configs/hard_threshold.yaml`. Only the strategy and the seed differ. A seed decides the initial
+weights and the order of the images, equally for all methods; the 360 validation images never change.
 
 Accuracy is that of the last step, over all validation images. Density, padding ratio f(t) and bytes are means over all
 steps and seeds; the bytes are what a rank sends under ring collectives, of dense DDP too.
@@ -114,9 +114,8 @@ def train(
     method: str, seed: int, density: float, steps: int, adamw: tuple[float, float] | None = None
 ) -> dict[str, float]:
     """One run, on every rank; equal results on all of them."""
-    config = read_config("base")
     pl.seed_everything(seed, verbose=False)
-    model = (DigitsClassifier if adamw is None else WithAdamW)(**config["model"])
+    model = (DigitsClassifier if adamw is None else WithAdamW)()
     if isinstance(model, WithAdamW) and adamw is not None:
         model.adamw = adamw
     collector = Collector()
@@ -135,7 +134,7 @@ def train(
         enable_model_summary=False,
     )
     started = time.perf_counter()
-    trainer.fit(model, Digits(**config["data"]))
+    trainer.fit(model, Digits())
     if trainer.global_step != steps:
         raise RuntimeError(f"{method}, seed {seed}: stopped after {trainer.global_step} of {steps} steps")
     numel = sum(parameter.numel() for parameter in model.parameters())

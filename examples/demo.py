@@ -46,6 +46,7 @@ def train(name: str) -> Path:
         "fit",
         f"--config={REPOSITORY / 'configs' / 'base.yaml'}",
         f"--config={REPOSITORY / 'configs' / name}.yaml",
+        f"--config={REPOSITORY / 'configs' / 'wandb.yaml'}",
         f"--trainer.accelerator={'gpu' if torch.cuda.device_count() >= NUM_RANKS else 'cpu'}",
         "--trainer.enable_progress_bar=false",
     ]

@@ -9,20 +9,13 @@ Nothing below knows about sparsification: the model and the data are what plain 
 in the configuration file decides what travels between the processes.
 """
 
-import time
-from typing import Any
-
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.cli import LightningCLI
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
-
-# Registers the strategy names, and makes short class names (`TopK`, `SparsityMonitor`) known to the command line.
-import lightning_sparse  # noqa: F401
 
 
 class DigitsClassifier(pl.LightningModule):
@@ -111,28 +104,7 @@ class Digits(pl.LightningDataModule):
         return DataLoader(self.val_set, batch_size=180, num_workers=self.num_workers)
 
 
-class StepTimer(pl.Callback):
-    """Log `step_ms`: wall time of a training step on rank 0, in ms, mean over the steps since the last logged one.
-
-    The clock runs from the start of a batch to its end, optimizer step included, loading of the batch excluded. On CUDA
-    each step is waited for, because the clock would otherwise see the launching of the work only; this is a tool for
-    comparing runs, not one to leave on in a long training.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        self.started = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if pl_module.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self.started)
-        if trainer.global_step % trainer.log_every_n_steps == 0:
-            pl_module.log("step_ms", 1000 * sum(self.seconds) / len(self.seconds))
-            self.seconds.clear()
-
-
 if __name__ == "__main__":
-    LightningCLI(DigitsClassifier, Digits, seed_everything_default=0)
+    from command_line import ExampleCLI  # here: whoever imports the model may have other folders on the path
+
+    ExampleCLI(DigitsClassifier, Digits, fast={"trainer.max_steps": 20, "trainer.val_check_interval": 10})

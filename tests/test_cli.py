@@ -46,7 +46,7 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(config: str, *overrides: str) -> Any:
         monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])  # else it warns that pytest was given arguments, too
-        configs = [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", config)]
+        configs = [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", *config.split())]
         # As the script gets them, without the subcommand; no logger, so that nothing is written.
         args = [*configs, "--trainer.accelerator=cpu", "--trainer.logger=false", *overrides]
         return LightningCLI(module.DigitsClassifier, module.Digits, run=False, args=args).trainer
@@ -63,7 +63,7 @@ def test_every_configuration_builds_its_sparsifier(parse: Any, name: str) -> Non
 
 def test_every_sparsifier_has_a_configuration_that_chooses_it_and_little_else() -> None:
     found = {path.stem: path.read_text() for path in (ROOT / "configs").glob("*.yaml")}
-    assert found.keys() - {"base", "dense", "sweep"} == SPARSE.keys()
+    assert found.keys() - {"base", "dense", "epochs", "sweep", "wandb"} == SPARSE.keys()
     assert all(text.count("\n") < 20 for name, text in found.items() if name not in {"base", "sweep"})
 
 
@@ -103,6 +103,12 @@ def test_every_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_dense_configuration_is_plain_ddp(parse: Any) -> None:
     assert type(parse("dense").strategy).__module__ == "pytorch_lightning.strategies.ddp"
+
+
+def test_configurations_lie_over_each_other(parse: Any) -> None:
+    trainer = parse("exdyna epochs")
+    assert type(trainer.strategy.config.sparsifier) is ls.ExDyna
+    assert (trainer.max_steps, trainer.max_epochs, trainer.check_val_every_n_epoch) == (-1, 30, 1)
 
 
 def test_rules_are_read_from_a_file_and_toggled_on_the_command_line(parse: Any, tmp_path: Path) -> None:
@@ -207,7 +213,7 @@ def test_a_typo_is_answered_with_what_is_close(parse: Any, capsys: pytest.Captur
 def test_the_example_trains_from_the_command_line(tmp_path: Path) -> None:
     # One process starts the other, as for a user; everything else in this suite starts ranks by itself.
     command = [warm_python(), str(EXAMPLE), "fit"]
-    command += [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", "exdyna")]
+    command += [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", "exdyna", "wandb")]
     command += ["--trainer.accelerator=cpu", "--trainer.max_steps=20", "--trainer.strategy.sparsifier=TopK"]
     command += ["--trainer.strategy.density=0.05", "--trainer.val_check_interval=10"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
