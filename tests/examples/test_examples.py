@@ -1,0 +1,182 @@
+"""Every example's `--fast`, from its command line to what it leaves behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples import made_up
+from tests.warm import warm_python
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("not_launched")]
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """Standard output, and errors beside it."""
+    given = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"} | environment
+    result = subprocess.run(
+        command, cwd=folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110
+    )
+    assert result.returncode == 0, result.stdout[-5000:]
+    return result.stdout
+
+
+def command_line(script: str, *arguments: str, configs: tuple[str, ...] = ("base",)) -> list[str]:
+    given = [f"--config={ROOT / 'configs' / name}.yaml" for name in configs]
+    return [warm_python(), str(EXAMPLES / script), "fit", *given, "--fast", "--trainer.accelerator=cpu", *arguments]
+
+
+def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Steps and values of each quantity."""
+    [path] = folder.glob("lightning_logs/version_0/metrics.csv")
+    series: dict[str, list[tuple[int, float]]] = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            for name, value in row.items():
+                if value:
+                    series.setdefault(name, []).append((int(row["step"]), float(value)))
+    return series
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text").mkdir()
+    made_up.wikitext2(folder / "text" / "wikitext-2-v1.zip")
+    made_up.cifar10_binary(folder / "images" / "cifar-10-batches-bin")
+    return {"wikitext2": folder / "text", "cifar10": folder / "images"}
+
+
+@pytest.mark.parametrize(
+    ("script", "source", "smaller", "result", "sparsifier"),
+    [
+        ("gpt_wikitext2", "wikitext2", "--data.words=150", "val/perplexity", "exdyna"),
+        ("lstm_wikitext2", "wikitext2", "--data.words=150", "val/perplexity", "topk"),
+        ("resnet18_cifar10", "cifar10", "--data.batch_size=8", "val/accuracy", "union_topk"),
+        ("lora_gpt", None, "--data.batch_size=2", "val/perplexity", "union_topk"),
+    ],
+)
+def test_models_that_people_recognise(
+    data: dict[str, Path], tmp_path: Path, script: str, source: str | None, smaller: str, result: str, sparsifier: str
+) -> None:
+    where = [f"--data.dir={data[source]}"] if source else []
+    output = run(command_line(f"{script}.py", *where, smaller, configs=("base", sparsifier)), tmp_path)
+    assert "Warning" not in output.replace("FutureWarning", ""), output  # Lightning's own, under this torch
+    found = logged(tmp_path)
+    assert [step for step, _ in found[result]] == [9, 19]
+    assert [step for step, _ in found["train/loss"]] == [9, 19]
+    assert all(
+        density == pytest.approx(0.01, rel=0.1) or sparsifier == "topk" for _, density in found["sparse/density"]
+    )
+    assert "step_ms" in found
+    if script == "lora_gpt":
+        assert "49,152" in output  # coordinates of the adapters: all that is exchanged
+        assert "error feedback: 0.983 MB" in output
+        assert "dense" not in output.split("error feedback")[1]
+
+
+def test_fabric(tmp_path: Path) -> None:
+    output = run([warm_python(), str(EXAMPLES / "fabric_digits.py"), "--fast", "--sparsifier=exdyna"], tmp_path)
+    assert "step 20: loss" in output
+    assert "after a last step with what was not sent (norm" in output
+    found = logged(tmp_path)
+    assert [step for step, _ in found["val/accuracy"]] == [10, 20]
+    assert found["sparse/density"][-1][1] == pytest.approx(0.01, rel=0.1)
+
+
+def test_plain_ddp_on_two_nodes(tmp_path: Path) -> None:
+    output = run(["bash", str(EXAMPLES / "two_nodes.sh"), "--fast"], tmp_path, PYTHON=warm_python())
+    lines = [line for line in output.splitlines() if line.startswith("step")]
+    assert [line.split(":")[0] for line in lines] == ["step 10", "step 20"]
+    assert "density 0.0100" in lines[1]
+
+
+@pytest.mark.thorough
+def test_plain_ddp_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    nodes = ["bash", str(EXAMPLES / "two_nodes.sh"), "--checkpoint=kept"]
+    run([*nodes, "--steps=10"], tmp_path, PYTHON=warm_python())
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"shared.pt", "sparse_0.pt", "sparse_1.pt"}
+    output = run([*nodes, "--fast"], tmp_path, PYTHON=warm_python())
+    assert [line.split(":")[0] for line in output.splitlines() if line.startswith("step")] == ["step 20"]
+
+
+@pytest.mark.thorough
+def test_two_nodes_end_when_one_of_them_fails(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1':\n    raise SystemExit(3)\ntime.sleep(200)\n")
+    result = subprocess.run(
+        ["bash", str(EXAMPLES / "two_nodes.sh")],
+        env=os.environ | {"PYTHON": warm_python(), "SCRIPT": str(script), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        timeout=100,
+    )
+    assert result.returncode != 0
+
+
+def test_slurm_script(tmp_path: Path) -> None:
+    """With commands in the place of SLURM's and Python, which say what they are called with."""
+    script = EXAMPLES / "slurm.sbatch"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    said = tmp_path / "said"
+    (tmp_path / "srun").write_text('#!/bin/sh\nexec "$@"\n')
+    (tmp_path / "python").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {said}\n')
+    for name in ("srun", "python"):
+        (tmp_path / name).chmod(0o700)
+    job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4"}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    run(["bash", str(script), "--config", "configs/exdyna.yaml"], tmp_path, PATH=path, **job)
+    arguments = said.read_text().splitlines()
+    assert arguments[:2] == ["examples/gpt_wikitext2.py", "fit"]
+    printed = run([warm_python(), *arguments, "--print_config"], ROOT)
+
+    import yaml
+
+    config: dict[str, Any] = yaml.safe_load(printed[printed.index("seed_everything") :])
+    trainer = config["trainer"]
+    assert (trainer["num_nodes"], trainer["devices"], trainer["accelerator"]) == (2, "4", "gpu")
+    assert trainer["enable_checkpointing"]
+    assert trainer["strategy"]["init_args"]["sparsifier"]["class_path"].endswith("ExDyna")
+    asked = [line.split()[1] for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--requeue", "--signal=SIGUSR1@90", "--nodes=2", "--ntasks-per-node=4"} <= set(asked)
+
+
+def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for needed in ("nbclient", "ipykernel"):
+        pytest.importorskip(needed, reason=f"{needed} is not installed")
+    import nbclient
+    import nbformat
+
+    def pictures(notebook: Any) -> int:
+        outputs = (output for cell in notebook.cells for output in cell.get("outputs", []))
+        return sum("image/png" in output.get("data", {}) for output in outputs)
+
+    kernel = tmp_path / "kernels" / "warm"
+    kernel.mkdir(parents=True)
+    arguments = [warm_python(), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernel / "kernel.json").write_text(json.dumps({"argv": arguments, "display_name": "warm", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(EXAMPLES / "simulate.ipynb", 4)
+    assert pictures(notebook) == 3  # for those who only look at it
+    [setting] = [cell for cell in notebook.cells if "STEPS, DENSITY" in cell.source]
+    setting.source = setting.source.replace("= 4, 300, ", "= 4, 15, ")
+    assert " 15, " in setting.source
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = []
+    nbclient.NotebookClient(notebook, timeout=100, kernel_name="warm").execute()
+    assert pictures(notebook) == 3
+    printed = "".join(
+        output.text for cell in notebook.cells for output in cell.get("outputs", []) if output.output_type == "stream"
+    )
+    assert "UnionTopK" in printed
+    assert "union_topk density 0.0100" in printed
