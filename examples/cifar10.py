@@ -1,6 +1,6 @@
 """CIFAR-10 for the examples: read from a folder, or downloaded into it.
 
-`dir` may hold the files of the official binary archive (`data_batch_1.bin`, ..., `test_batch.bin`), those of the Python
+`dir` may hold the official binary archive or its files (`data_batch_1.bin`, ..., `test_batch.bin`), those of the Python
 one (`data_batch_1`, ..., `test_batch`), a folder `cifar-10-batches-bin` or `cifar-10-batches-py` with them, or `.npz`
 files (see `from_npz`). Where there is none of these, the binary archive is downloaded (170 MB). Krizhevsky 2009,
 "Learning Multiple Layers of Features from Tiny Images", https://www.cs.toronto.edu/~kriz/cifar.html.
@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from download import download
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
@@ -86,11 +87,8 @@ class CIFAR10(pl.LightningDataModule):
 
     def prepare_data(self) -> None:
         if not self.found("train"):
-            self.dir.mkdir(parents=True, exist_ok=True)
-            print(f"No CIFAR-10 in {self.dir}: downloading {ADDRESS}")
             archive = self.dir / Path(ADDRESS).name
-            torch.hub.download_url_to_file(ADDRESS, str(archive), SHA256)
-            with tarfile.open(archive) as file:
+            with tarfile.open(archive if archive.exists() else download(ADDRESS, SHA256, self.dir)) as file:
                 file.extractall(self.dir, filter="data")
 
     def found(self, split: str) -> list[Path]:

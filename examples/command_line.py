@@ -75,3 +75,8 @@ class ExampleCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         spread = ([arg] if arg != "--fast" else self.fast for arg in sys.argv[1:])
         self.config = parser.parse_args([arg for part in spread for arg in part])
+
+    def before_fit(self) -> None:
+        # Before other ranks are started: they would tell at length that the first one has gone.
+        if self.trainer.is_global_zero:
+            self.datamodule.prepare_data()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 import torch
+from download import download
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -57,9 +58,7 @@ class WikiText2(pl.LightningDataModule):
 
     def prepare_data(self) -> None:
         if not self.found("train"):
-            self.dir.mkdir(parents=True, exist_ok=True)
-            print(f"No WikiText-2 in {self.dir}: downloading {ADDRESS}")
-            torch.hub.download_url_to_file(ADDRESS, str(self.dir / ARCHIVE), SHA256)
+            download(ADDRESS, SHA256, self.dir)
 
     def found(self, split: str) -> Path | None:
         """The file of a split, if there is one; the archive for any of them."""

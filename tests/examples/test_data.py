@@ -86,6 +86,11 @@ def test_text_in_bytes(wikitext2: Any, tmp_path: Path) -> None:
 def test_text_is_downloaded_and_checked(wikitext2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = tmp_path / wikitext2.ARCHIVE
     made_up.wikitext2(archive)
+    monkeypatch.setattr(wikitext2, "ADDRESS", (tmp_path / "nowhere" / wikitext2.ARCHIVE).as_uri())
+    with pytest.raises(
+        SystemExit, match=r"cannot be reached \(.*\)\. Put the file into .*first, or name .* --data\.dir\."
+    ):
+        wikitext2.WikiText2(tmp_path / "first").prepare_data()
     monkeypatch.setattr(wikitext2, "ADDRESS", archive.as_uri())
     with pytest.raises(RuntimeError, match="invalid hash"):
         wikitext2.WikiText2(tmp_path / "first").prepare_data()
@@ -140,6 +145,10 @@ def test_images_are_downloaded_and_checked(cifar10: Any, tmp_path: Path, monkeyp
     data.prepare_data()
     data.setup("fit")
     assert len(data.train_set) == 320
+    monkeypatch.setattr(cifar10, "ADDRESS", f"nowhere/{archive.name}")
+    data = cifar10.CIFAR10(tmp_path)  # has an archive that somebody has put there
+    data.prepare_data()
+    assert len(data.found("train")) == 5
 
 
 def test_a_pickle_that_calls_something_is_refused(cifar10: Any, tmp_path: Path) -> None:
