@@ -9,7 +9,7 @@
         --model.base lightning_logs/version_0/checkpoints/*.ckpt
 
 **Stay dense here**, unless the link is very slow: adapters are small. All of these are 0.2 MB a step, which few
-networks notice (docs/examples.md has both). What is sparsified is in the table, adapters and nothing else:
+networks notice. What is sparsified is in the table, adapters and nothing else:
 
      group    parameters  coordinates  density now  k now  exchange     dense MB
      bucket0          24       49,152         0.01    491  PackedUnion     0.197
