@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.examples import made_up
 from tests.warm import warm_python
@@ -82,6 +85,34 @@ def test_models_that_people_recognise(
         assert "49,152" in output  # coordinates of the adapters: all that is exchanged
         assert "error feedback: 0.983 MB" in output
         assert "\ndense: " not in output  # nothing else is
+
+
+@pytest.mark.parametrize(
+    ("script", "model", "data_class", "config"),
+    [
+        ("lstm_wikitext2", "LSTM", "WikiText2", "dgc"),
+        ("resnet18_cifar10", "ResNet18", "CIFAR10", "adam_correction"),
+        ("gpt_wikitext2", "GPT", "WikiText2", "epochs"),
+    ],
+)
+def test_configurations_go_with_models(
+    monkeypatch: pytest.MonkeyPatch, script: str, model: str, data_class: str, config: str
+) -> None:
+    pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
+    from pytorch_lightning.cli import LightningCLI
+
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls what it deprecates
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [script])
+    module = importlib.import_module(script)
+    args = [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", config)]
+    args += ["--trainer.accelerator=cpu", "--trainer.logger=false"]
+    cli = LightningCLI(getattr(module, model), getattr(module, data_class), run=False, args=args)
+    if config == "epochs":
+        assert cli.trainer.max_epochs == 30
+    else:
+        optimizer = torch.optim.SGD(cli.model.parameters(), lr=cli.model.lr, momentum=cli.model.momentum)
+        cli.trainer.strategy.config.memory.check_optimizer(optimizer)
 
 
 def test_fabric(tmp_path: Path) -> None:
