@@ -5,6 +5,11 @@
     torchrun --nproc-per-node 2 examples/plain_ddp.py --dense
     bash examples/two_nodes.sh --fast          # as two nodes, each with an agent of its own
 
+What `--fast` prints:
+
+    step 10: loss 2.301, density 0.0100, accuracy 10.0%
+    step 20: loss 2.288, density 0.0100, accuracy 24.4%
+
 `--checkpoint` keeps what each rank has not sent yet beside weights and optimizer, and goes on from there.
 """
 

@@ -10,6 +10,7 @@ import pickle
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -176,3 +177,15 @@ def test_training_images_are_shifted_and_flipped(cifar10: Any) -> None:
     assert len(found) == len(images), "each image comes from one place, in one direction"
     assert {down for down, _, _ in found} == {right for _, right, _ in found} == set(range(9))
     assert 30 < sum(flipped for _, _, flipped in found) < 70
+
+
+def test_only_training_images_are_changed(cifar10: Any) -> None:
+    images, labels = torch.randint(256, (20, 3, 32, 32), dtype=torch.uint8), torch.arange(20)
+    mean, deviation = (torch.tensor(each).view(3, 1, 1) for each in (cifar10.MEAN, cifar10.DEVIATION))
+    plain = (images / 255 - mean) / deviation
+    data = cifar10.CIFAR10()
+    for training in (False, True):
+        data.trainer = SimpleNamespace(training=training)
+        found, same = data.on_after_batch_transfer((images, labels), 0)
+        assert torch.equal(found, plain) == (not training)
+        assert same is labels
