@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
+import sys
 from collections.abc import Iterator
-from multiprocessing import spawn
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests import covering
+from tests.forked import spawned_warm
 from tests.ranks import Ranks
-from tests.streams import Streams, play
 from tests.warm import warm_python
+
+if TYPE_CHECKING:
+    from tests.streams import Streams
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # What a run leaves out anyway need not be collected.
     covering.everything = config.option.markexpr != "not thorough"
+    if hasattr(config, "workerinput"):
+        sys.executable = config.workerinput["python"]  # workers are warm, and what they start need not be
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    for spec in specs:
+        spec.python = shlex.quote(warm_python())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["python"] = sys.executable
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,11 +61,8 @@ def not_launched() -> Iterator[None]:
 
 @pytest.fixture
 def warm_spawn() -> Iterator[None]:
-    """Spawned processes come with what takes long to import."""
-    before = spawn.get_executable()
-    spawn.set_executable(warm_python())
-    yield
-    spawn.set_executable(before)
+    with spawned_warm():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +94,8 @@ def one_rank() -> Iterator[None]:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> Iterator[Streams]:
     """A device with a main stream and a side stream, on CPU tensors."""
+    from tests.streams import play
+
     played = play(monkeypatch)
     with played:
         yield played

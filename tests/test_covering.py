@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import covering as module
-from tests.covering import covering, in_turns
+from tests.covering import covering, in_one_test, in_turns
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +55,44 @@ def test_two_values_meet_beside_one_that_is_not_trivial() -> None:
     assert len(chosen) < len(cells)
 
 
+def test_cells_may_be_seen_as_something_else() -> None:
+    cells = product(range(4), "ab")
+    chosen = by_default(covering(cells, together=1, seen_as=lambda number, letter: (number % 2, letter)))
+    assert chosen == [(0, "a"), (1, "b")]
+
+
 def test_what_a_run_leaves_out_is_not_even_made(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = list(product(range(4), "ab", (True, False)))
     chosen = by_default(covering(cells))
     monkeypatch.setattr(module, "everything", False)
     assert [p.values for p in covering(cells)] == chosen != cells
+
+
+ran: list[tuple[str, int]] = []
+
+
+@pytest.mark.parametrize("part", ["names", "marks"])
+def test_cells_are_looped_over_and_the_one_that_fails_is_named(part: str) -> None:
+    def test(letter: str, number: int, part: str) -> None:
+        assert part == "fixture"
+        ran.append((letter, number))
+        assert (letter, number) != ("b", 2)
+
+    cells = covering(((letter, number) for letter in "ab" for number in (1, 2, 3)), thorough={3})
+    decorated = in_one_test("letter, number", cells)(test)
+    [mark] = decorated.pytestmark
+    assert mark.args[0] == "cells"
+    if part == "marks":
+        named = [(p.id, {mark.name for mark in p.marks}) for p in mark.args[1]]
+        assert named == [("a", set()), ("a-3", {"thorough"}), ("b", set()), ("b-3", {"thorough"})]
+        [mark] = in_one_test("letter, number", cells, apart=0)(test).pytestmark
+        assert [p.id for p in mark.args[1]] == ["all", "a-3", "b-3"]
+        return
+    ran.clear()
+    first, rest, second, _ = (p.values[0] for p in mark.args[1])
+    decorated(cells=first, part="fixture")
+    decorated(cells=rest, part="fixture")
+    assert ran == [("a", 1), ("a", 2), ("a", 3)]
+    with pytest.raises(AssertionError) as caught:
+        decorated(cells=second, part="fixture")
+    assert caught.value.__notes__ == ["This was the cell b-2."]

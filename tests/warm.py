@@ -1,9 +1,11 @@
-"""A Python for programs that tests start: torch and Lightning are imported already, which takes a new one five seconds.
+"""A Python for what tests start: torch and Lightning are imported already, which takes a new one seven seconds.
 
 `warm_python()` is the path of a program to call as one calls ``python``: with a script, ``-m`` or ``-c``. It asks this
 module, running as a server, for a fork that does it: with the caller's environment, folder and open files. The fork
 ends like its caller, which passes signals on to it, and has the same program as `sys.executable`. Tests of what is
 imported, and when, need a real one.
+
+One server is enough for a run of all tests: pytest-xdist's workers are such programs, and so is what they start.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ os._exit(status)
 @functools.cache
 def warm_python() -> str:
     """The program's path; `sys.executable` where the system lacks what it needs."""
+    if "WARM_PYTHON" in os.environ:
+        return os.environ["WARM_PYTHON"]
     if not hasattr(os, "pidfd_open"):
         return sys.executable
     program = Path(tempfile.mkdtemp(prefix="warm-")) / "python"  # the server removes it
@@ -72,6 +76,7 @@ def warm_python() -> str:
     atexit.register(server.communicate)  # ends it; so does the end of this process
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n"
+    os.environ["WARM_PYTHON"] = str(program)  # for all that this process starts
     return str(program)
 
 

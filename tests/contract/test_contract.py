@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import re
@@ -20,7 +21,7 @@ from lightning_sparse.collective import drive_mirrored
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.messages import resolve
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
-from tests.covering import covering, everything
+from tests.covering import covering, everything, in_one_test
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
 from tests.reference.releases import RELEASES, Step
 
@@ -58,10 +59,18 @@ def close(n: int) -> dict[str, float]:
     return {"rtol": 0, "atol": THIRDS if n == 3 else 0}
 
 
-def on_ranks(numbers: list[int], *more: Any) -> list[Any]:
-    """Every sparsifier with every exchange that accepts it, on numbers of ranks, and with all of one thing more."""
-    cells = ((*pair, n, *rest) for pair in PAIRS for n in numbers for rest in product(*more))
-    return covering(cells, trivial={1}, thorough={8})
+def in_runs_of_their_own(numbers: list[int], *more: Any) -> list[Any]:
+    """By default every sparsifier, every kind of selection with every exchange that accepts it, and every exchange on
+    all numbers of ranks and with all of one thing more. What kind a selection is of, sparsifiers say themselves."""
+    return covering(
+        ((*pair, n, *rest) for pair in PAIRS for n in numbers for rest in product(*more)),
+        together=1,
+        seen_as=lambda case, exchange, *rest: (
+            case,
+            (case.sparsifier.agreement, exchange),
+            *((exchange, one) for one in rest),
+        ),
+    )
 
 
 def all_runs() -> list[Any]:
@@ -80,23 +89,31 @@ def all_runs() -> list[Any]:
     return [run for run in one_size if not run.marks] + all_sizes
 
 
-on_all_runs = pytest.mark.parametrize(("case", "exchange", "n", "sizes"), all_runs(), scope="module")
-"""Tests that look at what the same runs leave behind."""
-on_some_numbers = pytest.mark.parametrize(("case", "exchange", "n"), on_ranks(SOME_RANKS))
+def fewer_runs() -> list[Any]:
+    """Of those by default as many as :func:`in_runs_of_their_own` takes."""
+    runs = all_runs()
+    few = covering(
+        (run.values for run in runs if not run.marks),
+        together=1,
+        seen_as=lambda case, exchange, n, sizes: (case, (case.sparsifier.agreement, exchange), n, sizes),
+    )
+    return [run for run in few if not run.marks] + [run for run in runs if run.marks]
 
 
-@pytest.fixture(scope="module")
-def outcomes(case: Case, exchange: str, n: int, sizes: tuple[int, ...]) -> list[Outcome]:
-    """All steps at the sizes that the method serves, with error feedback."""
+@functools.lru_cache(maxsize=24)  # the runs of one sparsifier
+def outcomes(case: Case, exchange: str, n: int, sizes: tuple[int, ...], memory: ls.Memory) -> list[Outcome]:
+    """All steps at the sizes that the method serves."""
     served = [numel for numel in sizes if case.serves(n, numel, DENSITY)]
-    return [outcome for numel in served for outcome in run(case, exchange, n, numel, ls.Residual())]
+    return [outcome for numel in served for outcome in run(case, exchange, n, numel, memory)]
 
 
-@pytest.fixture(scope="module")
-def forgetful(case: Case, exchange: str, n: int, sizes: tuple[int, ...]) -> list[Outcome]:
-    """The same without error feedback."""
-    served = [numel for numel in sizes if case.serves(n, numel, DENSITY)]
-    return [outcome for numel in served for outcome in run(case, exchange, n, numel, ls.NoMemory())]
+MADE = {
+    "outcomes": functools.partial(outcomes, memory=ls.Residual()),
+    "forgetful": functools.partial(outcomes, memory=ls.NoMemory()),
+}
+"""What runs leave behind with and without error feedback."""
+on_all_runs = in_one_test("case, exchange, n, sizes", all_runs(), scope="module", made=MADE)
+on_some_numbers = in_one_test("case, exchange, n", in_runs_of_their_own(SOME_RANKS))
 
 
 @on_all_runs
@@ -238,7 +255,7 @@ def test_nothing_is_lost_and_ranks_agree_whatever_comes(data: st.DataObject) -> 
             assert all(equal_states(state.selector, outcome.states[0].selector) for state in outcome.states)
 
 
-@on_all_runs
+@in_one_test("case, exchange, n, sizes", fewer_runs(), scope="module", made=MADE)
 def test_simulate_takes_the_same_steps(outcomes: list[Outcome], case: Case, exchange: str) -> None:
     numel = outcomes[-1].gradients.shape[1]
     taken = [outcome for outcome in outcomes if outcome.gradients.shape[1] == numel]
@@ -287,14 +304,11 @@ def test_full_density_is_the_dense_mean_and_leaves_no_residual(case: Case, excha
             assert all(bool((residual == 0).all()) for residual in outcome.after)
 
 
-@pytest.mark.parametrize(
-    ("case", "exchange", "kind"),
-    covering((*pair, kind) for pair in PAIRS for kind in ("noise", "one idle rank", "fewer picks than ranks")),
-)
-def test_updates_scale_with_gradients(case: Case, exchange: str, kind: str) -> None:
+@in_one_test("case, exchange, n, kind", in_runs_of_their_own([4], ["noise", "one idle rank", "fewer picks than ranks"]))
+def test_updates_scale_with_gradients(case: Case, exchange: str, n: int, kind: str) -> None:
     if case.name in ("hard_threshold", "micro-published", "exdyna-published"):
         return  # their thresholds, or where these start, are absolute
-    n, numel = 4, 20 if kind == "fewer picks than ranks" else 300
+    numel = 20 if kind == "fewer picks than ranks" else 300
     large, small = (Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=0.05) for _ in range(2))
     for seed in range(4):
         gradients = noise(n, numel, seed=seed)
@@ -346,8 +360,8 @@ def test_a_void_step_leaves_no_trace_in_the_steps_after_it(case: Case, exchange:
             assert equal_states(tuple(with_void.after), tuple(without.after))
 
 
-@pytest.mark.parametrize(
-    ("case", "exchange", "n", "dtype"), on_ranks(SOME_RANKS, [torch.float32, torch.bfloat16, torch.float16])
+@in_one_test(
+    "case, exchange, n, dtype", in_runs_of_their_own(SOME_RANKS, [torch.float32, torch.bfloat16, torch.float16])
 )
 def test_dtype_is_kept_and_what_the_cast_loses_is_remembered(
     case: Case, exchange: str, n: int, dtype: torch.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.core import GroupState
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case, Offer, fit
-from tests.covering import covering
+from tests.covering import covering, in_one_test
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
 from tests.static_path import static_path
 
@@ -44,21 +45,18 @@ def walk(case: Case, exchange: str, memory: ls.Memory, numel: int) -> Iterator[t
         yield outcome, before, [remembered(memory, state) for state in outcome.states]
 
 
+@functools.lru_cache(maxsize=16)  # the runs of one sparsifier
+def all_steps(case: Case, exchange: str, memory: ls.Memory) -> list[tuple[Outcome, list[Any], list[Any]]]:
+    sizes = [numel for numel in (7, 257) if case.serves(N, numel, DENSITY)]
+    return [step for numel in sizes for step in walk(case, exchange, memory, numel)]
+
+
 def with_memories(memories: Iterable[ls.Memory]) -> Any:
-    return pytest.mark.parametrize(
-        ("case", "exchange", "memory"),
-        covering((*pair, memory) for pair in SOME for memory in memories if fit(memory, pair[1])),
-        scope="module",
-    )
+    cells = covering((*pair, memory) for pair in SOME for memory in memories if fit(memory, pair[1]))
+    return in_one_test("case, exchange, memory", cells, scope="module", made={"steps": all_steps})
 
 
 with_all_memories = with_memories(MEMORIES)
-
-
-@pytest.fixture(scope="module")
-def steps(case: Case, exchange: str, memory: ls.Memory) -> list[tuple[Outcome, list[Any], list[Any]]]:
-    sizes = [numel for numel in (7, 257) if case.serves(N, numel, DENSITY)]
-    return [step for numel in sizes for step in walk(case, exchange, memory, numel)]
 
 
 def is_void(outcome: Outcome) -> bool:
@@ -174,11 +172,16 @@ def test_every_memory_has_a_law() -> None:
 STATIC = ["topk-gather_pairs", "shared_topk-reduce_union", "exdyna-reduce_union", "gtop_k-tree", "topk-dense"]
 
 
-@pytest.mark.parametrize(("memory", "name", "density"), covering(product(MEMORIES, STATIC, [0.25, 1.0])))
+@in_one_test(
+    "memory, name, density",
+    covering(
+        (memory, name, density)
+        for memory, name, density in product(MEMORIES, STATIC, [0.25, 1.0])
+        if fit(memory, PAIRS[PAIR_NAMES.index(name)][1])
+    ),
+)
 def test_the_path_on_a_device_leaves_the_same_behind(memory: ls.Memory, name: str, density: float) -> None:
     case, exchange = PAIRS[PAIR_NAMES.index(name)]
-    if not fit(memory, exchange):
-        pytest.skip("the exchange carries no second moments")
 
     def run() -> list[Any]:
         ranks = Ranks(N, 257, sparsifier=case.sparsifier, exchange=exchange, memory=memory, density=density)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,17 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     """Each variant in use, one after another."""
     monkeypatch.setattr(native, "library", load(request.param, request))
     yield request.param
+
+
+@pytest.fixture
+def each_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Iterator[str]]:
+    """Iterates over the variants that this processor has, each in use in its turn; numpy comes first."""
+
+    def each() -> Iterator[str]:
+        for variant in VARIANTS:
+            with contextlib.suppress(pytest.skip.Exception):  # tests of `kernel` tell
+                # At its turn: a library that is loaded twice is the same, at the level of the last time.
+                monkeypatch.setattr(native, "library", load(variant, request))
+                yield variant
+
+    return each
