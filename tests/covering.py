@@ -10,6 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -123,4 +124,6 @@ def in_turns(some: Sequence[T], others: Sequence[S]) -> list[tuple[T, S]]:
 
 
 def label(value: Any) -> str:
+    if isinstance(value, PurePath):
+        return str(value)
     return str(getattr(value, "__name__", getattr(value, "name", value)))

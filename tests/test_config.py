@@ -21,6 +21,7 @@ import lightning_sparse as ls
 from lightning_sparse.config import StrategyConfig
 from lightning_sparse.fields import docstrings_of
 from tests.extending import changes
+from tests.warm import forgetting, warm_python
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = [field.name for field in dataclasses.fields(ls.SparsificationConfig)]
@@ -243,7 +244,7 @@ def copy_with_a_field(tmp_path: Path) -> Path:
 def test_a_new_setting_is_one_field(copy_with_a_field: Path) -> None:
     pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
     environment = os.environ | {"PYTHONPATH": str(copy_with_a_field), "JSONARGPARSE_DEPRECATION_WARNINGS": "off"}
-    command = [sys.executable, "-c", KNOWN]
+    command = [warm_python(), "-c", forgetting("lightning_sparse") + KNOWN]
     done = subprocess.run(command, cwd=copy_with_a_field, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -18,8 +18,8 @@ from lightning_sparse.core import Context
 from lightning_sparse.messages import AllGather, AllReduce, AllToAll, Broadcast, Message, SendRecv, Steps
 from lightning_sparse.pipeline import init_group, reduce_group
 from lightning_sparse.traffic import count_bytes
-from tests.contract.cases import CASES, PAIR_NAMES, PAIRS, Case
-from tests.covering import covering
+from tests.contract.cases import CASES, PAIR_NAMES, PAIRS, Case, kinds
+from tests.covering import covering, in_one_test
 from tests.lockstep import Ranks as SimulatedRanks
 from tests.lockstep import equal_states, noise, strict
 from tests.ranks import Ranks
@@ -71,11 +71,17 @@ def alike(case: Case, exchange: str) -> list[tuple[ls.Sparsifier, str]]:
 MIXED = [(ls.UnionTopK(), "packed_union"), (ls.Everything(), "dense"), (ls.MiCRO(), "reduce_union")]
 
 
-@pytest.mark.parametrize(
-    ("case", "exchange", "n"), covering(((*pair, n) for pair in [*PAIRS, ("mixed", "")] for n in (3, 1)), trivial={1})
-)
-def test_groups_together_end_as_they_do_one_after_another(case: Case | str, exchange: str, n: int) -> None:
-    methods = MIXED if isinstance(case, str) else alike(case, exchange)
+@in_one_test("case, exchange, n", covering(((*pair, n) for pair in PAIRS for n in (3, 1)), together=1, seen_as=kinds))
+def test_groups_together_end_as_they_do_one_after_another(case: Case, exchange: str, n: int) -> None:
+    end_as_they_do_one_after_another(alike(case, exchange), n)
+
+
+@pytest.mark.parametrize("n", [3, 1])
+def test_groups_of_several_kinds_end_as_they_do_one_after_another(n: int) -> None:
+    end_as_they_do_one_after_another(MIXED, n)
+
+
+def end_as_they_do_one_after_another(methods: list[tuple[ls.Sparsifier, str]], n: int) -> None:
     apart, joined = ([Groups(methods, rank, n) for rank in range(n)] for _ in range(2))
     for _ in range(2):
         by_group = zip(*(groups.steps() for groups in apart), strict=True)
@@ -276,13 +282,17 @@ UNLIMITED = {"hard_threshold", "ok_topk", "micro-published", "exdyna-published"}
 """On the CPU their selections are as long as they come."""
 
 
-@pytest.mark.parametrize(
-    ("case", "exchange", "dtype", "static"),
+@in_one_test(
+    "case, exchange, dtype, static",
     covering(
-        (*pair, dtype, static)
-        for pair in PAIRS
-        for dtype in (torch.float32, torch.bfloat16)
-        for static in (True, False)
+        (
+            (*pair, dtype, static)
+            for pair in PAIRS
+            for dtype in (torch.float32, torch.bfloat16)
+            for static in (True, False)
+        ),
+        together=1,
+        seen_as=kinds,
     ),
 )
 def test_bytes_are_counted_as_they_are_sent(case: Case, exchange: str, dtype: torch.dtype, static: bool) -> None:

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import lightning_sparse
+from tests.covering import in_one_test
 
 PACKAGE = Path(lightning_sparse.__file__).parent
 FLOORS = [
@@ -36,7 +35,6 @@ FLOORS = [
 FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 CLI = PACKAGE.parent / "lightning_sparse_cli"
 FILES = sorted([*PACKAGE.rglob("*.py"), *CLI.rglob("*.py")])
-NAMES = [str(path.relative_to(PACKAGE.parent)) for path in FILES]
 
 
 def room_of(path: Path) -> str:
@@ -73,7 +71,7 @@ def test_the_parser_sees_what_files_import() -> None:
     assert "pytorch_lightning.Callback" in set(imported(PACKAGE / "integrations" / "pytorch_lightning.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
+@in_one_test("path", ((path,) for path in FILES), apart=0)
 def test_rooms_import_only_downwards(path: Path) -> None:
     room = room_of(path)
     assert room in FLOOR, f"{room} has no floor yet: decide in FLOORS what it may import"
@@ -82,7 +80,7 @@ def test_rooms_import_only_downwards(path: Path) -> None:
         assert FLOOR[other] < FLOOR[room], f"{path.name} imports {other} from a floor that is not below"
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
+@in_one_test("path", ((path,) for path in FILES), apart=0)
 def test_the_network_and_the_framework_are_touched_in_their_rooms_only(path: Path) -> None:
     names = set(imported(path))
     if room_of(path) not in {"collective", "reducer", "attach"}:
@@ -106,7 +104,7 @@ def imported_at_once(nodes: list[Any]) -> Iterator[str]:
             yield from imported_at_once([child for part in below for child in part])
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
+@in_one_test("path", ((path,) for path in FILES), apart=0)
 def test_extras_are_imported_where_they_are_used(path: Path) -> None:
     extras = {"docstring_parser", "jsonargparse", "matplotlib", "plotly", "rich", "scipy", "sklearn", "tensorboard"}
     extras |= {"wandb", "wandb_workspaces", "yaml"}
@@ -136,7 +134,7 @@ def test_the_command_imports_the_library_when_it_needs_it() -> None:
         assert "lightning_sparse" not in set(imported_at_once(ast.parse(path.read_text()).body))
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
+@in_one_test("path", ((path,) for path in FILES), apart=0)
 def test_no_room_is_bound_to_one_lightning_package_but_the_files_named_after_it(path: Path) -> None:
     tops = {name.split(".")[0] for name in imported(path, typing=False)}
     if "pytorch_lightning" in tops:

@@ -15,6 +15,7 @@ import lightning_sparse as ls
 from lightning_sparse.core import Context, Update
 from lightning_sparse.memory import Adapting, NoMemory, Residual, as_memory
 from lightning_sparse.memory.base import FeedbackState
+from tests.covering import in_one_test
 from tests.lockstep import noise
 
 CPU = torch.device("cpu")
@@ -33,7 +34,7 @@ MEMORIES = [
     ls.ClipByNorm(1.0, ls.MomentumCorrection()),
     NoMemory(),
 ]
-every_memory = pytest.mark.parametrize("memory", MEMORIES, ids=repr)
+every_memory = in_one_test("memory", ((memory,) for memory in MEMORIES), apart=0)
 
 
 @pytest.fixture(params=["host", "static"], autouse=True)

@@ -2,8 +2,8 @@
 
 `warm_python()` is the path of a program to call as one calls ``python``: with a script, ``-m`` or ``-c``. It asks this
 module, running as a server, for a fork that does it: with the caller's environment, folder and open files. The fork
-ends like its caller, which passes signals on to it, and has the same program as `sys.executable`. Tests of what is
-imported, and when, need a real one.
+ends like its caller, which passes signals on to it, and has the same program as `sys.executable`. Programs that are to
+import some packages by themselves begin with :func:`forgetting` them.
 
 One server is enough for a run of all tests: pytest-xdist's workers are such programs, and so is what they start.
 """
@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import types
 from pathlib import Path
 
@@ -80,6 +81,11 @@ def warm_python() -> str:
     return str(program)
 
 
+def forgetting(*packages: str) -> str:
+    """The first line of a warm program that is to import these packages again: from elsewhere, or in another order."""
+    return f"import sys; [sys.modules.pop(name) for name in [*sys.modules] if name.split('.')[0] in {packages}]\n"
+
+
 def serve(program: str) -> list[str]:
     """Fork for each call; only the forks return, with the caller's arguments."""
     address = f"{program}.socket"
@@ -90,17 +96,17 @@ def serve(program: str) -> list[str]:
     Path(program).chmod(0o700)
     paths = sys.path[1:]
     print("ready", flush=True)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who wait for the forks
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:  # who started this has ended
             shutil.rmtree(Path(program).parent)
+            reap(seconds=2)
             sys.exit()
         link, _ = listener.accept()
         if not os.fork():
             break
         link.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        reap()
     length, files, _, _ = socket.recv_fds(link, 4, 250)
     told = b""
     while len(told) < int.from_bytes(length, "big"):
@@ -126,6 +132,14 @@ def serve(program: str) -> list[str]:
     sys.executable = program
     sys.path[:] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *paths]
     return list(arguments[1:])
+
+
+def reap(seconds: float = 0) -> None:
+    """Wait for forks that have ended, whose time then counts as this process's, and for others as long as is said."""
+    deadline = time.monotonic() + seconds
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0] or time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 def wait_for(child: int, link: socket.socket) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -71,6 +71,13 @@ PAIRS = [
     if case.sparsifier.agreement in cls.accepts
 ]
 """Every configuration with every exchange that accepts it."""
+
+
+def kinds(case: Case, exchange: str, *rest: Any) -> tuple[Any, ...]:
+    """What has to meet where not all of :data:`PAIRS` are run: all sparsifiers and, with every exchange, all kinds of
+    selections that it accepts and all values of what else there is. Of which kind theirs are, sparsifiers say."""
+    return case, (case.sparsifier.agreement, exchange), *((exchange, one) for one in rest)
+
 
 PAIR_NAMES = [f"{case.name}-{exchange}" for case, exchange in PAIRS]
 

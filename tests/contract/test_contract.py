@@ -20,7 +20,7 @@ import lightning_sparse as ls
 from lightning_sparse.collective import drive_mirrored
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.messages import resolve
-from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case
+from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case, kinds
 from tests.covering import covering, everything, in_one_test
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
 from tests.reference.releases import RELEASES, Step
@@ -60,17 +60,9 @@ def close(n: int) -> dict[str, float]:
 
 
 def in_runs_of_their_own(numbers: list[int], *more: Any) -> list[Any]:
-    """By default every sparsifier, every kind of selection with every exchange that accepts it, and every exchange on
-    all numbers of ranks and with all of one thing more. What kind a selection is of, sparsifiers say themselves."""
-    return covering(
-        ((*pair, n, *rest) for pair in PAIRS for n in numbers for rest in product(*more)),
-        together=1,
-        seen_as=lambda case, exchange, *rest: (
-            case,
-            (case.sparsifier.agreement, exchange),
-            *((exchange, one) for one in rest),
-        ),
-    )
+    """Numbers of ranks and all values of one thing more with the pairs that stand for all."""
+    cells = ((*pair, n, *rest) for pair in PAIRS for n in numbers for rest in product(*more))
+    return covering(cells, together=1, seen_as=kinds)
 
 
 def all_runs() -> list[Any]:
@@ -92,11 +84,7 @@ def all_runs() -> list[Any]:
 def fewer_runs() -> list[Any]:
     """Of those by default as many as :func:`in_runs_of_their_own` takes."""
     runs = all_runs()
-    few = covering(
-        (run.values for run in runs if not run.marks),
-        together=1,
-        seen_as=lambda case, exchange, n, sizes: (case, (case.sparsifier.agreement, exchange), n, sizes),
-    )
+    few = covering((run.values for run in runs if not run.marks), together=1, seen_as=kinds)
     return [run for run in few if not run.marks] + [run for run in runs if run.marks]
 
 

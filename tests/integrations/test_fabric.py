@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
-import sys
 import warnings
 from itertools import product
 from pathlib import Path
@@ -20,6 +19,7 @@ import lightning_sparse as ls
 from tests.covering import covering
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, flat
+from tests.warm import warm_python
 
 FABRICS = ["lightning_fabric", "lightning.fabric"]
 SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "sparsifier": "topk", "density": 0.05}
@@ -590,7 +590,7 @@ fabric.launch(train)
 @pytest.mark.usefixtures("not_launched")
 def test_a_program_starts_its_ranks_and_ends() -> None:
     program = SCRIPT.format(package="lightning.fabric", launch="fork", devices=2)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([warm_python(), "-c", program], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 steps 3", "rank 1 steps 3"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 
 import pytest
 
 from lightning_sparse.integrations import packages
+from tests.warm import forgetting, warm_python
 
 CASES = [
     # What a program does first, and the package whose classes it gets.
@@ -21,7 +21,6 @@ CASES = [
 ]
 PROGRAM = """
 import os
-import torch._dynamo, torchmetrics  # what takes long, once for all
 for number, first in enumerate({firsts}):
     child = os.fork()
     if not child:
@@ -37,8 +36,9 @@ for number, first in enumerate({firsts}):
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_package_that_was_imported_first_is_meant() -> None:
-    program = PROGRAM.format(firsts=[first for first, _ in CASES])
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    lightning = "lightning", "pytorch_lightning", "lightning_fabric", "lightning_sparse"
+    program = forgetting(*lightning) + PROGRAM.format(firsts=[first for first, _ in CASES])
+    result = subprocess.run([warm_python(), "-c", program], capture_output=True, text=True, check=True, timeout=100)
     found = [line.split()[1:] for line in sorted(result.stdout.splitlines())]
     for (first, package), modules in zip(CASES, found, strict=True):
         fabric = {"lightning": "lightning", "pytorch_lightning": "lightning_fabric"}[package]

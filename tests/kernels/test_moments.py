@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
 from lightning_sparse import kernels
 from lightning_sparse.kernels import host, static
+from tests.covering import in_one_test
 
 SIZES = [1, 7, 65_535, 65_536, 65_537, 200_003]
 
@@ -25,9 +28,7 @@ def values(numel: int, dtype: type, kind: str) -> np.ndarray:
     return x.astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("kind", ["normal", "zeros", "small"])
-@pytest.mark.parametrize("numel", SIZES)
+@in_one_test("numel, kind, dtype", product(SIZES, ["normal", "zeros", "small"], [np.float32, np.float64]))
 def test_excess_is_that_of_the_whole_vector(numel: int, kind: str, dtype: type) -> None:
     x = values(numel, dtype, kind)
     magnitudes = np.abs(x).astype(np.float64)
@@ -46,9 +47,7 @@ def test_excess_is_that_of_the_whole_vector(numel: int, kind: str, dtype: type) 
             np.testing.assert_allclose([float(sums[1]), float(sums[2])], [z.sum(), (z**2).sum()], rtol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("kind", ["normal", "zeros", "small"])
-@pytest.mark.parametrize("numel", SIZES)
+@in_one_test("numel, kind, dtype", product(SIZES, ["normal", "zeros", "small"], [np.float32, np.float64]))
 def test_logarithms_of_zeros_are_left_out(numel: int, kind: str, dtype: type) -> None:
     x = values(numel, dtype, kind)
     expected = np.log(np.abs(x[x != 0]).astype(np.float64)).sum()

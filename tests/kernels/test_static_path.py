@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import lightning_sparse as ls
-from tests.contract.cases import CASES, PAIRS, Case
-from tests.covering import covering
+from tests.contract.cases import CASES, PAIRS, Case, kinds
+from tests.covering import covering, in_one_test
 from tests.lockstep import Outcome, Ranks, equal_states, noise
 from tests.static_path import static_path
 
@@ -23,6 +24,10 @@ TRAVELLING = [
     if BY_NAME[name].sparsifier.agreement in cls.accepts
 ]
 SPARSELY_TRAVELLING = [pair for pair in TRAVELLING if pair[1] != "dense"]
+
+
+def by_name(name: str, exchange: str, *rest: Any) -> tuple[Any, ...]:
+    return kinds(BY_NAME[name], exchange, *rest)
 
 
 @pytest.fixture(name="static_path")
@@ -53,13 +58,14 @@ def run(case: Case, exchange: str, n: int) -> list[Outcome]:
     return outcomes
 
 
-@pytest.mark.parametrize(
-    ("name", "exchange", "n"), covering(((*pair, n) for pair in TRAVELLING for n in (4, 2, 1)), trivial={1})
+@in_one_test(
+    "name, exchange, n", covering(((*pair, n) for pair in TRAVELLING for n in (4, 2, 1)), together=1, seen_as=by_name)
 )
-def test_updates_equal_those_of_exact_shapes(name: str, exchange: str, n: int, request: pytest.FixtureRequest) -> None:
+def test_updates_equal_those_of_exact_shapes(name: str, exchange: str, n: int) -> None:
     host = run(BY_NAME[name], exchange, n)
-    request.getfixturevalue("static_path")
-    for step, (static, exact) in enumerate(zip(run(BY_NAME[name], exchange, n), host, strict=True)):
+    with static_path():
+        device = run(BY_NAME[name], exchange, n)
+    for step, (static, exact) in enumerate(zip(device, host, strict=True)):
         assert equal_states(tuple(static.after), tuple(exact.after))
         if step == VOID_STEP:
             assert bool(torch.isnan(static.averages).all())
@@ -74,8 +80,8 @@ def test_updates_equal_those_of_exact_shapes(name: str, exchange: str, n: int, r
                 assert equal_states(a.threshold, b.threshold)
 
 
-@pytest.mark.parametrize(
-    ("case", "exchange", "n", "dtype", "numel"),
+@in_one_test(
+    "case, exchange, n, dtype, numel",
     covering(
         (
             (*pair, n, dtype, numel)
@@ -85,7 +91,8 @@ def test_updates_equal_those_of_exact_shapes(name: str, exchange: str, n: int, r
             for numel in (257, 1000)
             if pair[0].serves(n, numel, 0.02)
         ),
-        trivial={1},
+        together=1,
+        seen_as=kinds,
     ),
 )
 def test_nothing_is_lost_when_messages_overflow(
@@ -121,12 +128,16 @@ def test_values_of_exclusive_picks_travel_in_k_slots_not_in_those_of_all_ranks(n
     assert outcome.statistics[0].bytes_sent == 3 * 20 * 8 + 3 * 4 * (1 + 20) + 1.5 * 40 * 8
 
 
-@pytest.mark.parametrize(
-    ("name", "exchange", "size"),
+@in_one_test(
+    "name, exchange, size",
     covering(
-        (*pair, size)
-        for pair in SPARSELY_TRAVELLING
-        for size in [(257, 0.5), (257, 0.9), (1001, 0.3), (256, 1.0), (1003, 1.0)]
+        (
+            (*pair, size)
+            for pair in SPARSELY_TRAVELLING
+            for size in [(257, 0.5), (257, 0.9), (1001, 0.3), (256, 1.0), (1003, 1.0)]
+        ),
+        together=1,
+        seen_as=by_name,
     ),
 )
 def test_all_ranks_bring_messages_of_one_length(
@@ -141,8 +152,9 @@ def test_all_ranks_bring_messages_of_one_length(
             assert len({selection.indices.numel() for selection in outcome.selections}) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "exchange", "n"), covering(((*pair, n) for pair in SPARSELY_TRAVELLING for n in (4, 2, 1)), trivial={1})
+@in_one_test(
+    "name, exchange, n",
+    covering(((*pair, n) for pair in SPARSELY_TRAVELLING for n in (4, 2, 1)), together=1, seen_as=by_name),
 )
 def test_small_groups_work(name: str, exchange: str, n: int, static_path: None) -> None:
     case = BY_NAME[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from lightning_sparse.performance import GroupCost, LayerTime, Line, Network, Pr
 from lightning_sparse.performance.timeline import Timeline
 from tests.reference.merging import simulated_seconds
 
-SCAN = 2000
+SCAN = 500
 FLOOR, CAP = 0.001, 0.5
 GRID = [FLOOR * (CAP / FLOOR) ** (i / (SCAN - 1)) for i in range(SCAN)]
 
@@ -78,14 +79,18 @@ def moments(profile: Profile, timeline: Timeline, densities: list[float]) -> tup
     return processor[-1][1] + backward[len(densities)], network[-1][1]
 
 
-def lateness(profile: Profile, timeline: Timeline, before: list[float], density: float) -> float:
+def lateness(profile: Profile, timeline: Timeline, before: list[float]) -> Callable[[float], float]:
     """By how much the exchange of the group after these ends too late: select + exchange against the next backward."""
     place = len(before)
     numels, backward = timeline
     complete, free = moments(profile, timeline, before)
-    start = max(complete + in_line(profile, density, numels[place], "processor"), free)
     following = backward[place + 1] if place + 1 < len(numels) else 0.0
-    return start + in_line(profile, density, numels[place], "network") - (complete + following)
+
+    def at(density: float) -> float:
+        start = max(complete + in_line(profile, density, numels[place], "processor"), free)
+        return start + in_line(profile, density, numels[place], "network") - (complete + following)
+
+    return at
 
 
 @pytest.mark.parametrize("overlap", ["comm", "full"])
@@ -98,7 +103,8 @@ def test_densities_are_the_largest_that_hide(overlap: str) -> None:
         found = hidden_densities(timeline, profile, FLOOR, CAP)
         assert len(found) == len(timeline[0])
         for place, density in enumerate(found):
-            hide = [d for d in GRID if lateness(profile, timeline, found[:place], d) <= 0]
+            late = lateness(profile, timeline, found[:place])
+            hide = [d for d in GRID if late(d) <= 0]
             if not hide:
                 assert density == FLOOR
             elif len(hide) == SCAN:
@@ -106,7 +112,7 @@ def test_densities_are_the_largest_that_hide(overlap: str) -> None:
             else:
                 assert max(hide) <= density * (1 + 1e-9)
                 assert density <= GRID[len(hide)] * (1 + 1e-9)
-                assert abs(lateness(profile, timeline, found[:place], density)) < 1e-6
+                assert abs(late(density)) < 1e-6
             outcomes["floor" if not hide else "cap" if len(hide) == SCAN else "between"] += 1
     assert min(outcomes.values()) > 10, outcomes
 
@@ -194,7 +200,7 @@ def test_a_budget_is_spent(overlap: str) -> None:
     for _ in range(30):
         timeline = drawn(generator)
         profile = rising(generator, overlap, 10 ** generator.uniform(-1, 1), timeline)
-        coarse = GRID[::10]
+        coarse = GRID[::5]
         exposed = generator.uniform(0.05, 0.6)
         within = [d for d in coarse if exposed_share(profile, timeline, d) <= exposed]
         if not within:

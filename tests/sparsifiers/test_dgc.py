@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 import lightning_sparse as ls
 from lightning_sparse import kernels
 from lightning_sparse.sparsifiers import bracket
+from tests.covering import covering, in_one_test
 from tests.reference.estimators import ROUGH, SMOOTH, accumulator, reference_dgc
 from tests.selections import DENSITIES, SIZES, assert_largest, picks, select
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("density", DENSITIES)
-@pytest.mark.parametrize("kind", SMOOTH + ROUGH)
+@in_one_test("kind, density, dtype", covering(product(SMOOTH + ROUGH, DENSITIES, [np.float32, np.float64])))
 def test_published_picks_are_those_of_the_reference(kind: str, density: float, dtype: type) -> None:
     for step, numel in enumerate(SIZES):
         acc = accumulator(kind, numel, dtype)
@@ -57,8 +58,7 @@ def test_the_published_rule_gives_up_after_ten_lower_thresholds() -> None:
     assert_largest(picks(corrected), acc)
 
 
-@pytest.mark.parametrize("density", DENSITIES)
-@pytest.mark.parametrize("kind", SMOOTH + ROUGH)
+@in_one_test("kind, density", product(SMOOTH + ROUGH, DENSITIES))
 def test_corrected_picks_are_the_largest_between_four_fifths_and_13_tenths_of_k(kind: str, density: float) -> None:
     for numel in SIZES:
         acc = accumulator(kind, numel)

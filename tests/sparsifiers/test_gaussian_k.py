@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 import lightning_sparse as ls
+from tests.covering import covering, in_one_test
 from tests.reference.estimators import ROUGH, SMOOTH, accumulator, reference_gaussian_k
 from tests.selections import DENSITIES, SIZES, assert_largest, picks, select
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("density", DENSITIES)
-@pytest.mark.parametrize("kind", SMOOTH + ROUGH)
+@in_one_test("kind, density, dtype", covering(product(SMOOTH + ROUGH, DENSITIES, [np.float32, np.float64])))
 def test_published_picks_are_those_of_the_reference(kind: str, density: float, dtype: type) -> None:
     for numel in SIZES:
         acc = accumulator(kind, numel, dtype)
@@ -45,8 +46,7 @@ def test_a_last_correction_that_is_not_used_shows() -> None:
     assert int(published.count) > 133 >= int(corrected.count) >= 67
 
 
-@pytest.mark.parametrize("density", DENSITIES)
-@pytest.mark.parametrize("kind", SMOOTH + ROUGH)
+@in_one_test("kind, density", product(SMOOTH + ROUGH, DENSITIES))
 def test_corrected_picks_are_the_two_to_four_thirds_of_k_largest(kind: str, density: float) -> None:
     for numel in SIZES:
         acc = accumulator(kind, numel)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
 import lightning_sparse as ls
+from tests.covering import covering, in_one_test
 from tests.reference.estimators import ROUGH, SMOOTH, accumulator, reference_redsync
 from tests.selections import DENSITIES, SIZES, assert_largest, picks, select
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("density", DENSITIES)
-@pytest.mark.parametrize("kind", SMOOTH + ROUGH)
+@in_one_test("kind, density, dtype", covering(product(SMOOTH + ROUGH, DENSITIES, [np.float32, np.float64])))
 def test_published_picks_are_those_of_the_reference(kind: str, density: float, dtype: type) -> None:
     for numel in SIZES:
         acc = accumulator(kind, numel, dtype)
@@ -33,8 +34,7 @@ def test_published_counts_are_far_off_and_not_always_on_the_same_side() -> None:
     assert ratio("constant", 0.1) == 0
 
 
-@pytest.mark.parametrize("density", DENSITIES)
-@pytest.mark.parametrize("kind", SMOOTH + ROUGH)
+@in_one_test("kind, density", product(SMOOTH + ROUGH, DENSITIES))
 def test_corrected_picks_are_the_k_to_2k_largest(kind: str, density: float) -> None:
     for numel in SIZES:
         acc = accumulator(kind, numel)

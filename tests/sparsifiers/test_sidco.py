@@ -17,7 +17,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.core import Context
 from lightning_sparse.sparsifiers.sidco import SIDCoState, gamma_quantile, pareto_quantile, threshold
-from tests.covering import covering
+from tests.covering import covering, in_one_test
 from tests.reference.sidco import reference_sidco, reference_threshold
 
 METHODS = {"E": ls.SIDCoE, "GP": ls.SIDCoGP, "P": ls.SIDCoP}
@@ -49,8 +49,7 @@ def sample(law: str, size: int = MANY, seed: int = 0) -> np.ndarray:
 # The fits
 
 
-@pytest.mark.parametrize("ratio", [0.9, 0.25, 0.01, 1e-4, 1e-8])
-@pytest.mark.parametrize("shape", [-3.0, -0.5, -1e-6, 0.0, 1e-6, 0.2, 0.45])
+@in_one_test("shape, ratio", product([-3.0, -0.5, -1e-6, 0.0, 1e-6, 0.2, 0.45], [0.9, 0.25, 0.01, 1e-4, 1e-8]))
 def test_pareto_quantile_is_scipys(shape: float, ratio: float) -> None:
     # Exact moments of a law of scale 2.
     mean, variance = 2 / (1 - shape), 4 / ((1 - shape) ** 2 * (1 - 2 * shape))
@@ -58,8 +57,7 @@ def test_pareto_quantile_is_scipys(shape: float, ratio: float) -> None:
     assert float(pareto_quantile(double(mean), double(variance), double(ratio))) == pytest.approx(expected, rel=1e-8)
 
 
-@pytest.mark.parametrize("ratio", [0.9, 0.25, 0.01, 1e-4, 1e-8])
-@pytest.mark.parametrize("gap", [1e-6, 0.01, 0.2704, 0.5772, 1.0, 3.0, 20.0])
+@in_one_test("gap, ratio", product([1e-6, 0.01, 0.2704, 0.5772, 1.0, 3.0, 20.0], [0.9, 0.25, 0.01, 1e-4, 1e-8]))
 def test_gamma_quantile_is_exact(gap: float, ratio: float) -> None:
     # Gaps from a shape of half a million to one of 0.03; the closed form of the paper is negative below 0.228.
     shape = (3 - gap + math.sqrt((gap - 3) ** 2 + 24 * gap)) / (12 * gap)
