@@ -74,11 +74,18 @@ def warm_python() -> str:
         stdout=subprocess.PIPE,
     )
 
-    atexit.register(server.communicate)  # ends it; so does the end of this process
+    atexit.register(end, server)  # so does the end of this process
     assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n"
+    with server.stdout:
+        assert server.stdout.readline() == b"ready\n"
     os.environ["WARM_PYTHON"] = str(program)  # for all that this process starts
     return str(program)
+
+
+def end(server: subprocess.Popen[bytes]) -> None:
+    assert server.stdin is not None
+    server.stdin.close()
+    server.wait()  # for it alone: processes that multiprocessing keeps end when this one has
 
 
 def forgetting(*packages: str) -> str:
@@ -100,7 +107,7 @@ def serve(program: str) -> list[str]:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:  # who started this has ended
             shutil.rmtree(Path(program).parent)
-            reap(seconds=2)
+            reap(seconds=1)
             sys.exit()
         link, _ = listener.accept()
         if not os.fork():
@@ -114,7 +121,7 @@ def serve(program: str) -> list[str]:
     arguments, environment, folder, numbers = json.loads(told)
     child = os.fork()
     if child:
-        for file in files:
+        for file in (*files, 0, 1):
             os.close(file)
         wait_for(child, link)
     for number, file in zip(numbers, [fcntl.fcntl(file, fcntl.F_DUPFD, 512) for file in files], strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -34,6 +35,7 @@ from lightning_sparse.pipeline import reduce_group
 from lightning_sparse.plan import ParameterSize
 from lightning_sparse.sparsifiers import SPARSIFIERS
 from tests.advisor.made_up import HERE, NOTHING, measured, method, predicted
+from tests.covering import in_one_test
 from tests.reference.merging import groupings
 from tests.reference.steps import simulated_step
 
@@ -204,6 +206,7 @@ def test_measurements_survive_a_file() -> None:
 # Other numbers of ranks
 
 
+@functools.cache
 def recorded(name: str, ranks: int, numel: int, density: float) -> dict[str, tuple[float, float]]:
     """Calls, and bytes of the rank that gives most, by operation and step, as in a microbenchmark."""
     calls: list[Counter[str]] = [Counter() for _ in range(ranks)]
@@ -257,10 +260,7 @@ def known_between(name: str, ranks: int, density: float) -> Method:
     return Method(name, density, GroupCost(density, NOTHING, NOTHING, NOTHING, tuple(parts)))
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [(name, 2) for name, _ in SPARSIFIERS.items()] + [(name, 1) for name in EXACT],
-)
+@in_one_test("name, known", [(name, 2) for name, _ in SPARSIFIERS.items()] + [(name, 1) for name in EXACT])
 def test_messages_grow_with_ranks_as_they_do_in_simulations(name: str, known: int) -> None:
     density = 0.02
     moved = known_between(name, known, density).between(known, 8, Network.ring(8, 1e-5, 1e9))

@@ -95,7 +95,7 @@ def test_one_iteration_by_hand() -> None:
     assert iteration_seconds([[0, 1, 2]], *layers, cost) == 16
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.thorough] * (seed > 2)) for seed in range(6)])
 def test_nothing_is_shorter_than_the_optimum_among_all_groupings(seed: int) -> None:
     generator = random.Random(seed)
     merged = 0
@@ -111,7 +111,7 @@ def test_nothing_is_shorter_than_the_optimum_among_all_groupings(seed: int) -> N
 
 def test_nothing_is_shorter_among_all_groupings_of_12_layers() -> None:
     generator = random.Random(12)
-    for _ in range(30):
+    for _ in range(15):
         instance = drawn(generator, layers=12)
         assert instance.time(instance.optimal()) == pytest.approx(shortest(instance), rel=1e-12)
 
@@ -133,7 +133,7 @@ def test_sixty_layers_take_as_long_as_by_the_pairs_of_the_slow_algorithm(seed: i
     assert instance.time(instance.optimal()) == pytest.approx(expected, rel=1e-11)
 
 
-@pytest.mark.parametrize("fixed", [0.0, 1e-4])
+@pytest.mark.parametrize("fixed", [0.0, pytest.param(1e-4, marks=pytest.mark.thorough)])
 def test_five_hundred_layers(fixed: float) -> None:
     generator = random.Random(500)
     numels = [int(10 ** generator.uniform(2, 6.5)) for _ in range(500)]

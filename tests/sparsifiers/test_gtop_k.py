@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
 import lightning_sparse as ls
+from tests.covering import covering, in_one_test
 from tests.reference.merged import reference_gtop_k
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 6, 7, 8, 9])
-@pytest.mark.parametrize("grain", [0, 4], ids=["distinct", "ties"])
+@in_one_test("n, grain, dtype", covering(product(range(1, 10), [0, 4], [np.float32, np.float64])))
 def test_every_step_is_that_of_the_reference(n: int, grain: int, dtype: type) -> None:
     numel, density = 211, 0.05
     shared = np.random.default_rng(100).laplace(size=(12, 1, numel))  # what ranks have in common makes sums meet

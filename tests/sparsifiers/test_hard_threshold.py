@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
 import lightning_sparse as ls
 from lightning_sparse.core import Context
+from tests.covering import covering, in_one_test
 from tests.reference.partitioned import reference_hard_threshold
 
 RELEASES = {"own": "gather_pairs", "union": "reduce_union"}
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize(("n", "numel"), [(1, 500), (2, 500), (4, 333)])
-@pytest.mark.parametrize("threshold", [0.7, 4.0, 50.0])
-def test_every_step_is_that_of_the_reference(n: int, numel: int, threshold: float, release: str, dtype: type) -> None:
+@in_one_test(
+    "shape, threshold, release, dtype",
+    covering(product([(4, 333), (2, 500), (1, 500)], [0.7, 4.0, 50.0], RELEASES, [np.float32, np.float64])),
+)
+def test_every_step_is_that_of_the_reference(
+    shape: tuple[int, int], threshold: float, release: str, dtype: type
+) -> None:
+    n, numel = shape
     stream = np.random.default_rng(n).laplace(size=(25, n, numel))
     # Values at the threshold itself: 0.7 is rounded to the dtype of the gradients, and reached.
     stream[::5, :, :10] = threshold

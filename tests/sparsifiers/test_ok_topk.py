@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 import lightning_sparse as ls
 from lightning_sparse.core import Context
+from tests.covering import covering, in_one_test
 from tests.reference.merged import reference_ok_topk
 
 
@@ -20,10 +22,11 @@ def layered(steps: int, n: int, numel: int, seed: int = 0) -> np.ndarray:
     return scale * (generator.laplace(size=(steps, 1, numel)) + generator.laplace(size=(steps, n, numel)))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize(("interval", "gain"), [(1, 1.5), (5, 1.2), (1000, 1.012)])
-def test_every_step_is_that_of_the_reference(n: int, interval: int, gain: float, dtype: type) -> None:
+@in_one_test(
+    "n, rule, dtype", covering(product([3, 4, 7, 2, 1], [(1, 1.5), (5, 1.2), (1000, 1.012)], [np.float32, np.float64]))
+)
+def test_every_step_is_that_of_the_reference(n: int, rule: tuple[int, float], dtype: type) -> None:
+    interval, gain = rule
     stream = layered(25, n, 203, seed=n).astype(dtype)
     sparsifier = ls.OkTopK(interval=interval, gain=gain)
     traces = ls.simulate(torch.from_numpy(stream), sparsifier=sparsifier, density=0.1)
