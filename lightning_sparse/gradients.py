@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lightning_sparse.layout import flattened
+
 
 class LocalGradients:
     """Copies gradients as backward finishes them, between :meth:`start` and :meth:`take`; costs nothing otherwise.
@@ -39,7 +41,7 @@ class LocalGradients:
 
     def _copy(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._found[name] = _in_memory_order(parameter.grad.detach()).clone()
+            self._found[name] = flattened(parameter.grad).clone()
 
     def take(self, scale: Tensor | None = None) -> dict[str, Tensor]:
         """What was copied, flat, by name; without parameters that had no gradient. Stops copying.
@@ -56,10 +58,3 @@ class LocalGradients:
 def trained_parameters(module: Module) -> dict[str, Parameter]:
     """Floating-point parameters that need a gradient, by name."""
     return {n: p for n, p in module.named_parameters() if p.requires_grad and p.is_floating_point() and p.numel()}
-
-
-def _in_memory_order(gradient: Tensor) -> Tensor:
-    """(numel,) as residuals have it; a view where nothing overlaps."""
-    if torch.empty_like(gradient).stride() != gradient.stride():
-        return gradient.flatten()
-    return gradient.as_strided((gradient.numel(),), (1,))
