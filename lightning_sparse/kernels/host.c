@@ -14,11 +14,14 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
-#define BLOCK 2048     // elements that are worked on in the first-level cache
+#define STRIP 64       // elements that are worked on in registers
+#define BLOCK 2048     // and in the first-level cache
+#define STRIPS (BLOCK / STRIP)
 #define CHUNK 65536    // as in host.py
 #define LANES 1024     // as in host.py
 #define STREAM (1 << 20)  // from so many elements on, what is written goes past the caches
-#define AHEAD 24       // elements to prefetch
+#define FAR 2048       // elements to ask for ahead in a row
+#define AHEAD 24       // and in places all over a vector
 
 static const uint32_t INFINITE = 0x7f800000, MAGNITUDE = 0x7fffffff;
 
@@ -36,99 +39,197 @@ INLINE float from_half(uint16_t h) {
   return float_of(found | (uint32_t)(h & 0x8000) << 16);
 }
 
-// Which of 32 magnitudes, given as bits, reach a bound: a bit each. Not a number reaches nothing.
-typedef uint32_t hits_of(const uint32_t *m, uint32_t bound);
+// What of 64 numbers is done at once: their magnitudes' bits are compared with a level, which gives a bit each. Not a
+// number reaches nothing.
+typedef struct {
+  // sum[i] = x[i] + y[i], to acc, too; top holds the largest bits of magnitudes so far, in 16 parts.
+  uint64_t (*add)(const float *x, const float *y, float *acc, float *sum, uint32_t level, uint32_t *top, int stream);
+  uint64_t (*reach)(const float *x, uint32_t level);
+  // Places and magnitudes of what has a bit, with room for 15 more; how many they are.
+  int64_t (*extract)(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes);
+} strip;
 
-INLINE uint32_t hits_portable(const uint32_t *m, uint32_t bound) {
-  uint32_t any = 0, hits = 0;
-  for (int j = 0; j < 32; j++) any |= (uint32_t)(m[j] >= bound);
-  for (int j = 0; any && j < 32; j++) hits |= (uint32_t)(m[j] >= bound && m[j] <= INFINITE) << j;
+INLINE uint64_t reach_portable(const float *x, uint32_t level) {
+  uint32_t any = 0;
+  uint64_t hits = 0;
+  for (int j = 0; j < STRIP; j++) any |= (uint32_t)((bits_of(x[j]) & MAGNITUDE) >= level);
+  for (int j = 0; any && j < STRIP; j++) {
+    uint32_t m = bits_of(x[j]) & MAGNITUDE;
+    hits |= (uint64_t)(m >= level && m <= INFINITE) << j;
+  }
   return hits;
 }
+
+INLINE uint64_t add_portable(const float *x, const float *y, float *acc, float *sum, uint32_t level, uint32_t *top,
+                             int stream) {
+  (void)stream;
+  for (int j = 0; j < STRIP; j++) {
+    sum[j] = x[j] + y[j];
+    uint32_t m = bits_of(sum[j]) & MAGNITUDE;
+    top[j % 16] = m > top[j % 16] ? m : top[j % 16];
+  }
+  memcpy(acc, sum, 4 * STRIP);
+  return reach_portable(sum, level);
+}
+
+INLINE int64_t extract_portable(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes) {
+  int64_t found = 0;
+  for (; hits; hits &= hits - 1, found++) {
+    int j = __builtin_ctzll(hits);
+    if (indices) indices[found] = first + j;
+    magnitudes[found] = fabsf(x[j]);
+  }
+  return found;
+}
+static const strip PORTABLE = {add_portable, reach_portable, extract_portable};
 
 #ifdef STREAMS
 #define AVX2 __attribute__((target("avx2")))
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,popcnt")))
 
-AVX2 INLINE uint32_t hits_avx2(const uint32_t *m, uint32_t bound) {
-  const __m256i below = _mm256_set1_epi32((int)bound - 1), beyond = _mm256_set1_epi32((int)INFINITE + 1);
-  uint32_t hits = 0;
-  for (int j = 0; j < 4; j++) {
-    __m256i x = _mm256_loadu_si256((const __m256i *)(m + 8 * j));
-    __m256i reached = _mm256_and_si256(_mm256_cmpgt_epi32(x, below), _mm256_cmpgt_epi32(beyond, x));
-    hits |= (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(reached)) << (8 * j);
+AVX2 INLINE uint64_t hits_avx2(__m256i m, uint32_t level) {
+  __m256i above = _mm256_cmpgt_epi32(m, _mm256_set1_epi32((int)level - 1));
+  __m256i number = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)INFINITE + 1), m);
+  return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_and_si256(above, number)));
+}
+
+AVX2 INLINE uint64_t add_avx2(const float *x, const float *y, float *acc, float *sum, uint32_t level, uint32_t *top,
+                              int stream) {
+  __m256i largest = _mm256_loadu_si256((__m256i *)top);
+  uint64_t hits = 0;
+  for (int j = 0; j < STRIP; j += 8) {
+    __m256 a = _mm256_add_ps(_mm256_loadu_ps(x + j), _mm256_loadu_ps(y + j));
+    __m256i m = _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32((int)MAGNITUDE));
+    largest = _mm256_max_epu32(largest, m);
+    _mm256_storeu_ps(sum + j, a);
+    if (stream)
+      _mm256_stream_ps(acc + j, a);
+    else
+      _mm256_storeu_ps(acc + j, a);
+    hits |= hits_avx2(m, level) << j;
+  }
+  _mm256_storeu_si256((__m256i *)top, largest);
+  return hits;
+}
+
+AVX2 INLINE uint64_t reach_avx2(const float *x, uint32_t level) {
+  uint64_t hits = 0;
+  for (int j = 0; j < STRIP; j += 8) {
+    __m256i m = _mm256_loadu_si256((const __m256i *)(x + j));
+    hits |= hits_avx2(_mm256_and_si256(m, _mm256_set1_epi32((int)MAGNITUDE)), level) << j;
+  }
+  return hits;
+}
+static const strip OF_AVX2 = {add_avx2, reach_avx2, extract_portable};
+
+AVX512 INLINE uint64_t hits_avx512(__m512i m, uint32_t level) {
+  __mmask16 above = _mm512_cmpge_epu32_mask(m, _mm512_set1_epi32((int)level));
+  return _mm512_mask_cmple_epu32_mask(above, m, _mm512_set1_epi32((int)INFINITE));
+}
+
+AVX512 INLINE uint64_t add_avx512(const float *x, const float *y, float *acc, float *sum, uint32_t level, uint32_t *top,
+                                  int stream) {
+  __m512i largest = _mm512_loadu_si512(top);
+  uint64_t hits = 0;
+  for (int j = 0; j < STRIP; j += 16) {
+    __m512 a = _mm512_add_ps(_mm512_loadu_ps(x + j), _mm512_loadu_ps(y + j));
+    __m512i m = _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32((int)MAGNITUDE));
+    largest = _mm512_max_epu32(largest, m);
+    _mm512_storeu_ps(sum + j, a);
+    if (stream)
+      _mm512_stream_ps(acc + j, a);
+    else
+      _mm512_storeu_ps(acc + j, a);
+    hits |= hits_avx512(m, level) << j;
+  }
+  _mm512_storeu_si512(top, largest);
+  return hits;
+}
+
+AVX512 INLINE uint64_t reach_avx512(const float *x, uint32_t level) {
+  uint64_t hits = 0;
+  for (int j = 0; j < STRIP; j += 16) {
+    __m512i m = _mm512_loadu_si512(x + j);
+    hits |= hits_avx512(_mm512_and_si512(m, _mm512_set1_epi32((int)MAGNITUDE)), level) << j;
   }
   return hits;
 }
 
-AVX512 INLINE uint32_t hits_avx512(const uint32_t *m, uint32_t bound) {
-  const __m512i level = _mm512_set1_epi32((int)bound), infinite = _mm512_set1_epi32((int)INFINITE);
-  uint32_t hits = 0;
-  for (int j = 0; j < 2; j++) {
-    __m512i x = _mm512_loadu_si512(m + 16 * j);
-    __mmask16 reached = _mm512_mask_cmple_epu32_mask(_mm512_cmpge_epu32_mask(x, level), x, infinite);
-    hits |= (uint32_t)reached << (16 * j);
+AVX512 INLINE int64_t extract_avx512(const float *x, uint64_t hits, int32_t first, int32_t *indices,
+                                     float *magnitudes) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  int64_t found = 0;
+  for (int j = 0; j < STRIP; j += 16) {
+    __mmask16 some = (__mmask16)(hits >> j);
+    __m512i m = _mm512_and_si512(_mm512_loadu_si512(x + j), _mm512_set1_epi32((int)MAGNITUDE));
+    __m512i places = _mm512_add_epi32(lanes, _mm512_set1_epi32(first + j));
+    if (indices) _mm512_storeu_si512(indices + found, _mm512_maskz_compress_epi32(some, places));
+    _mm512_storeu_si512(magnitudes + found, _mm512_maskz_compress_epi32(some, m));
+    found += __builtin_popcount(some);
   }
-  return hits;
+  return found;
 }
+static const strip OF_AVX512 = {add_avx512, reach_avx512, extract_avx512};
 #endif
 
-// Coordinates and magnitudes of a block that reach a bound; the block may be read up to the next multiple of 32.
-INLINE int64_t collect(uint32_t *m, int64_t n, uint32_t bound, int64_t first, int32_t *indices, float *magnitudes,
-                       int64_t found, int64_t room, hits_of *hits_of) {
-  for (int64_t i = n; i % 32; i++) m[i] = MAGNITUDE;  // not a number
-  for (int64_t i = 0; i < n; i += 32)
-    for (uint32_t hits = hits_of(m + i, bound); hits; hits &= hits - 1, found++) {
-      if (found >= room) continue;
-      int64_t j = i + __builtin_ctz(hits);
-      if (indices) indices[found] = (int32_t)(first + j);
-      magnitudes[found] = float_of(m[j]);
-    }
+// What has a bit in the words of a block, behind what was found before; only counted where there is no room.
+INLINE int64_t collect(const float *x, const uint64_t *hits, int32_t words, int32_t first, int32_t *indices,
+                       float *magnitudes, int64_t found, int64_t room, const strip s) {
+  int32_t some = 0, reached = 0, places[STRIPS];
+  for (int32_t w = 0; w < words; w++) {  // without a branch that nobody can predict
+    places[some] = w;
+    some += hits[w] != 0;
+  }
+  for (int32_t i = 0; i < some; i++) reached += __builtin_popcountll(hits[places[i]]);
+  if (found + reached > room) return found + reached;
+  for (int32_t i = 0; i < some; i++) {
+    int32_t at = STRIP * places[i];
+    found += s.extract(x + at, hits[places[i]], first + at, indices ? indices + found : indices, magnitudes + found);
+  }
   return found;
 }
 
-INLINE void write_block(float *to, const float *from, int64_t n, int stream) {
-#ifdef STREAMS
-  if (stream) {
-    int64_t i = 0;
-    for (; i < n && ((uintptr_t)(to + i) & 15); i++) to[i] = from[i];
-    for (; i + 4 <= n; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
-    for (; i < n; i++) to[i] = from[i];
-    return;
-  }
-#endif
-  (void)stream;
-  memcpy(to, from, 4 * (size_t)n);
+// 64 elements of a gradient as float32, where they lie or widened.
+INLINE const float *widened(const void *grad, int kind, int64_t at, int64_t n, float *wide) {
+  const uint16_t *g = (const uint16_t *)grad + at;
+  if (kind == 0) return (const float *)grad + at;
+  for (int64_t j = 0; j < n; j++) wide[j] = kind == 1 ? float_of((uint32_t)g[j] << 16) : from_half(g[j]);
+  return wide;
 }
 
 INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kind, int64_t n, float bound,
                           int64_t first, int32_t *indices, float *magnitudes, int64_t room, int32_t *finite,
-                          hits_of *hits_of) {
-  float a[BLOCK];
-  uint32_t m[BLOCK], largest = 0, level = level_of(bound);
-  int64_t found = 0;
+                          const strip s) {
+  float sum[BLOCK], wide[STRIP], left[2][STRIP] = {{0}};
+  uint64_t hits[STRIPS];
+  uint32_t top[16] = {0}, level = level_of(bound), largest = 0;
+  int64_t found = 0, item = kind ? 2 : 4;
+  int stream = n >= STREAM && (uintptr_t)acc % 64 == 0;
+  char *g = grad;
   for (int64_t start = 0; start < n; start += BLOCK) {
-    int64_t size = n - start < BLOCK ? n - start : BLOCK;
-    const float *r = residual + start;
-    if (kind == 0) {
-      float *g = (float *)grad + start;
-      for (int64_t i = 0; i < size; i++) a[i] = r[i] + g[i];
-      memset(g, 0, 4 * (size_t)size);
-    } else {
-      uint16_t *g = (uint16_t *)grad + start;
-      if (kind == 1)
-        for (int64_t i = 0; i < size; i++) a[i] = r[i] + float_of((uint32_t)g[i] << 16);
-      else
-        for (int64_t i = 0; i < size; i++) a[i] = r[i] + from_half(g[i]);
-      memset(g, 0, 2 * (size_t)size);
+    int64_t size = n - start < BLOCK ? n - start : BLOCK, words = (size + STRIP - 1) / STRIP;
+    for (int64_t w = 0; w < words; w++) {
+      int64_t at = start + STRIP * w, whole = n - at;
+      if (whole >= STRIP) {
+        for (int64_t j = 0; j < STRIP; j += 16) __builtin_prefetch(residual + at + FAR + j);
+        for (int64_t j = 0; j < STRIP * item; j += 64) __builtin_prefetch(g + item * (at + FAR) + j);
+        const float *y = widened(grad, kind, at, STRIP, wide);
+        hits[w] = s.add(residual + at, y, acc + at, sum + STRIP * w, level, top, stream);
+        if (kind)  // of lengths that the compiler knows
+          memset(g + item * at, 0, 2 * STRIP);
+        else
+          memset(g + item * at, 0, 4 * STRIP);
+      } else {
+        memcpy(left[0], residual + at, 4 * (size_t)whole);
+        memcpy(left[1], widened(grad, kind, at, whole, wide), 4 * (size_t)whole);
+        hits[w] = s.add(left[0], left[1], left[0], sum + STRIP * w, level, top, 0) & ((1ull << whole) - 1);
+        memcpy(acc + at, left[0], 4 * (size_t)whole);
+        memset(g + item * at, 0, (size_t)(item * whole));
+      }
     }
-    for (int64_t i = 0; i < size; i++) {
-      m[i] = bits_of(a[i]) & MAGNITUDE;
-      largest = m[i] > largest ? m[i] : largest;
-    }
-    found = collect(m, size, level, first + start, indices, magnitudes, found, room, hits_of);
-    write_block(acc + start, a, size, n >= STREAM);
+    found = collect(sum, hits, (int32_t)words, (int32_t)(first + start), indices, magnitudes, found, room, s);
   }
+  for (int j = 0; j < 16; j++) largest = top[j] > largest ? top[j] : largest;
   *finite = largest < INFINITE;
 #ifdef STREAMS
   _mm_sfence();
@@ -138,14 +239,26 @@ INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kin
 
 // Of rows of a matrix, one after another; a vector has one row.
 INLINE int64_t above(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound, int64_t first,
-                     int32_t *indices, float *magnitudes, int64_t room, hits_of *hits_of) {
-  uint32_t m[BLOCK], level = level_of(bound);
+                     int32_t *indices, float *magnitudes, int64_t room, const strip s) {
+  float left[STRIP] = {0};
+  uint64_t hits[STRIPS];
+  uint32_t level = level_of(bound);
   int64_t found = 0;
   for (int64_t row = 0; row < rows; row++, x += stride, first += columns)
     for (int64_t start = 0; start < columns; start += BLOCK) {
-      int64_t size = columns - start < BLOCK ? columns - start : BLOCK;
-      for (int64_t i = 0; i < size; i++) m[i] = bits_of(x[start + i]) & MAGNITUDE;
-      found = collect(m, size, level, first + start, indices, magnitudes, found, room, hits_of);
+      const float *block = x + start;
+      int64_t size = columns - start < BLOCK ? columns - start : BLOCK, whole = size / STRIP;
+      for (int64_t w = 0; w < whole; w++) {
+        for (int64_t j = 0; j < STRIP; j += 16) __builtin_prefetch(block + STRIP * w + FAR + j);
+        hits[w] = s.reach(block + STRIP * w, level);
+      }
+      found = collect(block, hits, (int32_t)whole, (int32_t)(first + start), indices, magnitudes, found, room, s);
+      if (size % STRIP) {
+        memcpy(left, block + STRIP * whole, 4 * (size_t)(size % STRIP));
+        hits[0] = s.reach(left, level) & ((1ull << size % STRIP) - 1);
+        int32_t at = (int32_t)(first + start + STRIP * whole);
+        found = collect(left, hits, 1, at, indices, magnitudes, found, room, s);
+      }
     }
   return found;
 }
@@ -238,27 +351,27 @@ EXPORT int32_t ls_put(float *x, int64_t size, const int64_t *indices, int64_t n,
   return 0;
 }
 
-#define VARIANTS(name, target)                                                                                     \
-  target static int64_t accumulate_##name(float *acc, const float *residual, void *grad, int kind, int64_t n,      \
-                                          float bound, int64_t first, int32_t *indices, float *magnitudes,         \
-                                          int64_t room, int32_t *finite) {                                         \
-    return accumulate(acc, residual, grad, kind, n, bound, first, indices, magnitudes, room, finite, hits_##name);            \
-  }                                                                                                                \
-  target static int64_t above_##name(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound,   \
-                                     int64_t first, int32_t *indices, float *magnitudes, int64_t room) {           \
-    return above(x, rows, columns, stride, bound, first, indices, magnitudes, room, hits_##name);                  \
-  }                                                                                                                \
-  target static int32_t all_finite_##name(const float *x, int64_t n) { return largest_of(x, n) < INFINITE; }                  \
-  target static void excess_##name(const float *x, int64_t n, double level, float bound, double *out) {            \
-    excess(x, n, level, bound, out);                                                                               \
-  }                                                                                                                \
-  target static void moments_##name(const float *x, int64_t n, double *out) { moments(x, n, out); }                \
+#define VARIANTS(name, target, s)                                                                                   \
+  target static int64_t accumulate_##name(float *acc, const float *residual, void *grad, int kind, int64_t n,       \
+                                          float bound, int64_t first, int32_t *indices, float *magnitudes,          \
+                                          int64_t room, int32_t *finite) {                                          \
+    return accumulate(acc, residual, grad, kind, n, bound, first, indices, magnitudes, room, finite, s);            \
+  }                                                                                                                 \
+  target static int64_t above_##name(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound,    \
+                                     int64_t first, int32_t *indices, float *magnitudes, int64_t room) {            \
+    return above(x, rows, columns, stride, bound, first, indices, magnitudes, room, s);                             \
+  }                                                                                                                 \
+  target static int32_t all_finite_##name(const float *x, int64_t n) { return largest_of(x, n) < INFINITE; }        \
+  target static void excess_##name(const float *x, int64_t n, double level, float bound, double *out) {             \
+    excess(x, n, level, bound, out);                                                                                \
+  }                                                                                                                 \
+  target static void moments_##name(const float *x, int64_t n, double *out) { moments(x, n, out); }                 \
   target static void sum_and_maximum_##name(const float *x, int64_t n, double *out) { sum_and_maximum(x, n, out); }
 
-VARIANTS(portable, )
+VARIANTS(portable, , PORTABLE)
 #ifdef STREAMS
-VARIANTS(avx2, AVX2)
-VARIANTS(avx512, AVX512)
+VARIANTS(avx2, AVX2, OF_AVX2)
+VARIANTS(avx512, AVX512, OF_AVX512)
 #define PICK(function) (level == 2 ? function##_avx512 : level == 1 ? function##_avx2 : function##_portable)
 #else
 #define PICK(function) function##_portable

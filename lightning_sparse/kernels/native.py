@@ -14,6 +14,9 @@ from lightning_sparse.kernels.library import choose
 KINDS = {np.dtype(np.float32): 0, np.dtype(np.uint16): 1, np.dtype(np.float16): 2}
 """Of gradients; bfloat16 comes as its bits."""
 
+SLACK = 16
+"""Slots behind what is found that the library may write to."""
+
 Found = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Ascending coordinates and their magnitudes."""
 
@@ -57,15 +60,15 @@ class Native:
         count = self._above(matrix, bound, indices, magnitudes)
         if count <= room:
             return indices[:count].copy(), magnitudes[:count].copy()
-        indices, magnitudes = np.empty(count, np.int32), np.empty(count, np.float32)
+        indices, magnitudes = np.empty(count + SLACK, np.int32), np.empty(count + SLACK, np.float32)
         self._above(matrix, bound, indices, magnitudes)
-        return indices, magnitudes
+        return indices[:count], magnitudes[:count]
 
     def tail(self, values: NDArray[np.float32], bound: float) -> NDArray[np.float32]:
         """The magnitudes that reach a bound, in a buffer of this thread."""
         buffer = _buffers.__dict__.get("tail")
-        if buffer is None or buffer.size < values.size:
-            buffer = _buffers.__dict__["tail"] = np.empty(values.size, np.float32)  # touched as far as it is used
+        if buffer is None or buffer.size < values.size + SLACK:
+            buffer = _buffers.__dict__["tail"] = np.empty(values.size + SLACK, np.float32)  # touched as far as it is used
         found: NDArray[np.float32] = buffer[: self._above(values[None], bound, None, buffer)]
         return found
 
@@ -79,7 +82,7 @@ class Native:
         rows, columns = matrix.shape
         count: int = self._library.ls_above(
             _at(matrix), _long(rows), _long(columns), _long(matrix.strides[0] // 4), ctypes.c_float(bound), _long(0),
-            None if indices is None else _at(indices), _at(magnitudes), _long(magnitudes.size),
+            None if indices is None else _at(indices), _at(magnitudes), _long(magnitudes.size - SLACK),
         )  # fmt: skip
         return count
 
@@ -121,9 +124,10 @@ class Native:
 def _scratch(room: int) -> Found:
     """Buffers of this thread for coordinates and magnitudes."""
     found: Found | None = _buffers.__dict__.get("found")
-    if found is None or found[0].size < room:
-        found = _buffers.__dict__["found"] = np.empty(room, np.int32), np.empty(room, np.float32)
-    return found[0][:room], found[1][:room]
+    size = room + SLACK
+    if found is None or found[0].size < size:
+        found = _buffers.__dict__["found"] = np.empty(size, np.int32), np.empty(size, np.float32)
+    return found[0][:size], found[1][:size]
 
 
 def _at(x: NDArray[Any]) -> ctypes.c_void_p:
