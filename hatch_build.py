@@ -11,7 +11,7 @@ KERNELS = "lightning_sparse/kernels"
 
 
 class KernelsBuildHook(BuildHookInterface):  # type: ignore[type-arg]  # whatever the builder's settings are
-    """Compiles host.c; without a compiler, the wheel is one of Python alone."""
+    """Compiles the sources in C; without a compiler, the wheel is one of Python alone."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called before a wheel, or an editable install, which then finds the library beside the source."""

@@ -12,7 +12,7 @@ from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, reduce_at, same_length
 from lightning_sparse.exchanges.reduce_union import union_of
-from lightning_sparse.kernels import expand, locate, pad, static_shapes, take
+from lightning_sparse.kernels import compiled, expand, locate, pad, static_shapes, take
 from lightning_sparse.messages import AllGather, AllReduce, Steps
 
 BLOCK = 1 << 16
@@ -82,6 +82,14 @@ class PackedUnion(Exchange):
         if n == 1 or count(ctx.density, numel) == numel or lanes.most < lanes.fewest:
             mean, second = yield from reduce_at(acc, indices, ctx)
             return Update(indices, mean, indices, None, picks.counts, union.size, named, second)
+        if ctx.second is None and (library := compiled(acc.device, acc.dtype)):
+            words, units, *sent = library.round(
+                acc, indices, union.levels, int(lowest), _most_raised(lanes.most), lanes.most
+            )
+            values = library.average((yield AllReduce(words)), units, n)
+            if trouble:
+                values.fill_(float("nan"))
+            return Update(indices, values, sent[0], sent[1], picks.counts, union.size, named, None, sent[2])
         unit = _step_of(_raised(union.levels, lowest, lanes.most), acc.dtype)
         whole = (take(acc, indices) / unit).round().clamp(-lanes.most, lanes.most).nan_to_num(nan=0.0)
         if ctx.second is None:
@@ -161,36 +169,50 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     padding = acc.numel() - 1
     selection, _ = yield from same_length(selection, None, padding)
     indices, slots = selection.indices, selection.indices.numel()
+    blocks = -(-padding // BLOCK)
+    if blocks + (slots + 1) // 2 >= slots:
+        blocks = 0  # whole coordinates are shorter
+    library = compiled(acc.device, acc.dtype)
+    if library is None:
+        words = _tell(acc, selection, most, blocks)
+    else:
+        words = library.tell(acc, indices, selection.spare, int(selection.count), most, blocks)
+    n, after = ctx.world_size, words.numel()
+    if ctx.second is not None:
+        words = torch.cat([words, _pack_octets(_codes(ctx.second[indices]))])
+    rows = yield AllGather(words)
+    counts, tops = rows[:, 0].long(), rows[:, 1:2].long()
+    trouble = tops.max() == TROUBLE
+    ends = [slots] * n if static_shapes(acc.device) else counts.tolist()
+
+    def each(rows: Tensor) -> list[Tensor]:
+        return [row[:end] for row, end in zip(rows, ends, strict=True)]
+
+    codes = None if ctx.second is None else each(_unpack_octets(rows[:, after:], slots))
+    if library is not None:
+        picks, spares, levels, least = library.hear(rows, slots, blocks, padding)
+        lowest = torch.tensor(least, device="cpu")
+        return Picks(picks, None, counts, None if selection.spare is None else spares, codes), levels, lowest, trouble
+    end = after - -(-slots // 8)
+    told = _unpack_nibbles(rows[:, end:after], slots)
+    levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)
+    within = torch.arange(slots, device=acc.device) < counts[:, None]
+    lowest = torch.cat([tops, torch.where(within, levels, tops)], dim=1).amin(1).max()
+    places = _lengthen(rows[:, 2:end], slots, blocks, padding) if blocks else rows[:, 2:end].long()
+    spares = None if selection.spare is None else each(told >= CLASSES)
+    return Picks(each(places), None, counts, spares, codes), torch.cat(each(levels)), lowest, trouble
+
+
+def _tell(acc: Tensor, selection: Selection, most: int, blocks: int) -> Tensor:
+    """The message of one rank: number of picks and level of the largest; coordinates; and four bits for each."""
+    indices, slots = selection.indices, selection.indices.numel()
     magnitudes = take(acc, indices).abs()
     largest = magnitudes.max() if slots else acc.new_zeros(())
     classes = _classes(magnitudes, largest)
     if selection.spare is not None:
         classes = classes | selection.spare.to(torch.uint8) << 3
     head = torch.stack([selection.count.int(), _level_of(largest / most)])
-    blocks = -(-padding // BLOCK)
-    short = blocks + (slots + 1) // 2 < slots
-    body = _shorten(indices, blocks) if short else indices.int()
-    parts = [head, body, _pack_nibbles(classes)]
-    if ctx.second is not None:
-        parts.append(_pack_octets(_codes(ctx.second[indices])))
-    rows = yield AllGather(torch.cat(parts))
-    n, end = ctx.world_size, 2 + body.numel()
-    after = end + parts[2].numel()
-    counts, tops, told = rows[:, 0].long(), rows[:, 1:2].long(), _unpack_nibbles(rows[:, end:after], slots)
-    trouble = tops.max() == TROUBLE
-    levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)
-    within = torch.arange(slots, device=acc.device) < counts[:, None]
-    lowest = torch.cat([tops, torch.where(within, levels, tops)], dim=1).amin(1).max()
-    places = _lengthen(rows[:, 2:end], slots, blocks, padding) if short else rows[:, 2:end].long()
-    spare = told >= CLASSES
-    ends = [slots] * n if static_shapes(acc.device) else counts.tolist()
-
-    def each(rows: Tensor) -> list[Tensor]:
-        return [row[:end] for row, end in zip(rows, ends, strict=True)]
-
-    spares = None if selection.spare is None else each(spare)
-    codes = None if ctx.second is None else each(_unpack_octets(rows[:, after:], slots))
-    return Picks(each(places), None, counts, spares, codes), torch.cat(each(levels)), lowest, trouble
+    return torch.cat([head, _shorten(indices, blocks) if blocks else indices.int(), _pack_nibbles(classes)])
 
 
 def _shorten(indices: Tensor, blocks: int) -> Tensor:
@@ -278,8 +300,13 @@ def _raised(levels: Tensor, lowest: Tensor, most: int) -> Tensor:
     rank: with that one's step it could send only a part. Picks keep at least two of their ``most`` levels. Where only
     ranks that have nothing but zeros have picked, nothing has to be kept.
     """
-    raise_by = max(0, most.bit_length() - 7)
-    return torch.maximum(levels, torch.minimum(levels.masked_fill(levels == SILENT, TROUBLE) + raise_by, lowest))
+    raised = levels.masked_fill(levels == SILENT, TROUBLE) + _most_raised(most)
+    return torch.maximum(levels, torch.minimum(raised, lowest))
+
+
+def _most_raised(most: int) -> int:
+    """See :func:`_raised`."""
+    return max(0, most.bit_length() - 7)
 
 
 def _level_of(step: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, gather_picks, reduce_at
-from lightning_sparse.kernels import distinct, pad, static_shapes, thin, unite
+from lightning_sparse.kernels import compiled, distinct, pad, static_shapes, thin, unite
 from lightning_sparse.messages import Steps
 
 
@@ -73,6 +73,9 @@ def union_of(picks: Picks, selection: Selection, padding: int, ctx: Context, lev
         if not static_shapes(joined.device) and (ctx.disjoint or joined.numel() == selection.total):
             size = picks.counts.sum() if ctx.disjoint else distinct(joined, padding)[1]
             return Union(joined, size, size, levels)
+    if library := compiled(joined.device):
+        united = library.unite(picks.indices, levels, picks.spare, padding, selection.limit, ctx.step)
+        return Union(united[0], *(torch.tensor(size, device="cpu") for size in (len(united[0]), united[2])), united[1])
     spare = torch.zeros_like(joined, dtype=torch.bool) if picks.spare is None else torch.cat(picks.spare)
     union, spare, levels, named = unite(joined, spare, levels, padding)
     limit = selection.limit

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.candidates import Candidates
-from lightning_sparse.kernels import host, static
+from lightning_sparse.kernels import host, native, static
 
 Span = tuple[int | Tensor, int | Tensor]
 """First and past-the-end coordinate of a contiguous range; tensors where only the device knows them."""
@@ -26,6 +26,11 @@ Span = tuple[int | Tensor, int | Tensor]
 def static_shapes(device: torch.device) -> bool:
     """True if results on this device have a size that the host knows beforehand (everywhere but on the CPU)."""
     return device.type != "cpu"
+
+
+def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> native.Native | None:
+    """The compiled functions, where there are some for vectors of this device and dtype."""
+    return native.library if dtype == torch.float32 and not static_shapes(device) else None
 
 
 def accumulate_(acc: Tensor, residual: Tensor, grad: Tensor, decay: float, candidates: Candidates | None) -> None:

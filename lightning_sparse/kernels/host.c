@@ -1,19 +1,14 @@
-// The CPU formulations of host.py for float32, without Python: called through ctypes, which releases the GIL meanwhile.
-// Results equal those of host.py bit for bit. Built by library.py.
+// Passes over whole groups: the CPU formulations of host.py for float32, without Python. They are called through ctypes,
+// which releases the GIL meanwhile. Results equal those of host.py bit for bit. Built by library.py.
 //
 // Each function exists once, as inline code, and is compiled for the instruction sets that this processor may have.
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
+#include "common.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define STREAMS 1
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
-#define EXPORT __attribute__((visibility("default")))
 #define STRIP 64       // elements that are worked on in registers
 #define BLOCK 2048     // and in the first-level cache
 #define STRIPS (BLOCK / STRIP)
@@ -21,12 +16,6 @@
 #define LANES 1024     // as in host.py
 #define STREAM (1 << 20)  // from so many elements on, what is written goes past the caches
 #define FAR 2048       // elements to ask for ahead in a row
-#define AHEAD 24       // and in places all over a vector
-
-static const uint32_t INFINITE = 0x7f800000, MAGNITUDE = 0x7fffffff;
-
-INLINE uint32_t bits_of(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
-INLINE float float_of(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
 
 // Bits of what magnitudes are compared with: all reach a negative bound, none reaches one that is not a number.
 INLINE uint32_t level_of(float bound) { return bound >= 0 ? bits_of(bound) & MAGNITUDE : bound < 0 ? 0 : MAGNITUDE; }
@@ -329,26 +318,6 @@ INLINE void sum_and_maximum(const float *x, int64_t n, double *out) {
 #define WITHOUT_SIGN(x) ((double)fabsf(x))
   SUM(n, WITHOUT_SIGN, 0, MAXIMUM)
   out[0] = folded(total), out[1] = (double)float_of(largest);
-}
-
-// Memory, not the processor, decides how long these take: asked for ahead, it answers several at once.
-// 0; or 1 where an index is not below the size of x, and the work is left undone there.
-EXPORT int32_t ls_take(const float *x, int64_t size, const int64_t *indices, int64_t n, float *out) {
-  for (int64_t i = 0; i < n; i++) {
-    if (i + AHEAD < n) __builtin_prefetch(x + indices[i + AHEAD]);
-    if ((uint64_t)indices[i] >= (uint64_t)size) return 1;
-    out[i] = x[indices[i]];
-  }
-  return 0;
-}
-
-EXPORT int32_t ls_put(float *x, int64_t size, const int64_t *indices, int64_t n, const float *values) {
-  for (int64_t i = 0; i < n; i++) {
-    if (i + AHEAD < n) __builtin_prefetch(x + indices[i + AHEAD], 1);
-    if ((uint64_t)indices[i] >= (uint64_t)size) return 1;
-    x[indices[i]] = values[i];
-  }
-  return 0;
 }
 
 #define VARIANTS(name, target, s)                                                                                   \

@@ -125,7 +125,15 @@ def top_k_and_stripe(
     if not expected:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     enough = min(values.size, expected + math.ceil(4 * math.sqrt(expected)))
-    indices, magnitudes = _top_k(values, enough, x, candidates)
+    known = _enough(values, enough, x, candidates)
+    more = _more(enough)
+    if compiled := _compiled(known[1]):
+        made = compiled.top_and_stripe(known, share, spare, turn, n, more if more < known[0].size else enough)
+        if made is not None:
+            if candidates is not None:
+                candidates.expect(made[1] if more < known[0].size else 0.9 * made[1])
+            return torch.from_numpy(made[0])
+    indices, magnitudes = _top_k_of(known, enough, candidates)
     first = np.zeros(enough, dtype=bool)
     if share:
         first[_best(magnitudes, share, share)[0]] = True
@@ -330,6 +338,10 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
     """
     coordinates = np.concatenate([indices.numpy() for indices, _ in parts])
     values = np.concatenate([part.numpy() for _, part in parts])
+    if compiled := _compiled(values):
+        made = compiled.add_up(coordinates, values, np.array([len(part) for part, _ in parts]), padding)
+        if made is not None:
+            return torch.from_numpy(made[0]), torch.from_numpy(made[1])
     keys = coordinates << 32
     keys |= np.arange(keys.size)
     keys.sort()
@@ -402,8 +414,13 @@ def _top_k(
     From few that reach a lower bound, the exact k-th magnitude is taken. The bound is that of what was collected
     beforehand, else one from a sample, else zero.
     """
-    if k == values.size:
-        return np.arange(k), np.abs(values)
+    return _top_k_of(_enough(values, k, x, candidates), k, candidates)
+
+
+def _enough(
+    values: NDArray[np.floating], k: int, x: Tensor | None = None, candidates: Candidates | None = None
+) -> Found:
+    """All that reach a bound, and at least k of them."""
     known = None if candidates is None or x is None else candidates.reaching(x, math.inf)
     if known is None or known[0].size < k:
         stride = max(1, min(97, values.size // 4096))
@@ -411,19 +428,32 @@ def _top_k(
         known = _above(values, _bound_from(sample, k / values.size, stride))
     if known[0].size < k:
         known = np.arange(values.size, dtype=np.int32), np.abs(values)
+    return known
+
+
+def _top_k_of(known: Found, k: int, candidates: Candidates | None) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
+    """The k largest of what is known, and what the next step may expect."""
     indices, magnitudes = known
-    keep, following = _best(magnitudes, k, math.ceil(NEXT * k) + 64)
+    keep, following = _best(magnitudes, k, _more(k))
     if candidates is not None:
         candidates.expect(following)
     return indices[keep].astype(np.int64), magnitudes[keep]
 
 
-def _best(magnitudes: NDArray[np.floating], k: int, more: int) -> tuple[NDArray[np.int64], float]:
+def _more(k: int) -> int:
+    """How many the next step should find, for k picks."""
+    return math.ceil(NEXT * k) + 64
+
+
+def _best(magnitudes: NDArray[np.floating], k: int, more: int) -> tuple[NDArray[np.integer], float]:
     """Places of the k largest, ascending, of equal ones the first; and the magnitude that ``more`` of them reach.
 
     Where there are fewer than ``more``, somewhat less than that of the k-th.
     """
     count = magnitudes.size
+    if compiled := _compiled(magnitudes):
+        places, reached = compiled.best(magnitudes, k, more)
+        return places, reached if more < count else 0.9 * reached
     ranks = (count - k,) if more >= count else (count - more, count - k)
     ordered = np.partition(magnitudes, ranks)
     kth = ordered[count - k]

@@ -1,4 +1,4 @@
-"""The library that host.c is compiled into: building it, and loading it.
+"""The library that the sources in C are compiled into: building it, and loading it.
 
 The build hook of the wheel runs this file, for an editable install, too; nothing is compiled later. It imports nothing
 of the package, so that it runs where the package is built, and where its version is asked for. By hand::
@@ -21,8 +21,8 @@ from pathlib import Path
 SETTING = "LIGHTNING_SPARSE_KERNELS"
 """Environment variable: ``numpy`` leaves the library alone, ``compiled`` refuses to go on without it. Otherwise it is
 used where there is one. Results are the same."""
-SOURCE = Path(__file__).with_name("host.c")
-LIBRARY = SOURCE.with_name("libhost.so")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("host.c", "picks.c", "common.h"))
+LIBRARY = Path(__file__).with_name("libhost.so")
 LEVELS = ("portable", "AVX2", "AVX-512")
 """Sets of instructions that the library chooses from when it is loaded."""
 # Every operation is rounded by itself, as in numpy.
@@ -48,7 +48,8 @@ def _compile(library: Path) -> str | None:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / library.name
             compiler = shlex.split(os.environ.get("CC", "cc"))
-            command = [*compiler, *FLAGS, f'-DSOURCE="{_digest()}"', str(SOURCE), "-o", str(made)]
+            code = [str(source) for source in SOURCES if source.suffix == ".c"]
+            command = [*compiler, *FLAGS, f'-DSOURCE="{_digest()}"', *code, "-o", str(made), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
             if done.returncode:
                 return done.stderr.strip() or f"{command[0]} ended with {done.returncode}"
@@ -75,8 +76,8 @@ def load(library: Path = LIBRARY, most: str = LEVELS[-1]) -> tuple[ctypes.CDLL, 
     if not hasattr(found, "ls_source"):
         raise OSError(f"{library.name} is another library")
     found.ls_source.restype = ctypes.c_char_p
-    if SOURCE.exists() and found.ls_source() != _digest().encode():
-        raise OSError(f"{library.name} was built from another {SOURCE.name}; install the package again")
+    if all(source.exists() for source in SOURCES) and found.ls_source() != _digest().encode():
+        raise OSError(f"{library.name} was built from other sources; install the package again")
     return found, LEVELS[found.ls_choose(LEVELS.index(most))]
 
 
@@ -105,8 +106,8 @@ def choose() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _digest() -> str:
-    """Of the source."""
-    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()
+    """Of the sources."""
+    return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
-"""The functions of host.c, compiled, for numpy arrays. Which are used: :mod:`~lightning_sparse.kernels.library`."""
+"""The functions of host.c and picks.c, compiled, for numpy arrays and tensors.
+
+Which are used, and whether: :mod:`~lightning_sparse.kernels.library`.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_sparse.kernels.library import choose
 
@@ -32,7 +38,9 @@ class Native:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for name in ("ls_accumulate", "ls_above"):
+        for name in ("ls_accumulate", "ls_above", "ls_best", "ls_round"):
+            getattr(library, name).restype = ctypes.c_int64
+        for name in ("ls_top_and_stripe", "ls_unite", "ls_add_up", "ls_table"):
             getattr(library, name).restype = ctypes.c_int64
 
     def accumulate(
@@ -68,7 +76,8 @@ class Native:
         """The magnitudes that reach a bound, in a buffer of this thread."""
         buffer = _buffers.__dict__.get("tail")
         if buffer is None or buffer.size < values.size + SLACK:
-            buffer = _buffers.__dict__["tail"] = np.empty(values.size + SLACK, np.float32)  # touched as far as it is used
+            # Touched as far as it is used.
+            buffer = _buffers.__dict__["tail"] = np.empty(values.size + SLACK, np.float32)
         found: NDArray[np.float32] = buffer[: self._above(values[None], bound, None, buffer)]
         return found
 
@@ -120,6 +129,162 @@ class Native:
         if self._library.ls_put(_at(values), _long(values.size), _at(indices), _long(indices.size), _at(new)):
             raise IndexError(f"an index is outside of a vector of {values.size}")
 
+    def best(self, magnitudes: NDArray[np.float32], k: int, more: int) -> tuple[NDArray[np.int32], float]:
+        """Places of the k largest, ascending, of equal ones the first; and what ``more`` reach, or else k."""
+        size, reached = magnitudes.size, ctypes.c_float()
+        places, spare = np.empty(size, np.int32), np.empty(size, np.uint32)
+        self._library.ls_best(
+            _at(magnitudes), _long(size), _long(k), _long(more), _at(places), _at(spare), ctypes.byref(reached)
+        )
+        return places[:k], reached.value
+
+    def top_and_stripe(
+        self, found: Found, share: int, spare: int, turn: int, n: int, more: int
+    ) -> tuple[NDArray[np.int64], float] | None:
+        """See :func:`~lightning_sparse.kernels.top_k_and_stripe`; and what ``more`` reach. None: too few of the stripe.
+
+        Args:
+            found: at least share and more.
+            share: see there, as the others.
+            spare: see there.
+            turn: see there.
+            n: see there.
+            more: at least 1.
+        """
+        size, reached = found[0].size, ctypes.c_float()
+        keys, spares = np.empty(size, np.int64), np.empty(2 * size, np.uint32)
+        count = self._library.ls_top_and_stripe(
+            _at(found[0]), _at(found[1]), _long(size), _long(share), _long(spare), _long(turn), _long(n), _long(more),
+            _at(keys), _at(spares), ctypes.byref(reached),
+        )  # fmt: skip
+        return (keys[:count], reached.value) if count else None
+
+    def tell(self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int) -> Tensor:
+        """The message of one rank, see :mod:`~lightning_sparse.exchanges.packed_union`; int32 words.
+
+        Args:
+            acc: (numel + 1,) values.
+            indices: (c,) int64, ascending, up to numel.
+            spare: (c,) bool.
+            count: how many of the indices are picks.
+            most: steps of the largest value.
+            blocks: of 65 536 coordinates, if offsets in these are told; 0: whole coordinates.
+        """
+        slots = indices.numel()
+        words = torch.zeros(2 + _body(slots, blocks) + (slots + 7) // 8, dtype=torch.int32, device="cpu")
+        magnitudes = np.empty(slots, np.float32)
+        if self._library.ls_tell(
+            _at(acc), _long(acc.numel()), _at(indices), None if spare is None else _at(spare), _long(slots),
+            ctypes.c_int32(count), ctypes.c_float(most), _long(blocks), _at(words), _at(magnitudes),
+        ):  # fmt: skip
+            raise IndexError(f"an index is outside of a vector of {acc.numel()}")
+        return words
+
+    def hear(
+        self, rows: Tensor, slots: int, blocks: int, padding: int
+    ) -> tuple[list[Tensor], list[Tensor], Tensor, int]:
+        """Of each rank's message, as :meth:`tell` writes it: picks, and which are spare; levels, joined; the lowest.
+
+        Args:
+            rows: (n, words) int32, contiguous in words.
+            slots: indices of each rank.
+            blocks: see :meth:`tell`.
+            padding: what coordinates are limited to.
+        """
+        ends = [min(max(count, 0), slots) for count in rows[:, 0].tolist()]
+        places = torch.empty(sum(ends), dtype=torch.int64, device="cpu")
+        levels, spare = torch.empty_like(places), torch.empty(sum(ends), dtype=torch.bool, device="cpu")
+        lengths = np.array(ends, np.int64)
+        lowest: int = self._library.ls_hear(
+            _at(rows), _long(len(ends)), _long(rows.stride(0)), _long(slots), _at(lengths),
+            _long(blocks), _long(padding), _at(places), _at(levels), _at(spare),
+        )  # fmt: skip
+        return list(places.split(ends)), list(spare.split(ends)), levels, lowest
+
+    def unite(
+        self,
+        places: Sequence[Tensor],
+        levels: Tensor | None,
+        spare: Sequence[Tensor] | None,
+        padding: int,
+        limit: int | None,
+        phase: int,
+    ) -> tuple[Tensor, Tensor, int]:
+        """The union of ascending lists below the padding index, thinned to a limit; its levels; its size before that.
+
+        See :func:`~lightning_sparse.exchanges.reduce_union.union_of`.
+        """
+        joined = torch.cat(list(places))
+        flags = None if spare is None else torch.cat(list(spare))
+        union, largest = torch.empty_like(joined), torch.empty_like(joined)
+        lengths, named = np.array([len(part) for part in places], np.int64), ctypes.c_int64()
+        at, said = np.empty(2 * len(places), np.int64), np.empty(len(joined), np.uint32)
+        size = self._library.ls_unite(
+            _at(joined), None if levels is None else _at(levels), None if flags is None else _at(flags), _at(lengths),
+            _long(len(places)), _long(padding), _long(1 << 62 if limit is None else limit), _long(phase), _at(self._table()),
+            _at(at), _at(union), _at(said), _at(largest), ctypes.byref(named),
+        )  # fmt: skip
+        return union[:size], largest[:size], named.value
+
+    def add_up(
+        self, coordinates: NDArray[np.int64], values: NDArray[np.float32], lengths: NDArray[np.int64], padding: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Sums of sparse vectors; None where one does not ascend."""
+        union, totals = np.empty(coordinates.size, np.int64), np.empty(coordinates.size, np.float32)
+        at = np.empty(2 * lengths.size, np.int64)
+        found = self._library.ls_add_up(
+            _at(coordinates), _at(values), _at(lengths), _long(lengths.size), _long(padding), _at(self._table()),
+            _at(at), _at(union), _at(totals),
+        )  # fmt: skip
+        return None if found < 0 else (union[:found], totals[:found])
+
+    def _table(self) -> NDArray[np.uint8]:
+        """Of this thread, zero whenever nobody works with it."""
+        table: NDArray[np.uint8] | None = _buffers.__dict__.get("table")
+        if table is None:
+            table = _buffers.__dict__["table"] = np.zeros(self._library.ls_table(), np.uint8)
+        return table
+
+    def round(
+        self, acc: Tensor, union: Tensor, levels: Tensor, lowest: int, raise_by: int, most: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Values at a union in steps of powers of two.
+
+        Args:
+            acc: (numel + 1,) values.
+            union: (u,) int64 coordinates.
+            levels: (u,) int64, of which the steps follow.
+            lowest: level towards which they are raised, by at most ``raise_by``.
+            raise_by: see there.
+            most: largest number of steps.
+
+        Returns:
+            int32 words of two integers each; (u,) the steps; and of values that are not rounded to zero the
+            coordinates, what travels, and what is left.
+        """
+        size = union.numel()
+        words = torch.empty((size + 1) // 2, dtype=torch.int32, device="cpu")
+        sent = torch.empty_like(union)
+        units, rounded, left = (torch.empty(size, dtype=torch.float32, device="cpu") for _ in range(3))
+        found = self._library.ls_round(
+            _at(acc), _long(acc.numel()), _at(union), _at(levels), _long(size), _long(lowest), _long(raise_by),
+            ctypes.c_float(most), _at(words), _at(units), _at(sent), _at(rounded), _at(left),
+        )  # fmt: skip
+        if found < 0:
+            raise IndexError(f"an index is outside of a vector of {acc.numel()}")
+        return words, units, sent[:found], rounded[:found], left[:found]
+
+    def average(self, words: Tensor, units: Tensor, n: int) -> Tensor:
+        """Means over n ranks from the sums of their words."""
+        values = torch.empty_like(units)
+        self._library.ls_average(_at(words), _at(units), _long(units.numel()), ctypes.c_float(n), _at(values))
+        return values
+
+
+def _body(slots: int, blocks: int) -> int:
+    """Words that coordinates take."""
+    return blocks + (slots + 1) // 2 if blocks else slots
+
 
 def _scratch(room: int) -> Found:
     """Buffers of this thread for coordinates and magnitudes."""
@@ -130,8 +295,10 @@ def _scratch(room: int) -> Found:
     return found[0][:size], found[1][:size]
 
 
-def _at(x: NDArray[Any]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.ctypes.data)
+def _at(x: NDArray[Any] | Tensor) -> ctypes.c_void_p:
+    """Where it lies; the caller keeps it."""
+    address = x.data_ptr() if isinstance(x, Tensor) else x.__array_interface__["data"][0]
+    return ctypes.c_void_p(address)
 
 
 _long = ctypes.c_int64

@@ -326,7 +326,8 @@ def take_out_(acc: Tensor, update: Update) -> None:
     elif update.sent_values is None:
         put_(acc, update.sent, 0.0)
     else:
-        put_(acc, update.sent, take(acc, update.sent) - update.sent_values)
+        left = take(acc, update.sent) - update.sent_values if update.left is None else update.left
+        put_(acc, update.sent, left)
 
 
 def give_back_(acc: Tensor, update: Update, rounding: Tensor) -> None:

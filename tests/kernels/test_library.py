@@ -34,10 +34,10 @@ def test_a_compiler_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_library_of_another_source_is_not_used(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = tmp_path / "host.c"
-    changed.write_text(library.SOURCE.read_text() + "// another one\n")
-    monkeypatch.setattr(library, "SOURCE", changed)
+    changed.write_text(library.SOURCES[0].read_text() + "// another one\n")
+    monkeypatch.setattr(library, "SOURCES", (changed, *library.SOURCES[1:]))
     monkeypatch.setattr(library, "LIBRARY", built)
-    with pytest.raises(OSError, match=r"built from another host\.c"):
+    with pytest.raises(OSError, match=r"built from other sources"):
         library.load(built)
     monkeypatch.delenv(library.SETTING, raising=False)
     monkeypatch.setattr(library, "load", lambda: (_ for _ in ()).throw(OSError("too old")))
