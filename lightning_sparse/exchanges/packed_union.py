@@ -83,13 +83,12 @@ class PackedUnion(Exchange):
             mean, second = yield from reduce_at(acc, indices, ctx)
             return Update(indices, mean, indices, None, picks.counts, union.size, named, second)
         if ctx.second is None and (library := compiled(acc.device, acc.dtype)):
-            words, units, *sent = library.round(
-                acc, indices, union.levels, int(lowest), _most_raised(lanes.most), lanes.most
-            )
-            values = library.average((yield AllReduce(words)), units, n)
+            raise_by = _most_raised(lanes.most)
+            made = library.round(acc, indices, union.levels, int(lowest), raise_by, lanes.most)
+            values = library.average((yield AllReduce(made.words)), made.units, n)
             if trouble:
                 values.fill_(float("nan"))
-            return Update(indices, values, sent[0], sent[1], picks.counts, union.size, named, None, sent[2])
+            return Update(indices, values, made.sent, made.values, picks.counts, union.size, named, left=made.left)
         unit = _step_of(_raised(union.levels, lowest, lanes.most), acc.dtype)
         whole = (take(acc, indices) / unit).round().clamp(-lanes.most, lanes.most).nan_to_num(nan=0.0)
         if ctx.second is None:
@@ -190,9 +189,10 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
 
     codes = None if ctx.second is None else each(_unpack_octets(rows[:, after:], slots))
     if library is not None:
-        picks, spares, levels, least = library.hear(rows, slots, blocks, padding)
-        lowest = torch.tensor(least, device="cpu")
-        return Picks(picks, None, counts, None if selection.spare is None else spares, codes), levels, lowest, trouble
+        heard = library.hear(rows, slots, blocks, padding)
+        spares = None if selection.spare is None else heard.spares
+        lowest = torch.tensor(heard.lowest, device="cpu")
+        return Picks(heard.picks, None, counts, spares, codes), heard.levels, lowest, trouble
     end = after - -(-slots // 8)
     told = _unpack_nibbles(rows[:, end:after], slots)
     levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)

@@ -74,8 +74,9 @@ def union_of(picks: Picks, selection: Selection, padding: int, ctx: Context, lev
             size = picks.counts.sum() if ctx.disjoint else distinct(joined, padding)[1]
             return Union(joined, size, size, levels)
     if library := compiled(joined.device):
-        united = library.unite(picks.indices, levels, picks.spare, padding, selection.limit, ctx.step)
-        return Union(united[0], *(torch.tensor(size, device="cpu") for size in (len(united[0]), united[2])), united[1])
+        union, levels, before = library.unite(picks.indices, levels, picks.spare, padding, selection.limit, ctx.step)
+        named = torch.tensor(before, device="cpu")
+        return Union(union, torch.tensor(union.numel(), device="cpu"), named, levels)
     spare = torch.zeros_like(joined, dtype=torch.bool) if picks.spare is None else torch.cat(picks.spare)
     union, spare, levels, named = unite(joined, spare, levels, padding)
     limit = selection.limit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,34 @@ Found = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Ascending coordinates and their magnitudes."""
 
 _buffers = threading.local()
+
+
+class Heard(NamedTuple):
+    """Messages of all ranks, read."""
+
+    picks: list[Tensor]
+    """(c,) int64 coordinates of each rank, ascending."""
+    spares: list[Tensor]
+    """(c,) bool: which of them are spare."""
+    levels: Tensor
+    """int64 levels of all of them, one rank after another."""
+    lowest: int
+    """The largest of all ranks' lowest levels."""
+
+
+class Rounded(NamedTuple):
+    """Values in steps of powers of two."""
+
+    words: Tensor
+    """int32, two integers in each."""
+    units: Tensor
+    """(u,) the steps."""
+    sent: Tensor
+    """(s,) int64 coordinates of those that are not rounded to zero."""
+    values: Tensor
+    """(s,) what of them travels."""
+    left: Tensor
+    """(s,) what of them does not."""
 
 
 class Native:
@@ -180,10 +208,8 @@ class Native:
             raise IndexError(f"an index is outside of a vector of {acc.numel()}")
         return words
 
-    def hear(
-        self, rows: Tensor, slots: int, blocks: int, padding: int
-    ) -> tuple[list[Tensor], list[Tensor], Tensor, int]:
-        """Of each rank's message, as :meth:`tell` writes it: picks, and which are spare; levels, joined; the lowest.
+    def hear(self, rows: Tensor, slots: int, blocks: int, padding: int) -> Heard:
+        """Read what :meth:`tell` has written.
 
         Args:
             rows: (n, words) int32, contiguous in words.
@@ -199,7 +225,7 @@ class Native:
             _at(rows), _long(len(ends)), _long(rows.stride(0)), _long(slots), _at(lengths),
             _long(blocks), _long(padding), _at(places), _at(levels), _at(spare),
         )  # fmt: skip
-        return list(places.split(ends)), list(spare.split(ends)), levels, lowest
+        return Heard(list(torch.split(places, ends)), list(torch.split(spare, ends)), levels, lowest)
 
     def unite(
         self,
@@ -221,8 +247,8 @@ class Native:
         at, said = np.empty(2 * len(places), np.int64), np.empty(len(joined), np.uint32)
         size = self._library.ls_unite(
             _at(joined), None if levels is None else _at(levels), None if flags is None else _at(flags), _at(lengths),
-            _long(len(places)), _long(padding), _long(1 << 62 if limit is None else limit), _long(phase), _at(self._table()),
-            _at(at), _at(union), _at(said), _at(largest), ctypes.byref(named),
+            _long(len(places)), _long(padding), _long(1 << 62 if limit is None else limit), _long(phase),
+            _at(self._table()), _at(at), _at(union), _at(said), _at(largest), ctypes.byref(named),
         )  # fmt: skip
         return union[:size], largest[:size], named.value
 
@@ -245,9 +271,7 @@ class Native:
             table = _buffers.__dict__["table"] = np.zeros(self._library.ls_table(), np.uint8)
         return table
 
-    def round(
-        self, acc: Tensor, union: Tensor, levels: Tensor, lowest: int, raise_by: int, most: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def round(self, acc: Tensor, union: Tensor, levels: Tensor, lowest: int, raise_by: int, most: int) -> Rounded:
         """Values at a union in steps of powers of two.
 
         Args:
@@ -257,10 +281,6 @@ class Native:
             lowest: level towards which they are raised, by at most ``raise_by``.
             raise_by: see there.
             most: largest number of steps.
-
-        Returns:
-            int32 words of two integers each; (u,) the steps; and of values that are not rounded to zero the
-            coordinates, what travels, and what is left.
         """
         size = union.numel()
         words = torch.empty((size + 1) // 2, dtype=torch.int32, device="cpu")
@@ -272,7 +292,7 @@ class Native:
         )  # fmt: skip
         if found < 0:
             raise IndexError(f"an index is outside of a vector of {acc.numel()}")
-        return words, units, sent[:found], rounded[:found], left[:found]
+        return Rounded(words, units, sent[:found], rounded[:found], left[:found])
 
     def average(self, words: Tensor, units: Tensor, n: int) -> Tensor:
         """Means over n ranks from the sums of their words."""
