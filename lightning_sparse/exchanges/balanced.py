@@ -12,7 +12,7 @@ from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange
 from lightning_sparse.exchanges.merging import add_up, masked, pack, strongest, unpack
-from lightning_sparse.kernels import pad, spread
+from lightning_sparse.kernels import pad, spread, take
 from lightning_sparse.messages import AllGather, AllReduce, AllToAll, Steps
 
 
@@ -54,7 +54,7 @@ class Balanced(Exchange):
         slots = min(padding, -(-3 * k // (2 * n)))
         bounds, counts = yield from _regions(selection, k, padding, ctx)
         mine = _split(selection.indices, bounds, slots, ctx.step)
-        rows = yield AllToAll(torch.stack([pack((row, acc[row]), slots, padding) for row in mine]))
+        rows = yield AllToAll(torch.stack([pack((row, take(acc, row)), slots, padding) for row in mine]))
         sums = add_up([unpack(row, slots, acc.dtype, padding) for row in rows], padding)
         largest = masked(sums, strongest(sums, slots, padding), padding)
         rows = yield AllGather(pack(largest, slots, padding))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
-from lightning_sparse.kernels import pad, static_shapes
+from lightning_sparse.kernels import pad, static_shapes, take
 from lightning_sparse.messages import AllGather, AllReduce, Steps
 from lightning_sparse.registry import Registry
 
@@ -81,11 +81,11 @@ def reduce_at(acc: Tensor, indices: Tensor | None, ctx: Context) -> Steps[tuple[
     Returns:
         Two tensors of u values; None for the second one where there is none.
     """
-    values = acc[:-1] if indices is None else acc[indices]
+    values = acc[:-1] if indices is None else take(acc, indices)
     if ctx.second is None:
         total = yield AllReduce(values)
         return total / ctx.world_size, None
-    second = ctx.second[:-1] if indices is None else ctx.second[indices]
+    second = ctx.second[:-1] if indices is None else take(ctx.second, indices)
     total = yield AllReduce(torch.cat([values, second]))
     mean, mean_second = (total / ctx.world_size).chunk(2)
     return mean, mean_second

@@ -358,6 +358,11 @@ def take(x: Tensor, indices: Tensor) -> Tensor:
     return x[indices] if static_shapes(x.device) else host.take(x, indices)
 
 
+def under(mask: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
+    """``x[mask]`` for each of some vectors. On the CPU only."""
+    return host.under(mask, *vectors)
+
+
 def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
     """``x[indices] = values`` for vectors of equal dtypes; where a coordinate is repeated, so is its value."""
     if not static_shapes(x.device):

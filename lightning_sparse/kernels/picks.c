@@ -278,7 +278,8 @@ EXPORT int64_t ls_add_up(const int64_t *places, const float *values, const int64
     found = emptied(t, start, found, united, (uint32_t *)totals);
   }
   for (int64_t r = 0; r < n; r++)
-    if (at[2 * r] < at[2 * r + 1] && places[at[2 * r]] < padding) return -1;
+    for (int64_t i = at[2 * r]; i < at[2 * r + 1]; i++)
+      if (places[i] < padding) return -1;
   return found;
 }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.candidates import Candidates
 from lightning_sparse.core import Selection
-from lightning_sparse.kernels import above, reaching, static_shapes, thin, top_k
+from lightning_sparse.kernels import above, reaching, static_shapes, take, thin, top_k, under
 
 CANDIDATES = 4
 """Device slots, in multiples of k, for what still passes when the search for a threshold ends."""
@@ -83,12 +83,12 @@ class Survivors:
             return picked(self.acc, top_k(self.acc, k, self.candidates))
         selection = self._reaching(bracket.low)
         if selection.count > most:
-            return picked(self.acc, selection.indices[top_k(self.acc[selection.indices], k)])
+            return picked(self.acc, selection.indices[top_k(take(self.acc, selection.indices), k)])
         return selection
 
     def _reaching(self, threshold: Tensor) -> Selection:
         self._descend(threshold)
-        indices = self._indices[self._magnitudes >= threshold].long()
+        indices = under(self._magnitudes >= threshold, self._indices)[0].long()
         return Selection(indices, torch.tensor(indices.numel(), device="cpu"), threshold)
 
     def _descend(self, threshold: Tensor) -> None:
@@ -152,7 +152,7 @@ def next_above(threshold: Tensor, dtype: torch.dtype) -> Tensor:
 def picked(acc: Tensor, indices: Tensor) -> Selection:
     """These coordinates; the threshold is the smallest magnitude among them."""
     picks = torch.full((), indices.numel(), device=acc.device)
-    return Selection(indices, picks, acc[indices].abs().min().double())
+    return Selection(indices, picks, take(acc, indices).abs().min().double())
 
 
 def everything(acc: Tensor) -> Selection:

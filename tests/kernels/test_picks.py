@@ -1,0 +1,140 @@
+"""The compiled work on picks against numpy and operations on tensors, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_sparse as ls
+from lightning_sparse import kernels
+from lightning_sparse.collective.drivers import drive_ranks
+from lightning_sparse.core import Context
+from lightning_sparse.exchanges import as_exchange
+from lightning_sparse.kernels import host, native
+from lightning_sparse.memory import Residual
+from lightning_sparse.messages import Steps
+from lightning_sparse.pipeline import init_group, reduce_group
+from tests.kernels.test_variants import bits, values
+
+
+@pytest.fixture(autouse=True)
+def _only_compiled(kernel: str) -> None:
+    if kernel == "numpy":
+        pytest.skip("numpy is what the others are compared with")
+
+
+def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", None)
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "subnormal", "inf", "wide"])
+def test_the_largest_are_those_that_numpy_finds(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    cases = [
+        (values(size, kind).abs().numpy(), k, more)
+        for size in (1, 5, 64, 3001)
+        for k in {1, size // 3 + 1, size}
+        for more in (k, k + 1, size + 1)
+    ]
+    found = [host._best(*case) for case in cases]
+    in_numpy(monkeypatch)
+    for case, (places, reached) in zip(cases, found, strict=True):
+        expected, bound = host._best(*case)
+        assert places.tolist() == expected.tolist()
+        assert np.float64(reached).tobytes() == np.float64(bound).tobytes()
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_the_largest_and_those_of_a_stripe_are_those_that_numpy_finds(
+    monkeypatch: pytest.MonkeyPatch, kind: str, ranks: int
+) -> None:
+    cases = [
+        (values(numel, kind), share, spare, turn, ranks)
+        for numel in (50, 70_001)
+        for turn in {0, ranks - 1}
+        for share, spare in ((0, 1), (numel // 50, 0), (numel // 50, 3), (1, numel // 100), (numel // 9, numel // 9))
+    ]
+    found = [kernels.top_k_and_stripe(*case).tolist() for case in cases]
+    in_numpy(monkeypatch)
+    assert found == [kernels.top_k_and_stripe(*case).tolist() for case in cases]
+
+
+def test_sums_are_those_of_numpy_for_vectors_that_ascend_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    numel, generator = 150_000, torch.Generator().manual_seed(0)
+    for size in (0, 1, 4000):
+        parts = []
+        for seed in range(3):
+            indices = torch.randperm(numel, generator=generator)[:size].sort().values
+            x = values(size + 1, "ties" if seed else "zeros", seed)[:size]
+            parts.append((torch.cat([indices, torch.tensor([numel, numel])]), torch.cat([x, x.new_ones(2)])))
+        backwards = [(indices.flip(0), x) for indices, x in parts]
+        for given in (parts, backwards, [parts[0], backwards[1]]):
+            union, total, count = kernels.add_up(given, numel)
+            with monkeypatch.context() as patch:
+                in_numpy(patch)
+                expected = kernels.add_up(given, numel)
+            assert union.tolist() == expected[0].tolist()
+            assert bits(total) == bits(expected[1])
+            assert int(count) == union.numel()
+
+
+def recorded(steps: Steps[object], messages: list[bytes]) -> Steps[object]:
+    answer = None
+    while True:
+        try:
+            message = steps.send(answer)  # type: ignore[arg-type]  # None starts it
+        except StopIteration as end:
+            return end.value
+        messages.append(message.x.numpy().tobytes())
+        answer = yield message
+
+
+def journey(name: str, exchange: str | None, numel: int, density: float, n: int, kind: str) -> list[bytes]:
+    """What five steps send and leave, with a step that is void for "nan"."""
+    sparsifier, memory = ls.SPARSIFIERS.resolve(name), Residual()
+    parts = {"memory": memory, "sparsifier": sparsifier}
+    contexts = [Context(0, density, rank, n) for rank in range(n)]
+    states = [init_group(numel, torch.float32, torch.device("cpu"), ctx, **parts) for ctx in contexts]
+    happened: list[bytes] = []
+    for step in range(5):
+        grads: list[Tensor] = [values(numel, kind if kind != "nan" else "normal", n * step + i) for i in range(n)]
+        if kind == "silent":
+            grads = [grads[0], *(torch.zeros(numel) for _ in grads[1:])]
+        if kind == "nan" and step == 2:
+            grads[0][numel // 2] = float("nan")
+        coroutines = [
+            reduce_group(grad, state, ctx._replace(step=step), exchange=as_exchange(exchange, sparsifier), **parts)
+            for grad, state, ctx in zip(grads, states, contexts, strict=True)
+        ]
+        void = kind == "nan" and step == 2
+        states, statistics = zip(
+            *drive_ranks([recorded(each, [] if void else happened) for each in coroutines]), strict=True
+        )
+        happened += [bits(grad.nan_to_num(nan=7.0)) for grad in grads]
+        happened += [bits(state.memory.residual.now) for state in states]
+        happened += [bits(statistic.union) for statistic in statistics]
+    return happened
+
+
+@pytest.mark.parametrize(("name", "exchange"), [("union_topk", None), ("topk", "packed_union"), ("topk", None)])
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "subnormal", "wide", "silent", "nan"])
+def test_steps_send_and_leave_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, name: str, exchange: str | None, kind: str
+) -> None:
+    for numel, density, n in ((5, 0.4, 2), (997, 0.05, 3), (70_000, 0.01, 5), (131_072, 0.0005, 2)):
+        found = journey(name, exchange, numel, density, n, kind)
+        with monkeypatch.context() as patch:
+            in_numpy(patch)
+            assert journey(name, exchange, numel, density, n, kind) == found
+
+
+def test_a_pick_outside_of_the_group_is_an_error() -> None:
+    library, acc = kernels.compiled(torch.device("cpu")), torch.zeros(4)
+    assert library is not None
+    outside = torch.tensor([4])
+    with pytest.raises(IndexError, match="vector of 4"):
+        library.tell(acc, outside, None, 1, 9, 0)
+    with pytest.raises(IndexError, match="vector of 4"):
+        library.round(acc, outside, outside, 0, 0, 9)
