@@ -46,7 +46,8 @@ def masked(pairs: Pairs, mask: Tensor, padding: int) -> Pairs:
     """The pairs under a mask, in order; on the CPU as many as there are, elsewhere all slots, padding at the end."""
     indices, values = pairs
     if not static_shapes(values.device):
-        return kernels.under(mask, indices, values)
+        kept, their = kernels.under(mask, indices, values)
+        return kept, their
     indices, order = indices.masked_fill(~mask, padding).sort()
     return indices, values.masked_fill(~mask, 0)[order]
 

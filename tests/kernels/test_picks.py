@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from lightning_sparse import kernels
 from lightning_sparse.collective.drivers import drive_ranks
 from lightning_sparse.core import Context
 from lightning_sparse.exchanges import as_exchange
-from lightning_sparse.kernels import host, native
+from lightning_sparse.kernels import host, library, native
 from lightning_sparse.memory import Residual
 from lightning_sparse.messages import Steps
 from lightning_sparse.pipeline import init_group, reduce_group
@@ -20,9 +22,9 @@ from tests.kernels.test_variants import bits, values
 
 
 @pytest.fixture(autouse=True)
-def _only_compiled(kernel: str) -> None:
-    if kernel == "numpy":
-        pytest.skip("numpy is what the others are compared with")
+def _compiled(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compiled once, for all levels of instructions."""
+    monkeypatch.setattr(native, "library", native.Native(library.load(built)[0]))
 
 
 def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,10 +133,10 @@ def test_steps_send_and_leave_the_same_bits(
 
 
 def test_a_pick_outside_of_the_group_is_an_error() -> None:
-    library, acc = kernels.compiled(torch.device("cpu")), torch.zeros(4)
-    assert library is not None
+    compiled, acc = kernels.compiled(torch.device("cpu")), torch.zeros(4)
+    assert compiled is not None
     outside = torch.tensor([4])
     with pytest.raises(IndexError, match="vector of 4"):
-        library.tell(acc, outside, None, 1, 9, 0)
+        compiled.tell(acc, outside, None, 1, 9, 0)
     with pytest.raises(IndexError, match="vector of 4"):
-        library.round(acc, outside, outside, 0, 0, 9)
+        compiled.round(acc, outside, outside, 0, 0, 9)
