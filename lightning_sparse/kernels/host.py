@@ -253,6 +253,8 @@ def all_finite(x: Tensor) -> bool:
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
     """``x[indices]``."""
+    if not indices.numel():
+        return x.new_empty(0)  # of an empty array, torch makes a vector that it cannot look at as another dtype
     values, places = x.numpy(), indices.numpy()
     compiled = _plain_places(places) and _compiled(values)
     return torch.from_numpy(compiled.take(values, places) if compiled else values.take(places))
