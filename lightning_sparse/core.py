@@ -69,6 +69,10 @@ class Context(NamedTuple):
     candidates: Candidates | None = None
     """What forming the accumulator may note, and selecting from it may use; decides what that costs and nothing else.
     None where shapes are static."""
+    trouble: Tensor | None = None
+    """() bool: whether this rank's accumulator is not finite, where only the device knows that: the values that the
+    rank offers are then NaN, see :func:`~lightning_sparse.exchanges.base.values_at`. None: it is finite, or holds NaN
+    everywhere."""
 
 
 class Selection(NamedTuple):

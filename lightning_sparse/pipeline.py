@@ -15,7 +15,7 @@ from lightning_sparse.candidates import Candidates
 from lightning_sparse.clock import Stamp
 from lightning_sparse.core import Agreement, Context, GroupState, Selection, Update
 from lightning_sparse.exchanges import Exchange
-from lightning_sparse.kernels import all_finite, choose, fill_if_, put_, static_shapes
+from lightning_sparse.kernels import all_finite, choose, fill_if_, put_, scatter_, static_shapes
 from lightning_sparse.memory import Memory
 from lightning_sparse.messages import Meter, Steps, resolve
 from lightning_sparse.metrics import Statistics, measure
@@ -75,8 +75,8 @@ def exchange_group(
     """Exchange a group's gradient, and leave it to :func:`commit_group` whether the step counts.
 
     Args:
-        grad: (numel,) or (numel + 1,) flat gradient of this rank, overwritten with the average. The spare slot is
-            needed where shapes are static (not on the CPU); its content is not defined afterwards.
+        grad: (numel,) or (numel + 1,) flat gradient of this rank, overwritten with the average; what a spare slot
+            holds afterwards is not defined.
         state: of this group on this rank.
         ctx: the step; ``counts``, ``union`` and ``disjoint`` are filled in here.
         memory: error feedback.
@@ -100,9 +100,13 @@ def exchange_group(
     for span in unused:  # what is remembered of them, and a decay, must not compete
         acc[span].zero_()
     finite = all_finite(acc[:-1], ctx.candidates)
-    fill_if_(acc, ~finite, 0.0)  # a rank in trouble takes part in the survey like the others
     score = memory.score_(state.memory, acc, grad)
-    score = acc[:-1] if score is None else fill_if_(score, ~finite, 0.0)
+    score = acc[:-1] if score is None else score
+    if static_shapes(grad.device):  # what is selected then counts for nothing, and nobody waits to know
+        ctx = ctx._replace(trouble=~finite)
+    else:  # a rank in trouble takes part in the survey like the others
+        fill_if_(acc, ~finite, 0.0)
+        fill_if_(score, ~finite, 0.0)
     selection, selector = yield from meter.watch(resolve(sparsifier.select(score, state.selector, ctx)))
     ctx = ctx._replace(second=memory.second(state.memory))
     selected = Stamp.now(grad.device)
@@ -110,8 +114,7 @@ def exchange_group(
     values, sent = _as_gradient(update.values, grad.dtype, scale)
     void = ~all_finite(values if values.dtype == acc.dtype else update.values)  # narrow ones are held in their range
     memory.settle_(state.memory, update, None if grad.dtype == acc.dtype else update.values - sent)
-    _scatter_(grad, update, values, ctx.candidates)
-    fill_if_(grad, void, float("nan"))
+    _scatter_(grad, update, values, void, ctx.candidates)
     stamps = begin, selected, Stamp.now(grad.device)
     numel = acc.numel() - 1
     statistics = measure(grad, numel, sparsifier.agreement, selection, update, ctx, meter.bytes_sent, stamps)
@@ -120,7 +123,7 @@ def exchange_group(
 
 
 def commit_group(
-    before: GroupState, after: GroupState, void: Tensor, memory: Memory, unused: Sequence[slice] = ()
+    before: GroupState, after: GroupState, void: Tensor | bool, memory: Memory, unused: Sequence[slice] = ()
 ) -> GroupState:
     """The state that counts: the one before the step if it is void, the one after it otherwise.
 
@@ -129,11 +132,13 @@ def commit_group(
     Args:
         before: what the step began with.
         after: what :func:`exchange_group` gave; the memory's own state is one and the same object in both.
-        void: () whether the step counts for nothing, equal on all ranks.
+        void: () whether the step counts for nothing, equal on all ranks; a bool where the host knows it.
         memory: whose it is.
         unused: coordinates of parameters that no rank used, as they were given there.
     """
     remembered = memory.commit(before.memory, void, unused)
+    if isinstance(void, bool):
+        return (before if void else after)._replace(memory=remembered, candidates=before.candidates)
     counts, union = before.counts, before.union
     if counts is None and static_shapes(void.device):
         assert after.counts is not None and after.union is not None
@@ -160,9 +165,10 @@ def _as_gradient(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tu
 
 def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> tuple[Tensor, Selection]:
     """Where the gradient is not finite, offer NaN, at coordinate 0 if nothing was picked: all ranks then see it."""
-    if not static_shapes(acc.device) and finite:
-        return acc, selection
-    fill_if_(acc, ~finite, float("nan"))
+    if not static_shapes(acc.device):
+        if finite:
+            return acc, selection
+        acc.fill_(float("nan"))
     indices = selection.indices if selection.indices.numel() else selection.indices.new_zeros(1)
     indices = torch.full_like(indices, acc.numel() - 1)
     indices[0] = 0
@@ -171,10 +177,15 @@ def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> tuple[Ten
     return acc, choose(finite | (selection.count > 0), selection, alarm)
 
 
-def _scatter_(grad: Tensor, update: Update, values: Tensor, candidates: Candidates | None) -> None:
+def _scatter_(grad: Tensor, update: Update, values: Tensor, void: Tensor, candidates: Candidates | None) -> None:
+    """The average into the gradient's place; NaN everywhere in a void step."""
+    if static_shapes(grad.device):
+        scatter_(grad, update.indices, values, void)
+        return
     if update.indices is None:
         grad[: values.numel()].copy_(values)
-        return
-    if candidates is None or not candidates.cleared(grad):
-        grad.zero_()
-    put_(grad, update.indices, values)
+    else:
+        if candidates is None or not candidates.cleared(grad):
+            grad.zero_()
+        put_(grad, update.indices, values)
+    fill_if_(grad, void, float("nan"))

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange
-from lightning_sparse.exchanges.merging import add_up, masked, pack, strongest, unpack
-from lightning_sparse.kernels import pad, spread, take
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange, values_at
+from lightning_sparse.exchanges.merging import add_up, masked, pack, pack_rows, strongest, unpack_rows
+from lightning_sparse.kernels import pad, spread
 from lightning_sparse.messages import AllGather, AllReduce, AllToAll, Steps
 
 
@@ -54,11 +54,11 @@ class Balanced(Exchange):
         slots = min(padding, -(-3 * k // (2 * n)))
         bounds, counts = yield from _regions(selection, k, padding, ctx)
         mine = _split(selection.indices, bounds, slots, ctx.step)
-        rows = yield AllToAll(torch.stack([pack((row, take(acc, row)), slots, padding) for row in mine]))
-        sums = add_up([unpack(row, slots, acc.dtype, padding) for row in rows], padding)
+        rows = yield AllToAll(pack_rows(mine, values_at(acc, mine, ctx)))
+        sums = add_up(unpack_rows(rows, slots, acc.dtype, padding), padding)
         largest = masked(sums, strongest(sums, slots, padding), padding)
         rows = yield AllGather(pack(largest, slots, padding))
-        found = [unpack(row, slots, acc.dtype, padding) for row in rows]
+        found = unpack_rows(rows, slots, acc.dtype, padding)
         received = torch.cat([indices for indices, _ in found]), torch.cat([values for _, values in found])
         union, total = (x[:k] for x in masked(received, strongest(received, k, padding), padding))
         sent = mine.flatten()

@@ -9,6 +9,7 @@ any rank picked. Which of the two it is, the exchange decides.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -70,6 +71,12 @@ def as_exchange(exchange: Exchange | str | None, sparsifier: object) -> Exchange
     return chosen
 
 
+def values_at(acc: Tensor, indices: Tensor, ctx: Context) -> Tensor:
+    """What this rank has to offer: ``acc[indices]``, or NaN everywhere if the accumulator is not finite."""
+    values = take(acc, indices) if indices.numel() else acc[indices]
+    return values if ctx.trouble is None else values.masked_fill_(ctx.trouble, float("nan"))
+
+
 def reduce_at(acc: Tensor, indices: Tensor | None, ctx: Context) -> Steps[tuple[Tensor, Tensor | None]]:
     """The means over ranks of acc and of :attr:`Context.second` at common coordinates, in one all-reduce.
 
@@ -81,7 +88,7 @@ def reduce_at(acc: Tensor, indices: Tensor | None, ctx: Context) -> Steps[tuple[
     Returns:
         Two tensors of u values; None for the second one where there is none.
     """
-    values = acc[:-1] if indices is None else take(acc, indices)
+    values = acc[:-1] if indices is None else values_at(acc, indices, ctx)
     if ctx.second is None:
         total = yield AllReduce(values)
         return total / ctx.world_size, None
@@ -100,20 +107,25 @@ def own_picks(selection: Selection) -> Tensor:
 class Picks(NamedTuple):
     """The selections of all ranks, as every rank knows them after :func:`gather_picks`."""
 
-    indices: list[Tensor]
-    """n tensors of int64 coordinates by rank; without padding on the CPU."""
-    values: list[Tensor] | None
+    indices: Sequence[Tensor] | Tensor
+    """Coordinates by rank, int64 or int32: n tensors without padding on the CPU; elsewhere one tensor of n rows."""
+    values: Sequence[Tensor] | Tensor | None
     """n tensors like ``indices``, if values were sent along."""
     counts: Tensor
     """(n,) int64."""
-    spare: list[Tensor] | None = None
+    spare: Sequence[Tensor] | Tensor | None = None
     """n tensors of bool like ``indices``: which picks are spare, see :class:`~lightning_sparse.core.Selection`."""
-    codes: list[Tensor] | None = None
+    codes: Sequence[Tensor] | Tensor | None = None
     """n tensors of integers like ``indices``, if something was told of second values."""
 
     def joined(self) -> Tensor:
         """All coordinates, in rank order."""
-        return torch.cat(self.indices)
+        return joined(self.indices)
+
+
+def joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
+    """One vector of what each rank has told, in rank order."""
+    return parts.flatten() if isinstance(parts, Tensor) else torch.cat(parts)
 
 
 def same_length(selection: Selection, values: Tensor | None, padding: int) -> Steps[tuple[Selection, Tensor | None]]:
@@ -148,7 +160,15 @@ def gather_picks(selection: Selection, values: Tensor | None, padding: int) -> S
         parts.append(values.view(torch.int32))
     rows = yield AllGather(torch.cat(parts))
     counts = rows[:, 0].long()
-    ends = [slots] * len(counts) if static_shapes(counts.device) else counts.tolist()
+    if static_shapes(counts.device):
+        places, sent = rows[:, 1 : 1 + slots], None
+        if values is not None:
+            sent = rows[:, 1 + slots :].contiguous().view(values.dtype)
+        if selection.spare is None:
+            return Picks(places.long(), sent, counts)
+        spares = places < 0
+        return Picks(torch.where(spares, ~places, places).long(), sent, counts, spares)
+    ends = counts.tolist()
     picked = [row[1 : 1 + end].long() for row, end in zip(rows, ends, strict=True)]
     spare = None
     if selection.spare is not None:

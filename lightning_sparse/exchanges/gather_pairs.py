@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange, gather_picks
-from lightning_sparse.kernels import add_up, take
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange, gather_picks, joined, values_at
+from lightning_sparse.kernels import add_up
 from lightning_sparse.messages import Steps
 
 
@@ -34,11 +33,11 @@ class GatherPairs(Exchange):
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         padding = acc.numel() - 1
-        picks = yield from gather_picks(selection, take(acc, selection.indices), padding)
+        picks = yield from gather_picks(selection, values_at(acc, selection.indices, ctx), padding)
         assert picks.values is not None
         if ctx.disjoint:
             union, size = picks.joined(), picks.counts.sum()
-            total = torch.cat(picks.values)
+            total = joined(picks.values)
         else:
             parts = list(zip(picks.indices, picks.values, strict=True))
             union, total, size = add_up(parts, padding)

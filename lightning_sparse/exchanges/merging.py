@@ -69,3 +69,16 @@ def unpack(message: Tensor, slots: int, dtype: torch.dtype, padding: int) -> Pai
     """What :func:`pack` was given, bit for bit; on the CPU without padding."""
     pairs = message[:slots].long(), message[slots:].clone().view(dtype)
     return pairs if static_shapes(message.device) else masked(pairs, pairs[0] < padding, padding)
+
+
+def pack_rows(indices: Tensor, values: Tensor) -> Tensor:
+    """A message of :func:`pack` for each of (n, slots) coordinates and values."""
+    return torch.cat([indices.int(), values.view(torch.int32)], dim=1)
+
+
+def unpack_rows(messages: Tensor, slots: int, dtype: torch.dtype, padding: int) -> list[Pairs]:
+    """What :func:`unpack` makes of each of (n, words) messages."""
+    if not static_shapes(messages.device):
+        return [unpack(message, slots, dtype, padding) for message in messages]
+    indices, values = messages[:, :slots].long(), messages[:, slots:].contiguous().view(dtype)
+    return list(zip(indices.unbind(), values.unbind(), strict=True))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, reduce_at, same_length
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, joined, reduce_at, same_length, values_at
 from lightning_sparse.exchanges.reduce_union import union_of
 from lightning_sparse.kernels import compiled, expand, locate, pad, static_shapes, take
 from lightning_sparse.messages import AllGather, AllReduce, Steps
@@ -90,7 +90,7 @@ class PackedUnion(Exchange):
                 values.fill_(float("nan"))
             return Update(indices, values, made.sent, made.values, picks.counts, union.size, named, left=made.left)
         unit = _step_of(_raised(union.levels, lowest, lanes.most), acc.dtype)
-        whole = (take(acc, indices) / unit).round().clamp(-lanes.most, lanes.most).nan_to_num(nan=0.0)
+        whole = (take(acc, indices) / unit).round_().clamp_(-lanes.most, lanes.most).nan_to_num_(nan=0.0)
         if ctx.second is None:
             total, second = unpack((yield AllReduce(pack(whole.int()))), indices.numel()), None
         else:
@@ -148,11 +148,11 @@ class Lanes(NamedTuple):
 def _second_tops(picks: Picks, union: Tensor, padding: int, dtype: torch.dtype) -> Tensor:
     """(u,) twice the largest power of two that any rank has told for each coordinate of the union."""
     assert picks.codes is not None
-    joined, codes = picks.joined(), torch.cat(picks.codes)
-    places = locate(union, joined) if union.numel() else joined
+    told, codes = picks.joined().long(), joined(picks.codes)
+    places = locate(union, told) if union.numel() else told
     # Padding, and what was thinned out of the union, goes to one more slot.
-    hit = pad(union, union.numel() + 1, -1)[places.clamp(max=union.numel())] == joined
-    places = torch.where(hit & (joined < padding), places, union.numel())
+    hit = pad(union, union.numel() + 1, -1)[places.clamp(max=union.numel())] == told
+    places = torch.where(hit & (told < padding), places, union.numel())
     largest = torch.zeros(union.numel() + 1, dtype=codes.dtype, device=codes.device)
     largest.scatter_reduce_(0, places, codes, "amax")
     return _step_of(largest[: union.numel()].clamp(min=1) + (1 - CODE_ZERO - LOWEST), dtype)
@@ -173,7 +173,7 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
         blocks = 0  # whole coordinates are shorter
     library = compiled(acc.device, acc.dtype)
     if library is None:
-        words = _tell(acc, selection, most, blocks)
+        words = _tell(acc, selection, most, blocks, ctx)
     else:
         words = library.tell(acc, indices, selection.spare, int(selection.count), most, blocks)
     n, after = ctx.world_size, words.numel()
@@ -182,16 +182,16 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     rows = yield AllGather(words)
     counts, tops = rows[:, 0].long(), rows[:, 1:2].long()
     trouble = tops.max() == TROUBLE
-    ends = [slots] * n if static_shapes(acc.device) else counts.tolist()
+    octets = None if ctx.second is None else _unpack_octets(rows[:, after:], slots)
 
     def each(rows: Tensor) -> list[Tensor]:
-        return [row[:end] for row, end in zip(rows, ends, strict=True)]
+        return [row[:end] for row, end in zip(rows, counts.tolist(), strict=True)]
 
-    codes = None if ctx.second is None else each(_unpack_octets(rows[:, after:], slots))
     if library is not None:
         heard = library.hear(rows, slots, blocks, padding)
         spares = None if selection.spare is None else heard.spares
         lowest = torch.tensor(heard.lowest, device="cpu")
+        codes = None if octets is None else each(octets)
         return Picks(heard.picks, None, counts, spares, codes), heard.levels, lowest, trouble
     end = after - -(-slots // 8)
     told = _unpack_nibbles(rows[:, end:after], slots)
@@ -199,14 +199,19 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     within = torch.arange(slots, device=acc.device) < counts[:, None]
     lowest = torch.cat([tops, torch.where(within, levels, tops)], dim=1).amin(1).max()
     places = _lengthen(rows[:, 2:end], slots, blocks, padding) if blocks else rows[:, 2:end].long()
-    spares = None if selection.spare is None else each(told >= CLASSES)
+    spare = told >= CLASSES
+    if static_shapes(acc.device):
+        spares = None if selection.spare is None else spare
+        return Picks(places, None, counts, spares, octets), levels.flatten(), lowest, trouble
+    spares = None if selection.spare is None else each(spare)
+    codes = None if octets is None else each(octets)
     return Picks(each(places), None, counts, spares, codes), torch.cat(each(levels)), lowest, trouble
 
 
-def _tell(acc: Tensor, selection: Selection, most: int, blocks: int) -> Tensor:
+def _tell(acc: Tensor, selection: Selection, most: int, blocks: int, ctx: Context) -> Tensor:
     """The message of one rank: number of picks and level of the largest; coordinates; and four bits for each."""
     indices, slots = selection.indices, selection.indices.numel()
-    magnitudes = take(acc, indices).abs()
+    magnitudes = values_at(acc, indices, ctx).abs_()
     largest = magnitudes.max() if slots else acc.new_zeros(())
     classes = _classes(magnitudes, largest)
     if selection.spare is not None:
@@ -227,10 +232,11 @@ def _lengthen(words: Tensor, slots: int, blocks: int, padding: int) -> Tensor:
     """Undo :func:`_shorten` for (..., words) of one or more ranks; slots without a pick come back as padding."""
     if not static_shapes(words.device):
         return expand(words, slots, blocks, padding)
-    ends, offsets = words[..., :blocks].long(), unpack(words[..., blocks:], slots).long() % BLOCK
-    places = torch.arange(slots, device=words.device).expand(*words.shape[:-1], slots)
-    passed = torch.searchsorted(ends.contiguous(), places.contiguous(), right=True)
-    return (passed * BLOCK + offsets).clamp(max=padding)
+    wide = torch.int32 if 2 * (padding + BLOCK) < 2**31 else torch.int64
+    offsets = unpack(words[..., blocks:], slots).to(wide) & (BLOCK - 1)
+    places = torch.arange(slots, dtype=torch.int32, device=words.device).expand(*words.shape[:-1], slots).contiguous()
+    passed = torch.searchsorted(words[..., :blocks].contiguous(), places, right=True, out_int32=wide == torch.int32)
+    return torch.add(offsets, passed, alpha=BLOCK).clamp_(max=padding)
 
 
 def _signed(offsets: Tensor) -> Tensor:
@@ -252,8 +258,9 @@ def pack(lanes: Tensor) -> Tensor:
 
 def unpack(words: Tensor, count: int) -> Tensor:
     """The first ``count`` integers of (..., words)."""
-    low = ((words + (1 << 15)) & (BLOCK - 1)) - (1 << 15)
-    return torch.stack([low, (words - low) >> 16], dim=-1).flatten(-2)[..., :count]
+    # A lower half that is negative has borrowed from the upper one; moved up by half its range, it has not.
+    apart = (words + (1 << 15)) ^ (1 << 15)
+    return apart.view(torch.int16)[..., :count].int()
 
 
 def _pack_nibbles(nibbles: Tensor) -> Tensor:

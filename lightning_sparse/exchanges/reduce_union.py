@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, gather_picks, reduce_at
-from lightning_sparse.kernels import compiled, distinct, pad, static_shapes, thin, unite
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, gather_picks, joined, reduce_at
+from lightning_sparse.kernels import compiled, distinct, static_shapes, thin, unite, united
 from lightning_sparse.messages import Steps
 
 
@@ -51,7 +51,7 @@ class Union(NamedTuple):
     named: Tensor
     """() int64: different ones that any rank named, before the selection's limit."""
     levels: Tensor
-    """(u,) int64: the largest level that a rank gave the coordinate; 0 where none were given."""
+    """(u,) integers: the largest level that a rank gave the coordinate; 0 where none were given."""
 
 
 def union_of(picks: Picks, selection: Selection, padding: int, ctx: Context, levels: Tensor | None = None) -> Union:
@@ -65,34 +65,34 @@ def union_of(picks: Picks, selection: Selection, padding: int, ctx: Context, lev
         selection: of this rank, for what it promises about all of them.
         padding: the padding index.
         ctx: the step.
-        levels: of all picks in rank order, int64 in [0, 2**20); None: there are none.
+        levels: of all picks in rank order, integers in [0, 2**20), int64 on the CPU; None: there are none.
     """
-    joined = picks.joined()
+    all_picks = picks.joined()
+    spare = None if picks.spare is None else joined(picks.spare)
+    if static_shapes(all_picks.device):
+        # Of what is below the padding index, there is not more than the total.
+        return Union(
+            *united(all_picks, spare, levels, padding, selection.total, selection.limit, ctx.step)
+        )
     if levels is None:
-        levels = torch.zeros_like(joined)
-        if not static_shapes(joined.device) and (ctx.disjoint or joined.numel() == selection.total):
-            size = picks.counts.sum() if ctx.disjoint else distinct(joined, padding)[1]
-            return Union(joined, size, size, levels)
-    if library := compiled(joined.device):
+        levels = torch.zeros_like(all_picks)
+        if ctx.disjoint or all_picks.numel() == selection.total:
+            size = picks.counts.sum() if ctx.disjoint else distinct(all_picks, padding)[1]
+            return Union(all_picks, size, size, levels)
+    if library := compiled(all_picks.device):
+        assert not isinstance(picks.indices, Tensor)
         union, levels, before = library.unite(picks.indices, levels, picks.spare, padding, selection.limit, ctx.step)
         named = torch.tensor(before, device="cpu")
         return Union(union, torch.tensor(union.numel(), device="cpu"), named, levels)
-    spare = torch.zeros_like(joined, dtype=torch.bool) if picks.spare is None else torch.cat(picks.spare)
-    union, spare, levels, named = unite(joined, spare, levels, padding)
+    spare = torch.zeros_like(all_picks, dtype=torch.bool) if spare is None else spare
+    union, spare, levels, named = unite(all_picks, spare, levels, padding)
     limit = selection.limit
     if limit is None or limit >= union.numel():
-        end = selection.total  # of what is below the padding index, there is not more
-        return Union(union[:end], named, named, levels[:end])
+        return Union(union[: selection.total], named, named, levels[: selection.total])
     real = union < padding
     spare = real & spare
     first = real & ~spare
     first = thin(first, torch.full_like(named, limit), ctx.step)
     spare = thin(spare, limit - first.sum(), ctx.step)
     kept = first | spare
-    if not static_shapes(joined.device):
-        chosen = kept.nonzero().flatten()
-    else:  # as many slots as the limit; those that are left take the padding index from the slot behind the union
-        chosen = torch.searchsorted(kept.cumsum(0), torch.arange(1, limit + 1, device=union.device))
-    union = pad(union, len(union) + 1, padding)[chosen]
-    levels = pad(levels, len(levels) + 1, 0)[chosen]
-    return Union(union, kept.sum(), named, levels)
+    return Union(union[kept], kept.sum(), named, levels[kept])

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange
+from lightning_sparse.exchanges.base import EXCHANGES, Exchange, values_at
 from lightning_sparse.exchanges.merging import add_up, masked, pack, strongest, unpack
-from lightning_sparse.kernels import take
 from lightning_sparse.messages import AllGather, Broadcast, SendRecv, Steps
 
 
@@ -49,7 +48,7 @@ class Tree(Exchange):
             slots, keep = padding, keep.new_full((), padding)
         elif not selection.aligned:
             slots = max(1, int(keep))
-        merged = selection.indices, take(acc, selection.indices)
+        merged = selection.indices, values_at(acc, selection.indices, ctx)
         gone = [merged]
         distance = 1
         while distance < n:

@@ -10,6 +10,7 @@ Two formulations of every kernel, chosen by device and equal in what they return
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -218,7 +219,7 @@ def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
 
 
 def unite(indices: Tensor, spare: Tensor, levels: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`distinct`, with what was said of each coordinate.
+    """As :func:`distinct`, with what was said of each coordinate. On the CPU only, see :func:`united`.
 
     Args:
         indices: (c,) int64 coordinates below 2**31, and maybe the padding index.
@@ -230,8 +231,36 @@ def unite(indices: Tensor, spare: Tensor, levels: Tensor, padding: int) -> tuple
         indices as :func:`distinct`; for each of them whether ``spare`` was said every time, and the largest level; and
         count: () int64. Behind the count, where there are slots, the two in the middle have no meaning.
     """
-    keys = indices << 21 | spare.long() << 20 | levels
-    return static.unite(keys, padding) if static_shapes(indices.device) else host.unite(keys, padding)
+    return host.unite(indices << 21 | spare.long() << 20 | levels, padding)
+
+
+def united(
+    indices: Tensor,
+    spare: Tensor | None,
+    levels: Tensor | None,
+    padding: int,
+    total: int | None,
+    limit: int | None,
+    phase: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The union of picks in slots of a number that the host knows. Not on the CPU.
+
+    Args:
+        indices: (c,) int32 or int64 coordinates of all ranks, and maybe the padding index.
+        spare: (c,) bool: picks that are left out first where there are too many; None: none.
+        levels: (c,) integers at least 0; None: all 0.
+        padding: the padding index.
+        total: there are not more different coordinates than this; None: unknown.
+        limit: more than this are thinned to it: those that :func:`thin` keeps, first of the coordinates that some rank
+            did not call spare, then of the others. None: there is no limit.
+        phase: rotates which ones are left out.
+
+    Returns:
+        indices: (u,) int64, the different coordinates that are left, ascending, then padding; u is c, or the smaller
+        one of total and limit. Their number, and that of all different ones: () int64. And for each the largest
+        level, (u,); behind the number they have no meaning.
+    """
+    return static.united(indices, spare, levels, padding, total, limit, phase)
 
 
 def pad(x: Tensor, slots: int, value: float) -> Tensor:
@@ -324,8 +353,8 @@ def all_finite(x: Tensor, candidates: Candidates | None = None) -> Tensor:
         known = host.all_finite(x)
     if known is not None:
         return torch.full((), known, device=x.device)
-    low, high = torch.aminmax(x)
-    return torch.isfinite(low) & torch.isfinite(high)
+    low, high = torch.aminmax(x)  # both NaN where any of x is
+    return torch.maximum(-low, high) < math.inf
 
 
 def locate(ordered: Tensor, values: Tensor) -> Tensor:
@@ -371,6 +400,18 @@ def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
         x.index_copy_(0, indices, values)
     else:
         x.index_fill_(0, indices, values)
+
+
+def scatter_(x: Tensor, indices: Tensor | None, values: Tensor, void: Tensor) -> None:
+    """``x = 0``, and ``x[indices] = values``; NaN everywhere if the flag is set. Not on the CPU.
+
+    Args:
+        x: (numel,) or (numel + 1,), overwritten; what a spare slot holds afterwards is not defined.
+        indices: (u,) int64 coordinates, and maybe the padding index, whose values are 0; None: all in order.
+        values: (u,) in x's dtype; where a coordinate is repeated, so is its value.
+        void: () bool.
+    """
+    static.scatter_(x, indices, values, void)
 
 
 def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:

@@ -70,34 +70,74 @@ def log_sum(x: Tensor) -> Tensor:
 
 def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """Ascending different coordinates first, the padding index in the slots that are left."""
-    ordered = indices.sort().values
-    repeated = torch.zeros_like(ordered, dtype=torch.bool)
-    repeated[1:] = ordered[1:] == ordered[:-1]
-    ordered = ordered.masked_fill(repeated, padding).sort().values
-    return ordered, (ordered < padding).sum()
+    union, count, _, _ = united(indices, None, None, padding, None, None, 0)
+    return union, count
 
 
-def unite(keys: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Different coordinates of keys ``coordinate, 1 bit, 20 bits``, ascending, then padding."""
-    ordered = keys.sort().values
-    coordinates = ordered >> 21
-    first = torch.ones_like(ordered, dtype=torch.bool)
-    first[1:] = coordinates[1:] != coordinates[:-1]
-    runs = first.cumsum(0) - 1
-    union = torch.full_like(ordered, padding).scatter_(0, runs, coordinates)
-    levels = torch.zeros_like(ordered).scatter_reduce_(0, runs, ordered & 0xFFFFF, "amax")
-    spare = torch.ones_like(ordered).scatter_reduce_(0, runs, ordered >> 20 & 1, "amin")
-    return union, spare.bool(), levels, (union < padding).sum()
+def united(
+    indices: Tensor,
+    spare: Tensor | None,
+    levels: Tensor | None,
+    padding: int,
+    total: int | None,
+    limit: int | None,
+    phase: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One sort, of 32-bit keys where that is enough; everything else is linear in the number of picks."""
+    slots, keys = indices.numel(), indices
+    # Sorting takes a pass over keys and places for each byte of a key.
+    keys = keys.int() if (padding if spare is None else 2 * padding + 1) < 2**31 else keys.long()
+    keys, order = torch.sort(keys if spare is None else torch.add(spare, keys, alpha=2))
+    coordinates = keys if spare is None else keys >> 1
+    first = torch.ones_like(keys, dtype=torch.bool)
+    torch.ne(coordinates[1:], coordinates[:-1], out=first[1:])
+    kept = first & (coordinates < padding)
+    if limit is None or limit >= slots:
+        ordinals = kept.cumsum(0)
+        named, size = ordinals[-1], min(slots, total or slots)
+    else:
+        if spare is None:
+            rows = kept.unsqueeze(0)
+        else:  # of equal coordinates, those that are not spare come first
+            spares = kept & (keys & 1).bool()
+            rows = torch.stack([kept ^ spares, spares])
+        kept, named = _thinned(rows, limit, phase)
+        ordinals, size = kept.cumsum(0), limit
+    chosen = torch.searchsorted(ordinals, torch.arange(1, size + 1, device=keys.device))
+    # Slots that are left take the padding index from the slot behind the picks.
+    union = torch.cat([coordinates, coordinates.new_full((1,), padding)])[chosen].long()
+    if levels is None:
+        return union, ordinals[-1], named, torch.zeros_like(union)
+    runs = torch.cat([first, first.new_zeros(1)]).cumsum(0) - 1
+    largest = levels.new_zeros(slots).scatter_reduce_(0, runs[:-1], levels[order], "amax")
+    return union, ordinals[-1], named, largest[runs[chosen]]
+
+
+def _thinned(rows: Tensor, limit: int, phase: int) -> tuple[Tensor, Tensor]:
+    """What :func:`lightning_sparse.kernels.thin` leaves of each of (1 or 2, c) rows, the second in what room is left.
+
+    Returns:
+        (c,) bool: what is left of any row; and () how many there were.
+    """
+    ordinals = rows.cumsum(1)
+    totals = ordinals[:, -1:]
+    room = totals[:1].clamp(max=limit)
+    if len(rows) > 1:
+        room = torch.cat([room, torch.minimum(totals[1:], limit - room)])
+    left = rows & (torch.remainder(ordinals * room + phase, totals.clamp(min=1)) < room)
+    return left.any(0), totals.sum()
 
 
 def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor, Tensor]:
     """Different coordinates, ascending, then padding, and the sums of their values in the order of the parts."""
-    union, count = distinct(torch.cat([indices for indices, _ in parts]), padding)
+    indices = torch.cat([indices for indices, _ in parts])
+    union, count = distinct(indices, padding)
     # One more slot: padding finds a place even where the union has none.
     slots = torch.cat([union, union.new_full((1,), padding)])
     totals = parts[0][1].new_zeros(slots.shape)
-    for indices, values in parts:
-        totals.index_add_(0, torch.searchsorted(slots, indices), values)
+    places = torch.searchsorted(slots, indices).split([len(values) for _, values in parts])
+    for place, (_, values) in zip(places, parts, strict=True):  # one after the other: sums are formed in this order
+        totals.index_add_(0, place, values)
     return union, totals[:-1], count
 
 
@@ -123,6 +163,21 @@ def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
     low, high = torch.aminmax(x)
     largest = torch.maximum(-low, high).double()
     return torch.minimum(total / x.numel(), largest), largest  # also where the sum overflows
+
+
+def scatter_(x: Tensor, indices: Tensor | None, values: Tensor, void: Tensor) -> None:
+    """One write of each element, and one of each value."""
+    if indices is None:  # a product, unlike a sum, leaves the sign of zero
+        torch.mul(values, torch.where(void, torch.nan, 1.0).to(values.dtype), out=x[: values.numel()])
+        return
+    x.copy_(torch.where(void, torch.nan, 0.0))
+    values = values.masked_fill(void, torch.nan)
+    # There may be no spare slot. Padding then goes where some value goes, with that value; or to the end, with its own.
+    place, first = indices.min(0)
+    no_pick = indices >= x.numel()
+    value = values.index_select(0, first.view(1))
+    places = torch.where(no_pick, place.clamp(max=x.numel() - 1), indices)
+    x.index_copy_(0, places, torch.where(no_pick, value, values))
 
 
 def _inside(x: Tensor, span: Span) -> Tensor:

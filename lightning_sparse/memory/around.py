@@ -66,7 +66,7 @@ class Around(Memory):
         """As the memory inside."""
         self.memory.settle_(state.inner, update, rounding)
 
-    def commit(self, state: AroundState, void: Tensor, unused: Sequence[slice] = ()) -> AroundState:
+    def commit(self, state: AroundState, void: Tensor | bool, unused: Sequence[slice] = ()) -> AroundState:
         """As the memory inside."""
         return replace(state, inner=self.memory.commit(state.inner, void, unused))
 

@@ -90,12 +90,12 @@ class Memory(ABC):
         """
 
     @abstractmethod
-    def commit(self, state: Any, void: Tensor, unused: Sequence[slice] = ()) -> Any:
+    def commit(self, state: Any, void: Tensor | bool, unused: Sequence[slice] = ()) -> Any:
         """The state after the step; the given one is still that of before, until the next step begins.
 
         Args:
             state: this group's state.
-            void: () whether the step counts for nothing.
+            void: () whether the step counts for nothing; a bool where the host knows it.
             unused: coordinates of parameters that no rank used: what is remembered of them stays as it was.
         """
 
@@ -195,7 +195,7 @@ class NoMemory(Memory):
     def settle_(self, state: Tensor, update: Update, rounding: Tensor | None = None) -> None:
         """Nothing is remembered."""
 
-    def commit(self, state: Tensor, void: Tensor, unused: Sequence[slice] = ()) -> Tensor:
+    def commit(self, state: Tensor, void: Tensor | bool, unused: Sequence[slice] = ()) -> Tensor:
         """The same."""
         return state
 
@@ -219,9 +219,9 @@ class Pair(NamedTuple):
         """Both empty."""
         return cls(*(torch.zeros(numel + 1, device=device, dtype=dtype) for _ in range(2)))
 
-    def commit(self, void: Tensor, unused: Sequence[slice]) -> Pair:
+    def commit(self, void: Tensor | bool, unused: Sequence[slice]) -> Pair:
         """What follows becomes what is remembered, unless the flag is set; see :meth:`Memory.commit`."""
-        if static_shapes(void.device):
+        if isinstance(void, Tensor) and static_shapes(void.device):
             torch.where(void, self.now, self.following, out=self.following)
         elif void:
             return self
@@ -266,7 +266,7 @@ class Feedback(Memory):
         if rounding is not None:
             give_back_(state.residual.following, update, rounding)
 
-    def commit(self, state: FeedbackState, void: Tensor, unused: Sequence[slice] = ()) -> FeedbackState:
+    def commit(self, state: FeedbackState, void: Tensor | bool, unused: Sequence[slice] = ()) -> FeedbackState:
         """All pairs."""
         return replace(state, **{name: pair.commit(void, unused) for name, pair in state.pairs.items()})
 
@@ -294,10 +294,12 @@ class CountedState(FeedbackState):
 class CountedFeedback(Feedback):
     """A residual, and moments that are corrected by the number of committed steps, as Adam's are."""
 
-    def commit(self, state: CountedState, void: Tensor, unused: Sequence[slice] = ()) -> CountedState:  # type: ignore[override]
+    def commit(  # type: ignore[override]
+        self, state: CountedState, void: Tensor | bool, unused: Sequence[slice] = ()
+    ) -> CountedState:
         """All pairs; steps that are void do not count."""
         after = super().commit(state, void, unused)
-        return replace(after, steps=state.steps + ~void)  # type: ignore[return-value, call-arg]
+        return replace(after, steps=state.steps + (not void if isinstance(void, bool) else ~void))  # type: ignore[return-value, call-arg]
 
     def carry_(self, state: CountedState, target: slice, memory: Memory, other: Any, source: slice) -> None:
         """Vectors, and the number of steps: the largest, where groups that become one have counted differently."""

@@ -119,12 +119,12 @@ class AdamSteps:
         """That of a parameter, given by its id, whose steps are taken here; else None."""
         name = self._names.get(key)
         group = None if name is None or _owners.get(key) is not self else self._group_of(name)
-        return None if group is None or group.memory.divisor(group.state.memory) is None else group
+        return None if group is None or group.divisor is None else group
 
     def _divisor(self, parameter: Parameter) -> Tensor | None:
         """In the parameter's shape; None where the memory of its group has none."""
         group = self._group(id(parameter))
-        divisor = None if group is None else group.memory.divisor(group.state.memory)
+        divisor = None if group is None else group.divisor
         if group is None or divisor is None:
             return None
         return shaped(divisor[group.spans[self._names[id(parameter)]]], parameter)

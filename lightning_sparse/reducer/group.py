@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class GroupReducer:
         self.device, self.dtype = example.device, example.dtype
         self.wide = torch.promote_types(self.dtype, torch.float32)
         """Dtype of what is remembered."""
-        self.state: GroupState = init_group(
+        self._formed: GroupState | Undecided = init_group(
             plan.numel, self.dtype, self.device, first, memory=self.memory, sparsifier=self.sparsifier
         )
         self.statistics: Statistics | None = None
@@ -61,6 +61,21 @@ class GroupReducer:
         """Whether the group has run in this step."""
         self._exchanged: _Exchanged | None = None
         self._scratch: Tensor | None = None
+
+    @property
+    def state(self) -> GroupState:
+        """What counts now; waits for the device where that decides whether the latest step counts."""
+        return self._formed.state if isinstance(self._formed, Undecided) else self._formed
+
+    @state.setter
+    def state(self, state: GroupState) -> None:
+        self._formed = state
+
+    @property
+    def divisor(self) -> Tensor | None:
+        """See :meth:`Memory.divisor <lightning_sparse.memory.Memory.divisor>`; of the latest step, also of a skipped one."""
+        formed = self._formed.after if isinstance(self._formed, Undecided) else self._formed
+        return self.memory.divisor(formed.memory)
 
     @property
     def remembers(self) -> bool:
@@ -86,12 +101,13 @@ class GroupReducer:
     @property
     def version(self) -> GroupVersion:
         """What counts now."""
-        return GroupVersion(self, self.state, self.density.learned)
+        return GroupVersion(self, self._formed, self.density.learned)
 
     @property
     def memory_bytes(self) -> int:
         """Bytes that the memory keeps, and the copy of a gradient that does not lie in one run."""
-        kept = [*tensors_in(self.state.memory), *([] if self._scratch is None else [self._scratch])]
+        formed = self._formed.after if isinstance(self._formed, Undecided) else self._formed
+        kept = [*tensors_in(formed.memory), *([] if self._scratch is None else [self._scratch])]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
 
     def receive(self, name: str, piece: Tensor) -> None:
@@ -149,8 +165,9 @@ class GroupReducer:
         for span, grad in zip(spans, grads, strict=True):
             flat[span].copy_(grad)
         if not in_place:
-            for name, span in self.spans.items():
-                self.arrived[name].copy_(flat[span])
+            runs = self._runs()
+            for part, run in zip(flat.split([len(run) for run in runs]), runs, strict=True):
+                run.copy_(part)
         self.exchanged = True
 
     def note_pause(self, paused: Stamp, resumed: Stamp) -> None:
@@ -163,15 +180,23 @@ class GroupReducer:
         """() whether this group's gradient was not finite on some rank; None if no rank used it."""
         return None if self._exchanged is None else self._exchanged.void
 
-    def after(self, void: Tensor) -> GroupVersion:
+    def after(self, void: Tensor, heard: Callable[[], bool] | None = None) -> GroupVersion:
         """What counts when all groups have run: if the step is void for any of them, it is for this one.
 
         What counts now stays as it is until the next step begins. To ask twice changes nothing.
+
+        Args:
+            void: () whether the step counts for nothing.
+            heard: the same for the host, which may wait for it; None: where shapes are static, the device decides.
         """
         step = self._exchanged
         if step is None:
             return self.version
-        state = commit_group(self.state, step.after, void, self.memory, step.unused)
+        state: GroupState | Undecided
+        if heard is not None and static_shapes(self.device):
+            state = Undecided(self.state, commit_group(self.state, step.after, False, self.memory, step.unused), heard)
+        else:
+            state = commit_group(self.state, step.after, void, self.memory, step.unused)
         learned = self.density.learned
         if static_shapes(self.device) or not void:
             learned = self.density.observed(step.step, step.flat[: self.plan.numel], void, step.places)
@@ -179,7 +204,7 @@ class GroupReducer:
 
     def adopt(self, version: GroupVersion) -> None:
         """Go on with this version."""
-        self.state, self.density.learned = version.state, version.learned
+        self._formed, self.density.learned = version.formed, version.learned
 
     def end_step(self) -> None:
         """The pieces of the gradient are answered."""
@@ -190,22 +215,49 @@ class GroupReducer:
         return norm_of(self.memory.residual(self.state.memory))
 
     def _gather(self) -> tuple[Tensor, bool]:
-        """The flat gradient: a view of the bucket if it lies there in one run (CPU), else a copy with a spare slot."""
-        pieces = [self.arrived[name] for name in self.spans]
-        first = pieces[0]
-        in_one_run = all(
-            piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            and piece.storage_offset() == first.storage_offset() + span.start
-            for piece, span in zip(pieces, self.spans.values(), strict=True)
-        )
-        if in_one_run and not static_shapes(self.device):
+        """The flat gradient: a view of the bucket if it lies there in one run, else a copy."""
+        runs = self._runs()
+        if len(runs) == 1:
             self._scratch = None  # needed in the first step only, before DDP cuts its buckets anew
-            return first.as_strided((self.plan.numel,), (1,)), True
+            return runs[0], True
         if self._scratch is None:
-            self._scratch = torch.zeros(self.plan.numel + 1, dtype=self.dtype, device=self.device)
-        for piece, span in zip(pieces, self.spans.values(), strict=True):
-            self._scratch[span].copy_(piece)
+            self._scratch = torch.empty(self.plan.numel, dtype=self.dtype, device=self.device)
+        for part, run in zip(self._scratch.split([len(run) for run in runs]), runs, strict=True):
+            part.copy_(run)
         return self._scratch, False
+
+    def _runs(self) -> list[Tensor]:
+        """The pieces in order; those that lie one behind the other in memory as one."""
+        pieces = [self.arrived[name] for name in self.spans]
+        runs: list[tuple[Tensor, int]] = []
+        for piece in pieces:
+            first, length = runs[-1] if runs else (piece, 0)
+            follows = piece.storage_offset() == first.storage_offset() + length
+            if runs and follows and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
+                runs[-1] = first, length + len(piece)
+            else:
+                runs.append((piece, len(piece)))
+        return [first.as_strided((length,), (1,)) for first, length in runs]
+
+
+class Undecided:
+    """The states of a group before a step and after it, until the host knows whether the step counts.
+
+    So a step that counts costs no pass over what is remembered.
+
+    Args:
+        before: what counts if it is skipped.
+        after: what counts otherwise.
+        skipped: which of the two it is; may wait for the device.
+    """
+
+    def __init__(self, before: GroupState, after: GroupState, skipped: Callable[[], bool]) -> None:
+        self.before, self.after, self._skipped = before, after, skipped
+
+    @property
+    def state(self) -> GroupState:
+        """What counts."""
+        return self.before if self._skipped() else self.after
 
 
 class GroupVersion(NamedTuple):
@@ -215,9 +267,14 @@ class GroupVersion(NamedTuple):
     """
 
     group: GroupReducer
-    state: GroupState
+    formed: GroupState | Undecided
     learned: Any
     """What the density schedule has learned."""
+
+    @property
+    def state(self) -> GroupState:
+        """See :attr:`GroupReducer.state`."""
+        return self.formed.state if isinstance(self.formed, Undecided) else self.formed
 
     def scaled(self, factors: Mapping[str, float]) -> GroupVersion:
         """The residuals of parameters multiplied by factors, where there are any."""
@@ -225,7 +282,7 @@ class GroupVersion(NamedTuple):
         if not factors.keys() & group.spans.keys():
             return self
         spans = [(span, factors.get(name, 1.0)) for name, span in group.spans.items()]
-        return self._replace(state=self.state._replace(memory=group.memory.scale(self.state.memory, spans)))
+        return self._replace(formed=self.state._replace(memory=group.memory.scale(self.state.memory, spans)))
 
 
 class _Exchanged(NamedTuple):

@@ -288,7 +288,6 @@ class Reducer:
         with self.on_stream():
             skipped = self._any_not_finite()
             unused = {name for group in self.groups for name in group.untouched}
-            groups = [group.after(skipped) for group in self.groups]
             if not self.on_stream.host_knows or skipped:
                 for bucket in pending:
                     bucket.fill_nan_(skipped, unused, self._positions)
@@ -297,6 +296,7 @@ class Reducer:
             flag = SkipFlag(
                 skipped if asked else None, self.on_stream.stream, self._comm.wait_until, self._batches.headers
             )
+            groups = [group.after(skipped, flag.__bool__ if asked else None) for group in self.groups]
         self._commit(groups, flag, {name for bucket in pending for name in bucket.spans} - unused)
 
     def _conclude_direct(self) -> None:

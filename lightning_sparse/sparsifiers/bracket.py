@@ -11,12 +11,10 @@ from torch import Tensor
 
 from lightning_sparse.candidates import Candidates
 from lightning_sparse.core import Selection
-from lightning_sparse.kernels import above, reaching, static_shapes, take, thin, top_k, under
+from lightning_sparse.kernels import above, largest, reaching, static_shapes, take, top_k, under
 
-CANDIDATES = 4
-"""Device slots, in multiples of k, for what still passes when the search for a threshold ends."""
-
-
+CAPACITY = 4
+"""Device slots, in multiples of k, where a rule picks all that a threshold lets through."""
 MARGIN = 0.9
 """The next step's trials are expected above this multiple of this step's lowest one."""
 
@@ -34,51 +32,55 @@ class Survivors:
     """The coordinates that reach a threshold.
 
     On the CPU, what reached the lowest threshold so far is kept, and higher ones are counted among that alone: only a
-    trial below all earlier ones passes over the whole group.
+    trial below all earlier ones passes over the whole group. On a device, the largest magnitudes are found once, and
+    all trials look at these alone.
 
     Args:
         acc: (numel,) finite accumulator.
+        most: counts above this are not told apart.
         candidates: of the group.
     """
 
-    def __init__(self, acc: Tensor, candidates: Candidates | None = None) -> None:
+    def __init__(self, acc: Tensor, most: int, candidates: Candidates | None = None) -> None:
         self.acc, self.candidates = acc, candidates
         self.static = static_shapes(acc.device)
         self._bound = math.inf
+        if self.static:
+            self._indices, self._magnitudes = largest(acc, most + 1)
+            return
         self._indices = torch.empty(0, dtype=torch.int32, device=acc.device)
-        self._magnitudes = acc.abs() if self.static else acc[:0]
-        if candidates is not None and not self.static:
+        self._magnitudes = acc[:0]
+        if candidates is not None:
             self._bound, self._indices, self._magnitudes = candidates.all(acc)
 
     def count(self, threshold: Tensor) -> Tensor:
-        """() int64 number of coordinates that reach () ``threshold``, compared in the accumulator's precision."""
+        """() int64 number of coordinates that reach () ``threshold``, compared in the accumulator's precision.
+
+        More than ``most`` may count as any larger number.
+        """
         if not self.static and threshold <= 0:
             return torch.tensor(self.acc.numel(), device="cpu")
         self._descend(threshold)
         return (self._magnitudes >= threshold).sum()
 
     def beyond(self, threshold: Tensor, k: int, phase: int) -> Selection:
-        """Pick everything strictly above a threshold, on a device at most ``CANDIDATES * k``, thinned evenly."""
+        """Pick everything strictly above a threshold, on a device at most ``CAPACITY * k``, thinned evenly."""
         bound = next_above(threshold, self.acc.dtype)
         if self.static:
-            indices, picks = above(self.acc, bound, capacity=CANDIDATES * k, phase=phase)
+            indices, picks = above(self.acc, bound, capacity=CAPACITY * k, phase=phase)
             return Selection(indices, picks, threshold, aligned=True)
         return self._reaching(bound)._replace(threshold=threshold)
 
-    def trim(self, bracket: Bracket, k: int, most: int, phase: int) -> Selection:
+    def trim(self, bracket: Bracket, k: int, most: int) -> Selection:
         """Pick what reaches the lower bound; where these are more than ``most``, the k largest of them.
-
-        On a device at most ``CANDIDATES * k`` of them are looked at: those that reach the upper bound, and as many of
-        the others as there is room for, evenly spread over the group.
 
         Args:
             bracket: where the search ended.
             k: picks where the bracket is still open, at most ``most``.
-            most: picks that are allowed.
-            phase: rotates which candidates an overfull device gives up.
+            most: picks that are allowed, as they were told apart.
         """
         if self.static:
-            return self._trim_static(bracket, k, min(most, self.acc.numel()), phase)
+            return self._trim_static(bracket, k, min(most, self.acc.numel()))
         if bracket.low == 0 < bracket.high:
             return picked(self.acc, top_k(self.acc, k, self.candidates))
         selection = self._reaching(bracket.low)
@@ -100,21 +102,12 @@ class Survivors:
             self._bound = float(threshold)
             self._indices, self._magnitudes = reaching(self.acc, self._bound)
 
-    def _trim_static(self, bracket: Bracket, k: int, most: int, phase: int) -> Selection:
-        numel, magnitudes = self.acc.numel(), self._magnitudes
-        slots = max(most, min(CANDIDATES * k, numel))
-        # Where no trial was too high: the threshold may be at a value that many share, and what is larger comes first.
-        high = torch.where(bracket.high.isinf(), next_above(bracket.low, self.acc.dtype), bracket.high)
-        sure = magnitudes >= high
-        others = (magnitudes >= bracket.low) & ~sure
-        chosen = (sure | thin(others, (slots - sure.sum()).clamp(min=0), phase)).to(self.acc.dtype)
-        candidates, found = above(chosen, torch.full_like(bracket.low, 0.5), capacity=slots, phase=phase)
-        real = candidates < numel
-        best = torch.topk(torch.where(real, magnitudes[candidates.clamp(max=numel - 1)], -1), most)
+    def _trim_static(self, bracket: Bracket, k: int, most: int) -> Selection:
+        found = self.count(bracket.low)
         excess = found > most
         picks = torch.where(excess, k, found)
-        indices = candidates[best.indices].masked_fill(torch.arange(most, device=picks.device) >= picks, numel)
-        threshold = torch.where(excess, best.values[k - 1].double(), bracket.low)
+        indices = self._indices[:most].masked_fill(torch.arange(most, device=picks.device) >= picks, self.acc.numel())
+        threshold = torch.where(excess, self._magnitudes[k - 1].double(), bracket.low)
         return Selection(indices.sort().values, picks, threshold, aligned=True)
 
 

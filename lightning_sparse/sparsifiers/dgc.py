@@ -89,19 +89,19 @@ class DGC(Sparsifier):
         stride = (numel // samples - 1) | 1  # odd, so as not to keep to a few columns of a weight matrix
         if not published and (numel < self.exact_below or stride == 1):
             return picked(acc, top_k(acc, k, ctx.candidates))._replace(aligned=True), state
-        survivors, start = Survivors(acc, ctx.candidates), _sampled_threshold(acc, stride, k, ctx.step)
+        most = 13 * k // 10
+        survivors, start = Survivors(acc, most, ctx.candidates), _sampled_threshold(acc, stride, k, ctx.step)
 
         def lower(bracket: Bracket) -> Tensor:
             untried = torch.where(bracket.high.isinf(), start, LOWER * bracket.high)
             return torch.where(bracket.low > 0, bracket.low, untried)
 
-        most = 13 * k // 10
         bracket = narrow(survivors, lower, -(-4 * k // 5), most, ROUNDS)
         if not published:
-            return survivors.trim(bracket, k, most, ctx.step), state
+            return survivors.trim(bracket, k, most), state
         gave_up = (bracket.low == 0) & bracket.high.isfinite()
         bracket = bracket._replace(low=torch.where(gave_up, bracket.high, bracket.low))
-        selection = survivors.trim(bracket, k, most, ctx.step)
+        selection = survivors.trim(bracket, k, most)
         return selection._replace(indices=selection.indices[:k], count=selection.count.clamp(max=k)), state
 
 

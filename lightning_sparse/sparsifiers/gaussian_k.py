@@ -73,7 +73,8 @@ class GaussianK(Sparsifier):
         if k == numel:
             return everything(acc), state
         z = -NormalDist().inv_cdf(k / numel / 2)
-        survivors = Survivors(acc, ctx.candidates)
+        most = 4 * k // 3
+        survivors = Survivors(acc, most, ctx.candidates)
         if self.variant == "published":
             mean, deviation = acc.mean().double(), acc.std().double()
             return survivors.beyond(_published(survivors, mean + z * deviation, k), k, ctx.step), state
@@ -87,9 +88,8 @@ class GaussianK(Sparsifier):
             falling = torch.where(low > 0, torch.sqrt(low * high), LOWER * high)
             return torch.where(high.isinf(), rising, falling)
 
-        most = 4 * k // 3
         bracket = narrow(survivors, between, -(-2 * k // 3), most, ROUNDS)
-        return survivors.trim(bracket, k, most, ctx.step), state
+        return survivors.trim(bracket, k, most), state
 
 
 def _published(survivors: Survivors, start: Tensor, k: int) -> Tensor:

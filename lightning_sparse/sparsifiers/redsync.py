@@ -72,7 +72,7 @@ class RedSync(Sparsifier):
         if k == acc.numel():
             return everything(acc), state
         mean, largest = mean_and_maximum(acc)
-        survivors = Survivors(acc, ctx.candidates)
+        survivors = Survivors(acc, 2 * k, ctx.candidates)
         if self.variant == "published":
             return survivors.beyond(_published(survivors, mean, largest, k), k, ctx.step), state
 
@@ -83,7 +83,7 @@ class RedSync(Sparsifier):
             return (left + torch.minimum(bracket.high, largest)) / 2
 
         bracket = narrow(survivors, middle, k, 2 * k, ROUNDS)
-        return survivors.trim(bracket, k, 2 * k, ctx.step), state
+        return survivors.trim(bracket, k, 2 * k), state
 
 
 def _published(survivors: Survivors, mean: Tensor, largest: Tensor, k: int) -> Tensor:
