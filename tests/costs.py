@@ -14,13 +14,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import lightning_sparse as ls
+from lightning_sparse.collective import drive
+from lightning_sparse.core import Context
+from lightning_sparse.plan import Group, ParameterSize
+from lightning_sparse.reducer.group import GroupReducer
+from tests.mirror import Mirror
 from tests.streams import written_by
 
 SECTOR = 32
 """Bytes that memory hands out at once: what a strided or scattered access costs at least."""
 TOP_K_READS = 5
 """Times that ``topk`` reads a long vector: a pass for each of four digits of 8 bits, and one that collects."""
-ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "resize_"}
+FREE = {"empty", "empty_like", "empty_strided", "new_empty", "resize_", "scalar_tensor"}
+"""Allocations, and numbers that travel with the arguments of a kernel."""
 SCATTERED = {"index", "index_select", "gather", "take", "index_copy_", "index_fill_", "index_put_", "index_add_"}
 SCATTERED |= {"scatter", "scatter_", "scatter_reduce", "scatter_reduce_", "masked_scatter_"}
 
@@ -42,7 +49,7 @@ class Costs(TorchDispatchMode):
         name = func.overloadpacket.__name__
         results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         on_device = any(t.device == self.device for t in results)
-        if on_device and name not in ALLOCATIONS and not func.is_view:
+        if on_device and name not in FREE and not func.is_view:
             self.operations[name] += 1
             self.bytes[name] += _moved(name, func, args, kwargs, results)
         return out
@@ -56,7 +63,7 @@ def _moved(name: str, func: Any, args: tuple, kwargs: dict, results: list[Tensor
     read = sum(_size(t) for t in given if not any(t is other for other in changed))
     if name in SCATTERED:
         places = max((t.numel() for t in given if t.dtype in (torch.int32, torch.int64)), default=0)
-        touched = min(SECTOR * places, _size(given[0]))
+        touched = min(max(SECTOR * places, 0 if changed else written), _size(given[0]))
         rest = sum(map(_size, given[1:]))
         return rest + (2 * touched if changed else touched + written + (name.startswith("scatter")) * 2 * touched)
     if name == "topk":
@@ -80,3 +87,64 @@ def _size(x: Tensor) -> int:
         elements *= length if stride else 1  # expanded
     apart = min((s for s, length in zip(x.stride(), x.shape, strict=True) if s and length > 1), default=1)
     return elements * min(x.element_size() * apart, max(SECTOR, x.element_size()))
+
+
+class Network(Mirror):
+    """As :class:`Mirror`, with answers that cost nothing."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.new_empty((self.world_size, *x.shape))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
+        return None if source is None else torch.empty_like(x)
+
+
+META = torch.device("meta")
+
+
+def group_step(
+    sparsifier: ls.Sparsifier | str = "union_topk",
+    n: int = 8,
+    density: float = 0.01,
+    numel: int = 1 << 22,
+    memory: ls.Memory | None = None,
+    dtype: torch.dtype = torch.float32,
+    buckets: int = 1,
+    rank: int = 1,
+    nonfinite: str = "skip",
+) -> Costs:
+    """What a step of a group costs one of n ranks, from gradients in buckets of DDP to averages in these.
+
+    Args:
+        sparsifier: with its own exchange.
+        n: number of ranks.
+        density: target density.
+        numel: coordinates of the group.
+        memory: error feedback.
+        dtype: of the gradients.
+        buckets: in which the gradients of the group lie.
+        rank: which one counts.
+        nonfinite: with "skip", the host hears whether the step counts.
+    """
+    settings = ls.SparsificationConfig(density=density, sparsifier=sparsifier, memory=memory)
+    lengths = [numel // 2, numel - numel // 2]
+    plan = Group(
+        "group", tuple(ParameterSize(str(i), size, dtype.itemsize, "") for i, size in enumerate(lengths)), False
+    )
+    parameters = {p.name: torch.nn.Parameter(torch.empty(p.numel, dtype=dtype, device=META)) for p in plan.parameters}
+    ctx = Context(n, density, rank, n, model_numel=numel)
+    group = GroupReducer(plan, parameters, settings, ctx, flush=False)
+    for step in (n, n + 1):  # the first one knows nothing of a step before
+        apart = 1 if buckets > 1 else 0  # a gap between pieces
+        bucket = torch.empty(numel + apart, dtype=dtype, device=META)
+        group.receive("0", bucket[: lengths[0]])
+        group.receive("1", bucket[lengths[0] + apart :])
+        with Costs(META) as costs:
+            drive(group.exchange_steps(ctx._replace(step=step)), Network(rank, n))
+            assert group.void is not None
+            group.adopt(group.after(group.void, (lambda: False) if nonfinite == "skip" else None))
+        group.end_step()
+    return costs

@@ -176,7 +176,7 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
         words = _tell(acc, selection, most, blocks, ctx)
     else:
         words = library.tell(acc, indices, selection.spare, int(selection.count), most, blocks)
-    n, after = ctx.world_size, words.numel()
+    after = words.numel()
     if ctx.second is not None:
         words = torch.cat([words, _pack_octets(_codes(ctx.second[indices]))])
     rows = yield AllGather(words)

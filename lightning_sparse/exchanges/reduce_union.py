@@ -71,9 +71,7 @@ def union_of(picks: Picks, selection: Selection, padding: int, ctx: Context, lev
     spare = None if picks.spare is None else joined(picks.spare)
     if static_shapes(all_picks.device):
         # Of what is below the padding index, there is not more than the total.
-        return Union(
-            *united(all_picks, spare, levels, padding, selection.total, selection.limit, ctx.step)
-        )
+        return Union(*united(all_picks, spare, levels, padding, selection.total, selection.limit, ctx.step))
     if levels is None:
         levels = torch.zeros_like(all_picks)
         if ctx.disjoint or all_picks.numel() == selection.total:

@@ -88,6 +88,18 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
     return host.top_k(x, k, candidates)
 
 
+def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) -> tuple[Tensor, Tensor]:
+    """The k largest magnitudes and their places, in descending order, without some elements. Not on the CPU.
+
+    Args:
+        x: (c,) finite values, which may lie apart.
+        k: how many, from 1 to c.
+        left_out: (c,) bool: elements that come last, with a magnitude of -1; None: there are none.
+        most: how many elements are left out, at most.
+    """
+    return static.strongest(x, k, left_out, most)
+
+
 def top_k_and_stripe(
     x: Tensor, share: int, spare: int, turn: int, n: int, candidates: Candidates | None = None
 ) -> Tensor:

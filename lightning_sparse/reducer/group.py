@@ -73,7 +73,7 @@ class GroupReducer:
 
     @property
     def divisor(self) -> Tensor | None:
-        """See :meth:`Memory.divisor <lightning_sparse.memory.Memory.divisor>`; of the latest step, also of a skipped one."""
+        """As :meth:`~lightning_sparse.memory.Memory.divisor`; of the latest step, also of a skipped one."""
         formed = self._formed.after if isinstance(self._formed, Undecided) else self._formed
         return self.memory.divisor(formed.memory)
 

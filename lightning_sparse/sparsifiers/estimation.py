@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.checks import expect
 from lightning_sparse.core import Context, Selection
-from lightning_sparse.kernels import largest, static_shapes
+from lightning_sparse.kernels import Span, largest, static_shapes
 from lightning_sparse.messages import AllGather, Steps
 
 SHARE_LIMIT = 2
@@ -20,7 +20,7 @@ CAPACITY = 4
 """Device slots per rank of the published variant, in multiples of k/n."""
 
 
-def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context) -> Steps[Selection]:
+def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context, own: Span | None = None) -> Steps[Selection]:
     """Pick k coordinates in all from disjoint ranges, by one magnitude threshold that all ranks derive together.
 
     Every rank finds the ``m = min(k, ceil(2 k / n))`` largest magnitudes of its own range and tells the others a few of
@@ -37,6 +37,7 @@ def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context) -> Steps[Sele
         spans: (n, 2) int64, the range of every rank, disjoint.
         k: coordinates wanted from all ranks together, at least 1.
         ctx: the step.
+        own: the range of this rank, where the host knows it.
 
     Returns:
         The picks of this rank with the common threshold, () float64.
@@ -46,18 +47,19 @@ def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context) -> Steps[Sele
     points = min(most, max(8, min(32, 256 // n)))
     # Made on the device: copying it there would make the host wait.
     grid = torch.linspace(1, most, points, dtype=torch.float64, device=acc.device).round().long()
-    candidates, magnitudes = largest(acc, most, (spans[ctx.rank, 0], spans[ctx.rank, 1]))
+    candidates, magnitudes = largest(acc, most, own or (spans[ctx.rank, 0], spans[ctx.rank, 1]))
     survey = magnitudes.new_zeros(most)
-    survey[: magnitudes.numel()] = magnitudes.clamp(min=0)
+    # Where only the device knows that something is not finite, the others must still find a threshold.
+    survey[: magnitudes.numel()] = magnitudes.nan_to_num(0.0).clamp_(min=0) if on_device else magnitudes.clamp(min=0)
     received = yield AllGather(survey[grid - 1])
     sizes = (spans[:, 1] - spans[:, 0]).clamp(max=most)
     shares, threshold = split(received.double(), grid.double(), sizes.double(), k)
-    own = shares[ctx.rank]
+    share = shares[ctx.rank]
     slots = most if on_device else int(shares.max())
     indices = torch.full((slots,), numel, device=acc.device)
     indices[: candidates.numel()] = candidates[:slots]
-    indices = indices.masked_fill(torch.arange(slots, device=acc.device) >= own, numel).sort().values
-    return Selection(indices, own, threshold, aligned=True, total=min(k, numel))
+    indices = indices.masked_fill(torch.arange(slots, device=acc.device) >= share, numel).sort().values
+    return Selection(indices, share, threshold, aligned=True, total=min(k, numel))
 
 
 def split(received: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:

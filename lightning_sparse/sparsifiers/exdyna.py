@@ -206,20 +206,42 @@ class ExDyna(Sparsifier):
     def _move_static(
         self, state: Partition, load: Tensor, numel: int, size: int, low: float, least: float
     ) -> tuple[Tensor, Tensor]:
-        """The same without a read-back: about ten small operations for each pair of neighbours."""
-        blocks, first, load = state.blocks.clone(), state.first.clone(), load.double()
+        """The same without a read-back, of all pairs at once.
+
+        What a pair does depends on the pair before alone, and that one has moved blocks to the left, none, or to the
+        right: for each of the three, a table says what the pair does. These tables are then followed.
+        """
+        blocks, load = state.blocks, load.double()
         total = load.sum()
         mean = total / len(load)
         mean = mean.floor() if self.variant == "published" else mean
         expected = torch.floor(self.move * size * (total / numel))
-        for p in range(len(load) - 1):
-            pair = load[p : p + 2] / mean  # moves nothing for 0/0, which is NaN, and for -1/-1
-            over, under = pair > self.alpha, pair < low
-            room = blocks[p : p + 2] - self.move >= least
-            shift = (under[0] & over[1] & room[1]).long() - (over[0] & under[1] & room[0]).long()
-            blocks[p] += shift * self.move
-            blocks[p + 1] -= shift * self.move
-            first[p + 1] += shift * self.move
-            load[p] += shift * expected
-            load[p + 1] -= shift * expected
-        return blocks, first
+        before = torch.arange(-1, 2, device=load.device)  # by how many times ``move`` the pair before has moved
+        left = (load[:-1, None] - before * expected) / mean  # moves nothing for 0/0, which is NaN, and for -1/-1
+        right = load[1:, None] / mean
+        given, taken = (
+            blocks[:-1, None] - before * self.move - self.move >= least,
+            blocks[1:, None] - self.move >= least,
+        )
+        table = ((left < low) & (right > self.alpha) & taken).long() - (
+            (left > self.alpha) & (right < low) & given
+        ).long()
+        moves = _followed(table + 1)[:, 1] - 1  # nothing moves before the first pair
+        shift = torch.nn.functional.pad(moves * self.move, (1, 1))
+        return blocks + shift[1:] - shift[:-1], state.first + shift[:-1]
+
+
+def _followed(tables: Tensor) -> Tensor:
+    """(p, 3) what comes out of the first tables, each applied to what came out of the one before; by doubling.
+
+    Example:
+        >>> _followed(torch.tensor([[0, 0, 2], [2, 1, 1], [1, 1, 0]]))
+        tensor([[0, 0, 2],
+                [2, 2, 1],
+                [0, 0, 1]])
+    """
+    distance = 1
+    while distance < len(tables):
+        tables = torch.cat([tables[:distance], tables[distance:].gather(1, tables[:-distance])])
+        distance *= 2
+    return tables

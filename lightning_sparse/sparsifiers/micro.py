@@ -95,7 +95,9 @@ class MiCRO(Sparsifier):
         """Picks within the own range."""
         if self.variant == "corrected":
             spans, k = _spans(acc.numel(), ctx, acc.device), count(ctx.density, acc.numel())
-            return (yield from pick_jointly(acc, spans, k, ctx)), None
+            place, numel, n = (ctx.step + ctx.rank) % ctx.world_size, acc.numel(), ctx.world_size
+            own = tuple(part * (numel // n) + min(part, numel % n) for part in (place, place + 1))
+            return (yield from pick_jointly(acc, spans, k, ctx, own)), None
         assert state is not None
         k = max(1, int(ctx.density * acc.numel()))
         kept = follow(state, ctx.counts, k, self.beta, self.gamma)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sparse.checks import expect, is_number
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
-from lightning_sparse.kernels import pad, static_shapes, top_k, top_k_and_stripe
+from lightning_sparse.kernels import pad, static_shapes, strongest, top_k_and_stripe
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
 
 WINDOW = 64
@@ -165,14 +165,15 @@ class UnionTopK(Sparsifier):
 def _pick_static(acc: Tensor, share: int, spare: Tensor, room: int, turn: int, n: int) -> Tensor:
     """As :func:`~lightning_sparse.kernels.top_k_and_stripe`, with ``room`` slots for spare picks and padding behind."""
     numel = acc.numel()
-    first = top_k(acc, share) if share else torch.empty(0, dtype=torch.int64, device=acc.device)
+    first = strongest(acc, share)[1] if share else torch.empty(0, dtype=torch.int64, device=acc.device)
     if not room:
-        return 2 * first
-    stripe = acc[turn::n].abs()
+        return 2 * first.sort().values
+    stripe = acc[turn::n]
     owned = stripe.numel()
-    stripe = pad(stripe, owned + 1, 0)  # one more slot for what is not of the stripe
-    stripe.index_fill_(0, torch.where(first % n == turn, first // n, owned), -1.0)
-    top = torch.topk(stripe[:owned], min(room, owned))
-    left_out = (torch.arange(top.indices.numel(), device=acc.device) >= spare) | (top.values < 0)
-    own = torch.where(left_out, 2 * numel, 2 * (top.indices * n + turn) + 1)
-    return torch.cat([2 * first, own]).sort().values
+    taken = torch.zeros(owned + 1, dtype=torch.bool, device=acc.device)  # one more slot for what is not of the stripe
+    taken.index_fill_(0, torch.where(first % n == turn, first // n, owned), True)
+    magnitudes, places = strongest(stripe, min(room, owned), taken[:owned], share)
+    left_out = (torch.arange(places.numel(), device=acc.device) >= spare) | (magnitudes < 0)
+    own = torch.where(left_out, 2 * numel, places * (2 * n) + (2 * turn + 1))
+    keys = torch.cat([2 * first, own])
+    return keys.int().sort().values.long() if 2 * numel < 2**31 else keys.sort().values
