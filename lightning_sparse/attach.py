@@ -20,7 +20,7 @@ from lightning_sparse.controllers.announcer import Announcer
 from lightning_sparse.controllers.watchdog import Watchdog
 from lightning_sparse.fields import from_keywords, keywords_of
 from lightning_sparse.plan import Group, ParameterSize, Rules, make_plan
-from lightning_sparse.plan.groupings import MIB
+from lightning_sparse.plan.groupings import CUDA_BUCKET_MB, MIB
 from lightning_sparse.reducer import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.sparsifiers import Everything
 
@@ -93,7 +93,9 @@ def attach_config(
         parameters, frozen = _parameters_of(ddp)
         sizes = sizes_of(parameters)
         cap = ddp.bucket_bytes_cap / MIB if config.bucket_cap_mb is None else float(config.bucket_cap_mb)
-        config = replace(config, bucket_cap_mb=cap)  # None means the same as DDP's size
+        if config.bucket_cap_mb is None and config.fallback is None and device.type == "cuda":
+            cap = max(cap, CUDA_BUCKET_MB)
+        config = replace(config, bucket_cap_mb=cap)  # None means the same as this size
         plan = make_plan(sizes, config.grouping, config.rules, cap)
         refuse_two_orders(ddp.module, config.executor, device)
         facts = {

@@ -159,9 +159,9 @@ class SparsificationConfig:
     """Warns, on rank 0, of ranks that drift apart, residuals that grow, thresholds that are off, and of Adam's first
     moment, see :class:`~lightning_sparse.Watch`; None: does not."""
     bucket_cap_mb: float | None = None
-    """Size in MiB of groups that are cut by bucket, above 0. None: that of DDP's buckets in ``attach``; in strategies
-    25, DDP's default, and where exchanges go on beside backward (CUDA, "thread", no fallback) DDP hands gradients over
-    in smaller pieces."""
+    """Size in MiB of groups that are cut by bucket, above 0. None: that of DDP's buckets in ``attach``, in strategies
+    25, DDP's default; on CUDA without a fallback at least 100. Where exchanges go on beside backward ("thread", or CUDA
+    with other groups; no fallback), DDP hands gradients over in smaller pieces."""
     timeout: timedelta | None = None
     """How long ranks wait for each other before they end with an error. None: 10 minutes in strategies, that of the
     model's process group in ``attach``. Inside hooks on CUDA, exchanges go through DDP's group, with its timeout."""

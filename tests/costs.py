@@ -57,7 +57,7 @@ class Costs(TorchDispatchMode):
 
 def _moved(name: str, func: Any, args: tuple, kwargs: dict, results: list[Tensor]) -> int:
     """Bytes that one operation reads and writes."""
-    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    given = list({id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}.values())
     changed = written_by(func, args, kwargs)
     written = sum(map(_size, changed or results))
     read = sum(_size(t) for t in given if not any(t is other for other in changed))

@@ -125,7 +125,7 @@ class Picks(NamedTuple):
 
 def joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
     """One vector of what each rank has told, in rank order."""
-    return parts.flatten() if isinstance(parts, Tensor) else torch.cat(parts)
+    return parts.flatten() if isinstance(parts, Tensor) else torch.cat(list(parts))
 
 
 def same_length(selection: Selection, values: Tensor | None, padding: int) -> Steps[tuple[Selection, Tensor | None]]:
@@ -161,13 +161,12 @@ def gather_picks(selection: Selection, values: Tensor | None, padding: int) -> S
     rows = yield AllGather(torch.cat(parts))
     counts = rows[:, 0].long()
     if static_shapes(counts.device):
-        places, sent = rows[:, 1 : 1 + slots], None
-        if values is not None:
-            sent = rows[:, 1 + slots :].contiguous().view(values.dtype)
+        places = rows[:, 1 : 1 + slots]
+        given = None if values is None else rows[:, 1 + slots :].contiguous().view(values.dtype)
         if selection.spare is None:
-            return Picks(places.long(), sent, counts)
-        spares = places < 0
-        return Picks(torch.where(spares, ~places, places).long(), sent, counts, spares)
+            return Picks(places.long(), given, counts)
+        told = places < 0
+        return Picks(torch.where(told, ~places, places).long(), given, counts, told)
     ends = counts.tolist()
     picked = [row[1 : 1 + end].long() for row, end in zip(rows, ends, strict=True)]
     spare = None

@@ -201,8 +201,8 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     places = _lengthen(rows[:, 2:end], slots, blocks, padding) if blocks else rows[:, 2:end].long()
     spare = told >= CLASSES
     if static_shapes(acc.device):
-        spares = None if selection.spare is None else spare
-        return Picks(places, None, counts, spares, octets), levels.flatten(), lowest, trouble
+        all_spares = None if selection.spare is None else spare
+        return Picks(places, None, counts, all_spares, octets), levels.flatten(), lowest, trouble
     spares = None if selection.spare is None else each(spare)
     codes = None if octets is None else each(octets)
     return Picks(each(places), None, counts, spares, codes), torch.cat(each(levels)), lowest, trouble

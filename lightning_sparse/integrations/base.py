@@ -20,7 +20,7 @@ from lightning_sparse.controllers import Planner
 from lightning_sparse.fields import from_keywords
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.integrations.telling import mean_over_ranks
-from lightning_sparse.plan.groupings import DDP_BUCKET_MB, MIB
+from lightning_sparse.plan.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
 from lightning_sparse.reducer import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.sparsifiers import SPARSIFIERS
 
@@ -126,22 +126,35 @@ class SparseStrategy:
         ]
         check_equal_on_ranks({"parameters": shapes}, TorchCollective(), self.root_device)
 
+    @property
+    def _default_bucket_mb(self) -> float:
+        """Size of groups that are cut by bucket. A fallback to dense exchanges DDP's own buckets."""
+        on_cuda = self.root_device.type == "cuda"
+        return CUDA_BUCKET_MB if on_cuda and self.config.fallback is None else DDP_BUCKET_MB
+
     @contextmanager
     def _small_deliveries(self, model: Any) -> Iterator[None]:
-        """Where exchanges can begin beside backward, let DDP hand gradients over in small buckets."""
+        """Where exchanges can begin beside backward, let DDP hand gradients over in small buckets.
+
+        On CUDA, groups that are cut by bucket are worked on in DDP's buckets, which then are equal to them.
+        """
         given = self._ddp_kwargs
         beside = self.config.executor != "inline" or self.root_device.type == "cuda"
         # A fallback to dense exchanges DDP's buckets as they are: large ones are faster then.
         if beside and self.config.bucket_cap_mb is None and self.config.fallback is None:
             size = sum(p.nbytes for p in model.parameters() if p.requires_grad) / MIB
-            self._ddp_kwargs = given | {"bucket_cap_mb": min(DDP_BUCKET_MB, max(1.0, size / DELIVERIES))}
+            cap = min(DDP_BUCKET_MB, max(1.0, size / DELIVERIES))
+            if self._default_bucket_mb == CUDA_BUCKET_MB and isinstance(self.config.grouping, Bucket):
+                cap = CUDA_BUCKET_MB
+            self._ddp_kwargs = given | {"bucket_cap_mb": cap}
         try:
             yield
         finally:
             self._ddp_kwargs = given
 
     def _attach(self, ddp: Any, precision: Any, profile: dict[str, Any] | None) -> Engine:
-        config = replace(self.config, bucket_cap_mb=self.config.bucket_cap_mb or DDP_BUCKET_MB, timeout=self._timeout)
+        cap = self.config.bucket_cap_mb or self._default_bucket_mb
+        config = replace(self.config, bucket_cap_mb=cap, timeout=self._timeout)
         return attach_config(ddp, config, getattr(precision, "scaler", None), profile, self.observers)
 
     def _go_on(self, engine: Engine, left: Left | None) -> None:

@@ -50,11 +50,11 @@ def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) 
             magnitudes.masked_fill_(left_out, -1)
         return _two(torch.topk(magnitudes, k))
     rows, chosen = x.numel() // cell, k + most
-    cells = x[: rows * cell].unflatten(0, (rows, cell))
+    cells = x[: rows * cell].view(rows, cell)
     first = torch.topk(torch.linalg.vector_norm(cells, math.inf, dim=1), chosen, sorted=False).indices
 
     def collect(x: Tensor) -> Tensor:
-        whole = x[: rows * cell].unflatten(0, (rows, cell)).index_select(0, first)
+        whole = x[: rows * cell].view(rows, cell).index_select(0, first)
         return torch.cat([whole.flatten(), x[rows * cell :]])
 
     magnitudes = collect(x).abs_()
@@ -198,7 +198,7 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
     # One more slot: padding finds a place even where the union has none.
     slots = torch.cat([union, union.new_full((1,), padding)])
     totals = parts[0][1].new_zeros(slots.shape)
-    places = torch.searchsorted(slots, indices).split([len(values) for _, values in parts])
+    places = torch.split(torch.searchsorted(slots, indices), [len(values) for _, values in parts])
     for place, (_, values) in zip(places, parts, strict=True):  # one after the other: sums are formed in this order
         totals.index_add_(0, place, values)
     return union, totals[:-1], count

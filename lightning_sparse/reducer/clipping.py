@@ -49,7 +49,8 @@ class Clipping(NamedTuple):
         if self.algorithm == "value":
             limit = self.limit * factor
             for piece in pieces:
-                bound = torch.as_tensor(limit, dtype=piece.dtype, device=piece.device)
+                # Made on the device: copying it there would make the host wait.
+                bound = torch.ones((), dtype=piece.dtype, device=piece.device) * limit
                 piece.copy_(torch.where(piece.isfinite(), piece.clamp(-bound, bound), piece))
             return
         limit = self.limit * math.sqrt(world_size * share) * factor

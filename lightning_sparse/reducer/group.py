@@ -166,7 +166,7 @@ class GroupReducer:
             flat[span].copy_(grad)
         if not in_place:
             runs = self._runs()
-            for part, run in zip(flat.split([len(run) for run in runs]), runs, strict=True):
+            for part, run in zip(torch.split(flat, [len(run) for run in runs]), runs, strict=True):
                 run.copy_(part)
         self.exchanged = True
 
@@ -222,7 +222,7 @@ class GroupReducer:
             return runs[0], True
         if self._scratch is None:
             self._scratch = torch.empty(self.plan.numel, dtype=self.dtype, device=self.device)
-        for part, run in zip(self._scratch.split([len(run) for run in runs]), runs, strict=True):
+        for part, run in zip(torch.split(self._scratch, [len(run) for run in runs]), runs, strict=True):
             part.copy_(run)
         return self._scratch, False
 

@@ -61,6 +61,7 @@ class SkipFlag:
     def __bool__(self) -> bool:
         if self._event is not None:
             self._wait(self._event.query, "the exchange")
+            self._event = None
         if self._headers is not None:
             check(self._headers)
             self._headers = None

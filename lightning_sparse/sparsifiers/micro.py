@@ -96,8 +96,8 @@ class MiCRO(Sparsifier):
         if self.variant == "corrected":
             spans, k = _spans(acc.numel(), ctx, acc.device), count(ctx.density, acc.numel())
             place, numel, n = (ctx.step + ctx.rank) % ctx.world_size, acc.numel(), ctx.world_size
-            own = tuple(part * (numel // n) + min(part, numel % n) for part in (place, place + 1))
-            return (yield from pick_jointly(acc, spans, k, ctx, own)), None
+            first, last = (part * (numel // n) + min(part, numel % n) for part in (place, place + 1))
+            return (yield from pick_jointly(acc, spans, k, ctx, (first, last))), None
         assert state is not None
         k = max(1, int(ctx.density * acc.numel()))
         kept = follow(state, ctx.counts, k, self.beta, self.gamma)

@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.collective import drive
+from lightning_sparse.collective import drive, drive_together
 from lightning_sparse.core import Context
 from lightning_sparse.pipeline import commit_group, exchange_group, init_group
+from lightning_sparse.plan import Group, ParameterSize
+from lightning_sparse.reducer.adam_steps import AdamSteps
+from lightning_sparse.reducer.clipping import Clipping
+from lightning_sparse.reducer.group import GroupReducer
+from lightning_sparse.reducer.skip import any_set
 from tests.contract.cases import CASES, MEMORIES, PAIRS, Case, fit
 from tests.fake_cuda import CUDA, HostWaitsError, fake_cuda
 from tests.mirror import Mirror
@@ -73,6 +78,78 @@ def test_all_of_them_stay_on_the_device(case: Case, exchange: str, memory: ls.Me
         pytest.skip("the exchange carries no second moments")
     for rank, dtype in enumerate(DTYPES):
         steps(case, exchange, memory, dtype, rank)
+
+
+def group(name: str, numel: int, dtype: torch.dtype = torch.float32, **options: Any) -> GroupReducer:
+    """A group of two parameters of equal size, whose gradients have arrived in one bucket."""
+    sizes = tuple(ParameterSize(f"{name}.{i}", numel // 2, dtype.itemsize, "") for i in range(2))
+    parameters = {size.name: nn.Parameter(torch.zeros(size.numel, dtype=dtype, device=CUDA)) for size in sizes}
+    dense = options.pop("dense", False)
+    settings = ls.SparsificationConfig(density=0.05, **options)
+    made = GroupReducer(Group(name, sizes, dense), parameters, settings, Context(0, 0.05, 1, 4), flush=False)
+    bucket = torch.zeros(numel, dtype=dtype, device=CUDA)
+    for size, span in zip(sizes, made.spans.values(), strict=True):
+        made.receive(size.name, bucket[span])
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")  # by which pieces of a bucket are known
+def test_groups_that_travel_together_stay_on_the_device() -> None:
+    with fake_cuda():
+        groups = [
+            group("a", 1000, memory=ls.SecondMoment()),
+            group("b", 2000),
+            group("c", 600, torch.bfloat16, sparsifier="exdyna"),
+            group("d", 100, dense=True),
+        ]
+        # The words of a header are pinned on the host, which a machine without CUDA cannot do.
+        ctx = Context(0, 0.05, 1, 4)
+        unused = [set[str](), {"b.1"}, set[str](), set[str]()]
+        steps = [one.exchange_steps(ctx, names) for one, names in zip(groups, unused, strict=True)]
+        drive_together(steps, Mirror(1, 4, CUDA))
+        flags = [one.void for one in groups if one.void is not None]
+        skipped = any_set(flags, CUDA, host_knows=False)
+        for one in groups:
+            for heard in (None, lambda: False, lambda: True):
+                one.adopt(one.after(skipped, heard))
+                assert one.state.memory is not None
+        assert {skipped.device, groups[0].divisor.device} == {CUDA}
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_clipping_stays_on_the_device(algorithm: str, scaled: bool) -> None:
+    with fake_cuda():
+        pieces = [torch.zeros(10, dtype=dtype, device=CUDA) for dtype in DTYPES]
+        scale = torch.ones((), device=CUDA) if scaled else None
+        Clipping(1.0, algorithm).apply_(pieces, 4, 0.5, scale)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+@pytest.mark.parametrize(("dtype", "scaled"), list(zip(DTYPES, [False, True], strict=True)))
+def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> None:
+    with fake_cuda():
+        one = group("a", 1000, dtype, memory=ls.SecondMoment())
+        drive(one.exchange_steps(Context(0, 0.05, 1, 4)), Mirror(1, 4, CUDA))
+        assert one.void is not None
+        one.adopt(one.after(one.void, _waited))
+        parameters = {name: nn.Parameter(torch.zeros(500, dtype=dtype, device=CUDA)) for name in one.spans}
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        optimizer = ls.AdamW(parameters.values())
+        for name, parameter in parameters.items():
+            parameter.grad = one.arrived[name]
+        if scaled:
+            optimizer.grad_scale, optimizer.found_inf = (torch.ones((), device=CUDA) for _ in range(2))
+        steps = AdamSteps(names, lambda name: one, parameters.keys, 4)
+        before = [parameter._version for parameter in parameters.values()]
+        optimizer.step()
+        steps.close()
+        assert all(p._version > version for p, version in zip(parameters.values(), before, strict=True))
+        assert not optimizer.state
+
+
+def _waited() -> bool:
+    raise HostWaitsError("a step of Adam asks whether the exchange counts")
 
 
 def on_device(*shape: int) -> Tensor:

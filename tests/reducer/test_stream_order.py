@@ -77,6 +77,7 @@ def plain_steps() -> None:
 
 def every_memory() -> None:
     memories = [ls.NoMemory(), ls.LowPass(0.25), ls.MomentumCorrection(0.5), ls.ClipByNorm(4.0), ls.WeightDecay(1e-2)]
+    memories += [ls.AdamCorrection()]
     for memory in memories:
         Training(memory=memory).steps(2)
 
@@ -99,6 +100,36 @@ def a_void_step_of_a_fused_optimizer() -> None:
     for scale in (1.0, float("inf"), 1.0, 1.0):
         training.step(scale=scale)
     assert training.engine.void_steps == 1
+
+
+def steps_of_adam() -> None:
+    for fused in (False, True):
+        training = Training()
+        training.optimizer = torch.optim.AdamW(training.ddp.parameters(), fused=fused)
+        training.engine.follow([training.optimizer])
+        for scale in (1.0, 1.0, float("inf"), 1.0):
+            training.step(scale=scale)
+        assert training.engine.void_steps == 1
+        training.engine.state_dict()
+        training.engine.close()
+
+
+def clipped_gradients() -> None:
+    for algorithm in ("norm", "value"):
+        training = Training()
+        training.engine.clip_gradients(0.1, algorithm)
+        training.steps(3)
+        training.engine.close()
+
+
+def messages_by_group() -> None:
+    training = Training(messages="group", memory=ls.SecondMoment())
+    for scale in (1.0, float("inf"), 1.0):
+        training.step(scale=scale)
+
+
+def several_buckets_of_a_group() -> None:
+    Training({"bucket_cap_mb": 0.004}, grouping="model").steps()
 
 
 def nonfinite_gradients_that_nobody_asks_about() -> None:
@@ -197,6 +228,10 @@ RUNS: list[Callable[[], None]] = [
     other_sparsifiers,
     a_void_step,
     a_void_step_of_a_fused_optimizer,
+    steps_of_adam,
+    clipped_gradients,
+    messages_by_group,
+    several_buckets_of_a_group,
     nonfinite_gradients_that_nobody_asks_about,
     loss_scale,
     regroup_in_the_first_hook,
@@ -221,6 +256,19 @@ def test_streams_wait_for_each_other_and_memory_is_not_given_back_in_use(
     run()
     assert any(life.uses.keys() >= {"main", "side"} for life in streams.lives.values())
     assert not streams.findings, "\n".join(dict.fromkeys(streams.findings))
+
+
+def test_a_step_of_adam_waits_for_nobody(streams: Streams) -> None:
+    training = Training()
+    training.optimizer = torch.optim.AdamW(training.ddp.parameters(), fused=True)
+    training.engine.follow([training.optimizer])
+    training.steps(3)
+    before = streams.host_waits
+    training.ddp(torch.randn(4, 30), "left+right").square().mean().backward()
+    begun = streams.host_waits
+    training.engine.skip_void(training.optimizer)
+    training.optimizer.step()
+    assert (begun - before, streams.host_waits - begun) == (1, 0)  # for the step before, which is long over
 
 
 # Each of these is what the engine relies on; without it something must be found.
