@@ -28,8 +28,8 @@ MIB = 1 << 20
 DDP_BUCKET_MB = 25
 """Size of DDP's buckets in MiB, where none is given."""
 CUDA_BUCKET_MB = 100
-"""Size in MiB of groups that are cut by bucket, where none is given, on CUDA: at least. By a model and not measured: the
-host takes about a millisecond to launch the local step of a group of any size, the device a third of it for this one."""
+"""Least size in MiB of groups that are cut by bucket, where none is given, on CUDA. By a model and not measured: the
+host takes about a millisecond to launch the local step of a group of any size, a device a third of it for this one."""
 LARGEST_GROUP = 2**31 - 2
 """Coordinates: indices travel as 32-bit words, and one of them stands for none."""
 

@@ -40,16 +40,26 @@ PARTS = [
         15,
         (("copy 25M", "GB/s"), ("copy 144M", "GB/s"), ("copy 1000M", "GB/s")),
     ),
-    Part("marked", "tests marked gpu", 60, (("pytest -m gpu", "tests"),), "those tests need a CUDA device"),
-    Part("equality", "equal to the CPU", 130, (("all pairs, Residual(decay=1.0), float64", "pairs"),)),
-    Part("syncs", "host never waits", 60),
-    Part("collectives", "NCCL, one rank", 25),
-    Part("training", "DDP end to end", 120),
-    Part("races", "races", 55),
+    Part("marked", "tests marked gpu", 50, (("pytest -m gpu", "tests"),), "those tests need a CUDA device"),
+    Part("equality", "equal to the CPU", 105, (("all pairs, Residual(decay=1.0), float64", "pairs"),)),
+    Part("syncs", "host never waits", 50),
+    Part("collectives", "NCCL, one rank", 20),
+    Part("training", "DDP end to end", 110),
+    Part("races", "races", 50),
+    Part(
+        "kernels",
+        "passes over a group",
+        35,
+        (
+            ("accumulate_ 144M", "times the bound"),
+            ("top_k in one go 144M", "times the bound"),
+            ("top_k by cells 144M", "times the bound"),
+        ),
+    ),
     Part(
         "times",
         "step times",
-        100,
+        75,
         (
             ("local step union_topk 25M 0.01", "times the floor"),
             ("launches union_topk", "launches"),
@@ -57,7 +67,17 @@ PARTS = [
             ("transformer, bucket groups", "ms"),
         ),
     ),
-    Part("memory", "memory", 25, (("grouping bucket", "bytes per parameter"),)),
+    Part(
+        "graphs",
+        "CUDA graph, torch.compile",
+        40,
+        (
+            ("graph of two steps, union_topk", "ms"),
+            ("graph of two steps, union_topk", "ms in a graph"),
+            ("compiled model, defaults", "pieces"),
+        ),
+    ),
+    Part("memory", "memory", 20, (("grouping bucket", "bytes per parameter"),)),
 ]
 
 NEEDED = ["torch", "numpy", "fsspec", "lightning_utilities", "torchmetrics"]

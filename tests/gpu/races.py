@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.plan import make_plan
 from tests.gpu.checks import Check, Clock, SkipError, require, synchronize
+from tests.gpu.one_training import Training
 from tests.gpu.parts import ROOT
 from tests.gpu.processes import one_rank
-from tests.gpu.training import Training
 from tests.trainers import EVERYTHING_SPARSE
 
 CYCLES = 20_000_000

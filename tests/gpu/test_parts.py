@@ -157,7 +157,9 @@ def passes(checks: Any, device: torch.device = CPU) -> list[Outcome]:
 
 
 @pytest.mark.usefixtures("not_launched")
-@pytest.mark.parametrize("name", ["machine", "equality", "syncs", "collectives", "races", "times", "memory"])
+@pytest.mark.parametrize(
+    "name", ["machine", "equality", "syncs", "collectives", "races", "kernels", "times", "graphs", "memory"]
+)
 def test_a_part_runs_on_a_cpu_at_toy_sizes(name: str) -> None:
     found = passes(importlib.import_module(f"tests.gpu.{name}").checks(CPU, Clock(100)))
     assert sum(outcome.result == "passed" for outcome in found) >= 2

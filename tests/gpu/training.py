@@ -19,26 +19,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.plan import make_plan
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require
 from tests.gpu.models import Branches
+from tests.gpu.one_training import LAYOUTS, TOPK, Training, close, train
+from tests.gpu.precision import adam_trains_in_half_precision, half_precision_trains, steps_of_adam_are_those_of_the_cpu
 from tests.gpu.processes import one_rank
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "view": {"gradient_as_bucket_view": True},
-    "find_unused": {"find_unused_parameters": True},
-    "static_graph": {"static_graph": True},
-    # About 30 kB a bucket: three buckets from the second iteration on, one in the first.
-    "small_buckets": {"bucket_cap_mb": 0.03},
-}
-TOPK = {"sparsifier": "topk", "density": 0.05}
-"""Picks alike on all devices, as long as there are no ties."""
 
 
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
@@ -76,72 +66,6 @@ def quietly(job: Callable[[str], Numbers | None], device: str) -> Numbers | None
         if device != "cpu":
             torch.cuda.set_device(device)
         return job(device)
-
-
-# ---- One training
-
-
-class Training:
-    """A small model behind DDP; plain if there are no options."""
-
-    def __init__(
-        self,
-        device: str,
-        options: dict[str, Any] | None,
-        layout: str = "default",
-        dtype: torch.dtype = torch.float64,
-        momentum: float = 0.9,
-    ) -> None:
-        torch.manual_seed(0)
-        self.device, self.dtype = torch.device(device), dtype
-        with torch.device("cpu"):  # the same numbers for all devices
-            model = Branches()
-        self.ddp = DistributedDataParallel(model.to(dtype).to(device), **LAYOUTS[layout])
-        self.engine = ls.attach(self.ddp, rules=EVERYTHING_SPARSE, **options) if options is not None else None
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=momentum)
-        self.steps = 0
-
-    def batch(self) -> Tensor:
-        """The next one of this rank."""
-        generator = torch.Generator("cpu").manual_seed(1000 * dist.get_rank() + self.steps)
-        self.steps += 1
-        x = torch.randn(8, 20, generator=generator, dtype=torch.float64, device="cpu")
-        return x.to(self.dtype).to(self.device)
-
-    def step(self, use: str = "both", factor: float = 1.0) -> float:
-        """Returns the loss."""
-        self.optimizer.zero_grad()
-        loss = self.ddp(self.batch(), use).square().mean()
-        (loss * factor).backward()
-        if self.engine is not None:
-            self.engine.drop_void(self.optimizer)
-        self.optimizer.step()
-        return loss.item()
-
-    def end(self, losses: list[float]) -> tuple[list[float], Tensor]:
-        """Losses and parameters on the CPU; all ranks hold the same, and numbers."""
-        parameters = self.parameters()
-        if self.engine is not None:
-            self.engine.close()
-        others = [torch.empty_like(parameters) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, parameters)
-        require(all(torch.equal(other, parameters) for other in others), "ranks hold different parameters")
-        require(parameters.isfinite().all(), "parameters are not finite")
-        return losses, parameters
-
-    def parameters(self) -> Tensor:
-        return flat(self.ddp).cpu()
-
-
-def train(device: str, options: dict[str, Any] | None, layout: str = "default", steps: int = 6, **more: Any) -> Any:
-    training = Training(device, options, layout, **more)
-    return training.end([training.step() for _ in range(steps)])
-
-
-def close(found: Any, expected: Any, rtol: float = 1e-6) -> None:
-    """Of losses and parameters."""
-    torch.testing.assert_close(found[0], expected[0], rtol=rtol, atol=1e-9)
-    torch.testing.assert_close(found[1], expected[1], rtol=rtol, atol=rtol)
 
 
 # ---- Jobs
@@ -216,30 +140,6 @@ def a_scaled_loss_trains_like_an_unscaled_one(device: str) -> None:
         require(training.engine.void_steps == 1, f"{training.engine.void_steps} void steps instead of 1")
         results.append(training.end([]))
     require(torch.equal(results[0][1], results[1][1]), "scaled and unscaled losses train differently")
-
-
-def half_precision_trains(device: str) -> Numbers:
-    """Autocast in bfloat16, and in float16 with a scaler; and a model in bfloat16."""
-    kind, last = torch.device(device).type, {}
-    for dtype in (torch.bfloat16, torch.float16):
-        scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
-        training = Training(device, {"density": 0.05, "scaler": scaler}, dtype=torch.float32)
-        losses = []
-        for _ in range(20):
-            training.optimizer.zero_grad()
-            with torch.autocast(kind, dtype):
-                loss = training.ddp(training.batch()).float().square().mean()
-            scaler.scale(loss).backward()
-            training.engine.drop_void(training.optimizer)
-            scaler.step(training.optimizer)
-            scaler.update()
-            losses.append(loss.item())
-        training.end(losses)
-        require(sum(losses[-3:]) < sum(losses[:3]), f"losses do not fall in {dtype}: {losses}")
-        last[str(dtype).removeprefix("torch.")] = round(losses[-1], 4)
-    losses, _ = train(device, {"density": 0.05}, dtype=torch.bfloat16, steps=20)
-    require(sum(losses[-3:]) < sum(losses[:3]), f"losses do not fall in a bfloat16 model: {losses}")
-    return last
 
 
 def unused_parameters_keep_their_residual(device: str) -> None:
@@ -346,6 +246,8 @@ JOBS: list[Callable[[str], Numbers | None]] = [
     a_void_step_changes_nothing,
     a_scaled_loss_trains_like_an_unscaled_one,
     half_precision_trains,
+    steps_of_adam_are_those_of_the_cpu,
+    adam_trains_in_half_precision,
     unused_parameters_keep_their_residual,
     accumulated_gradients_are_exchanged_once,
     groups_change_between_steps,

@@ -50,9 +50,9 @@ BUDGET: dict[str, tuple[ls.Sparsifier, tuple[int, int, int], tuple[float, float]
     "dgc": (ls.DGC(), (228, 234, 290), (112, 55)),
     "redsync": (ls.RedSync(), (410, 416, 472), (152, 66)),
     "gaussian_k": (ls.GaussianK(), (303, 309, 365), (121, 63)),
-    "sidco_e": (ls.SIDCoE(), (360, 366, 422), (786, 878)),
-    "sidco_p": (ls.SIDCoP(), (472, 478, 534), (786, 878)),
-    "sidco_gp": (ls.SIDCoGP(), (575, 581, 637), (820, 912)),
+    "sidco_e": (ls.SIDCoE(), (360, 366, 422), (730, 798)),
+    "sidco_p": (ls.SIDCoP(), (472, 478, 534), (730, 798)),
+    "sidco_gp": (ls.SIDCoGP(), (575, 581, 637), (764, 832)),
     "everything": (ls.Everything(), (27, 27, 27), (41, 41)),
 }
 VARIANTS: dict[str, tuple[dict[str, Any], tuple[int, float]]] = {
@@ -61,8 +61,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[int, float]]] = {
     "low pass": ({"memory": ls.LowPass(0.1)}, (247, 67)),
     "momentum": ({"memory": ls.MomentumCorrection(0.9)}, (257, 76)),
     "clipped": ({"memory": ls.ClipByNorm(1.0)}, (254, 71)),
-    "adam": ({"memory": ls.AdamCorrection()}, (260, 135)),
-    "second moment": ({"memory": ls.SecondMoment()}, (324, 152)),
+    "adam": ({"memory": ls.AdamCorrection()}, (260, 131)),
+    "second moment": ({"memory": ls.SecondMoment()}, (324, 148)),
     "bfloat16": ({"dtype": torch.bfloat16}, (253, 55)),
     "in two buckets": ({"buckets": 2}, (250, 75)),
     "nobody asks whether a step counts": ({"nonfinite": "nan"}, (254, 67)),

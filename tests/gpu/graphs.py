@@ -1,0 +1,144 @@
+"""Can a step be captured in a CUDA graph, and does a compiled model train the same?
+
+A captured step repeats one and the same operations, numbers of ranks and steps included. What is captured here is two
+steps of a group, after which buffers have their roles again, as one of several ranks that all bring the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.collective import drive
+from lightning_sparse.core import Context, GroupState
+from lightning_sparse.pipeline import init_group, reduce_group
+from lightning_sparse.reducer.group import tensors_in
+from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, synchronize
+from tests.gpu.models import Transformer
+from tests.gpu.processes import one_rank
+from tests.gpu.timing import seconds_of
+from tests.mirror import Mirror
+from tests.static_path import static_path
+
+NUMEL = {"cuda": 25 * 2**20 // 4, "cpu": 5_000}
+RANKS, REPLAYS = 4, 3
+SPARSIFIERS = ["union_topk", "shared_topk", "topk", "micro", "exdyna", "dgc"]
+
+
+def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
+    for name in SPARSIFIERS:
+        yield Check(f"graph of two steps, {name}", partial(capture, name, device))
+    with one_rank(device):
+        for options in ({}, {"grouping": "model"}):
+            yield Check(f"compiled model, {options or 'defaults'}", partial(compile_model, options, device))
+
+
+class TwoSteps:
+    """Two steps of a group whose state is always in the same memory."""
+
+    def __init__(self, name: str, device: torch.device, numel: int) -> None:
+        self.sparsifier, self.memory = ls.SPARSIFIERS.resolve(name), ls.Residual()
+        self.exchange = ls.EXCHANGES.resolve(self.sparsifier.exchange)
+        self.ctx = Context(step=1, density=0.01, rank=1, world_size=RANKS)
+        self.state = init_group(numel, torch.float32, device, self.ctx, memory=self.memory, sparsifier=self.sparsifier)
+        generator = torch.Generator("cpu").manual_seed(0)
+        self.gradient = torch.randn(numel, generator=generator, device="cpu").to(device)
+        self.grad = torch.empty(numel, device=device)
+        self.state = self.after(self.state)  # a first step has no counts of a step before
+        self.state = self.after(self.state)
+
+    def after(self, state: GroupState) -> GroupState:
+        self.grad.copy_(self.gradient)
+        parts: dict[str, Any] = {"memory": self.memory, "sparsifier": self.sparsifier, "exchange": self.exchange}
+        return drive(reduce_group(self.grad, state, self.ctx, **parts), Mirror(1, RANKS))[0]
+
+    def __call__(self) -> None:
+        found = self.after(self.after(self.state))
+        # The memory's buffers have changed their roles twice. Everything else is small, and new.
+        for kept, new in zip(self.small(self.state), self.small(found), strict=True):
+            kept.copy_(new)
+
+    @staticmethod
+    def small(state: GroupState) -> list[Tensor]:
+        return list(tensors_in((state.selector, state.counts, state.union)))
+
+    def outcome(self) -> list[Tensor]:
+        return [self.grad, self.memory.residual(self.state.memory), *self.small(self.state)]
+
+
+def captured(steps: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What replays the steps; on a CPU the steps themselves stand in for that."""
+    if device.type == "cpu":
+        return steps
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        steps()  # loads kernels
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps()
+    return graph.replay
+
+
+def capture(name: str, device: torch.device) -> Numbers:
+    """Replays do what the steps do."""
+    with static_path():
+        numel = NUMEL[device.type]
+        eager, steps = (TwoSteps(name, device, numel) for _ in range(2))
+        replay = captured(steps, device)
+        if device.type == "cuda":
+            eager()  # as the stream above; capturing itself computes nothing
+        for _ in range(REPLAYS):
+            eager()
+            replay()
+        synchronize(device)
+        for one, other in zip(eager.outcome(), steps.outcome(), strict=True):
+            require(torch.equal(one, other), f"a replay of {name} gives other numbers")
+        numbers = {"ms": seconds_of(eager, device), "ms in a graph": seconds_of(replay, device)}
+    return {what: round(1e3 * seconds / 2, 3) for what, seconds in numbers.items()}
+
+
+def compile_model(options: dict[str, Any], device: torch.device) -> Numbers:
+    """A compiled model trains as one that is not; the pieces into which DDP's buckets cut it are counted."""
+    on_cuda = device.type == "cuda"
+    losses, pieces = {}, [0]
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        pieces[0] += 1
+        if not on_cuda:
+            return module.forward
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(module, inputs)
+
+    torch.manual_seed(0)
+    size = {"layers": 4} if on_cuda else {"layers": 1, "width": 32, "heads": 2, "words": 50, "length": 9}
+    model = Transformer(**size)
+    tokens = torch.randint(model.words, (4, model.length), device=device)
+    for compiled in (False, True):
+        ddp = DistributedDataParallel(copy.deepcopy(model).to(device))
+        engine = ls.attach(ddp, density=0.05, **options)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        forward = torch.compile(ddp, backend=backend) if compiled else ddp
+        losses[compiled] = []
+        for _ in range(4):
+            try:
+                loss = forward(tokens)
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                raise SkipError(f"nothing is compiled here: {str(error).splitlines()[0]}") from error
+            loss.backward()
+            engine.drop_void(optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[compiled].append(loss.item())
+        engine.close()
+    torch.testing.assert_close(losses[True], losses[False], rtol=1e-2, atol=1e-3)
+    return {"pieces": pieces[0], "loss": round(losses[True][-1], 4), "not compiled": round(losses[False][-1], 4)}

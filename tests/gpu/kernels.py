@@ -1,0 +1,114 @@
+"""What does each pass over a group cost, against a copy of the same vector on the same machine?
+
+The passes are called by their names in ``lightning_sparse.kernels``, which chooses how they are computed. A bound is
+the bytes that a pass cannot do without, at the rate of a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from lightning_sparse import kernels
+from lightning_sparse.kernels import static
+from tests.gpu.checks import Check, Clock, Numbers, SkipError, require
+from tests.gpu.machine import copy_rate, require_memory
+from tests.gpu.timing import seconds_of
+from tests.static_path import static_path
+
+SIZES = {"cuda": {"25M": 25_000_000, "144M": 144_000_000, "1000M": 1_000_000_000}, "cpu": {"20k": 20_000}}
+SHARE = 800
+"""One pick for so many coordinates: those of one of 8 ranks at a density of 0.01."""
+
+
+class Pass(NamedTuple):
+    bytes_each: float
+    """Bytes a coordinate that are read and written at least."""
+    needs: float
+    """Bytes a coordinate of memory at most."""
+    make: Callable[[torch.device, int], Callable[[], Any]]
+
+
+def accumulate(device: torch.device, numel: int) -> Callable[[], Any]:
+    acc, residual, grad = (torch.ones(numel, device=device) for _ in range(3))
+    return lambda: kernels.accumulate_(acc, residual, grad, 1.0, None)
+
+
+def look_at(compute: Callable[[torch.Tensor, int], Any], device: torch.device, numel: int) -> Callable[[], Any]:
+    x = torch.randn(numel, device=device)
+    return lambda: compute(x, numel // SHARE)
+
+
+def scatter(device: torch.device, numel: int) -> Callable[[], Any]:
+    x, void = torch.ones(numel, device=device), torch.zeros((), dtype=torch.bool, device=device)
+    places = torch.arange(0, numel, 100, device=device)
+    values = torch.ones(len(places), device=device)
+    return lambda: kernels.scatter_(x, places, values, void)
+
+
+def unite(device: torch.device, numel: int) -> Callable[[], Any]:
+    """Picks of 8 ranks, half of them spare, thinned to one in 100."""
+    picks = torch.randint(numel, (8, 2 * (numel // SHARE)), device=device).sort().values.flatten()
+    spare, levels = picks % 2 == 0, picks % 100
+    return lambda: kernels.united(picks, spare, levels, numel, None, numel // 100, 3)
+
+
+def by_cells(many: int) -> Callable[[torch.Tensor, int], Any]:
+    def compute(x: torch.Tensor, k: int) -> Any:
+        with mock.patch.object(static, "MANY", many):
+            return kernels.top_k(x, k)
+
+    return compute
+
+
+def above(x: torch.Tensor, k: int) -> Any:
+    return kernels.above(x, torch.full((), 3.0, dtype=torch.float64, device=x.device), capacity=4 * k)
+
+
+PASSES = {
+    "accumulate_": Pass(12, 12, accumulate),
+    "all_finite": Pass(4, 8, partial(look_at, lambda x, k: kernels.all_finite(x))),
+    "top_k in one go": Pass(4, 24, partial(look_at, by_cells(1 << 62))),
+    "top_k by cells": Pass(4, 16, partial(look_at, by_cells(1))),
+    "above": Pass(4, 32, partial(look_at, above)),
+    "moments": Pass(4, 16, partial(look_at, lambda x, k: kernels.moments(x))),
+    "scatter_": Pass(4, 8, scatter),
+    "united": Pass(0.3, 16, unite),
+}
+
+
+def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
+    yield Check("top_k by cells finds what topk finds", partial(same_picks, device))
+    for size, numel in SIZES[device.type].items():
+        rate: list[float] = []
+        yield Check(f"copy {size}", partial(note, rate, device, numel))
+        for name, one in PASSES.items():
+            yield Check(f"{name} {size}", partial(time, one, device, numel, rate))
+
+
+def same_picks(device: torch.device) -> None:
+    x = torch.randn(300_007, device=device)
+    with static_path():
+        for k in (1, 300, 3000):
+            one_go, cells = (by_cells(many)(x, k) for many in (1 << 62, 1))
+            require(torch.equal(one_go, cells), f"other picks for k = {k}")
+            require(torch.equal(one_go.cpu(), by_cells(1 << 62)(x.cpu(), k)), f"other picks than on the CPU, k = {k}")
+
+
+def note(rate: list[float], device: torch.device, numel: int) -> Numbers:
+    rate.append(copy_rate(device, numel))
+    return {"GB/s": round(rate[0] / 1e9, 1)}
+
+
+def time(one: Pass, device: torch.device, numel: int, rate: list[float]) -> Numbers:
+    if not rate:
+        raise SkipError("no rate to compare with")
+    require_memory(device, one.needs * numel)
+    with static_path():
+        seconds = seconds_of(one.make(device, numel), device, repeats=7)
+    floor = one.bytes_each * numel / rate[0]
+    return {"ms": round(1e3 * seconds, 3), "times the bound": round(seconds / floor, 2)}
