@@ -165,16 +165,22 @@ def _as_gradient(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tu
 
 def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> tuple[Tensor, Selection]:
     """Where the gradient is not finite, offer NaN, at coordinate 0 if nothing was picked: all ranks then see it."""
-    if not static_shapes(acc.device):
-        if finite:
-            return acc, selection
-        acc.fill_(float("nan"))
+    if static_shapes(acc.device):
+        alone = ~finite & (selection.count == 0)
+        selection.indices[:1].masked_fill_(alone, 0)
+        if selection.spare is not None:
+            selection.spare[:1].masked_fill_(alone, False)
+        return acc, selection._replace(count=selection.count + alone)
+    if finite:
+        return acc, selection
+    acc.fill_(float("nan"))
+    if selection.count > 0:
+        return acc, selection
     indices = selection.indices if selection.indices.numel() else selection.indices.new_zeros(1)
     indices = torch.full_like(indices, acc.numel() - 1)
     indices[0] = 0
     spare = None if selection.spare is None else torch.zeros_like(indices, dtype=torch.bool)
-    alarm = selection._replace(indices=indices, count=torch.ones_like(selection.count), spare=spare)
-    return acc, choose(finite | (selection.count > 0), selection, alarm)
+    return acc, selection._replace(indices=indices, count=torch.ones_like(selection.count), spare=spare)
 
 
 def _scatter_(grad: Tensor, update: Update, values: Tensor, void: Tensor, candidates: Candidates | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -180,7 +181,8 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     if ctx.second is not None:
         words = torch.cat([words, _pack_octets(_codes(ctx.second[indices]))])
     rows = yield AllGather(words)
-    counts, tops = rows[:, 0].long(), rows[:, 1:2].long()
+    head = rows[:, :2].long()
+    counts, tops = head[:, 0], head[:, 1:]
     trouble = tops.max() == TROUBLE
     octets = None if ctx.second is None else _unpack_octets(rows[:, after:], slots)
 
@@ -197,7 +199,7 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     told = _unpack_nibbles(rows[:, end:after], slots)
     levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)
     within = torch.arange(slots, device=acc.device) < counts[:, None]
-    lowest = torch.cat([tops, torch.where(within, levels, tops)], dim=1).amin(1).max()
+    lowest = torch.where(within, levels, tops).amin(1).max() if slots else tops.max()
     places = _lengthen(rows[:, 2:end], slots, blocks, padding) if blocks else rows[:, 2:end].long()
     spare = told >= CLASSES
     if static_shapes(acc.device):
@@ -222,10 +224,10 @@ def _tell(acc: Tensor, selection: Selection, most: int, blocks: int, ctx: Contex
 
 def _shorten(indices: Tensor, blocks: int) -> Tensor:
     """Ascending coordinates to int32 words: how many lie in each block, then two offsets a word."""
-    bounds = torch.arange(1, blocks + 1, device=indices.device) * BLOCK
+    bounds = torch.arange(BLOCK, (blocks + 1) * BLOCK, BLOCK, device=indices.device)
     # Of padding, which is last, the last block may take up some: its slots are beyond the count.
-    ends = torch.searchsorted(indices, bounds)
-    return torch.cat([ends.int(), pack(_signed(indices % BLOCK))])
+    ends = torch.searchsorted(indices, bounds, out_int32=True)
+    return torch.cat([ends, pack(_signed(indices))])
 
 
 def _lengthen(words: Tensor, slots: int, blocks: int, padding: int) -> Tensor:
@@ -239,9 +241,9 @@ def _lengthen(words: Tensor, slots: int, blocks: int, padding: int) -> Tensor:
     return torch.add(offsets, passed, alpha=BLOCK).clamp_(max=padding)
 
 
-def _signed(offsets: Tensor) -> Tensor:
-    """0 .. 65535 to the 16-bit integers of equal bits."""
-    return ((offsets + (1 << 15)) % BLOCK - (1 << 15)).int()
+def _signed(indices: Tensor) -> Tensor:
+    """Offsets in blocks, as the 16-bit integers of equal bits."""
+    return (((indices + (1 << 15)) & (BLOCK - 1)) - (1 << 15)).int()
 
 
 def pack(lanes: Tensor) -> Tensor:
@@ -270,9 +272,9 @@ def _pack_nibbles(nibbles: Tensor) -> Tensor:
 
 
 def _unpack_nibbles(words: Tensor, count: int) -> Tensor:
-    """Undo :func:`_pack_nibbles` for (n, words): (n, count) int64."""
+    """Undo :func:`_pack_nibbles` for (n, words): (n, count) uint8."""
     octets = words.contiguous().view(torch.uint8)
-    return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)[:, :count].long()
+    return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)[:, :count]
 
 
 def _pack_octets(octets: Tensor) -> Tensor:
@@ -295,7 +297,7 @@ def _classes(magnitudes: Tensor, largest: Tensor) -> Tensor:
     """The class of each magnitude: the largest c below 8 with ``magnitude <= 8**-c largest``, exactly; uint8."""
     mantissa, exponent = torch.frexp(magnitudes)
     top = torch.frexp(largest)
-    halvings = top.exponent - exponent - (mantissa > top.mantissa).int()
+    halvings = torch.add(top.exponent - exponent, mantissa > top.mantissa, alpha=-1)
     halvings = torch.where(magnitudes > 0, halvings, (largest > 0) * (CLASSES * CLASS_BITS))
     return (halvings // CLASS_BITS).clamp(0, CLASSES - 1).to(torch.uint8)
 
@@ -319,8 +321,8 @@ def _most_raised(most: int) -> int:
 def _level_of(step: Tensor) -> Tensor:
     """() int32: level of the smallest power of two that is not below a () number, see :data:`LOWEST`."""
     mantissa, exponent = torch.frexp(step)  # the mantissa is in [0.5, 1)
-    level = torch.where(step > 0, exponent - (mantissa == 0.5).int() - LOWEST, SILENT)
-    return torch.where(step.isfinite(), level, TROUBLE).int()
+    level = torch.where(step > 0, torch.add(exponent - LOWEST, mantissa == 0.5, alpha=-1), SILENT)
+    return torch.where(step < math.inf, level, TROUBLE)  # the step is not negative
 
 
 def _step_of(levels: Tensor, dtype: torch.dtype) -> Tensor:

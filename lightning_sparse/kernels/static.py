@@ -171,9 +171,9 @@ def united(
     union = torch.cat([coordinates, coordinates.new_full((1,), padding)])[chosen].long()
     if levels is None:
         return union, ordinals[-1], named, torch.zeros_like(union)
-    runs = torch.cat([first, first.new_zeros(1)]).cumsum(0) - 1
-    largest = levels.new_zeros(slots).scatter_reduce_(0, runs[:-1], levels[order], "amax")
-    return union, ordinals[-1], named, largest[runs[chosen]]
+    runs = first.cumsum(0) - 1
+    largest = levels.new_zeros(slots).scatter_reduce_(0, runs, levels[order], "amax")
+    return union, ordinals[-1], named, largest[runs[chosen.clamp(max=slots - 1)]]
 
 
 def _thinned(rows: Tensor, limit: int, phase: int) -> tuple[Tensor, Tensor]:
