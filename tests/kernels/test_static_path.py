@@ -207,3 +207,19 @@ def test_blocks_move_as_with_exact_shapes(variant: str, request: pytest.FixtureR
     assert longest < 4 * 200 / 4  # nothing was thinned
     request.getfixturevalue("static_path")
     assert walk() == (exact, longest)
+
+
+@pytest.mark.parametrize("variant", ["corrected", "published"])
+def test_blocks_of_many_ranks_move_at_once_as_one_pair_after_the_other(variant: str) -> None:
+    generator, moved = torch.Generator().manual_seed(0), 0
+    for n in (2, 3, 4, 5, 8, 13, 40):
+        for most in (1, 3, 60):
+            sparsifier = ls.ExDyna(variant=variant, move=2, num_blocks=6 * n)
+            state = sparsifier.init(50_000, n, 0.1, torch.device("cpu"))
+            size, blocks = sparsifier.layout(50_000, n)
+            load = torch.randint(most, (n,), generator=generator)
+            exact = sparsifier._move_host(state, load.tolist(), 50_000, size, 1 / sparsifier.alpha, blocks / (4 * n))
+            static = sparsifier._move_static(state, load, 50_000, size, 1 / sparsifier.alpha, blocks / (4 * n))
+            assert equal_states(tuple(static), tuple(exact))
+            moved += not torch.equal(exact[0], state.blocks)
+    assert moved > 8
