@@ -123,6 +123,11 @@ class Picks(NamedTuple):
         return joined(self.indices)
 
 
+def reinterpreted(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """(n, words) of int32 as numbers of 32 or 64 bits, in memory of their own: wider ones begin at even words only."""
+    return torch.empty_like(words, memory_format=torch.contiguous_format).copy_(words).view(dtype)
+
+
 def joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
     """One vector of what each rank has told, in rank order."""
     return parts.flatten() if isinstance(parts, Tensor) else torch.cat(list(parts))
@@ -162,7 +167,7 @@ def gather_picks(selection: Selection, values: Tensor | None, padding: int) -> S
     counts = rows[:, 0].long()
     if static_shapes(counts.device):
         places = rows[:, 1 : 1 + slots]
-        given = None if values is None else rows[:, 1 + slots :].contiguous().view(values.dtype)
+        given = None if values is None else reinterpreted(rows[:, 1 + slots :], values.dtype)
         if selection.spare is None:
             return Picks(places.long(), given, counts)
         told = places < 0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
+from lightning_sparse.exchanges.base import reinterpreted
 from lightning_sparse.kernels import pad, static_shapes, top_k
 
 Pairs = tuple[Tensor, Tensor]
@@ -80,5 +81,5 @@ def unpack_rows(messages: Tensor, slots: int, dtype: torch.dtype, padding: int) 
     """What :func:`unpack` makes of each of (n, words) messages."""
     if not static_shapes(messages.device):
         return [unpack(message, slots, dtype, padding) for message in messages]
-    indices, values = messages[:, :slots].long(), messages[:, slots:].contiguous().view(dtype)
+    indices, values = messages[:, :slots].long(), reinterpreted(messages[:, slots:], dtype)
     return list(zip(indices.unbind(), values.unbind(), strict=True))
