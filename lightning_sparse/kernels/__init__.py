@@ -93,7 +93,7 @@ def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) 
 
     Args:
         x: (c,) finite values, which may lie apart.
-        k: how many, from 1 to c.
+        k: how many, from 0 to c.
         left_out: (c,) bool: elements that come last, with a magnitude of -1; None: there are none.
         most: how many elements are left out, at most.
     """

@@ -43,7 +43,7 @@ def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) 
         left_out: (c,) bool: elements that come last, with a magnitude of -1.
         most: how many elements are left out, at most.
     """
-    cell = 1 << max(0, math.isqrt(x.numel() // (k + most)).bit_length() - 1)
+    cell = 1 << max(0, math.isqrt(x.numel() // max(1, k + most)).bit_length() - 1)
     if x.numel() * x.stride(0) < MANY or cell < FEWEST:
         magnitudes = x.abs()
         if left_out is not None:
