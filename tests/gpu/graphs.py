@@ -109,6 +109,7 @@ def capture(name: str, device: torch.device) -> Numbers:
 def compile_model(options: dict[str, Any], device: torch.device) -> Numbers:
     """A compiled model trains as one that is not; the pieces into which DDP's buckets cut it are counted."""
     on_cuda = device.type == "cuda"
+    torch._dynamo.reset()  # what was compiled before in this process counts for nothing
     losses, pieces = {}, [0]
 
     def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
