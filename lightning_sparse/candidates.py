@@ -29,6 +29,8 @@ class Candidates:
     def __init__(self) -> None:
         self.bound = math.inf
         """Magnitude from which on the next pass collects."""
+        self.on_device: Any = None
+        """What kernels on a device keep for the next step, see :mod:`~lightning_sparse.fused`."""
         self._expected = math.inf
         self._vector: Any = None
         self._cleared: Any = None

@@ -7,10 +7,12 @@ send it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lightning_sparse import fused
 from lightning_sparse.candidates import Candidates
 from lightning_sparse.clock import Stamp
 from lightning_sparse.core import Agreement, Context, GroupState, Selection, Update
@@ -71,6 +73,7 @@ def exchange_group(
     exchange: Exchange,
     scale: Tensor | None = None,
     unused: Sequence[slice] = (),
+    kernels: bool = True,
 ) -> Steps[tuple[GroupState, Statistics, Tensor]]:
     """Exchange a group's gradient, and leave it to :func:`commit_group` whether the step counts.
 
@@ -84,6 +87,7 @@ def exchange_group(
         exchange: how picks travel.
         scale: () factor that the loss was multiplied by; what is remembered is free of it, the average has it again.
         unused: coordinates of parameters that no rank used: nothing of them is sent.
+        kernels: whether :mod:`~lightning_sparse.fused` may take the step over, where it can.
 
     Returns:
         A coroutine that ends with the state that a valid step leaves, what happened, and () whether a gradient of this
@@ -91,6 +95,11 @@ def exchange_group(
     """
     disjoint = sparsifier.agreement is Agreement.DISJOINT
     ctx, meter = ctx._replace(counts=state.counts, union=state.union, disjoint=disjoint), Meter(ctx.world_size)
+    if not unused and kernels:
+        plain = partial(exchange_group, exchange=exchange, kernels=False)
+        if fused.serves(grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, plain=plain):
+            steps = fused.exchange_group(grad, state, ctx, memory=memory, sparsifier=sparsifier, scale=scale)
+            return (yield from steps)
     if not static_shapes(grad.device):
         ctx = ctx._replace(candidates=state.candidates)
     begin = Stamp.now(grad.device)

@@ -139,18 +139,22 @@ def _print_versions() -> None:
             print(package, "is not installed")
     print("python", platform.python_version())
     print("device:", _device())
-    print("kernels on CPUs:", _kernels())
+    print("kernels on CPUs:", _kernels("choose"))
+    print("kernels on CUDA:", _kernels("choose_on_cuda"))
 
 
-def _kernels() -> str:
-    """Compiled ones, for which instructions, or numpy."""
+def _kernels(question: str) -> str:
+    """On CPUs compiled ones, for which instructions, or numpy; on CUDA those in Triton, or torch's operations."""
     package = find_spec("lightning_sparse")  # does not import it
     assert package is not None and package.origin is not None
     library = run_path(str(Path(package.origin).with_name("kernels") / "library.py"))
     try:
-        return str(library["choose"]()[1])
+        chosen = library[question]()
     except (ImportError, ValueError) as error:
         return str(error)
+    if question == "choose":
+        return str(chosen[1])
+    return "Triton's, compiled when they are first used" if chosen is None else f"torch, {chosen}"
 
 
 def _device() -> str:

@@ -103,7 +103,8 @@ class PackedUnion(Exchange):
             total, parts_sum = lanes.split(words, indices.numel())
             # Whoever has told has a quarter of the top there at least, also where that rounds to nothing.
             second = torch.maximum(parts_sum * (top / (n * lanes.parts)), top / (4 * n))
-        values = (total * unit / n).masked_fill(trouble, float("nan"))
+        # By a tensor: torch multiplies by the reciprocal of a number on CUDA, and some ranks may divide in kernels.
+        values = (total * unit / torch.full_like(unit[:1], n)).masked_fill(trouble, float("nan"))
         given, rounded = whole != 0, whole * unit
         if static_shapes(acc.device):
             sent = torch.where(given, indices, numel)

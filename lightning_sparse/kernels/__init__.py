@@ -5,7 +5,8 @@ Two formulations of every kernel, chosen by device and equal in what they return
 - :mod:`~lightning_sparse.kernels.host` (CPU): numpy on zero-copy views in cache-sized chunks, results of exactly the
   size that was found.
 - :mod:`~lightning_sparse.kernels.static` (CUDA and everything else): torch operations of fixed output size, so that
-  the host never waits for the device. Slots without a pick hold the padding index.
+  the host never waits for the device. Slots without a pick hold the padding index. On CUDA, kernels in Triton
+  (``triton_*.py``) take their place where :mod:`~lightning_sparse.kernels.on_cuda` says so.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.candidates import Candidates
-from lightning_sparse.kernels import host, native, static
+from lightning_sparse.kernels import device_flags, device_passes, host, native, static
 
 Span = tuple[int | Tensor, int | Tensor]
 """First and past-the-end coordinate of a contiguous range; tensors where only the device knows them."""
@@ -84,7 +85,7 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
     if k == x.numel():
         return torch.arange(k, device=x.device)
     if static_shapes(x.device):
-        return static.top_k(x, k)
+        return device_passes.top_k(x, k)
     return host.top_k(x, k, candidates)
 
 
@@ -166,7 +167,10 @@ def above(
         indices: (c,) int64, and count: () int64. On the CPU ``c == count``, elsewhere ``c == capacity``.
     """
     if static_shapes(x.device):
-        return static.above(x, threshold, span, min(capacity or x.numel(), x.numel()), phase)
+        slots = min(capacity or x.numel(), x.numel())
+        if span is None:
+            return device_passes.above(x, threshold, slots, phase)
+        return static.above(x, threshold, span, slots, phase)
     first, last = _on_host(span, x)
     indices = host.above(x, float(threshold), first, last, candidates)
     return indices, torch.tensor(indices.numel(), device="cpu")
@@ -179,12 +183,12 @@ def reaching(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation, () float64 each; infinite or NaN where squares or their sum overflow."""
-    return static.moments(x) if static_shapes(x.device) else host.moments(x)
+    return device_passes.moments(x) if static_shapes(x.device) else host.moments(x)
 
 
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and maximum of magnitudes, () float64 each, of (numel,) finite values."""
-    return static.mean_and_maximum(x) if static_shapes(x.device) else host.mean_and_maximum(x)
+    return device_passes.mean_and_maximum(x) if static_shapes(x.device) else host.mean_and_maximum(x)
 
 
 def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,13 +203,13 @@ def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ``sum z ** 2``, each () float64, summed in float64.
     """
     if static_shapes(x.device):
-        return static.excess(x, threshold)
+        return device_passes.excess(x, threshold)
     return host.excess(x, float(threshold))
 
 
 def log_sum(x: Tensor) -> Tensor:
     """() float64: sum of ``ln |x|`` over the x that are not zero."""
-    return static.log_sum(x) if static_shapes(x.device) else host.log_sum(x)
+    return device_passes.log_sum(x) if static_shapes(x.device) else host.log_sum(x)
 
 
 def tail(x: Tensor, threshold: Tensor) -> Tensor:
@@ -428,9 +432,20 @@ def scatter_(x: Tensor, indices: Tensor | None, values: Tensor, void: Tensor) ->
 
 def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
     """Fill all of x if the flag is set; the host does not wait for a flag on a device."""
-    if static_shapes(flag.device):
-        return x.masked_fill_(flag, value)
-    return x.fill_(value) if flag else x
+    if not static_shapes(flag.device):
+        return x.fill_(value) if flag else x
+    if not device_flags.fill_if_(x, flag, value):
+        x.masked_fill_(flag, value)
+    return x
+
+
+def copy_if_(x: Tensor, source: Tensor, flag: Tensor) -> None:
+    """Copy all of a vector if the flag is set; the host does not wait for a flag on a device."""
+    if not static_shapes(flag.device):
+        if flag:
+            x.copy_(source)
+    elif not device_flags.copy_if_(x, source, flag):
+        torch.where(flag, source, x, out=x)
 
 
 def choose(flag: Tensor, yes: Any, no: Any) -> Any:
@@ -440,6 +455,8 @@ def choose(flag: Tensor, yes: Any, no: Any) -> Any:
     """
     if not static_shapes(flag.device):
         return yes if flag else no
+    if (chosen := device_flags.choose(flag, yes, no)) is not None:
+        return chosen
     if isinstance(no, Tensor) and isinstance(yes, Tensor):
         return torch.where(flag, yes, no)
     if isinstance(no, tuple) and isinstance(yes, tuple):

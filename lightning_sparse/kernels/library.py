@@ -16,11 +16,15 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 SETTING = "LIGHTNING_SPARSE_KERNELS"
-"""Environment variable: ``numpy`` leaves the library alone, ``compiled`` refuses to go on without it. Otherwise it is
-used where there is one. Results are the same."""
+"""Environment variable. On CPUs, ``numpy`` leaves the library alone, ``compiled`` refuses to go on without it, and
+otherwise it is used where there is one; on CUDA, ``torch`` and ``triton`` say the same of the kernels in Triton. One of
+each kind may be named, with a comma between them. Results are the same."""
+CHOICES = ("numpy", "compiled"), ("torch", "triton")
+"""What the setting may name, on CPUs and on CUDA."""
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("host.c", "picks.c", "common.h"))
 LIBRARY = Path(__file__).with_name("libhost.so")
 LEVELS = ("portable", "AVX2", "AVX-512")
@@ -35,7 +39,7 @@ def build(library: Path = LIBRARY) -> str | None:
     Returns:
         Why there is no library now; None if there is one.
     """
-    trouble = f"{SETTING} is numpy" if os.environ.get(SETTING) == "numpy" else _compile(library)
+    trouble = f"{SETTING} is numpy" if _asked(CHOICES[0]) == "numpy" else _compile(library)
     if trouble:
         with suppress(OSError):  # it may lie where nobody may write
             library.unlink(missing_ok=True)
@@ -91,9 +95,7 @@ def choose() -> tuple[ctypes.CDLL | None, str]:
         ValueError: for a setting that does not exist.
         ImportError: if the setting asks for a library that cannot be had.
     """
-    wanted = os.environ.get(SETTING, "")
-    if wanted not in ("", "numpy", "compiled"):
-        raise ValueError(f"Expected {SETTING} to be 'numpy' or 'compiled', or not to be set, but got {wanted!r}.")
+    wanted = _asked(CHOICES[0])
     if wanted == "numpy":
         return None, f"numpy, as {SETTING} says"
     try:
@@ -103,6 +105,37 @@ def choose() -> tuple[ctypes.CDLL | None, str]:
             raise ImportError(f"{SETTING} asks for the compiled kernels: {error}") from error
         return None, f"numpy: {error}" if LIBRARY.exists() else "numpy, as nothing was compiled at installation"
     return found, f"compiled, {level}"
+
+
+def choose_on_cuda() -> str | None:
+    """Why the kernels in Triton are not to be used on CUDA; None if they are.
+
+    Raises:
+        ValueError: for a setting that does not exist.
+        ImportError: if the setting asks for them, and triton is not installed.
+    """
+    wanted = _asked(CHOICES[1])
+    if wanted == "torch":
+        return f"as {SETTING} says"
+    if find_spec("triton") is not None:
+        return None
+    if wanted == "triton":
+        raise ImportError(f"{SETTING} asks for the kernels in Triton, but triton is not installed")
+    return "as triton is not installed"
+
+
+def _asked(choices: tuple[str, ...]) -> str:
+    """Which of these the setting names, if any."""
+    setting = os.environ.get(SETTING, "")
+    names = [name.strip() for name in setting.split(",")] if setting else []
+    known = [name for choice in CHOICES for name in choice]
+    named = [name for name in names if name in choices]
+    if not set(names) <= set(known) or any(len({*names} & {*choice}) > 1 for choice in CHOICES):
+        words = [" or ".join(map(repr, choice)) for choice in CHOICES]
+        raise ValueError(
+            f"Expected {SETTING} to be {words[0]}, for CUDA {words[1]}, or not to be set, but got {setting!r}."
+        )
+    return named[0] if named else ""
 
 
 def _digest() -> str:

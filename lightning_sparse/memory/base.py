@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core import Context, Update
-from lightning_sparse.kernels import put_, static_shapes, take
+from lightning_sparse.kernels import copy_if_, put_, static_shapes, take
 from lightning_sparse.registry import Registry
 
 HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 24
@@ -222,7 +222,7 @@ class Pair(NamedTuple):
     def commit(self, void: Tensor | bool, unused: Sequence[slice]) -> Pair:
         """What follows becomes what is remembered, unless the flag is set; see :meth:`Memory.commit`."""
         if isinstance(void, Tensor) and static_shapes(void.device):
-            torch.where(void, self.now, self.following, out=self.following)
+            copy_if_(self.following, self.now, void)
         elif void:
             return self
         for span in unused:

@@ -46,12 +46,36 @@ def test_a_library_of_another_source_is_not_used(built: Path, tmp_path: Path, mo
 
 def test_the_setting_decides(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load", lambda: ("the library", "AVX2"))
-    for setting, expected in [("numpy", None), ("compiled", "the library"), ("", "the library")]:
+    for setting, expected in {
+        "numpy,triton": None,
+        "compiled": "the library",
+        "": "the library",
+        "torch": "the library",
+    }.items():
         monkeypatch.setenv(library.SETTING, setting)
         assert library.choose()[0] == expected
-    monkeypatch.setenv(library.SETTING, "c")
-    with pytest.raises(ValueError, match="'numpy' or 'compiled', or not to be set, but got 'c'"):
-        library.choose()
+    for wrong in ("c", "numpy,compiled"):
+        monkeypatch.setenv(library.SETTING, wrong)
+        expected = f"'numpy' or 'compiled', for CUDA 'torch' or 'triton', or not to be set, but got '{wrong}'"
+        with pytest.raises(ValueError, match=expected):
+            library.choose()
+        with pytest.raises(ValueError, match=expected):
+            library.choose_on_cuda()
+
+
+def test_the_setting_decides_on_cuda_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.SETTING, "compiled,torch")
+    assert library.choose_on_cuda() == f"as {library.SETTING} says"
+    for setting in ("triton", ""):
+        monkeypatch.setenv(library.SETTING, setting)
+        monkeypatch.setattr(library, "find_spec", lambda name: name)
+        assert library.choose_on_cuda() is None
+        monkeypatch.setattr(library, "find_spec", lambda name: None)
+        if setting:
+            with pytest.raises(ImportError, match="asks for the kernels in Triton"):
+                library.choose_on_cuda()
+        else:
+            assert library.choose_on_cuda() == "as triton is not installed"
 
 
 @pytest.mark.parametrize("setting", ["numpy", "compiled"])

@@ -1,0 +1,221 @@
+"""A step of the default, UnionTopK with packed_union and a plain residual, in 20 launches on a GPU, for any n.
+
+The same journey as in :mod:`~lightning_sparse.pipeline`, whose operations of torch give the same bits, with kernels in
+Triton that do together what belongs together. 17 bytes a coordinate are read and written, and about 200 for each one
+that is sent; the host waits for nothing and decides nothing. Void steps cost a copy only when they occur.
+
+Everything that changes from step to step is an argument that kernels are not specialised for, or lies on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.candidates import Candidates
+from lightning_sparse.core import Context, GroupState, Selection, Update
+from lightning_sparse.density import count
+from lightning_sparse.exchanges import Exchange
+from lightning_sparse.exchanges.packed_union import Lanes, PackedUnion
+from lightning_sparse.kernels.on_cuda import on_cuda
+from lightning_sparse.memory import Memory, Residual
+from lightning_sparse.memory.second_moment import Adapting
+from lightning_sparse.messages import AllGather, AllReduce, Meter, Steps
+from lightning_sparse.metrics import Stamp, Statistics, measure
+from lightning_sparse.sparsifiers import Sparsifier, UnionTopK
+from lightning_sparse.sparsifiers.union_topk import MARGIN, WINDOW, FillState
+
+MOST_NUMEL = (1 << 30) - 1
+"""Largest group: kernels count twice its coordinates in 31 bits."""
+Plain = Callable[..., Steps[tuple[GroupState, Statistics, Tensor]]]
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Scratch:
+    """What the kernels of one group work with. It is kept from step to step, and holds nothing that counts.
+
+    Args:
+        numel: length of the group.
+        n: number of ranks.
+        device: where it lies.
+    """
+
+    def __init__(self, numel: int, n: int, device: torch.device) -> None:
+        from lightning_sparse.kernels import triton_launch, triton_select, triton_union
+
+        words = triton_union.bitmap_words(numel)
+        sizes = [
+            triton_select.CONTROL, 2 * triton_select.DIGITS.value,
+            words, triton_launch.PROGRAMS, words, triton_launch.PROGRAMS, n, 1,
+        ]  # fmt: skip
+        self.emptied = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+        """What is zero at the start of a step, in one piece."""
+        control, histograms, *marks, self.lowest, self.trouble = torch.split_with_sizes(self.emptied, sizes)
+        noted, counts = (
+            torch.empty(size, dtype=torch.int32, device=device) for size in (words, triton_launch.PROGRAMS)
+        )
+        self.search = triton_select.Scratch(control, histograms, noted, counts)
+        self.named, self.first = triton_union.Bitmap(*marks[:2]), triton_union.Bitmap(*marks[2:])
+        self.bound = torch.full((), math.inf, device=device)
+        """Magnitude from which on the pass that forms the accumulator notes coordinates."""
+
+
+def serves(
+    grad: Tensor,
+    state: GroupState,
+    ctx: Context,
+    *,
+    memory: Memory,
+    sparsifier: Sparsifier,
+    exchange: Exchange,
+    plain: Plain,
+) -> bool:
+    """Whether :func:`exchange_group` can take a step in place of the one in :mod:`~lightning_sparse.pipeline`.
+
+    The first time that it can, kernels are compiled, and what they compute is compared.
+
+    Args:
+        grad: as there.
+        state: as there.
+        ctx: the step.
+        memory: as there.
+        sparsifier: as there.
+        exchange: as there.
+        plain: the same step in operations of torch.
+    """
+    if not on_cuda.takes(grad) or grad.dtype not in GRADIENTS or type(sparsifier) is not UnionTopK:
+        return False
+    if type(exchange) is not PackedUnion or type(memory) not in (Residual, Adapting):
+        return False
+    acc, n = state.memory.residual.following, ctx.world_size
+    numel, lanes = acc.numel() - 1, Lanes.of(n, False)
+    if acc.dtype != torch.float32 or not 1 < numel <= MOST_NUMEL or n == 1 or lanes.most < lanes.fewest:
+        return False
+    if count(ctx.density, numel) == numel or not grad.is_contiguous():
+        return False
+    return on_cuda.tried((grad.dtype, grad.device, sparsifier), lambda: _rehearse(grad, memory, sparsifier, plain))
+
+
+def exchange_group(
+    grad: Tensor,
+    state: GroupState,
+    ctx: Context,
+    *,
+    memory: Memory,
+    sparsifier: Sparsifier,
+    scale: Tensor | None = None,
+) -> Steps[tuple[GroupState, Statistics, Tensor]]:
+    """As :func:`~lightning_sparse.pipeline.exchange_group`, for what :func:`serves` has said yes to.
+
+    Args:
+        grad: (numel,) or more; no spare slot is needed.
+        state: of this group on this rank.
+        ctx: the step.
+        memory: with a residual and a decay.
+        sparsifier: who picks.
+        scale: of the loss.
+    """
+    from lightning_sparse.kernels import triton_dense, triton_lanes, triton_need, triton_select, triton_union
+
+    residual, acc = state.memory.residual
+    numel, n = acc.numel() - 1, ctx.world_size
+    assert isinstance(sparsifier, UnionTopK) and isinstance(memory, Residual)
+    k, turn, lanes = count(ctx.density, numel), (ctx.rank - ctx.step) % n, Lanes.of(n, False)
+    share, slots = (k + turn) // n, -(-k // n)
+    room = math.floor((sparsifier._most * k + n - 1) / n)
+    scratch, meter, start = _scratch_of(state, numel, n, grad.device), Meter(n), Stamp.now(grad.device)
+    if scale is not None:
+        scale = scale.to(torch.float32)
+
+    void = torch.empty((), dtype=torch.uint8, device=grad.device)
+    after, spare = triton_need.begin(
+        scratch.emptied, void, state.selector, state.union, k, turn, n,
+        most=sparsifier._most, margin=MARGIN, window=WINDOW,
+    )  # fmt: skip
+    search = scratch.search
+    triton_dense.accumulate_(
+        acc, residual, grad, memory.decay, scale, search.words, search.counts, search.broken, scratch.bound
+    )
+    found = triton_select.pick(acc[:numel], search, scratch.bound, share, slots + room, spare, turn, n)
+    selected = Stamp.now(grad.device)
+
+    form = triton_lanes.Form.of(numel, slots + room)
+    message = triton_lanes.tell(acc, found.keys, found.number, found.largest, search.broken, form, lanes.most)
+    rows = yield from meter.watch(_ask(AllGather(message)))
+    heard = triton_lanes.hear(rows, form, scratch.named, scratch.first, scratch.lowest, scratch.trouble)
+    levels = message.new_empty(k)
+    indices, sizes = triton_union.listed(scratch.named, numel, k, ctx.step, first=scratch.first, levels=levels)
+    triton_union.raise_levels_(levels, indices, heard.places, heard.levels, numel)
+    rounded = triton_lanes.round_to_lanes(acc, indices, levels, scratch.lowest, lanes.most, n)
+    total = yield from meter.watch(_ask(AllReduce(rounded.words)))
+    values = triton_lanes.settle_(acc, grad, indices, total, rounded, scratch.trouble, scale, void, n)
+    triton_dense.fill_if_(grad, void, math.nan)
+
+    named, size = sizes.unbind()
+    update = Update(indices, values, indices, None, heard.numbers, size, named)
+    selection = Selection(indices, found.number, aligned=True, limit=k)
+    stamps = start, selected, Stamp.now(grad.device)
+    statistics = measure(grad, numel, sparsifier.agreement, selection, update, ctx, meter.bytes_sent, stamps)
+    reached = GroupState(state.memory, FillState(*after), heard.numbers, named, state.candidates)
+    return reached, statistics, void.view(torch.bool)
+
+
+def _ask(message: Any) -> Steps[Tensor]:
+    return (yield message)
+
+
+def _scratch_of(state: GroupState, numel: int, n: int, device: torch.device) -> Scratch:
+    """The scratch of a group, made in its first step."""
+    assert state.candidates is not None
+    if state.candidates.on_device is None:
+        state.candidates.on_device = Scratch(numel, n, device)
+    scratch: Scratch = state.candidates.on_device
+    return scratch
+
+
+def _rehearse(grad: Tensor, memory: Memory, sparsifier: UnionTopK, plain: Plain) -> None:
+    """Compile all kernels, and compare what they compute: messages of both forms, first and later steps, a scale.
+
+    Raises:
+        RuntimeError: if they differ from operations of torch. Whatever compilers and drivers raise comes through.
+    """
+    numel, n, device = 4096, 2, grad.device
+    places = torch.arange(numel, device=device)
+    # Magnitudes of sums are different, so that there is no choice between equal ones.
+    signs = 1 - 2 * (places % 2)
+    values, small = (1 + places * 1103 % numel) * signs / 64, (1 + places % 128) * signs / (1 << 14)
+    for k in (1, numel // 2):
+        ctx = Context(step=0, density=k / numel, rank=0, world_size=n)
+        states = []
+        for _ in range(2):
+            selector = sparsifier.init(numel, n, ctx.density, device)
+            state = GroupState(memory.init(numel, device, torch.float32), selector, None, candidates=Candidates())
+            state.memory.residual.now[:-1].copy_(values)
+            states.append(state)
+        for step, scale in enumerate((None, torch.full((), 2.0, device=device))):
+            now = ctx._replace(step=step)
+            grads = [torch.cat([small, small[:1]]).to(grad.dtype) for _ in states]
+            of_torch = plain(grads[0], states[0], now, memory=memory, sparsifier=sparsifier, scale=scale)
+            own = exchange_group(grads[1], states[1], now, memory=memory, sparsifier=sparsifier, scale=scale)
+            states, voids = zip(*(_alone(steps, n) for steps in (of_torch, own)), strict=True)
+            results = [
+                (x[:numel], *s.memory.residual, *s.selector, s.counts, s.union, void)
+                for x, s, void in zip(grads, states, voids, strict=True)
+            ]
+            if not all(map(torch.equal, *results)):
+                raise RuntimeError("they compute something else than operations of torch")
+
+
+def _alone(steps: Steps[tuple[GroupState, Statistics, Tensor]], n: int) -> tuple[GroupState, Tensor]:
+    """Run a step where all ranks would say the same."""
+    try:
+        message = next(steps)
+        while True:
+            message = steps.send(torch.stack([message.x] * n) if isinstance(message, AllGather) else n * message.x)
+    except StopIteration as end:
+        state, _, void = end.value
+        return state, void

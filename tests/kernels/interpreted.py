@@ -1,0 +1,50 @@
+"""Kernels in Triton's interpreter, on CPU tensors: Python and numpy in place of a GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import pytest
+
+from lightning_sparse.kernels.on_cuda import OnCuda, on_cuda
+from tests.static_path import static_path
+
+
+def interpret() -> None:
+    """Skip a module of tests where kernels are not interpreted in this process; see ``tests/__init__.py``."""
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed", allow_module_level=True)
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("there is a GPU, for which kernels are compiled", allow_module_level=True)
+    import triton
+    from triton.runtime import interpreter
+
+    assert isinstance(triton.language.sum, interpreter.InterpretedFunction), "triton was imported before the tests"
+    patched = interpreter._patch_lang_tensor
+    if patched.__name__ == "patch":
+        return
+
+    def patch(tensor: object, scope: object) -> None:
+        # From NumPy 2.4 on, int() takes no array of one element, which is what a scalar is there in Triton 3.6.
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
+
+
+@contextmanager
+def in_triton() -> Iterator[OnCuda]:
+    """The path that groups take on a GPU with Triton, on CPU tensors."""
+    assert "triton" in sys.modules
+    before = on_cuda.trouble, on_cuda._tried, OnCuda.takes
+    on_cuda.trouble, on_cuda._tried = None, set()
+    OnCuda.takes = lambda self, x: self.trouble is None  # type: ignore[method-assign]
+    try:
+        with static_path():
+            yield on_cuda
+    finally:
+        on_cuda.trouble, on_cuda._tried, OnCuda.takes = before  # type: ignore[method-assign]

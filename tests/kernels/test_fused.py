@@ -1,0 +1,230 @@
+"""The default's step in Triton against the one in torch: bit for bit, how many launches, how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lightning_sparse as ls
+from lightning_sparse import fused
+from lightning_sparse.collective import drive, drive_ranks
+from lightning_sparse.core import Context, GroupState
+from lightning_sparse.pipeline import commit_group, exchange_group, init_group
+from tests.kernels.interpreted import in_triton, interpret
+from tests.kernels.test_no_host_sync import no_waiting
+from tests.lockstep import strict
+from tests.mirror import Mirror
+from tests.static_path import static_path
+
+interpret()
+
+from lightning_sparse.kernels import triton_dense, triton_lanes, triton_need, triton_select, triton_union  # noqa: E402
+
+KERNELS: list[ModuleType] = [triton_dense, triton_lanes, triton_need, triton_select, triton_union]
+PARTS = {"memory": ls.Residual(), "sparsifier": ls.UnionTopK(), "exchange": ls.EXCHANGES.resolve("packed_union")}
+thorough = pytest.mark.thorough
+
+
+def groups(n: int, numel: int, density: float, dtype: torch.dtype, device: str = "cpu") -> list[GroupState]:
+    return [
+        init_group(
+            numel, dtype, torch.device(device), Context(0, density, rank, n),
+            memory=PARTS["memory"], sparsifier=PARTS["sparsifier"],
+        )
+        for rank in range(n)
+    ]  # fmt: skip
+
+
+def walk(n: int, numel: int, density: float, dtype: torch.dtype, scaled: bool) -> list[list[Tensor]]:
+    """Everything that a few steps leave behind, one of them void; ranks agree on half of what is large."""
+    states, left = groups(n, numel, density, dtype), []
+    scale = torch.tensor(1024.0) if scaled else None
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        common = 3 * torch.randn(numel, generator=generator)
+        grads = [(common + torch.randn(numel, generator=generator)).to(dtype) for _ in range(n)]
+        if step == 2:
+            grads[n - 1][numel // 2] = float("inf")
+        grads = [torch.cat([grad, grad[:1]]) for grad in grads]
+        ctx = Context(step, density, 0, n)
+        steps = [
+            strict(exchange_group(grads[rank], states[rank], ctx._replace(rank=rank), **PARTS, scale=scale))
+            for rank in range(n)
+        ]
+        done = drive_ranks(steps)
+        voids = [void for _, _, void in done]
+        assert [bool(void) for void in voids] == [step == 2] * n
+        states = [
+            commit_group(before, after, void, PARTS["memory"])
+            for before, (after, _, void) in zip(states, done, strict=True)
+        ]
+        for grad, state, (_, statistics, _) in zip(grads, states, done, strict=True):
+            left.append([grad[:-1], state.memory.residual.now.clone(), *state.selector, state.counts, state.union])
+            if step != 2:  # what is picked in a step that counts for nothing is anybody's choice
+                left.append([statistics.indices, statistics.union, statistics.counts])
+                left.append([torch.tensor(statistics.bytes_sent)])
+    return left
+
+
+@pytest.mark.parametrize(
+    ("n", "numel", "density", "dtype", "scaled"),
+    [
+        (3, 2600, 0.05, torch.float32, False),
+        pytest.param(2, 1000, 0.004, torch.float16, True, marks=thorough),  # coordinates travel as they are
+        pytest.param(5, 4000, 0.3, torch.float32, True, marks=thorough),
+        pytest.param(2, 70_000, 0.01, torch.float32, False, marks=thorough),  # two blocks
+    ],
+)
+def test_the_whole_step_equals_that_of_torch(
+    n: int, numel: int, density: float, dtype: torch.dtype, scaled: bool
+) -> None:
+    with static_path():
+        expected = walk(n, numel, density, dtype, scaled)
+    with in_triton() as chosen, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "_rehearse", lambda *_: None)  # it has a test of its own
+        found = walk(n, numel, density, dtype, scaled)
+        assert chosen.trouble is None
+        assert {what[0] for what in chosen._tried if isinstance(what, tuple)} >= {dtype}
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.dtype == other.dtype
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("trouble", ["compiler", "difference", None])
+def test_where_kernels_do_not_work_training_goes_on_in_torch(
+    trouble: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_triton() as chosen:
+        if trouble == "compiler":
+            monkeypatch.setattr(triton_select, "launch", lambda *_, **__: 1 / 0)
+        elif trouble == "difference":
+            settle = triton_lanes.settle_
+
+            def wrong(acc: Tensor, *others: Any) -> Tensor:
+                values = settle(acc, *others)
+                acc[5] += 1
+                return values
+
+            monkeypatch.setattr(triton_lanes, "settle_", wrong)
+        [state] = groups(2, 300, 0.1, torch.float32)[:1]
+        served = {**PARTS, "plain": lambda *a, **k: exchange_group(*a, **k, exchange=PARTS["exchange"], kernels=False)}
+        grad, ctx = torch.ones(301), Context(0, 0.1, 0, 2)
+        if trouble is None:
+            assert fused.serves(grad, state, ctx, **served)
+            return
+        with pytest.warns(UserWarning, match="kernels in Triton do not work here") as warnings:
+            assert not fused.serves(grad, state, ctx, **served)
+            assert not fused.serves(grad, state, ctx, **served)
+        assert len(warnings) == 1
+        assert ("ZeroDivisionError" if trouble == "compiler" else "something else than") in str(chosen.trouble)
+
+
+def test_what_the_kernels_do_not_serve_is_left_to_torch() -> None:
+    with in_triton() as chosen, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "_rehearse", lambda *_: None)
+
+        def serves(n: int = 2, density: float = 0.1, dtype: torch.dtype = torch.float32, **others: Any) -> bool:
+            [state] = groups(n, 300, density, dtype)[:1]
+            ctx = Context(0, density, 0, n)
+            return fused.serves(torch.ones(300, dtype=dtype), state, ctx, **{**PARTS, **others}, plain=exchange_group)
+
+        assert serves()
+        assert serves(dtype=torch.bfloat16)
+        assert not serves(n=1)
+        assert not serves(n=600)
+        assert not serves(density=1.0)
+        assert not serves(dtype=torch.float64)
+        assert not serves(sparsifier=ls.SharedTopK())
+        assert not serves(exchange=ls.EXCHANGES.resolve("reduce_union"))
+        chosen.trouble = "none today"
+        assert not serves()
+
+
+class Counted(TorchDispatchMode):
+    """Operations of torch that launch something."""
+
+    NOTHING = ("empty", "view", "slice", "select", "split", "unbind", "detach", "as_strided", "alias", "expand", "unsq")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not any(part in name for part in self.NOTHING):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[Tensor]]]]:
+    """Launches on the meta device, which has shapes and no content: names of kernels, and their tensors."""
+    seen: list[tuple[str, list[Tensor]]] = []
+
+    def note(kernel: Any, programs: int, *args: Any, **_: Any) -> None:
+        assert programs > 0
+        flat = [one for arg in args for one in (arg if isinstance(arg, tuple) else (arg,))]
+        seen.append((kernel.__name__, [one for one in flat if isinstance(one, Tensor)]))
+
+    for module in KERNELS:
+        monkeypatch.setattr(module, "launch", note)
+    monkeypatch.setattr(fused, "_rehearse", lambda *_: None)
+    with in_triton():
+        yield seen
+
+
+DENSE = {"_form": 16.0, "_collect": 0.0, "_begin": 0.0, "_list": 0.0, "_hear": 0.0, "_fill_if": 0.0, "_copy_if": 0.0}
+"""Bytes of each coordinate of float32 that kernels read and write in the vectors of the group. What only a flag lets
+happen does not; bitmaps and lists of candidates are tensors that count as a whole."""
+SECTOR = 32
+"""Bytes that are read for a value somewhere in a vector."""
+
+
+@pytest.mark.parametrize("density", [0.01, 0.001])
+@pytest.mark.parametrize("n", [2, 8, 64])
+def test_a_step_takes_20_launches_and_24_bytes_a_coordinate(
+    n: int, density: float, launched: list[tuple[str, list[Tensor]]]
+) -> None:
+    numel = 25_000_000
+    [state] = groups(n, numel, density, torch.float32, "meta")[:1]
+    for step in range(2):
+        grad, ctx = torch.empty(numel, device="meta"), Context(step, density, 0, n)
+        launched.clear()
+        with no_waiting(), Counted() as counted:
+            after, _, void = drive(exchange_group(grad, state, ctx, **PARTS), Counting(n))
+            exchanged = list(launched)
+            state = commit_group(state, after, void, PARTS["memory"])
+        names = [name for name, _ in launched]
+        # Two flags decide when all groups have run: whether to copy, and which numbers count.
+        assert len(exchanged) == 19
+        assert names[19:] == ["_copy_if", "_choose"]
+        first = ["full_like", "full_like"] if step == 0 else []  # counts before the first step
+        assert [name for name in counted.names if name not in Counting.OWN] == first
+    of_group = [x for _, tensors in launched for x in tensors if x.numel() >= numel]
+    assert of_group
+    total = 0.0
+    for name, tensors in launched:
+        dense = [x for x in tensors if x.numel() >= numel]
+        others = {x.data_ptr() or id(x): x for x in tensors if x.numel() < numel}
+        total += sum(x.nbytes for x in others.values()) / numel
+        total += DENSE.get(name, 0.0)
+        if dense and name not in DENSE:
+            picked = max((x.numel() for x in others.values() if x.numel() < numel // 20), default=0)
+            total += 2 * SECTOR * picked / numel if name in ("_tell", "_round", "_settle") else 0
+    assert total <= 24
+
+
+class Counting(Mirror):
+    """A network whose own operations are known."""
+
+    OWN = ("clone", "mul_")
+
+    def __init__(self, n: int) -> None:
+        super().__init__(0, n)

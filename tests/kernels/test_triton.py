@@ -1,0 +1,216 @@
+"""Kernels in Triton against their twins: in Triton's interpreter, and so at small sizes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse.core import Context, Selection
+from lightning_sparse.exchanges import packed_union
+from lightning_sparse.kernels import choose, copy_if_, device_passes, fill_if_, host, pad, static
+from tests.covering import covering
+from tests.kernels.interpreted import in_triton, interpret
+from tests.kernels.test_variants import bits, values
+
+interpret()
+
+from lightning_sparse.kernels import (  # noqa: E402  # after it is known how kernels are to be defined
+    triton_dense,
+    triton_lanes,
+    triton_launch,
+    triton_select,
+    triton_union,
+)
+
+TILE, PROGRAMS = triton_launch.TILE, triton_launch.PROGRAMS
+KINDS = ["normal", "ties", "zeros", "subnormal", "nan", "inf", "wide"]
+FINITE = [kind for kind in KINDS if kind not in ("nan", "inf")]
+thorough = pytest.mark.thorough
+
+
+def scratch_for(numel: int) -> triton_select.Scratch:
+    control, histograms = torch.zeros(triton_select.SCRATCH, dtype=torch.int32).split(
+        [triton_select.CONTROL, 2 * triton_select.DIGITS.value]
+    )
+    words = torch.full((triton_union.bitmap_words(numel),), -1, dtype=torch.int32)
+    return triton_select.Scratch(control, histograms, words, torch.full((PROGRAMS,), -1, dtype=torch.int32))
+
+
+def marked(words: Tensor, numel: int) -> list[int]:
+    return ((words[:, None] >> torch.arange(32)) & 1).flatten()[:numel].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "numel", "dtype"),
+    covering(
+        (kind, numel, dtype)
+        for kind in KINDS
+        for numel in (1, 31, TILE, 2 * TILE + 5)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ),
+)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_one_pass_accumulates_clears_and_notes(kind: str, numel: int, dtype: torch.dtype, scaled: bool) -> None:
+    residual, grad = values(numel + 1, kind, 1), values(numel, "normal", 2).to(dtype)
+    grad[: numel // 3] *= 1e-6  # subnormal in float16
+    scale = torch.tensor(3.0 if dtype == torch.float32 else 8.0)  # the interpreter rounds to bfloat16 in its own way
+    given, acc, before, s = grad.clone(), torch.full((numel + 1,), 7.0), residual.clone(), scratch_for(numel)
+    bound = torch.tensor(1.5)
+    triton_dense.accumulate_(acc, residual, given, 1.0, scale if scaled else None, s.words, s.counts, s.broken, bound)
+    expected = torch.add(grad / scale if scaled else grad, residual[:-1])
+    nan = expected.isnan()
+    assert bits(acc[:-1][~nan]) == bits(expected[~nan])
+    assert bool(acc[:-1][nan].isnan().all())
+    assert float(acc[-1]) == 0
+    assert not given.any()
+    assert bits(residual) == bits(before)
+    reached = expected.abs() >= bound
+    assert marked(s.words, numel) == reached.nonzero().flatten().tolist()
+    programs = triton_launch.Share.of(numel).programs
+    assert s.counts[:programs].tolist() == [int(part.sum()) for part in reached.split(TILE)]
+    assert bool(s.broken) == (not bool(expected.isfinite().all()))
+
+
+def test_a_decay_multiplies_the_residual() -> None:
+    s, acc, residual, grad = scratch_for(100), torch.empty(101), values(101, "normal", 3), values(100, "normal", 4)
+    expected = grad + 0.5 * residual[:-1]
+    triton_dense.accumulate_(acc, residual, grad, 0.5, None, s.words, s.counts, s.broken, torch.tensor(math.inf))
+    assert torch.equal(acc[:-1], expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "numel", "bound", "case"),
+    covering(
+        (kind, numel, bound, case)
+        for kind in FINITE
+        for numel in (1, 700, TILE + 477)
+        for bound in (math.inf, 0.7, 0.0)  # nothing is noted, about half, everything
+        for case in ((0.02, 0.02, 1, 3), (0.05, 0.0, 0, 2), (0.0, 0.03, 3, 4), (0.4, 1.0, 1, 2), (0.001, 0.01, 7, 8))
+    ),
+)
+def test_the_largest_and_those_of_a_stripe_are_picked(
+    kind: str, numel: int, bound: float, case: tuple[float, float, int, int]
+) -> None:
+    x, (share, spare, turn, n) = values(numel, kind), case
+    first, others = math.ceil(share * numel), math.ceil(spare * numel)
+    s, next_bound, slots = scratch_for(numel), torch.tensor(bound), first + others + 3
+    triton_dense.look(x, s.words, s.counts, s.broken, next_bound)
+    found = triton_select.pick(x, s, next_bound, first, slots, torch.tensor(others, dtype=torch.int32), turn, n)
+    expected = host.top_k_and_stripe(x, first, others, turn, n)
+    number = int(found.number)
+    assert found.keys[:number].tolist() == expected.tolist()
+    assert found.keys[number:].tolist() == [2 * numel] * (slots - number)
+    magnitudes = x.abs()[expected >> 1]
+    largest = found.largest.max().view(1).view(torch.float32)
+    assert float(largest) == (float(magnitudes.max()) if number else 0)
+    if number:  # what the next pass notes is enough, if magnitudes are as they were
+        assert float(next_bound) <= float(magnitudes.min())
+
+
+def test_a_bound_is_kept_where_nothing_can_be_learned() -> None:
+    x, s, bound = values(300, "nan"), scratch_for(300), torch.tensor(0.25)
+    triton_dense.look(x, s.words, s.counts, s.broken, bound)
+    found = triton_select.pick(x, s, bound, 5, 5, None, 0, 1)
+    assert float(bound) == 0.25
+    assert int(found.number) == 5
+    assert 300 in [*(found.keys >> 1), 300]
+
+
+@pytest.mark.parametrize("kind", ["normal", pytest.param("ties", marks=thorough), "zeros"])
+def test_passes_of_other_methods_equal_those_of_torch(kind: str) -> None:
+    x = values(TILE + 900, kind)
+    with in_triton() as chosen:
+        for k in (1, 300, x.numel() - 1):
+            assert device_passes.top_k(x, k).tolist() == host.top_k(x, k).tolist()
+        for threshold, capacity in ((0.5, 3000), (0.5, 100), (9.0, 10), (0.0, 40)):
+            bound = torch.tensor(threshold, dtype=torch.float64)
+            found, count = device_passes.above(x, bound, capacity, 12)
+            expected, number = static.above(x, bound, None, capacity, 12)
+            assert torch.equal(found, expected)
+            assert int(count) == int(number)
+        level = torch.tensor(0.3, dtype=torch.float64)
+        pairs = [
+            (device_passes.moments(x), static.moments(x.double())),
+            (device_passes.mean_and_maximum(x), static.mean_and_maximum(x.double())),
+            (device_passes.excess(x, level), static.excess(x, level)),
+            ((device_passes.log_sum(x),), (static.log_sum(x.double()),)),
+        ]
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
+        assert chosen.trouble is None
+        assert len(chosen._tried) == 6
+
+
+def test_a_deviation_needs_two_values_and_doubles_are_left_to_torch() -> None:
+    with in_triton() as chosen:
+        assert device_passes.moments(torch.ones(1))[1].isnan()
+        assert float(device_passes.log_sum(torch.full((9,), math.e, dtype=torch.float64))) == pytest.approx(9)
+        assert not chosen._tried
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_flags_decide_on_the_device(flag: bool) -> None:
+    decides = torch.tensor(flag)
+    with in_triton() as chosen:
+        for dtype in (torch.float32, torch.float16):
+            x, source = values(TILE + 3, "normal", 1).to(dtype), values(TILE + 3, "nan", 2).to(dtype)
+            expected = source.clone() if flag else x.clone()
+            copied = x.clone()
+            copy_if_(copied, source, decides)
+            assert bits(copied) == bits(expected)
+            filled = fill_if_(x.clone(), decides, math.nan)
+            assert bool(filled.isnan().all()) if flag else bits(filled) == bits(x)
+        yes = (torch.tensor(3), (torch.tensor(2.5, dtype=torch.float64), None), torch.tensor([True, False]))
+        no = (torch.tensor(4), (torch.tensor(9.5, dtype=torch.float64), "kept"), torch.tensor([False, False]))
+        chosen_ones = choose(decides, yes, no)
+        picked = yes if flag else no
+        assert chosen_ones[1][1] == "kept"
+        assert [x.tolist() for x in (chosen_ones[0], chosen_ones[1][0], chosen_ones[2])] == [
+            x.tolist() for x in (picked[0], picked[1][0], picked[2])
+        ]
+        assert chosen.trouble is None
+
+
+@pytest.mark.parametrize(
+    ("numel", "share"), [(1, 1.0), (5000, 0.0), pytest.param(5000, 0.3, marks=thorough), (4096, 1.0)]
+)
+def test_a_union_is_that_of_sorted_picks(numel: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.randint(numel + 1, (int(share * numel),), generator=generator)
+    bitmap = triton_union.Bitmap(
+        torch.zeros(triton_union.bitmap_words(numel), dtype=torch.int32), torch.zeros(PROGRAMS, dtype=torch.int32)
+    )
+    triton_union.mark_(picks, bitmap, numel)
+    expected, count = static.distinct(torch.cat([picks, torch.full((7,), numel)]), numel)
+    found, sizes = triton_union.listed(bitmap, numel, picks.numel() + 7, 0)
+    assert torch.equal(found, expected)
+    assert sizes.tolist() == [int(count)] * 2
+
+
+@pytest.mark.parametrize("kind", ["wide", "zeros", "nan"])
+@pytest.mark.parametrize("slots", [1, 9, pytest.param(600, marks=thorough)])
+def test_messages_are_those_of_torch(slots: int, kind: str) -> None:
+    # With 600 slots, coordinates travel as offsets in two blocks.
+    numel, most, generator = 70_003, 4095, torch.Generator().manual_seed(slots)
+    acc = torch.cat([values(numel, kind, slots).clamp(-1e30, 1e30), torch.zeros(1)])
+    number = max(0, slots - 2)
+    indices = pad(torch.randperm(numel, generator=generator)[:number].sort().values, slots, numel)
+    spare = (torch.rand(slots, generator=generator) < 0.5) & (indices < numel)
+    if kind == "nan":
+        acc[indices[0]] = math.nan
+    selection = Selection(indices, torch.tensor(number), aligned=True, spare=spare)
+    expected = next(packed_union._gather(acc, selection, most, Context(0, 0.1, 0, 3))).x
+    form = triton_lanes.Form.of(numel, slots)
+    largest = acc[indices].abs().max().view(1).view(torch.int32)
+    keys, unbroken = (2 * indices + spare).int(), torch.zeros(1, dtype=torch.int32)
+    told = triton_lanes.tell(acc, keys, torch.tensor(number), largest, unbroken, form, most)
+    if kind == "nan" and number:  # who is in trouble need not say how large its picks are
+        told, expected = (one[: form.width - (slots + 7) // 8] for one in (told, expected))
+        assert int(told[1]) == packed_union.TROUBLE
+    assert torch.equal(told, expected)
+    if kind == "zeros":
+        told = triton_lanes.tell(acc, keys, torch.tensor(number), largest, unbroken + 1, form, most)
+        assert int(told[1]) == packed_union.TROUBLE
