@@ -46,6 +46,8 @@ def _form(
                 x = left * decay + given.to(tl.float32)
                 tl.store(acc + i, x, mask=inside)
                 tl.store(grad + i, tl.zeros_like(given), mask=inside)
+        elif tile * TILE + TILE <= numel:
+            x = tl.load(acc + i)
         else:
             x = tl.load(acc + i, mask=inside, other=0.0)
         magnitude = tl.abs(x)

@@ -332,7 +332,7 @@ def pick(
     """
     numel, striped = x.numel(), spare is not None
     share_out = Share.of(numel)
-    capacity = min(numel, 4 * max(1, share) * (1 if spare is None else 2 * n) + TILE)
+    capacity = min(numel, 4 * max(1, share) * (1 if spare is None else n) + TILE)
     places, magnitudes = x.new_empty((2, capacity), dtype=torch.int32)
     rows = x.new_empty((1 + striped) * PROGRAMS * LAST.value, dtype=torch.int32)
     of_list = x, places, magnitudes, scratch.control

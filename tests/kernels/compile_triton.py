@@ -1,0 +1,133 @@
+"""Compile kernels in Triton for sm_90, and print what became of them as JSON.
+
+::
+
+    python -m tests.kernels.compile_triton form select
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # which importing the tests has set
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lightning_sparse.kernels import (
+    triton_dense,
+    triton_lanes,
+    triton_launch,
+    triton_need,
+    triton_select,
+    triton_sums,
+    triton_union,
+)
+
+TARGET = GPUTarget("cuda", 90, 32)
+FLOATS = ["acc", "residual", "grad", "bound", "scale", "x", "units", "values", "target", "source"]
+LONGS = ["number", "numbers", "indices", "sizes", "union"]
+TYPES = (
+    dict.fromkeys(FLOATS, "*fp32")
+    | dict.fromkeys(LONGS, "*i64")
+    | {"decay": "fp32", "value": "fp32", "flag": "*i1", "void": "*u8", "lanes": "*i16", "after": "*fp64"}
+    | {"threshold": "*fp64", "parts": "*fp64", "sums": "*fp64", "state": ("*fp64",) * 5}
+)
+NUMBERS = [
+    "numel", "per", "need", "capacity", "turn", "n", "share", "slots", "room", "total", "limit", "phase", "block",
+    "end", "blocks", "most", "width", "tiles", "raise_by", "k", "programs",
+]  # fmt: skip
+"""Arguments that are int32; all others are pointers to int32."""
+
+
+def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
+    """Name, kernel, constants, types that differ, and warps."""
+    tile = {"TILE": triton_launch.TILE}
+    both = tile | {"PROGRAMS": triton_launch.PROGRAMS}
+    picks = {"PICKS": triton_union.PICKS}
+    if "form" in what:
+        yield "form", triton_dense._form, tile | {"FORM": True, "SCALED": False}, {}, 8
+    if "form_bf16" in what:
+        yield "form_bf16", triton_dense._form, tile | {"FORM": True, "SCALED": True}, {"grad": "*bf16"}, 8
+    if "look" in what:
+        yield "look", triton_dense._form, tile | {"FORM": False, "SCALED": False}, {}, 8
+    if "flags" in what:
+        yield "fill", triton_dense._fill_if, tile, {}, 8
+        yield "copy", triton_dense._copy_if, tile, {}, 8
+        parts: dict[str, Any] = dict.fromkeys(("yes", "no", "out"), ("*fp64", "*i64"))
+        yield "choose", triton_dense._choose, {"SIZE": 8}, parts | {"sizes": ("i32", "i32")}, 4
+    if "select" in what:
+        yield "collect", triton_select._collect, both, {}, 8
+        for striped in (False, True):
+            ending = "_striped" if striped else ""
+            for search in range(1 + striped):
+                for digit in (1, 2, 3):
+                    constants = both | {"DIGIT": digit, "SEARCH": search, "STRIPED": striped}
+                    yield f"digit{digit}_{search}{ending}", triton_select._count_digits, constants, {}, 8
+            yield f"count{ending}", triton_select._count_picks, both | {"STRIPED": striped}, {}, 8
+            yield f"write{ending}", triton_select._write_picks, both | {"STRIPED": striped}, {}, 8
+    if "union" in what:
+        yield "mark", triton_union._mark, picks, {}, 4
+        words = {"WORDS": triton_union.WORDS, "PROGRAMS": triton_launch.PROGRAMS}
+        for spares in (False, True):
+            yield f"list_{spares}", triton_union._list, words | {"SPARES": spares, "LEVELS": spares}, {}, 2
+        yield "raise", triton_union._raise_levels, picks, {}, 4
+    if "lanes" in what:
+        for short in (False, True):
+            yield f"tell_{short}", triton_lanes._tell, picks | {"SHORT": short, "PARTS": 1024}, {"parts": "i32"}, 4
+            yield f"hear_{short}", triton_lanes._hear, picks | {"SHORT": short}, {}, 4
+        yield "round", triton_lanes._round, picks | {"RANKS": triton_lanes.MOST_RANKS}, {}, 4
+        for narrow in (False, True):
+            types = {"largest": "fp32", "grad": "*fp16" if narrow else "*fp32"}
+            yield f"settle_{narrow}", triton_lanes._settle, picks | {"NARROW": narrow, "SCALED": narrow}, types, 4
+    if "begin" in what:
+        constants = tile | {"MOST": 1.0, "MARGIN": 0.05, "WINDOW": 64}
+        for known in (False, True):
+            yield f"begin_{known}", triton_need._begin, constants | {"KNOWN": known}, {"words": "i32"}, 4
+    if "sums" in what:
+        for kind in range(4):
+            yield f"parts_{kind}", triton_sums._parts, tile | {"KIND": kind}, {}, 8
+            whole = {"KIND": kind, "PROGRAMS": triton_launch.PROGRAMS}
+            yield f"whole_{kind}", triton_sums._whole, whole, {}, 4
+
+
+def measured(kernel: Any, constants: dict[str, Any], types: dict[str, Any], warps: int) -> dict[str, int]:
+    """Compile a kernel, for pointers that are multiples of 16."""
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        kind = types.get(name, TYPES.get(name, "i32" if name in NUMBERS else "*i32"))
+        signature[name] = "constexpr" if name in constants else kind
+        if str(signature[name]).startswith("*"):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    made = triton.compile(source, target=TARGET, options={"num_warps": warps, **triton_launch.EXACT})
+    with tempfile.NamedTemporaryFile() as binary:
+        binary.write(made.asm["cubin"])
+        binary.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        command = [str(tool), "-res-usage", binary.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"{what}:(\d+)", shown)[-1]) for what in ("REG", "STACK"))
+    ptx = made.asm["ptx"]
+    return {
+        "registers": registers,
+        "stack": stack,
+        "wide_loads": len(re.findall(r"ld\.global[^;]*\.v4", ptx)),
+        "wide_stores": len(re.findall(r"st\.global[^;]*\.v4", ptx)),
+        "flushes": ptx.count(".ftz"),
+        "fused": len(re.findall(r"\bfma\.rn\.f", ptx)),
+    }
+
+
+if __name__ == "__main__":
+    results = {name: measured(*rest) for name, *rest in kernels(sys.argv[1:])}
+    print(json.dumps(results))
