@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_sparse as ls
 from lightning_sparse import fused
-from lightning_sparse.collective import drive, drive_ranks
-from lightning_sparse.core import Context, GroupState
-from lightning_sparse.pipeline import commit_group, exchange_group, init_group
+from lightning_sparse.collective import drive
+from lightning_sparse.core import Context
+from lightning_sparse.pipeline import commit_group, exchange_group
+from tests.kernels.fused_steps import PARTS, groups, walk
 from tests.kernels.interpreted import in_triton, interpret
 from tests.kernels.test_no_host_sync import no_waiting
-from tests.lockstep import strict
 from tests.mirror import Mirror
 from tests.static_path import static_path
 
@@ -29,50 +29,7 @@ pytestmark = pytest.mark.usefixtures("silent")
 from lightning_sparse.kernels import triton_dense, triton_lanes, triton_need, triton_select, triton_union  # noqa: E402
 
 KERNELS: list[ModuleType] = [triton_dense, triton_lanes, triton_need, triton_select, triton_union]
-PARTS = {"memory": ls.Residual(), "sparsifier": ls.UnionTopK(), "exchange": ls.EXCHANGES.resolve("packed_union")}
 thorough = pytest.mark.thorough
-VOID = 1
-
-
-def groups(n: int, numel: int, density: float, dtype: torch.dtype, device: str = "cpu") -> list[GroupState]:
-    return [
-        init_group(
-            numel, dtype, torch.device(device), Context(0, density, rank, n),
-            memory=PARTS["memory"], sparsifier=PARTS["sparsifier"],
-        )
-        for rank in range(n)
-    ]  # fmt: skip
-
-
-def walk(n: int, numel: int, density: float, dtype: torch.dtype, scaled: bool) -> list[list[Tensor]]:
-    """Everything that a few steps leave behind, one of them void; ranks agree on half of what is large."""
-    states, left = groups(n, numel, density, dtype), []
-    scale = torch.tensor(1024.0) if scaled else None
-    for step in range(3):
-        generator = torch.Generator().manual_seed(step)
-        common = 3 * torch.randn(numel, generator=generator)
-        grads = [(common + torch.randn(numel, generator=generator)).to(dtype) for _ in range(n)]
-        if step == VOID:
-            grads[n - 1][numel // 2] = float("inf")
-        grads = [torch.cat([grad, grad[:1]]) for grad in grads]
-        ctx = Context(step, density, 0, n)
-        steps = [
-            strict(exchange_group(grads[rank], states[rank], ctx._replace(rank=rank), **PARTS, scale=scale))
-            for rank in range(n)
-        ]
-        done = drive_ranks(steps)
-        voids = [void for _, _, void in done]
-        assert [bool(void) for void in voids] == [step == VOID] * n
-        states = [
-            commit_group(before, after, void, PARTS["memory"])
-            for before, (after, _, void) in zip(states, done, strict=True)
-        ]
-        for grad, state, (_, statistics, _) in zip(grads, states, done, strict=True):
-            left.append([grad[:-1], state.memory.residual.now.clone(), *state.selector, state.counts, state.union])
-            if step != VOID:  # what is picked in a step that counts for nothing is anybody's choice
-                left.append([statistics.indices, statistics.union, statistics.counts])
-                left.append([torch.tensor(statistics.bytes_sent)])
-    return left
 
 
 @pytest.mark.parametrize(

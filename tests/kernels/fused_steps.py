@@ -1,0 +1,59 @@
+"""Steps of the default between ranks in one process, with all that they leave behind."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import lightning_sparse as ls
+from lightning_sparse.collective import drive_ranks
+from lightning_sparse.core import Context, GroupState
+from lightning_sparse.pipeline import commit_group, exchange_group, init_group
+from tests.lockstep import strict
+
+PARTS = {"memory": ls.Residual(), "sparsifier": ls.UnionTopK(), "exchange": ls.EXCHANGES.resolve("packed_union")}
+VOID = 1
+"""Which step counts for nothing."""
+
+
+def groups(n: int, numel: int, density: float, dtype: torch.dtype, device: str = "cpu") -> list[GroupState]:
+    return [
+        init_group(
+            numel, dtype, torch.device(device), Context(0, density, rank, n),
+            memory=PARTS["memory"], sparsifier=PARTS["sparsifier"],
+        )
+        for rank in range(n)
+    ]  # fmt: skip
+
+
+def walk(
+    n: int, numel: int, density: float, dtype: torch.dtype, scaled: bool, device: str = "cpu", count: int = 3
+) -> list[list[Tensor]]:
+    """Everything that a few steps leave behind, one of them void; ranks agree on half of what is large."""
+    states, left = groups(n, numel, density, dtype, device), []
+    scale = torch.full((), 1024.0, device=device) if scaled else None
+    for step in range(count):
+        generator = torch.Generator().manual_seed(step)
+        common = 3 * torch.randn(numel, generator=generator)
+        grads = [(common + torch.randn(numel, generator=generator)).to(dtype) for _ in range(n)]
+        if step == VOID:
+            grads[n - 1][numel // 2] = float("inf")
+        grads = [torch.cat([grad, grad[:1]]).to(device) for grad in grads]
+        ctx = Context(step, density, 0, n)
+        steps = [
+            strict(exchange_group(grads[rank], states[rank], ctx._replace(rank=rank), **PARTS, scale=scale))
+            for rank in range(n)
+        ]
+        done = drive_ranks(steps)
+        voids = [void for _, _, void in done]
+        assert [bool(void) for void in voids] == [step == VOID] * n
+        states = [
+            commit_group(before, after, void, PARTS["memory"])
+            for before, (after, _, void) in zip(states, done, strict=True)
+        ]
+        for grad, state, (_, statistics, _) in zip(grads, states, done, strict=True):
+            left.append([grad[:-1], state.memory.residual.now.clone(), *state.selector, state.counts, state.union])
+            if step != VOID:  # what is picked in a step that counts for nothing is anybody's choice
+                left.append([statistics.indices, statistics.union, statistics.counts])
+                left.append([torch.tensor(statistics.bytes_sent)])
+    return left
