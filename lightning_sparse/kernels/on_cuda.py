@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
@@ -26,8 +27,14 @@ class OnCuda:
         self._tried: set[Any] = set()
 
     def takes(self, x: Tensor) -> bool:
-        """Whether kernels in Triton may run on a tensor; not where it has no content, as while something is traced."""
-        return self.trouble is None and x.is_cuda and type(x) in (Tensor, Parameter)
+        """Whether kernels in Triton may run on a tensor.
+
+        Not where it has no content, as while something is traced, nor on a device other than the current one, whose
+        stream kernels are launched on.
+        """
+        if self.trouble is not None or not x.is_cuda or type(x) not in (Tensor, Parameter):
+            return False
+        return x.get_device() == torch.cuda.current_device()
 
     def tried(self, what: Any, attempt: Callable[[], Any]) -> bool:
         """Whether kernels work: the first time, and before anything counts, by an attempt.
