@@ -1,8 +1,9 @@
 """A step of the default, UnionTopK with packed_union and a plain residual, in 20 launches on a GPU, for any n.
 
 The same journey as in :mod:`~lightning_sparse.pipeline`, whose operations of torch give the same bits, with kernels in
-Triton that do together what belongs together. 16 bytes a coordinate are read and written, 2 to 3 more for bitmaps and counts,
-and about 500 for each one that is sent; the host waits for nothing and decides nothing. Void steps cost a copy only when they occur.
+Triton that do together what belongs together. 16 bytes a coordinate are read and written, 2 to 3 more for bitmaps and
+counts, and about 430 for each one that is sent. The host waits for nothing and decides nothing, and a void step costs a
+copy only when it occurs.
 
 Everything that changes from step to step is an argument that kernels are not specialised for, or lies on the device.
 """

@@ -5,8 +5,8 @@ Two formulations of every kernel, chosen by device and equal in what they return
 - :mod:`~lightning_sparse.kernels.host` (CPU): numpy on zero-copy views in cache-sized chunks, results of exactly the
   size that was found.
 - :mod:`~lightning_sparse.kernels.static` (CUDA and everything else): torch operations of fixed output size, so that
-  the host never waits for the device. Slots without a pick hold the padding index. On CUDA, kernels in Triton
-  (``triton_*.py``) take their place where :mod:`~lightning_sparse.kernels.on_cuda` says so.
+  the host never waits for the device. Slots without a pick hold the padding index. On CUDA, kernels in Triton take
+  their place where :mod:`~lightning_sparse.kernels.on_cuda` says so.
 """
 
 from __future__ import annotations
@@ -167,10 +167,7 @@ def above(
         indices: (c,) int64, and count: () int64. On the CPU ``c == count``, elsewhere ``c == capacity``.
     """
     if static_shapes(x.device):
-        slots = min(capacity or x.numel(), x.numel())
-        if span is None:
-            return device_passes.above(x, threshold, slots, phase)
-        return static.above(x, threshold, span, slots, phase)
+        return device_passes.above(x, threshold, span, min(capacity or x.numel(), x.numel()), phase)
     first, last = _on_host(span, x)
     indices = host.above(x, float(threshold), first, last, candidates)
     return indices, torch.tensor(indices.numel(), device="cpu")
@@ -434,16 +431,13 @@ def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
     """Fill all of x if the flag is set; the host does not wait for a flag on a device."""
     if not static_shapes(flag.device):
         return x.fill_(value) if flag else x
-    if not device_flags.fill_if_(x, flag, value):
-        x.masked_fill_(flag, value)
-    return x
+    return x if device_flags.fill_if_(x, flag, value) else x.masked_fill_(flag, value)
 
 
 def copy_if_(x: Tensor, source: Tensor, flag: Tensor) -> None:
     """Copy all of a vector if the flag is set; the host does not wait for a flag on a device."""
     if not static_shapes(flag.device):
-        if flag:
-            x.copy_(source)
+        x.copy_(source if flag else x)
     elif not device_flags.copy_if_(x, source, flag):
         torch.where(flag, source, x, out=x)
 

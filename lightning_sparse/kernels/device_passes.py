@@ -7,13 +7,16 @@ take others), sums up to their last bits, which only a rank's own thresholds see
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.kernels import static
 from lightning_sparse.kernels.on_cuda import on_cuda
+
+if TYPE_CHECKING:
+    from lightning_sparse.kernels import Span
 
 MOST_NUMEL = (1 << 30) - 1
 """Longest vector: kernels count twice its coordinates in 31 bits."""
@@ -26,8 +29,8 @@ def top_k(x: Tensor, k: int) -> Tensor:
     return _top_k(x, k) if works else static.top_k(x, k)
 
 
-def above(x: Tensor, threshold: Tensor, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
-    """As :func:`lightning_sparse.kernels.above`, of everything."""
+def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
+    """As :func:`lightning_sparse.kernels.above`; ranges are left to torch."""
 
     def plain(y: Tensor) -> tuple[Tensor, Tensor]:
         return static.above(y, torch.full_like(threshold, FEW / 2), None, FEW // 4, 7)
@@ -35,9 +38,9 @@ def above(x: Tensor, threshold: Tensor, capacity: int, phase: int) -> tuple[Tens
     def kernel(y: Tensor) -> tuple[Tensor, Tensor]:
         return _above(y, torch.full_like(threshold, FEW / 2), FEW // 4, 7)
 
-    if _takes(x, above, plain, kernel):
+    if span is None and _takes(x, above, plain, kernel):
         return _above(x, threshold, capacity, phase)
-    return static.above(x, threshold, None, capacity, phase)
+    return static.above(x, threshold, span, capacity, phase)
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:

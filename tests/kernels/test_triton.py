@@ -137,7 +137,7 @@ def test_passes_of_other_methods_equal_those_of_torch(kind: str, monkeypatch: py
             assert device_passes.top_k(x, k).tolist() == host.top_k(x, k).tolist()
         for threshold, capacity in ((0.5, 2000), (0.5, 100), (9.0, 10)):
             bound = torch.tensor(threshold, dtype=torch.float64)
-            found, count = device_passes.above(x, bound, capacity, 12)
+            found, count = device_passes.above(x, bound, None, capacity, 12)
             expected, number = static.above(x, bound, None, capacity, 12)
             assert torch.equal(found, expected)
             assert int(count) == int(number)
