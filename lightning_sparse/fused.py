@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.candidates import Candidates
+from lightning_sparse.clock import Stamp
 from lightning_sparse.core import Context, GroupState, Selection, Update
 from lightning_sparse.density import count
 from lightning_sparse.exchanges import Exchange
@@ -26,7 +27,7 @@ from lightning_sparse.kernels.on_cuda import on_cuda
 from lightning_sparse.memory import Memory, Residual
 from lightning_sparse.memory.second_moment import Adapting
 from lightning_sparse.messages import AllGather, AllReduce, Meter, Steps
-from lightning_sparse.metrics import Stamp, Statistics, measure
+from lightning_sparse.metrics import Statistics, measure
 from lightning_sparse.sparsifiers import Sparsifier, UnionTopK
 from lightning_sparse.sparsifiers.union_topk import MARGIN, WINDOW, FillState
 

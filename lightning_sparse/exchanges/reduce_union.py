@@ -79,6 +79,7 @@ def union_of(picks: Picks, selection: Selection, padding: int, ctx: Context, lev
             return Union(all_picks, size, size, levels)
     if library := compiled(all_picks.device):
         assert not isinstance(picks.indices, Tensor)
+        assert not isinstance(picks.spare, Tensor)  # one vector for each rank, where lengths are known
         union, levels, before = library.unite(picks.indices, levels, picks.spare, padding, selection.limit, ctx.step)
         named = torch.tensor(before, device="cpu")
         return Union(union, torch.tensor(union.numel(), device="cpu"), named, levels)
