@@ -444,6 +444,8 @@ def _enough(
 def _top_k_of(known: Found, k: int, candidates: Candidates | None) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
     """The k largest of what is known, and what the next step may expect."""
     indices, magnitudes = known
+    if k == 0:
+        return indices[:0].astype(np.int64), magnitudes[:0]
     keep, following = _best(magnitudes, k, _more(k))
     if candidates is not None:
         candidates.expect(following)
