@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import replace
 from itertools import cycle, islice
@@ -223,6 +224,9 @@ def test_the_example_trains_from_the_command_line(tmp_path: Path) -> None:
     [metrics] = tmp_path.glob("lightning_logs/**/metrics.csv")
     header = metrics.read_text().splitlines()[0].split(",")
     assert {"sparse/density", "sparse/traffic/sent_mb", "val/accuracy", "step_ms"} <= set(header)
+    deadline = time.monotonic() + 30  # W&B's own process may write on when the program has ended
+    while not list(tmp_path.glob("lightning_logs/wandb/offline-run-*/run-*.wandb")) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert len(list(tmp_path.glob("lightning_logs/wandb/offline-run-*/run-*.wandb"))) == 1
 
 

@@ -316,7 +316,17 @@ def test_torch_and_lightning_are_not_waited_for(option: str) -> None:
     assert shown[-1].split() == ["imported:"]
     assert time.perf_counter() - started < 20  # a fifth of a second on an idle machine
     if option == "--version":
-        names = ["lightning-sparse", "torch", "pytorch-lightning", "lightning", "numpy", "python", "device:", "kernels"]
+        names = [
+            "lightning-sparse",
+            "torch",
+            "pytorch-lightning",
+            "lightning",
+            "numpy",
+            "python",
+            "device:",
+            "kernels",
+            "kernels",
+        ]
         assert [line.split()[0] for line in shown[:-1]] == names
         assert f"torch {torch.__version__}" in shown
 

@@ -151,8 +151,10 @@ def test_loggers_take_settings_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_weights_and_biases_takes_settings_as_they_are(tmp_path: Path) -> None:
+def test_weights_and_biases_takes_settings_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()  # what an earlier test has set up knows the environment of then
     from pytorch_lightning.loggers import WandbLogger
 
     logger = WandbLogger(save_dir=tmp_path, offline=True)

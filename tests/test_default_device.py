@@ -91,7 +91,7 @@ def training(**options: Any) -> tuple:
         engine.drop_void(optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        found += [value for name, value in sorted(engine.summary().items()) if not name.endswith("_ms")]
+        found += [value for name, value in sorted(engine.summary().items()) if not name.startswith("time/")]
         engine.group_summaries()
         if step == 3:
             engine.regroup(make_plan([p for group in engine.plan for p in group.parameters][::-1], "layer"))

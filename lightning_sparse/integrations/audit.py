@@ -80,8 +80,8 @@ class ResidualAuditMixin:
 
 
 def _norm(engine: Engine) -> float:
-    squares = torch.tensor([sum(group.residual_norm() ** 2 for group in engine.groups)], dtype=torch.float64)
-    return float(engine.mean_over_ranks(squares.sqrt()))
+    norm = sum(group.residual_norm() ** 2 for group in engine.groups) ** 0.5
+    return float(engine.mean_over_ranks(torch.tensor([norm], dtype=torch.float64, device="cpu")))
 
 
 class Ages:

@@ -14,7 +14,7 @@ from lightning_sparse.performance import Line
 
 def set_clock(patch: pytest.MonkeyPatch, now: Callable[[], float]) -> None:
     """All measurements ask this clock."""
-    patch.setattr("lightning_sparse.metrics.time", SimpleNamespace(perf_counter=now))
+    patch.setattr("lightning_sparse.clock.time", SimpleNamespace(perf_counter=now))
 
 
 class Priced:
