@@ -65,11 +65,12 @@ def measure(
     stamps: tuple[Stamp, Stamp, Stamp],
 ) -> Statistics:
     """Note what a group step did."""
+    sparse = agreement is not Agreement.EVERYTHING
     return Statistics(
         numel=numel,
-        target=count(ctx.density, numel),
-        target_density=ctx.density,
-        sparse=agreement is not Agreement.EVERYTHING,
+        target=count(ctx.density, numel) if sparse else numel,
+        target_density=ctx.density if sparse else 1.0,
+        sparse=sparse,
         counts=update.counts,
         indices=update.indices,
         union=update.union,

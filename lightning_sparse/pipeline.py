@@ -163,13 +163,14 @@ def _as_gradient(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tu
 
     A value beyond the dtype's range is sent as far as the range goes: the step counts, and the rest follows.
     """
+    wide = values.dtype
     if scale is not None:
         values = values * scale
-    if dtype != values.dtype:
+    if dtype != wide:
         limit = torch.finfo(dtype).max
         values = values.clamp(-limit, limit)
     values = values.to(dtype)
-    return values, values if scale is None else values / scale
+    return values, values if scale is None else values.to(wide) / scale
 
 
 def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> tuple[Tensor, Selection]:

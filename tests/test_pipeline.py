@@ -138,3 +138,18 @@ def test_an_exchange_without_messages_may_return_its_update() -> None:
     state, _ = drive(reduce_group(grad, state, ALONE, **parts, exchange=Alone()), TorchCollective())
     assert grad.tolist() == [0.0, -4.0, 0.0, 0.0]
     assert ls.Residual().residual(state.memory).tolist() == [1.0, 0.0, 3.0, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [3.0, 65536.0])
+def test_what_a_narrow_gradient_of_a_scaled_loss_rounds_off_stays(dtype: torch.dtype, scale: float) -> None:
+    """As an optimizer finds it, which divides in float32: also where the quotient has no place in 16 bits."""
+    parts = {"memory": ls.Residual(), "sparsifier": ls.TopK(), "exchange": ls.EXCHANGES.resolve("gather_pairs")}
+    ctx, wide = Context(0, 1.0, 0, 1), torch.tensor([1e-3, 1e-6, 3e-5, 0.7])
+    state = init_group(4, dtype, torch.device("cpu"), ctx, memory=parts["memory"], sparsifier=parts["sparsifier"])
+    grad = (wide * scale).to(dtype)
+    offered = (grad / torch.tensor(scale)).float()  # what the loss scale leaves of it, in its own dtype
+    _, _, void = drive(exchange_group(grad, state, ctx, scale=torch.tensor(scale), **parts), TorchCollective())
+    left = parts["memory"].commit(state.memory, void).residual.now[:4]
+    assert not void
+    torch.testing.assert_close(left.double() + grad.double() / scale, offered.double(), rtol=1e-6, atol=1e-12)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from lightning_sparse.core import Agreement
 from lightning_sparse.metrics import MB
 from lightning_sparse.reducer import Engine
 
@@ -26,7 +27,10 @@ def at_start(engine: Engine) -> str:
     """What is sparsified, how much is sent, and what that takes."""
     settings, n = engine.settings, engine.comm.world_size
     density = settings.density(engine.step)
-    sparse = [group for group in engine.plan if not group.dense]
+    sparse = [group.plan for group in engine.groups if group.sparsifier.agreement is not Agreement.EVERYTHING]
+    if not sparse and not all(group.dense for group in engine.plan):
+        numel = sum(group.numel for group in engine.plan)
+        return f"sparse_ddp: {settings.sparsifier!r} sends all of {numel:,} parameters, on {n} rank{'s' * (n > 1)}."
     numel, dense = sum(g.numel for g in sparse), sum(g.numel for g in engine.plan if g.dense)
     ranks = f"{n} ranks" if n > 1 else "1 rank"
     if not sparse:

@@ -81,8 +81,9 @@ def union_of(picks: Picks, selection: Selection, padding: int, ctx: Context, lev
         assert not isinstance(picks.indices, Tensor)
         assert not isinstance(picks.spare, Tensor)  # one vector for each rank, where lengths are known
         union, levels, before = library.unite(picks.indices, levels, picks.spare, padding, selection.limit, ctx.step)
-        named = torch.tensor(before, device="cpu")
-        return Union(union, torch.tensor(union.numel(), device="cpu"), named, levels)
+        size, named = (torch.tensor(number, device="cpu") for number in (union.numel(), before))
+        end = selection.total if union.numel() == before else None  # more than promised, if a rank raises an alarm
+        return Union(union[:end], size, named, levels[:end])
     spare = torch.zeros_like(all_picks, dtype=torch.bool) if spare is None else spare
     union, spare, levels, named = unite(all_picks, spare, levels, padding)
     limit = selection.limit

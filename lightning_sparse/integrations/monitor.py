@@ -61,14 +61,15 @@ class SparsityMonitorMixin:
         self,
         groups: bool = False,
         table: bool = True,
-        shadow: Sequence[Sparsifier | str] = (),
+        shadow: Sequence[Sparsifier | str] | Sparsifier | str = (),
         every: int = 10,
         density: Any = 0.01,
     ) -> None:
         check_integer(every, "every")
         self.groups = groups
         self.table = table
-        self.shadow = [SPARSIFIERS.resolve(one) for one in shadow]
+        named = [shadow] if isinstance(shadow, str | Sparsifier) else shadow
+        self.shadow = [SPARSIFIERS.resolve(one) for one in named]
         self.every = every
         self.density = SparsificationConfig(density=density).density
         self.metrics = {"density_error": DensityError(), "padding_ratio": PaddingRatio(), "build_up": BuildUp()}

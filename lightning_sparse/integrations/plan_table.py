@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_sparse.collective import ring_all_reduce_bytes
 from lightning_sparse.console import Table
+from lightning_sparse.core import Agreement
 from lightning_sparse.metrics import MB
 from lightning_sparse.reducer import Engine
 
@@ -26,15 +27,16 @@ def plan_table(engine: Engine, longest: int | None = None) -> Table:
     header = ["group", "parameters", "coordinates", "density now", "k now", "exchange", "dense MB"]
     rows = []
     listed = engine.plan[:longest]
-    for group in listed:
+    for running, group in zip(engine.groups, listed, strict=False):
+        whole = running.sparsifier.agreement is Agreement.EVERYTHING
         size = group.parameters[0].element_size
         rows.append(
             [
                 group.name,
                 str(len(group.parameters)),
                 f"{group.numel:,}",
-                "" if group.dense else f"{group.density or density:.3g}",
-                f"{group.picks(density):,}",
+                "" if group.dense else "1" if whole else f"{group.density or density:.3g}",
+                f"{group.numel if whole else group.picks(density):,}",
                 "dense" if group.dense else type(settings.exchange).__name__,
                 f"{ring_all_reduce_bytes(group.numel * size, n) / MB:.3g}",
             ]

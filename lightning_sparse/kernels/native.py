@@ -192,12 +192,13 @@ class Native:
 
         Args:
             acc: (numel + 1,) values.
-            indices: (c,) int64, ascending, up to numel.
+            indices: (c,) integers, ascending, up to numel.
             spare: (c,) bool.
             count: how many of the indices are picks.
             most: steps of the largest value.
             blocks: of 65 536 coordinates, if offsets in these are told; 0: whole coordinates.
         """
+        indices, spare = indices.long().contiguous(), None if spare is None else spare.contiguous()
         slots = indices.numel()
         words = torch.zeros(2 + _body(slots, blocks) + (slots + 7) // 8, dtype=torch.int32, device="cpu")
         magnitudes = np.empty(slots, np.float32)

@@ -292,7 +292,7 @@ EXPORT int64_t ls_round(const float *x, int64_t size, const int64_t *indices, co
                         float *rounded, float *left) {
   const float integer = 12582912.0f;  // 1.5 * 2**23: what is added to it is rounded to an integer, half to even
   int64_t found = 0;
-  memset(words, 0, 4 * (size_t)((n + 1) / 2));
+  if (n) memset(words, 0, 4 * (size_t)((n + 1) / 2));
   for (int64_t i = 0; i < n; i++) {
     if (i + AHEAD < n) __builtin_prefetch(x + indices[i + AHEAD]);
     if ((uint64_t)indices[i] >= (uint64_t)size) return -1;

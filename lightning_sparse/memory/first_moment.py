@@ -26,10 +26,11 @@ class FirstMoment(NamedTuple):
         return (
             f"{self.optimizer} keeps a first moment (beta1 = {self.beta1:g}) behind the sparse exchange, and spreads "
             "what has waited in the residuals over the steps after its arrival. A small GPT with AdamW at density 0.01 "
-            "ended at a perplexity of 265 instead of 138. Use lightning_sparse.AdamW, or torch's Adam or AdamW, with "
-            "the default memory and a sparsifier whose exchange carries second moments, such as 'union_topk': at the "
-            f"same learning rate that ends near 138. Or set {betas} and search the rate upwards, to about four times "
-            "that of dense training (145 there). docs/adam.md says why."
+            "ended at a perplexity of 264 instead of 139. Use lightning_sparse.AdamW, or torch's Adam or AdamW, with "
+            "the default memory and a sparsifier whose exchange carries second moments, such as 'union_topk', and with "
+            "lightning_sparse.attach call engine.follow([optimizer]) before training: at the same learning rate that "
+            f"ends at 135 to 140. Or set {betas} and search the rate upwards, to about four times that of dense "
+            "training. docs/adam.md says why."
         )
 
 

@@ -130,3 +130,9 @@ def test_wrong_settings_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             ls.SparsityMonitor(**options)
+
+
+def test_one_sparsifier_may_be_named_without_a_list() -> None:
+    assert ls.SparsityMonitor(shadow="topk").shadow == ls.SparsityMonitor(shadow=[ls.TopK()]).shadow == [ls.TopK()]
+    with pytest.raises(ValueError, match=r"'topc'.*topk"):
+        ls.SparsityMonitor(shadow="topc")

@@ -15,6 +15,8 @@ from lightning_utilities.core import rank_zero
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.controllers.announcer import at_start
+from lightning_sparse.integrations.plan_table import plan_table
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, make_data, make_module, make_trainer
 
@@ -139,3 +141,21 @@ def test_totals_go_on_where_a_checkpoint_was(two_ranks: Ranks, tmp_path: Path) -
     for whole, half, resumed in two_ranks(totals_of_resumed_runs, str(tmp_path)):
         assert resumed[:2] == whole[:2] == [2 * half[0], 2 * half[1]]
         assert resumed[2] > half[2] > 0
+
+
+def everything() -> tuple[str, dict[str, float], str]:
+    ddp = DistributedDataParallel(torch.nn.Linear(30, 20))
+    engine = ls.attach(ddp, sparsifier="everything", density=0.01)
+    ddp(torch.ones(2, 30)).square().mean().backward()
+    told, numbers, table = at_start(engine), engine.summary(), str(plan_table(engine).rows)
+    engine.close()
+    return told, numbers, table
+
+
+def test_what_is_sent_in_full_has_reached_its_density(two_ranks: Ranks) -> None:
+    (told, numbers, table), _ = two_ranks(everything)
+    assert told == "sparse_ddp: Everything() sends all of 620 parameters, on 2 ranks."
+    names = ("density", "target_density", "density_error", "padding_ratio", "build_up")
+    assert [numbers[name] for name in names] == [1, 1, 0, 1, 1]
+    assert "'1', '600'" in table
+    assert "0.01" not in table

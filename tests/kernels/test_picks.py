@@ -12,8 +12,10 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse import kernels
 from lightning_sparse.collective.drivers import drive_ranks
-from lightning_sparse.core import Context
+from lightning_sparse.core import Context, Selection
 from lightning_sparse.exchanges import as_exchange
+from lightning_sparse.exchanges.base import Picks
+from lightning_sparse.exchanges.reduce_union import union_of
 from lightning_sparse.kernels import host, library, native
 from lightning_sparse.memory import Residual
 from lightning_sparse.messages import Steps
@@ -140,3 +142,24 @@ def test_a_pick_outside_of_the_group_is_an_error() -> None:
         compiled.tell(acc, outside, None, 1, 9, 0)
     with pytest.raises(IndexError, match="vector of 4"):
         compiled.round(acc, outside, outside, 0, 0, 9)
+
+
+def test_a_union_is_as_long_as_promised_where_a_rank_raises_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It offers a coordinate that was not to be picked; all ranks' messages must have one length all the same."""
+    selection = Selection(torch.tensor([5]), torch.tensor(1), None, total=1)
+    picks = Picks([torch.tensor([5]), torch.tensor([0])], None, torch.tensor([1, 1]))
+    ctx = Context(0, 0.01, 0, 2)
+    found = union_of(picks, selection, 100, ctx)
+    in_numpy(monkeypatch)
+    expected = union_of(picks, selection, 100, ctx)
+    assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+    assert found.indices.tolist() == [0]
+
+
+def test_picks_need_not_lie_side_by_side() -> None:
+    assert native.library is not None
+    acc, indices, spare = values(101, "normal"), torch.arange(100)[1::25], (torch.arange(8) % 3 == 0)[::2]
+    assert not indices.is_contiguous()
+    for given in (indices, indices.int()):
+        words = native.library.tell(acc, given, spare, 4, 1000, 0)
+        assert words.tolist() == native.library.tell(acc, indices.contiguous(), spare.contiguous(), 4, 1000, 0).tolist()
