@@ -45,10 +45,11 @@ class FlushResidualMixin:
             )
         self.every_n_epochs = every_n_epochs
         self._rates: dict[int, list[Any]] = {}
+        self._flushed: list[int] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Say so if there is nothing to flush."""
-        self._rates = {}
+        self._rates, self._flushed = {}, []
         if not engines_of(trainer.strategy):
             rank_zero_warn(
                 f"FlushResidual has nothing to do: the strategy {type(trainer.strategy).__name__} does not sparsify. "
@@ -80,9 +81,11 @@ class FlushResidualMixin:
         return at_the_end or (self.every_n_epochs is not None and epochs % self.every_n_epochs == 0)
 
     def _flush(self, trainer: Any) -> None:
-        if engines_of(trainer.strategy):
+        steps = [engine.step for engine in engines_of(trainer.strategy)]
+        if steps != self._flushed:  # else nothing was exchanged since, and nothing is left
             with self._latest_rates(trainer.optimizers):
                 flush(trainer)
+            self._flushed = steps
 
     @contextmanager
     def _latest_rates(self, optimizers: list[Any]) -> Iterator[None]:

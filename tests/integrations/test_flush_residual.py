@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -56,7 +57,10 @@ class Fit:
             callbacks=[*callbacks, *flushing, self.looking],
             **options,
         )
-        self.trainer.fit(self.module, make_data(), make_data(16))
+        take = ls.Engine.take_pending
+        with patch.object(ls.Engine, "take_pending", autospec=True, side_effect=take) as taken:
+            self.trainer.fit(self.module, make_data(), make_data(16))
+        self.flushes = taken.call_count
         self.held = held(strategy.engine)
         self.parameters = flat(self.module)
         self.rates = [group["lr"] for group in self.trainer.optimizers[0].param_groups]
@@ -121,6 +125,7 @@ def test_the_last_checkpoint_contains_everything(two_ranks: Ranks, tmp_path: Pat
 def fit_every(package: str, every: int | None, epochs: int) -> list[bool]:
     run = Fit(package, {"every_n_epochs": every}, max_epochs=epochs)
     assert not run.held.any()
+    assert run.flushes == sum(run.looking.empty), "none where nothing was exchanged since the last one"
     return run.looking.empty
 
 
@@ -159,6 +164,7 @@ def fit_and_stop(package: str, folder: str, how: str) -> None:
         callbacks.append(type("Stops", (StopsIn, base), {})(1))
     run = Fit(package, {}, callbacks, **options)
     assert not run.held.any()
+    assert run.flushes == 1, "none where nothing was exchanged since the last one"
     last = {"steps": 1, "stop": 1}.get(how, 0)
     assert run.trainer.global_step == {"steps": 9, "stop": 12, "one batch": 1, "accumulate": 2}[how]
     assert torch.equal(flat_in(Path(folder, package, how, f"epoch={last}.ckpt")), run.parameters)
