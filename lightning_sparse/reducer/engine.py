@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from lightning_sparse.clock import Totals
-from lightning_sparse.collective import TorchCollective, ring_all_reduce_bytes
+from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core import Agreement
 from lightning_sparse.density import Constant
@@ -498,9 +498,8 @@ class Engine:
         if self.settings.lr_aware and self._reducer.rates.known:
             self._reducer.rescale()
         with self._reducer.on_stream.between_steps():
-            pending = average_residuals(self.groups, self._parameters, self.comm, self._device)
-            sent = sum(group.plan.numel * group.wide.itemsize for group in self.groups if group.spans.keys() & pending)
-            self.totals.add(ring_all_reduce_bytes(sent, self.comm.world_size), 0.0)
+            pending, sent = average_residuals(self.groups, self._parameters, self.comm, self._device)
+            self.totals.add(sent, 0.0)
             emptied = dict.fromkeys(pending, 0.0)
             with self._record.lock:
                 self._record.flush([group.version.scaled(emptied) for group in self.groups], pending.keys())

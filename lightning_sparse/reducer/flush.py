@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.collective import Collective
+from lightning_sparse.collective import Collective, send
 from lightning_sparse.layout import shaped
+from lightning_sparse.messages import AllGather, AllReduce, Message
 from lightning_sparse.reducer.group import GroupReducer
 
 
 def average_residuals(
     groups: Sequence[GroupReducer], parameters: Mapping[str, Parameter], comm: Collective, device: torch.device
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], float]:
     """``(1/n) sum_i residual_i`` of each parameter that has a residual on any rank, in its shape and dtype; collective.
 
     Args:
@@ -23,19 +24,32 @@ def average_residuals(
         parameters: by name.
         comm: the ranks.
         device: where gradients live.
+
+    Returns:
+        The averages by name, and the bytes that this rank has sent for them.
     """
+    sent = 0.0
+
+    def answer(message: Message) -> Tensor:
+        nonlocal sent
+        sent += message.bytes_sent(comm.world_size)
+        return send(message, comm)
+
+    def mean(x: Tensor) -> Tensor:
+        return answer(AllReduce(x.clone())) / comm.world_size
+
     residuals = [group.memory.residual(group.state.memory) for group in groups]
     have = torch.tensor([r is not None for r in residuals], dtype=torch.uint8, device=device)
-    anywhere = comm.all_gather(have).amax(0).tolist()
+    anywhere = answer(AllGather(have)).amax(0).tolist()
     pending = {}
     for group, residual, wanted in zip(groups, residuals, anywhere, strict=True):
         if not wanted:
             continue
         if residual is None:
             residual = torch.zeros(group.plan.numel, device=device, dtype=group.wide)
-        average = comm.all_reduce(residual.clone()) / comm.world_size
-        group.memory.divide_all_(group.state.memory, average, lambda x: comm.all_reduce(x.clone()) / comm.world_size)
+        average = mean(residual)
+        group.memory.divide_all_(group.state.memory, average, mean)
         for name, span in group.spans.items():
             parameter = parameters[name]
             pending[name] = shaped(average[span].to(parameter.dtype), parameter)
-    return pending
+    return pending, sent

@@ -24,12 +24,13 @@ from tests.trainers import PACKAGES, make_data, make_module, make_trainer
 class Lines(logging.Handler):
     """Ours, as Lightning's logger writes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: str = "sparse_ddp: ") -> None:
         super().__init__(logging.INFO)
+        self.begin = begin
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith("sparse_ddp: "):
+        if record.getMessage().startswith(self.begin):
             self.lines.append(record.getMessage())
 
     def __enter__(self) -> list[str]:
@@ -86,11 +87,12 @@ def test_a_run_says_what_it_does_and_what_it_sent(two_ranks: Ranks, package: str
     assert watched[0] == start.removesuffix(" callbacks=[lightning_sparse.SparsityMonitor()] shows more.")
 
 
-def attached(rules: Any) -> tuple[list[str], list[str], float, float]:
+def attached(adam: bool) -> tuple[list[str], list[str], float, float]:
     torch.manual_seed(0)
     with Lines() as lines:
         ddp = DistributedDataParallel(torch.nn.Linear(30, 20))
-        engine = ls.attach(ddp, sparsifier="topk", density=0.1, rules=rules)
+        engine = ls.attach(ddp, sparsifier="union_topk" if adam else "topk", density=0.1)
+        engine.follow([(torch.optim.AdamW if adam else torch.optim.SGD)(ddp.parameters(), lr=0.1)])
         for step in range(3):
             ddp.zero_grad()
             bad = torch.full((2, 30), float("nan") if step == 1 else 1.0)
@@ -105,14 +107,16 @@ def attached(rules: Any) -> tuple[list[str], list[str], float, float]:
 
 
 def test_so_does_plain_ddp_with_an_engine(two_ranks: Ranks) -> None:
-    (start, end, sent, flushed), (_, nothing, *_) = two_ranks(attached, None)
+    (start, end, sent, flushed), (_, nothing, *_) = two_ranks(attached, False)
     assert nothing == []
     assert len(start) == len(end) == 1
     assert start[0].startswith("sparse_ddp: TopK() selects 10 % of 600 parameters; 20 others stay dense")
     assert "in 3 steps each rank sent" in end[0]
     assert end[0].endswith("1 step was skipped because of gradients that were not finite.")
     assert sent > 3 * (16 + 4 * 20)
-    assert flushed == 4 * 600, "a ring of two sends each of the residuals once"
+    # A ring of two sends each of the residuals once, and a byte for each of two groups.
+    assert flushed == 4 * 600 + 2
+    assert two_ranks(attached, True)[0][-1] == 2 * 4 * 600 + 2, "the second moments, too"
 
 
 def totals_of_resumed_runs(folder: str) -> tuple[list[float], list[float], list[float]]:
