@@ -1,12 +1,27 @@
-"""Tables: on a terminal, and in markdown."""
+"""What a terminal shows: lines on rank zero, and tables, which are markdown elsewhere."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+LOGGER = logging.getLogger("lightning_sparse")
+"""Its level decides whether the lines appear; they are written by Lightning's own logger, and look like its lines."""
+
 WIDTH = 100
 """Columns that a table needs; lines of narrower terminals break."""
+
+
+def say(sentence: str) -> None:
+    """Log a line on rank zero, unless the level of :data:`LOGGER`, or of Lightning's logger, is above INFO.
+
+    Processes that Lightning has not started all count as rank zero: there, only one of them may call this.
+    """
+    if LOGGER.level <= logging.INFO:
+        rank_zero_info(sentence)
 
 
 class Table(NamedTuple):

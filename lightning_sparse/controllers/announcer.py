@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping
 
-from lightning_utilities.core.rank_zero import rank_zero_info
-
+from lightning_sparse.console import say
 from lightning_sparse.core import Agreement
 from lightning_sparse.metrics import MB
 from lightning_sparse.reducer import Engine
 
-LOGGER = logging.getLogger("lightning_sparse")
-"""Its level decides whether the lines appear; they are written by Lightning's own logger, and look like its lines."""
 MORE = "callbacks=[lightning_sparse.SparsityMonitor()] shows more."
-
-
-def say(sentence: str) -> None:
-    """Log a line on rank zero, unless the level of :data:`LOGGER`, or of Lightning's logger, is above INFO."""
-    if LOGGER.level <= logging.INFO:
-        rank_zero_info(sentence)
 
 
 def at_start(engine: Engine) -> str:

@@ -9,7 +9,8 @@ import torch
 
 from lightning_sparse.clock import Totals
 from lightning_sparse.config import SparsificationConfig
-from lightning_sparse.controllers.announcer import MORE, at_end, at_start, say
+from lightning_sparse.console import say
+from lightning_sparse.controllers.announcer import MORE, at_end, at_start
 from lightning_sparse.exchanges import EXCHANGES
 from lightning_sparse.integrations.loggers import log_settings, log_warning
 from lightning_sparse.memory import MEMORIES

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from lightning_sparse.clock import Totals
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.console import say
 from lightning_sparse.core import Agreement
 from lightning_sparse.density import Constant
 from lightning_sparse.memory import Adapting, Memory, NoMemory, named_in
@@ -198,8 +199,8 @@ class Engine:
             memory = self._chosen_memory.suited(optimizers, sparsified)
         if memory != self.settings.memory:
             self._remember_by(memory)
-            if memory.needs_second:
-                rank_zero_info(
+            if memory.needs_second and self.comm.rank == 0:
+                say(
                     "Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' "
                     "own gradients and without a first moment, at the optimizer's learning rate (docs/adam.md). "
                     "memory='residual' leaves them to the optimizer."

@@ -8,6 +8,7 @@ import re
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -117,6 +118,25 @@ def test_so_does_plain_ddp_with_an_engine(two_ranks: Ranks) -> None:
     # A ring of two sends each of the residuals once, and a byte for each of two groups.
     assert flushed == 4 * 600 + 2
     assert two_ranks(attached, True)[0][-1] == 2 * 4 * 600 + 2, "the second moments, too"
+
+
+def attached_with_adam() -> list[str]:
+    """In plain processes Lightning knows of no ranks."""
+    with patch.object(rank_zero.rank_zero_only, "rank", 0), Lines("Adam's steps for parameters") as lines:
+        for level in (logging.NOTSET, logging.WARNING):
+            ddp = DistributedDataParallel(torch.nn.Linear(30, 20))
+            logging.getLogger("lightning_sparse").setLevel(level)
+            try:
+                engine = ls.attach(ddp, density=0.1)
+                engine.follow([torch.optim.AdamW(ddp.parameters())])
+                engine.close()
+            finally:
+                logging.getLogger("lightning_sparse").setLevel(logging.NOTSET)
+    return lines
+
+
+def test_that_steps_of_adam_are_taken_is_said_once(two_ranks: Ranks) -> None:
+    assert [len(lines) for lines in two_ranks(attached_with_adam)] == [1, 0], "rank zero alone, and not above INFO"
 
 
 def totals_of_resumed_runs(folder: str) -> tuple[list[float], list[float], list[float]]:
