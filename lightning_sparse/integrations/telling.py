@@ -12,9 +12,9 @@ from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.console import say
 from lightning_sparse.controllers.announcer import MORE, at_end, at_start
 from lightning_sparse.exchanges import EXCHANGES
-from lightning_sparse.integrations.loggers import log_settings, log_warning
+from lightning_sparse.integrations.loggers import PREFIX, log_settings, log_warning
 from lightning_sparse.memory import MEMORIES
-from lightning_sparse.metrics import MB
+from lightning_sparse.metrics import MB, totals_of
 from lightning_sparse.plan import GROUPINGS
 from lightning_sparse.reducer import Engine
 from lightning_sparse.registry import Registry
@@ -50,19 +50,33 @@ class Telling:
         self.totals.start()
         if not trainer.is_global_zero:
             return
-        watched = any(hasattr(callback, "log_plan") for callback in trainer.callbacks)
-        say(at_start(engine) if watched else f"{at_start(engine)} {MORE}")
+        say(at_start(engine) if self._watched else f"{at_start(engine)} {MORE}")
         for logger in trainer.loggers:
             log_settings(logger, {"sparse_ddp": settings_of(engine, config)})
 
     def end(self, engine: Engine) -> None:
-        """Fit ends; collective."""
+        """Fit ends, after all callbacks, of which one may flush: says what was sent, and logs totals; collective."""
         self.totals.pause()
         now = self._mean(self.totals.state_dict())
         before = self._mean(self._before)
         steps, skipped = engine.step - self._steps, engine.void_steps - self._skipped
         if steps + skipped and self._trainer.is_global_zero:
+            if self._watched:
+                self._log(now)
             say(at_end(engine, {name: now[name] - before[name] for name in now}, steps, skipped))
+
+    @property
+    def _watched(self) -> bool:
+        return any(hasattr(callback, "log_plan") for callback in self._trainer.callbacks)
+
+    def _log(self, numbers: Mapping[str, float]) -> None:
+        """Totals of steps that were not logged, and of a flush, in the row that validation would be in now."""
+        totals = Totals()
+        totals.load_state_dict(numbers)
+        step = self._trainer.fit_loop.epoch_loop._batches_that_stepped - 1  # Lightning's own, without a public name
+        for logger in self._trainer.loggers:
+            logger.log_metrics({f"{PREFIX}{name}": value for name, value in totals_of(totals).items()}, step)
+            logger.save()
 
     def _pass_on(self, kind: str, sentence: str) -> None:
         for logger in self._trainer.loggers:

@@ -18,6 +18,7 @@ import yaml  # comes with Lightning
 
 import lightning_sparse as ls
 from lightning_sparse.metrics import QUANTITIES
+from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, make_data, make_module, make_trainer
 
@@ -143,6 +144,38 @@ def test_every_quantity_is_logged_on_logging_steps_only(two_ranks: Ranks, tmp_pa
     )
     assert result[0]["progress"]["sparse/density"] == pytest.approx(logged[5]["sparse/density"])
     assert all(not key.startswith("sparse/") or key == "sparse/density" for key in result[0]["progress"])
+
+
+def fit_and_flush(package: str, folder: str, flush: bool) -> tuple[float, list[str]]:
+    """Five steps, the last one not logged, and no validation; what all have sent, and what the run says of it."""
+    ours = importlib.import_module(type(monitor(package)).__module__)
+    csv_logger = importlib.import_module(package + ".loggers").CSVLogger(folder, name="csv", version=0)
+    with Lines() as lines:
+        trainer = make_trainer(
+            package,
+            strategy="sparse_ddp_topk",
+            logger=csv_logger,
+            callbacks=[ours.SparsityMonitor(table=False), *([ours.FlushResidual()] if flush else [])],
+            log_every_n_steps=2,
+            max_epochs=1,
+            limit_train_batches=5,
+            limit_val_batches=0,
+        )
+        trainer.fit(make_module(package), make_data(), make_data(16))
+    return trainer.strategy.engine.totals.sent_bytes, lines
+
+
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_last_row_has_the_totals_of_the_run(two_ranks: Ranks, tmp_path: Path, package: str, flush: bool) -> None:
+    (sent, lines), _ = two_ranks(fit_and_flush, package, str(tmp_path), flush)
+    # In a ring of two, see test_telling; the flush sends 300 residuals and a byte for each of two groups.
+    assert sent == 5 * (16 + 4 + 24 + 4 * 123) + flush * (4 * 300 + 2)
+    last = rows(tmp_path)[-1]
+    assert last["sparse/traffic/total_mb"] == pytest.approx(sent / 1e6, rel=1e-12)
+    assert f"each rank sent {last['sparse/traffic/total_mb']:.3g} MB; dense DDP" in lines[-1]
+    assert f"of {last['sparse/time/total_s']:.3g} s for the exchange" in lines[-1]
+    assert (last["step"], last["sparse/traffic/dense_total_mb"]) == (4, pytest.approx(5 * 4 * 423 / 1e6))
 
 
 def test_accumulated_batches_count_as_one_step(two_ranks: Ranks, tmp_path: Path) -> None:
