@@ -86,8 +86,8 @@ class BuildUp(_MeanOverSteps):
 class Traffic(Metric):
     """What a rank sends: MB (1e6 bytes), mean over ranks, and how much more a dense exchange sends.
 
-    Steps of an engine count all that was sent before them since the start of fit, whether they were given or not. Steps
-    of a simulation count for themselves.
+    Steps of an engine count all that was sent up to them, whether they were given or not, as ``traffic/total_mb``.
+    Steps of a simulation count for themselves.
 
     Example:
         >>> import torch, lightning_sparse as ls

@@ -279,7 +279,7 @@ def sent_mb(step: Step) -> float:
 
 @quantity(part="traffic", unit="MB", averaged=True, over_run="last")
 def total_mb(step: Step) -> float | None:
-    """What a rank has sent since the start of fit in all steps, mean over ranks; flushes included."""
+    """What a rank has sent so far, before a checkpoint and in earlier fits, too; mean over ranks; flushes included."""
     return None if step.totals is None else step.totals.sent_bytes / MB
 
 
@@ -316,7 +316,7 @@ def exposed_ms(step: Step) -> float | None:
 
 @quantity(part="time", unit="s", averaged=True, over_run="last")
 def total_s(step: Step) -> float | None:
-    """Wall clock since the start of fit, without validation; mean over ranks."""
+    """Wall clock of training so far, counted on like megabytes; without validation; mean over ranks."""
     return None if step.totals is None else step.totals.seconds
 
 

@@ -75,7 +75,7 @@ class SparsityMonitorMixin:
         self.metrics = {"density_error": DensityError(), "padding_ratio": PaddingRatio(), "build_up": BuildUp()}
         """Means over the logged steps of this fit: ``monitor.metrics["padding_ratio"].compute()``, or ``.plot()``."""
         self.traffic = Traffic()
-        """What a rank has sent in all steps since the start of fit."""
+        """What a rank has sent up to the latest logged step, as ``traffic/total_mb``."""
         self._logged_step = 0
         self._plan: list[Any] = []
         self._shadow: Shadow | None = None
