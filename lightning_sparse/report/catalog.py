@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 TOTAL_MB, DENSE_MB = "sparse/traffic/total_mb", "sparse/traffic/dense_total_mb"
+DENSITY = "sparse/density"
 SECONDS = "sparse/time/total_s"
 SELECT, EXCHANGE, EXPOSED = "sparse/time/select_ms", "sparse/time/exchange_ms", "sparse/time/exposed_ms"
 GROUP, SHADOW = "sparse/group/", "sparse/shadow/"
@@ -42,7 +43,7 @@ SECTIONS = (
         (
             Figure(
                 "Density of the update",
-                "sparse/density",
+                DENSITY,
                 "sparse/target_density",
                 meaning="Coordinates in the update / coordinates. Behind it, broad and pale: the target.",
             ),

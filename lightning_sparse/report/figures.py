@@ -125,7 +125,7 @@ def _figure(runs: Sequence[Run], figure: Figure) -> Panel:
 
 
 def _traffic(runs: Sequence[Run]) -> list[Axis]:
-    """Megabytes. Runs that did not log them sent what the others would have sent densely, if these all say the same."""
+    """Megabytes. Dense runs log none; they sent what the others would have sent densely, if these all say the same."""
     if not any(TOTAL_MB in run.series for run in runs):
         return []
     return [Axis("MB sent by a rank", partial(megabytes, runs))]
@@ -141,6 +141,8 @@ def megabytes(runs: Sequence[Run], run: Run, steps: Array) -> Array | None:
     """
     if TOTAL_MB in run.series:
         return run.series[TOTAL_MB].at(steps)
+    if run.sparse:
+        return None
     dense = dense_rates(runs)
     return (steps + 1) * dense[0] if len(dense) == 1 else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_sparse.console import Table
+from lightning_sparse.report.catalog import DENSITY
 from lightning_sparse.report.wandb_file import read_wandb_file
 
 Points = Iterable[tuple[float, str, float]]
@@ -59,6 +61,18 @@ class Run:
     clock: Series | None = None
     notes: Sequence[str] = ()
     plan: Table | None = None
+
+    @property
+    def sparse(self) -> bool:
+        """Whether settings or logs show that it exchanged gradients sparsely."""
+
+        def says(name: str, value: str) -> bool:
+            last = name.rpartition("/")[2]
+            strategy = "strategy" in name and re.search("sparse_?ddp", value, re.IGNORECASE)
+            chosen = last == "sparsifier" and value not in ("", "None", "none")
+            return name.startswith("sparse_ddp/") or chosen or bool(strategy)
+
+        return DENSITY in self.series or any(says(name, value) for name, value in self.settings.items())
 
     @property
     def steps(self) -> int:

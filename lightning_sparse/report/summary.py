@@ -152,10 +152,22 @@ def _assumptions(runs: Sequence[Run]) -> list[str]:
         return []
     if len(bare) == len(runs):
         return ["No run has logged its traffic: for that, give the Trainer the callback SparsityMonitor."]
-    rates = dense_rates(runs)
-    if len(rates) == 1:
-        return [
-            f"{', '.join(bare)} logged no traffic, and is drawn as if it had sent what dense all-reduces of the others "
-            f"would have sent: {rates[0]:.4g} MB a step. That holds for plain DDP with the same model and ranks."
-        ]
-    return [f"Traffic of {', '.join(bare)} is not known: it logged none, and dense steps of the others differ in size."]
+    said, rates = [], dense_rates(runs)
+    if sparse := [run.name for run in runs if run.name in bare and run.sparse]:
+        verb, whose = ("is", "its") if len(sparse) == 1 else ("are", "their")
+        said.append(
+            f"{', '.join(sparse)} trained sparsely, logged no traffic and {verb} not drawn against MB: "
+            f"for that, give {whose} Trainer the callback SparsityMonitor."
+        )
+    if dense := [name for name in bare if name not in sparse]:
+        names, (verb, they) = ", ".join(dense), ("is", "it") if len(dense) == 1 else ("are", "they")
+        if len(rates) == 1:
+            said.append(
+                f"{names} logged no traffic and {verb} drawn as if {they} had sent what dense all-reduces of the "
+                f"others would have sent: {rates[0]:.4g} MB a step. "
+                "That holds for plain DDP with the same model and ranks."
+            )
+        else:
+            why = "dense steps of the others differ in size" if rates else "the others logged no dense traffic"
+            said.append(f"Traffic of {names} is not known: {they} logged none, and {why}.")
+    return said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,27 @@ def test_a_dense_run_is_placed_only_where_the_others_agree_on_dense_traffic(runs
     sent = panel([*runs, other], "val/accuracy against MB sent by a rank")
     assert [curve.run for curve in sent.curves] == [1, 2]
     assert any("Traffic of dense is not known" in sentence for sentence in sentences([*runs, other]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sparse_ddp/density": "0.01"},
+        {"trainer/strategy": "sparse_ddp_topk"},
+        {"trainer/strategy/class_path": "lightning_sparse.SparseDDPStrategy"},
+        {"sparsifier": "union_topk"},
+    ],
+)
+def test_a_sparse_run_without_traffic_is_not_taken_as_dense(runs: list[Run], settings: dict[str, str]) -> None:
+    accuracy = {"val/accuracy": [0.5, 0.6]}
+    sparse = replace(run("nomon", **accuracy), settings=settings)
+    dense = replace(run("ddp", **accuracy), settings={"strategy": "ddp", "dir": "sparse_ddp", "sparsifier": "None"})
+    sent = panel([*runs, sparse, dense], "val/accuracy against MB sent by a rank")
+    assert [curve.run for curve in sent.curves] == [0, 1, 2, 4]
+    assert "Not known for nomon." in sent.remarks
+    said = sentences([*runs, sparse, dense])
+    assert any(one.startswith("nomon trained sparsely, logged no traffic and is not drawn against MB") for one in said)
+    assert any(one.startswith("dense, ddp logged no traffic and are drawn as if they had sent") for one in said)
 
 
 def test_one_target_lies_behind_the_densities(runs: list[Run]) -> None:

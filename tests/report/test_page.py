@@ -91,7 +91,7 @@ def test_the_page_says_what_matters(few: list[Run], tmp_path: Path) -> None:
     assert (
         "<li>Settings that differ: sparse_ddp/sparsifier.</li><li>1 settings are there in some of the runs only" in text
     )
-    assert "<li>dense logged no traffic, and is drawn as if" in text
+    assert "<li>dense logged no traffic and is drawn as if" in text
     assert text.count('type="checkbox"') == 3
     body = text.split("<body>")[1]
     assert "http" not in body and "src=" not in body
