@@ -35,12 +35,20 @@ def log_settings(logger: Any, settings: Mapping[str, Mapping[str, Any]]) -> None
     match kind_of(logger):
         case "tensorboard":  # which else makes up a metric, hp_metric
             logger.log_hyperparams(given, metrics={})
+            _write_settings_again(logger)
         case "mlflow":  # which refuses to change what an earlier fit has logged
             known = logger.experiment.get_run(logger.run_id).data.params
             new = {k: {n: v for n, v in values.items() if f"{k}/{n}" not in known} for k, values in given.items()}
             logger.log_hyperparams({part: values for part, values in new.items() if values})
         case _:
             logger.log_hyperparams(given)
+
+
+def _write_settings_again(logger: Any) -> None:
+    """``hparams.yaml`` of Lightning's TensorBoardLogger, which it writes once, before these settings are known."""
+    if name := getattr(logger, "NAME_HPARAMS_FILE", None):
+        Path(logger.log_dir, name).unlink(missing_ok=True)
+        logger.save()
 
 
 def define_axes(logger: Any) -> None:

@@ -133,13 +133,16 @@ def sentences(runs: Sequence[Run]) -> list[str]:
             said.append(f"{name} ended at {best} in all runs." if best == worst else apart)
         elif ends:
             said.append(f"{name} ended at {_number(ends[0][0])}.")
-    if len(runs) > 1:
-        different = [name for name in differing(runs) if _values(runs, name) > 1]
+    known = [run for run in runs if run.settings]
+    if len(known) > 1:
+        different = [name for name in differing(known) if _values(known, name) > 1]
         more = f" and {len(different) - MOST_NAMED} more" if len(different) > MOST_NAMED else ""
-        named = ", ".join(different[:MOST_NAMED])
-        said.append(f"Settings that differ: {named}{more}." if different else "No setting has different values.")
-        if some := len(differing(runs)) - len(different):
+        named, others = ", ".join(different[:MOST_NAMED]), "" if len(known) == len(runs) else " among the other runs"
+        said.append(f"Settings that differ{others}: {named}{more}." if different else f"No setting differs{others}.")
+        if some := len(differing(known)) - len(different):
             said.append(f"{some} settings are there in some of the runs only; all are in the table at the end.")
+    if known and (unknown := ", ".join(run.name for run in runs if not run.settings)):
+        said.append(f"Settings of {unknown} are not known: there are none beside the logs.")
     said += _assumptions(runs)
     said += [f"{run.name}: {note}" for run in runs for note in run.notes]
     return said

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 import lightning_sparse as ls
 from lightning_sparse.integrations.audit import AUDITED, Ages
@@ -105,7 +106,8 @@ def test_tensorboard_shows_texts_histograms_and_figures(two_ranks: Ranks, tmp_pa
     two_ranks(train, str(tmp_path), ["tensorboard"])
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path / "tensorboard" / "version_0")).Reload()
+    folder = tmp_path / "tensorboard" / "version_0"
+    events = EventAccumulator(str(folder)).Reload()
     tags = events.Tags()
     assert set(tags["scalars"]) >= EXPECTED | {"loss"}
     assert "hp_metric" not in tags["scalars"]
@@ -120,6 +122,8 @@ def test_tensorboard_shows_texts_histograms_and_figures(two_ranks: Ranks, tmp_pa
     }
     assert texts["sparse/warnings/growth"] == "sparse_ddp at step 2: the residual grows."
     assert "| bucket0 | 4 | 423 |" in texts["sparse/plan"]
+    settings = yaml.safe_load((folder / "hparams.yaml").read_text())["sparse_ddp"]
+    assert (settings["sparsifier"], settings["ranks"]) == ("exdyna", 2)
 
 
 @pytest.mark.thorough

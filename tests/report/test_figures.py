@@ -122,6 +122,19 @@ def test_of_many_runs_the_extremes_of_traffic_are_named() -> None:
     assert [one.partition(" sent ")[0] for one in said[1:3]] == ["d", "a"]
 
 
+def test_settings_that_are_not_known_are_not_taken_as_equal(runs: list[Run]) -> None:
+    known, unknown = replace(runs[0], settings={"lr": "0.1"}), [run("a", loss=[1.0]), run("b", loss=[1.0])]
+    told = "Settings of a, b are not known: there are none beside the logs."
+    assert told in sentences([known, *unknown])
+    assert not any("No setting differs" in one for one in sentences([known, *unknown]) + sentences(unknown))
+    assert "No setting differs among the other runs." in sentences([known, known, *unknown])
+    assert "No setting differs." in sentences([known, known])
+    assert any(
+        one.startswith("Settings that differ among the other runs: lr")
+        for one in sentences([known, replace(known, settings={"lr": "1"}), *unknown])
+    )
+
+
 def test_sparsifiers_that_look_on_are_lines_of_their_own() -> None:
     looked = {f"sparse/shadow/{name}/density": [0.01, 0.02] for name in ("topk", "exdyna")}
     [part, others] = parts_of([run("dense", **looked, **{"sparse/residual/norm": [1.0, 2.0]})])
