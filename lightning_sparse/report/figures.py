@@ -96,7 +96,7 @@ def parts_of(runs: Sequence[Run]) -> list[Part]:
     """
     logged = list(dict.fromkeys(name for run in runs for name in run.series))
     results = sorted(filter(is_result, logged), key=lambda name: ("loss" in name, "val" in name), reverse=True)
-    axes = [Axis("steps", lambda _, steps: steps + 1), *_traffic(runs), *clock_of(runs)]
+    axes = [Axis("steps", lambda run, steps: steps + run.offset), *_traffic(runs), *clock_of(runs)]
     parts = [
         Part(name, [_panel(runs, Figure(f"{name} against {axis.title}", name), axis) for axis in axes])
         for name in results[:MOST_RESULTS]
@@ -121,7 +121,7 @@ def _worth(runs: Sequence[Run], figure: Figure) -> bool:
 
 
 def _figure(runs: Sequence[Run], figure: Figure) -> Panel:
-    return _panel(runs, figure, Axis("steps", lambda _, steps: steps + 1))
+    return _panel(runs, figure, Axis("steps", lambda run, steps: steps + run.offset))
 
 
 def _traffic(runs: Sequence[Run]) -> list[Axis]:
@@ -144,13 +144,13 @@ def megabytes(runs: Sequence[Run], run: Run, steps: Array) -> Array | None:
     if run.sparse:
         return None
     dense = dense_rates(runs)
-    return (steps + 1) * dense[0] if len(dense) == 1 else None
+    return (steps + run.offset) * dense[0] if len(dense) == 1 else None
 
 
 def dense_rates(runs: Sequence[Run]) -> list[float]:
     """MB of a dense step, as sparse runs have logged them: one number where models and ranks are the same."""
-    found = [run.series[DENSE_MB] for run in runs if DENSE_MB in run.series]
-    rates = [float(one.values[-1] / (one.steps[-1] + 1)) for one in found]
+    found = [(run.series[DENSE_MB], run.offset) for run in runs if DENSE_MB in run.series]
+    rates = [float(one.values[-1] / (one.steps[-1] + offset)) for one, offset in found]
     return [] if not rates else rates[:1] if np.ptp(rates) <= 0.01 * max(rates) else rates
 
 
@@ -187,7 +187,7 @@ def _panel(runs: Sequence[Run], figure: Figure, axis: Axis) -> Panel:
             missing.append(run.name)
             continue
         if reference := run.series.get(figure.reference or ""):
-            curves.append(_curve(place, run.name, place, reference.steps + 1, reference.values, behind=True))
+            curves.append(_curve(place, run.name, place, reference.steps + run.offset, reference.values, behind=True))
         if infinite := int((~np.isfinite(series.values)).sum()):
             remarks.append(f"{run.name}: {infinite} of {len(series.values)} points are not finite.")
         curves.append(_curve(place, run.name, place, x, _smooth(series) if smoothed else series.values))
@@ -207,7 +207,9 @@ def _shadows(runs: Sequence[Run]) -> list[Panel | Bars]:
             if name.startswith(SHADOW):
                 sparsifier, _, quantity = name.removeprefix(SHADOW).rpartition("/")
                 label = sparsifier if len(runs) == 1 else f"{sparsifier} in {run.name}"
-                line = _curve(place, label, places.setdefault(label, len(places)), series.steps + 1, series.values)
+                line = _curve(
+                    place, label, places.setdefault(label, len(places)), series.steps + run.offset, series.values
+                )
                 curves.setdefault(quantity, []).append(line)
     titles = {quantity: SHADOWED.get(quantity, quantity) for quantity in [*SHADOWED, *curves]}
     return [_framed(Figure(title, one), "steps", curves[one], []) for one, title in titles.items() if one in curves]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_sparse.console import Table
-from lightning_sparse.report.catalog import DENSITY
+from lightning_sparse.report.catalog import DENSE_MB, DENSITY
 from lightning_sparse.report.wandb_file import read_wandb_file
 
 Points = Iterable[tuple[float, str, float]]
@@ -77,7 +79,22 @@ class Run:
     @property
     def steps(self) -> int:
         """Steps of the longest series."""
-        return int(max(one.steps[-1] for one in self.series.values())) + 1
+        return int(max(one.steps[-1] for one in self.series.values())) + self.offset
+
+    @cached_property
+    def offset(self) -> int:
+        """What makes a logged step a count: 1 where they begin at 0, as the Trainer's do, 0 where they begin at 1.
+
+        Loops with Fabric often begin at 1. Told by dense traffic, which is the same in all steps, else by what the
+        logged steps are multiples of.
+        """
+        if (total := self.series.get(DENSE_MB)) is not None and len(total.steps) > 1:
+            growth = (total.values[-1] - total.values[0]) / (total.steps[-1] - total.steps[0])
+            before = total.values[-1] / growth - total.steps[-1] if growth > 0 else math.nan
+            if near := [count for count in (0, 1) if abs(before - count) < 0.1]:
+                return near[0]
+        steps = np.unique(np.concatenate([one.steps for one in self.series.values()])).astype(np.int64)
+        return int(steps[0] == 0 or np.gcd.reduce(steps) <= np.gcd.reduce(steps + 1))
 
 
 def read_runs(paths: Sequence[Path], names: Sequence[str] | None = None) -> list[Run]:

@@ -52,7 +52,7 @@ def totals(runs: Sequence[Run]) -> list[Total]:
 
     found, clocks = [], clock_of(runs)
     for run in runs:
-        end = np.array([run.steps - 1.0])
+        end = np.array([float(run.steps - run.offset)])
         results = {name: _end(series.values) for name, series in run.series.items() if is_result(name)}
         exposed = run.series[EXPOSED].values if EXPOSED in run.series else None
         found.append(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_sparse.report.figures import MOST_POINTS, Bars, Panel, parts_of
+from lightning_sparse.report.figures import MOST_POINTS, Bars, Panel, dense_rates, parts_of
 from lightning_sparse.report.runs import Run, Series, read_runs
 from lightning_sparse.report.summary import differing, sentences, totals
 from lightning_sparse.style import place_labels, robust_range, wants_log
@@ -120,6 +120,27 @@ def test_of_many_runs_the_extremes_of_traffic_are_named() -> None:
     dense = {"sparse/traffic/dense_total_mb": [16.0]}
     said = sentences([run(name, **{"sparse/traffic/total_mb": [sent]}, **dense) for name, sent in traffic])
     assert [one.partition(" sent ")[0] for one in said[1:3]] == ["d", "a"]
+
+
+@pytest.mark.parametrize(
+    ("at", "logged", "steps"),
+    [
+        ([9, 19, 29], {}, 30),  # the Trainer's
+        ([10, 20, 30], {}, 30),  # counts
+        ([0, 10, 20], {}, 21),
+        ([15], {}, 16),
+        ([9, 99], {}, 100),
+        ([1, 2, 3], {"sparse/traffic/dense_total_mb": [2.0, 4.0, 6.0]}, 3),
+        ([1, 2, 3], {"sparse/traffic/dense_total_mb": [4.0, 6.0, 8.0]}, 4),
+        ([10, 20, 30], {"sparse/traffic/dense_total_mb": [9.0, 9.0, 9.0]}, 30),  # tells nothing
+    ],
+)
+def test_steps_are_counted_wherever_logs_begin(at: list[int], logged: dict[str, list[float]], steps: int) -> None:
+    values = {"loss": [1.0] * len(at), **logged}
+    made = Run("a", Path("a"), {k: Series(np.array(at, dtype=float), np.array(y)) for k, y in values.items()}, {})
+    assert totals([made])[0].steps == steps
+    assert panel([made], "loss against steps").curves[0].x[-1] == steps
+    assert [made.series[name].values[-1] / steps for name in logged] == dense_rates([made])
 
 
 def test_settings_that_are_not_known_are_not_taken_as_equal(runs: list[Run]) -> None:
