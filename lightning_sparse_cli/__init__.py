@@ -30,6 +30,10 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "dashboard": dashboard,
 }
 """Subcommands; their signatures give the options. What can only be given by position is an argument."""
+PURPOSE = (
+    "Tools for sparsified gradient exchange in PyTorch Lightning: find out whether and how it pays, compare methods, "
+    "and look at runs."
+)
 EXAMPLES = "examples:"
 GO_ON = ("simulate", "judge")
 """Those that keep what is finished."""
@@ -79,7 +83,8 @@ def _parser() -> Any:
 
         def error(self, message: str, ex: Exception | None = None) -> Any:
             """In the words of the command line, with what is close to a command or an option that is not known."""
-            message = re.sub(r"required: (\w+)\.(\w+)", required, message)
+            if "are required: " in message:
+                message = re.sub(rf"\b({'|'.join(COMMANDS)})\.(\w+)", required, message)
             message = re.sub(
                 r".*\"config\": File does not exist: (.+)", r"Expected --config to be a file: no \1", message
             )
@@ -92,9 +97,9 @@ def _parser() -> Any:
 
     def required(found: re.Match[str]) -> str:
         argument = _is_argument(_parameters(COMMANDS[found[1]])[found[2]])
-        return f"required: {'' if argument else '--'}{found[2]}"
+        return f"{'' if argument else '--'}{found[2]}"
 
-    parser = Parser(prog="lightning-sparse", allow_abbrev=False, formatter_class=Formatter)
+    parser = Parser(prog="lightning-sparse", description=PURPOSE, allow_abbrev=False, formatter_class=Formatter)
     parser.known = [*COMMANDS, "version", "help"]
     parser.add_argument("--version", action="store_true", help="Versions and the device, for reports.")
     subcommands = parser.add_subcommands(required=True)

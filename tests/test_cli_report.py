@@ -106,7 +106,18 @@ def test_a_mistyped_word_is_answered_with_what_is_close(
     assert f"Did you mean {close}?" in capsys.readouterr().err
 
 
-def test_a_missing_run_is_asked_for_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "missing"), [("report", "runs"), ("dashboard", "--entity, --project"), ("advise", "--config")]
+)
+def test_what_is_missing_is_asked_for_by_its_name(
+    command: str, missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["report"])
-    assert "required: runs\n" in capsys.readouterr().err
+        cli.main([command])
+    assert f"required: {missing}\n" in capsys.readouterr().err
+
+
+def test_help_says_what_the_program_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert cli.PURPOSE in " ".join(capsys.readouterr().out.split())

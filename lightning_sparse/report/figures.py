@@ -229,7 +229,8 @@ def _framed(figure: Figure, x_title: str, curves: Sequence[Curve], remarks: Sequ
         y_range = y_range._replace(low=min(y_range.low, behind.min()), high=max(y_range.high, behind.max()))
     if y_range.outside:
         most = y_range.highest if y_range.highest > y_range.high else y_range.lowest
-        remarks.append(f"The axis leaves out {y_range.outside} points, up to {most:.3g}; a double click shows them.")
+        points, them = ("1 point", "it") if y_range.outside == 1 else (f"{y_range.outside} points", "them")
+        remarks.append(f"The axis leaves out {points}, up to {most:.3g}; a double click shows {them}.")
     shown = Range(float(x_all.min()), float(x_all.max()), 0, 0.0, 0.0) if len(x_all) else robust_range([])
     return Panel(figure.title, x_title, curves, bool(x_log), y_log, shown, y_range, figure.ideal, remarks)
 

@@ -176,8 +176,10 @@ def read_csv(file: Path) -> Run:
         text = text[: text.rfind("\n") + 1]
         notes.append("The last line of metrics.csv was cut off and is left out.")
     header, *lines = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
-    if "step" not in header:
-        raise ValueError(f"Expected {file} to have a column step, but its columns are: {', '.join(header) or 'none'}.")
+    if header and "step" not in header:
+        raise ValueError(f"Expected {file} to have a column step, but its columns are: {', '.join(header)}.")
+    if not lines:
+        raise ValueError(f"Expected {file} to have a complete row of numbers, but it has none.")
     place = header.index("step")
 
     def points() -> Iterator[tuple[float, str, float]]:

@@ -103,7 +103,7 @@ def test_what_is_not_finite_is_left_out_and_said() -> None:
 def test_outliers_leave_the_axis_and_are_said() -> None:
     many = panel([run("a", x=[*np.linspace(1, 2, 50), 1e9])], "x")
     assert many.y_range.high < 2.1
-    assert "The axis leaves out 1 points, up to 1e+09; a double click shows them." in many.remarks
+    assert "The axis leaves out 1 point, up to 1e+09; a double click shows it." in many.remarks
 
 
 def test_long_curves_keep_their_peaks() -> None:

@@ -64,9 +64,11 @@ def test_a_step_that_was_logged_twice_counts_once(tmp_path: Path) -> None:
 
 
 BROKEN = {
-    "": "to have a column step, but its columns are: none.",
+    "": "to have a complete row of numbers, but it has none.",
+    "step,lo": "to have a complete row of numbers, but it has none.",
+    "step,loss\n0,1.": "to have a complete row of numbers, but it has none.",
     "epoch,loss\n0,1\n": "to have a column step, but its columns are: epoch, loss.",
-    "step,loss\n": "but nothing was logged there.",
+    "step,loss\n0,\n": "but nothing was logged there.",
     "step,loss\n0,1\n1,abc\n2,3\n": "but line 3 has 'abc' under 'loss' at step '1'.",
     "step,loss\n0,1\n1\n2,3\n": "Expected 2 cells in line 3 of",
     "step,loss\n\xff": "to be a readable text file, but got: ",
