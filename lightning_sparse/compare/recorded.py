@@ -39,7 +39,7 @@ QUANTITIES: Mapping[str, str] = {
     ),
     "steps_to_target": (
         "first step from which the estimate, mean over ranks, stays within 10 % of its target for 10 steps; "
-        "empty if there is none"
+        "empty if there is none, as always in fewer than 10 steps"
     ),
     "padding_ratio": "f(t) = n max_i k_i / sum_i k_i; mean over the last third of the steps",
     "build_up": "u / k; mean over the last third of the steps",

@@ -90,7 +90,8 @@ def simulate_tables(rows: Sequence[recorded.Row]) -> list[Table]:
 
 def _measures(row: recorded.Row) -> list[str]:
     estimates = [_number(x, 2) for x in (row.estimate, row.estimate_low, row.estimate_high)]
-    steps = "never" if row.steps_to_target is None else str(row.steps_to_target)
+    never = "never" if row.steps >= recorded.STAY else "-"
+    steps = never if row.steps_to_target is None else str(row.steps_to_target)
     return [
         row.method,
         _number(row.relative_density_error, 1),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lightning_sparse.compare.recorded import Row
 from lightning_sparse.compare.tables import Table, by_method, contests, judge_tables, simulate_tables, title
 from lightning_sparse.compare.training import Result
@@ -65,6 +67,12 @@ def test_contests_share_their_dense_runs() -> None:
 def test_runs_of_a_method_are_in_order_of_seeds() -> None:
     runs = [result("topk", seed, 1.0) for seed in (2, 0, 1)]
     assert [run.seed for run in by_method(runs)["topk"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("steps", "said"), [(9, "-"), (10, "never")])
+def test_runs_too_short_to_stay_near_the_target_do_not_say_never(steps: int, said: str) -> None:
+    [table] = simulate_tables([Row("text", 8, 0.01, "topk", steps, 0, 12.34, None, 1.5, 2.3, 0.9, 0.5, 1.0, 0.9, 12.0)])
+    assert table.rows[0][2] == said
 
 
 def test_the_open_loops_tables() -> None:
