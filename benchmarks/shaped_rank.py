@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from links import interface_bytes
 from models14m import MODELS
+from paired import GROUPINGS, TIMES, Result
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 
-GROUPINGS = ("layer", "bucket", "merge_below", "model", "optimal_merge")
 EXECUTORS = ("inline", "thread")
 MESSAGES = ("group", "step")
-TIMES = ("step_ms", "select_ms", "exchange_ms", "exposed_ms")
 DENSITIES = (0.01, 0.001)
 HOOKS = (
     "compute",
@@ -39,8 +38,6 @@ ADVISED = ("bucket", "layer", "model")
 
 Job = dict[str, Any]
 """The arguments of the command line, and part, model and rate of one launch."""
-Result = dict[str, Any]
-"""What a launch measured: job, parameters, groups of each variant, one record per variant and round, memory."""
 
 
 class Spec(NamedTuple):
