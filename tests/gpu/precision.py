@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,26 +14,7 @@ from tests.gpu.one_training import Training, close, train
 
 def half_precision_trains(device: str) -> Numbers:
     """Autocast in bfloat16, and in float16 with a scaler; and a model in bfloat16."""
-    kind, last = torch.device(device).type, {}
-    for dtype in (torch.bfloat16, torch.float16):
-        scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
-        training = Training(device, {"density": 0.05, "scaler": scaler}, dtype=torch.float32)
-        losses = []
-        for _ in range(20):
-            training.optimizer.zero_grad()
-            with torch.autocast(kind, dtype):
-                loss = training.ddp(training.batch()).float().square().mean()
-            scaler.scale(loss).backward()
-            training.engine.drop_void(training.optimizer)
-            scaler.step(training.optimizer)
-            scaler.update()
-            losses.append(loss.item())
-        training.end(losses)
-        require(sum(losses[-3:]) < sum(losses[:3]), f"losses do not fall in {dtype}: {losses}")
-        last[str(dtype).removeprefix("torch.")] = round(losses[-1], 4)
-    losses, _ = train(device, {"density": 0.05}, dtype=torch.bfloat16, steps=20)
-    require(sum(losses[-3:]) < sum(losses[:3]), f"losses do not fall in a bfloat16 model: {losses}")
-    return last
+    return _in_half_precision(device, lambda training, scaler: training.engine.drop_void(training.optimizer))
 
 
 def steps_of_adam_are_those_of_the_cpu(device: str) -> Numbers:
@@ -52,25 +35,35 @@ def steps_of_adam_are_those_of_the_cpu(device: str) -> Numbers:
 
 def adam_trains_in_half_precision(device: str) -> Numbers:
     """AdamW with the default sparsifier: autocast to bfloat16, to float16 with a scaler, and a model in bfloat16."""
+
+    def give_up(training: Training, scaler: torch.amp.GradScaler) -> None:
+        if not scaler.is_enabled():
+            training.engine.skip_void(training.optimizer)
+
+    return _in_half_precision(device, give_up, optimizer=partial(torch.optim.AdamW, lr=0.01, fused=True))
+
+
+def _in_half_precision(
+    device: str, give_up: Callable[[Training, torch.amp.GradScaler], Any], **options: Any
+) -> Numbers:
+    """The last loss of each way; steps that are void are given up before the optimizer's."""
     kind, last = torch.device(device).type, {}
-    adam = partial(torch.optim.AdamW, lr=0.01, fused=True)
     for dtype in (torch.bfloat16, torch.float16):
         scaler = torch.amp.GradScaler(kind, enabled=dtype == torch.float16)
-        training = Training(device, {"density": 0.05, "scaler": scaler}, dtype=torch.float32, optimizer=adam)
+        training = Training(device, {"density": 0.05, "scaler": scaler}, dtype=torch.float32, **options)
         losses = []
         for _ in range(20):
             training.optimizer.zero_grad()
             with torch.autocast(kind, dtype):
                 loss = training.ddp(training.batch()).float().square().mean()
             scaler.scale(loss).backward()
-            if not scaler.is_enabled():
-                training.engine.skip_void(training.optimizer)
+            give_up(training, scaler)
             scaler.step(training.optimizer)
             scaler.update()
             losses.append(loss.item())
         training.end(losses)
         require(sum(losses[-3:]) < sum(losses[:3]), f"losses do not fall in {dtype}: {losses}")
         last[str(dtype).removeprefix("torch.")] = round(losses[-1], 4)
-    losses, _ = train(device, {"density": 0.05}, dtype=torch.bfloat16, steps=20, optimizer=adam)
+    losses, _ = train(device, {"density": 0.05}, dtype=torch.bfloat16, steps=20, **options)
     require(sum(losses[-3:]) < sum(losses[:3]), f"losses do not fall in a bfloat16 model: {losses}")
     return last
