@@ -48,6 +48,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def own_weights_and_biases() -> Iterator[None]:
+    """W&B leaves the address of its process in the environment: programs of later tests would write through it, elsewhere."""
+    yield
+    os.environ.pop("WANDB_SERVICE", None)
+
+
 @pytest.fixture
 def not_launched() -> Iterator[None]:
     """An environment in which nobody has started ranks; Lightning leaves addresses and ports in it."""

@@ -211,8 +211,7 @@ def test_a_typo_is_answered_with_what_is_close(parse: Any, capsys: pytest.Captur
 @pytest.mark.slow
 @pytest.mark.usefixtures("not_launched")
 def test_the_example_trains_from_the_command_line(tmp_path: Path) -> None:
-    # One process starts the other, as for a user; everything else in this suite starts ranks by itself. Not from a warm
-    # Python, which ends W&B's own process before it has written.
+    # One process starts the other, as for a user; everything else in this suite starts ranks by itself.
     command = [sys.executable, str(EXAMPLE), "fit"]
     command += [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", "exdyna", "wandb")]
     command += ["--trainer.accelerator=cpu", "--trainer.max_steps=20", "--trainer.strategy.sparsifier=TopK"]
