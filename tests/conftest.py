@@ -50,7 +50,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def own_weights_and_biases() -> Iterator[None]:
-    """W&B leaves the address of its process in the environment: programs of later tests would write through it, elsewhere."""
+    """W&B leaves the address of its process in the environment: programs of later tests would write through it."""
     yield
     os.environ.pop("WANDB_SERVICE", None)
 
