@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class Candidates:
     def note(
         self,
         x: Tensor,
-        grad: Tensor,
+        runs: Sequence[Tensor],
         found: tuple[NDArray[np.int32], NDArray[np.floating]] | None,
         finite: bool,
     ) -> None:
@@ -55,11 +56,11 @@ class Candidates:
 
         Args:
             x: (numel,) the vector that it has formed.
-            grad: what it has set to zero.
+            runs: what it has set to zero.
             found: ascending coordinates and their magnitudes; None: too many.
             finite: whether all of x is.
         """
-        self._vector, self._cleared = _state_of(x), _state_of(grad)
+        self._vector, self._cleared = _state_of(x), list(map(_state_of, runs))
         self._found, self._finite, self._reached, self._expected = found, finite, self.bound, math.inf
 
     def expect(self, bound: float) -> None:
@@ -83,9 +84,10 @@ class Candidates:
         """Whether all of x is finite; None: unknown."""
         return self._finite if self._holds_for(x) else None
 
-    def cleared(self, grad: Tensor) -> bool:
-        """Whether the pass has set this vector to zero, and nobody has written to it since."""
-        return self._cleared is not None and self._cleared == _state_of(grad)
+    def cleared(self, runs: Sequence[Tensor]) -> bool:
+        """Whether the pass has set these vectors to zero, and nobody has written to them since."""
+        states = list(map(_state_of, runs))
+        return None not in states and self._cleared == states
 
     def _holds_for(self, x: Tensor) -> bool:
         return self._vector is not None and self._vector == _state_of(x)

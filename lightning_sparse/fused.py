@@ -161,7 +161,7 @@ def exchange_group(
     update = Update(indices, values, indices, None, heard.numbers, size, named)
     selection = Selection(indices, found.number, aligned=True, limit=k)
     stamps = start, selected, Stamp.now(grad.device)
-    statistics = measure(grad, numel, sparsifier.agreement, selection, update, ctx, meter.bytes_sent, stamps)
+    statistics = measure(grad.dtype, numel, sparsifier.agreement, selection, update, ctx, meter.bytes_sent, stamps)
     reached = GroupState(state.memory, FillState(*after), heard.numbers, named, state.candidates)
     return reached, statistics, void.view(torch.bool)
 
@@ -200,12 +200,12 @@ def _rehearse(grad: Tensor, memory: Memory, sparsifier: UnionTopK, plain: Plain)
             states.append(state)
         for step, scale in enumerate((None, torch.full((), 2.0, device=device))):
             now = ctx._replace(step=step)
-            grads = [torch.cat([small, small[:1]]).to(grad.dtype) for _ in states]
+            grads = [small.to(grad.dtype, copy=True) for _ in states]
             of_torch = plain(grads[0], states[0], now, memory=memory, sparsifier=sparsifier, scale=scale)
             own = exchange_group(grads[1], states[1], now, memory=memory, sparsifier=sparsifier, scale=scale)
             states, voids = zip(*(_alone(steps, n) for steps in (of_torch, own)), strict=True)
             results = [
-                (x[:numel], *s.memory.residual, *s.selector, s.counts, s.union, void)
+                (x, *s.memory.residual, *s.selector, s.counts, s.union, void)
                 for x, s, void in zip(grads, states, voids, strict=True)
             ]
             if not all(map(torch.equal, *results)):

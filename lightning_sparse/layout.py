@@ -1,9 +1,88 @@
-"""The order of a parameter's coordinates: that in which they lie in memory, as in DDP's buckets."""
+"""Where coordinates lie in memory: those of a parameter, and those of a group's gradient in DDP's buckets."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
+
+
+class Gradient:
+    """The gradient of a group on this rank, worked on where it lies.
+
+    In DDP's buckets, gradients of other groups lie in between: of one group there are *runs*, each contiguous. To
+    gather them and to spread the average again would take as long as all that is done with them.
+
+    Args:
+        runs: (length,) vectors of one dtype, in the order of coordinates.
+        rooms: what :meth:`room` has made in earlier steps.
+
+    Example:
+        >>> bucket = torch.arange(6.0)
+        >>> grad = Gradient.of([bucket[:2], bucket[2:3], bucket[4:]])
+        >>> grad.runs, grad.flat()
+        ([tensor([0., 1., 2.]), tensor([4., 5.])], tensor([0., 1., 2., 4., 5.]))
+    """
+
+    def __init__(self, runs: Sequence[Tensor], rooms: dict[torch.dtype, Tensor] | None = None) -> None:
+        self.runs = list(runs)
+        self.dtype, self.device = self.runs[0].dtype, self.runs[0].device
+        *self.starts, self.numel = accumulate((len(run) for run in self.runs), initial=0)
+        """First coordinate of each run, and the number of all coordinates."""
+        self.rooms = {} if rooms is None or len(self.runs) == 1 else rooms
+
+    @classmethod
+    def of(cls, pieces: Iterable[Tensor], rooms: dict[torch.dtype, Tensor] | None = None) -> Gradient:
+        """Of pieces in the order of coordinates; those that lie one behind the other in memory are one run."""
+        runs: list[tuple[Tensor, int]] = []
+        for piece in pieces:
+            first, length = runs[-1] if runs else (piece, 0)
+            follows = piece.storage_offset() == first.storage_offset() + length
+            if runs and follows and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
+                runs[-1] = first, length + len(piece)
+            else:
+                runs.append((piece, len(piece)))
+        # Each with a count of its own of what torch writes to it: other groups write to the same buckets.
+        return cls([first.as_strided((length,), (1,)).data for first, length in runs], rooms)
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        """Which coordinates each run holds, and the run."""
+        for start, run in zip(self.starts, self.runs, strict=True):
+            yield slice(start, start + len(run)), run
+
+    def cut(self, most: int) -> Iterator[tuple[slice, Tensor]]:
+        """As iteration, in parts of at most so many coordinates."""
+        for span, run in self:
+            for start in range(0, len(run), most):
+                part = run[start : start + most]
+                yield slice(span.start + start, span.start + start + len(part)), part
+
+    def __getitem__(self, span: slice) -> Tensor:
+        """A view of coordinates that lie in one run, such as those of a parameter."""
+        number = bisect_right(self.starts, span.start) - 1
+        start = self.starts[number]
+        return self.runs[number][span.start - start : span.stop - start]
+
+    def room(self, dtype: torch.dtype) -> Tensor:
+        """(numel,) to write to: the gradient's own place, if it is one run of this dtype.
+
+        Else a vector that is kept for the next call and step, of numel elements more.
+        """
+        if len(self.runs) == 1 and dtype == self.dtype:
+            return self.runs[0]
+        if dtype not in self.rooms:
+            self.rooms[dtype] = torch.empty(self.numel, dtype=dtype, device=self.device)
+        return self.rooms[dtype]
+
+    def flat(self) -> Tensor:
+        """(numel,) the gradient as one vector: its own place if it is one run, else a copy, in :meth:`room`."""
+        flat = self.room(self.dtype)
+        for span, run in self if len(self.runs) > 1 else ():
+            flat[span].copy_(run)
+        return flat
 
 
 def flattened(parameter: Tensor) -> Tensor:

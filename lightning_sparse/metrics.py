@@ -55,7 +55,7 @@ class Statistics(NamedTuple):
 
 
 def measure(
-    grad: Tensor,
+    dtype: torch.dtype,
     numel: int,
     agreement: Agreement,
     selection: Selection,
@@ -76,7 +76,7 @@ def measure(
         union=update.union,
         threshold=selection.threshold,
         bytes_sent=bytes_sent,
-        dense_bytes=ring_all_reduce_bytes(numel * grad.element_size(), ctx.world_size),
+        dense_bytes=ring_all_reduce_bytes(numel * dtype.itemsize, ctx.world_size),
         stamps=stamps,
     )
 

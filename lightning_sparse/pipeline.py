@@ -17,7 +17,8 @@ from lightning_sparse.candidates import Candidates
 from lightning_sparse.clock import Stamp
 from lightning_sparse.core import Agreement, Context, GroupState, Selection, Update
 from lightning_sparse.exchanges import Exchange
-from lightning_sparse.kernels import all_finite, choose, fill_if_, put_, scatter_, static_shapes
+from lightning_sparse.kernels import all_finite, choose, fill_if_, put_in_runs_, scatter_, static_shapes
+from lightning_sparse.layout import Gradient
 from lightning_sparse.memory import Memory
 from lightning_sparse.messages import Meter, Steps, resolve
 from lightning_sparse.metrics import Statistics, measure
@@ -43,7 +44,13 @@ def init_group(
 
 
 def reduce_group(
-    grad: Tensor, state: GroupState, ctx: Context, *, memory: Memory, sparsifier: Sparsifier, exchange: Exchange
+    grad: Tensor | Gradient,
+    state: GroupState,
+    ctx: Context,
+    *,
+    memory: Memory,
+    sparsifier: Sparsifier,
+    exchange: Exchange,
 ) -> Steps[tuple[GroupState, Statistics]]:
     """Replace a group's gradient on this rank by the sparsified average over all ranks.
 
@@ -64,7 +71,7 @@ def reduce_group(
 
 
 def exchange_group(
-    grad: Tensor,
+    grad: Tensor | Gradient,
     state: GroupState,
     ctx: Context,
     *,
@@ -78,8 +85,7 @@ def exchange_group(
     """Exchange a group's gradient, and leave it to :func:`commit_group` whether the step counts.
 
     Args:
-        grad: (numel,) or (numel + 1,) flat gradient of this rank, overwritten with the average; what a spare slot
-            holds afterwards is not defined.
+        grad: (numel,) of this rank, overwritten with the average; one run where shapes are static.
         state: of this group on this rank.
         ctx: the step; ``counts``, ``union`` and ``disjoint`` are filled in here.
         memory: error feedback.
@@ -93,18 +99,22 @@ def exchange_group(
         A coroutine that ends with the state that a valid step leaves, what happened, and () whether a gradient of this
         group was not finite on any rank.
     """
+    if isinstance(grad, Tensor):
+        grad = Gradient([grad])
     disjoint = sparsifier.agreement is Agreement.DISJOINT
     ctx, meter = ctx._replace(counts=state.counts, union=state.union, disjoint=disjoint), Meter(ctx.world_size)
     if not unused and kernels:
         plain = partial(exchange_group, exchange=exchange, kernels=False)
-        if fused.serves(grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, plain=plain):
-            steps = fused.exchange_group(grad, state, ctx, memory=memory, sparsifier=sparsifier, scale=scale)
+        flat = grad.runs[0]
+        if fused.serves(flat, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, plain=plain):
+            steps = fused.exchange_group(flat, state, ctx, memory=memory, sparsifier=sparsifier, scale=scale)
             return (yield from steps)
     if not static_shapes(grad.device):
         ctx = ctx._replace(candidates=state.candidates)
     begin = Stamp.now(grad.device)
     if scale is not None:
-        grad.div_(scale)
+        for run in grad.runs:
+            run.div_(scale)
     acc = memory.accumulate_(state.memory, grad, ctx)
     for span in unused:  # what is remembered of them, and a decay, must not compete
         acc[span].zero_()
@@ -126,7 +136,7 @@ def exchange_group(
     _scatter_(grad, update, values, void, ctx.candidates)
     stamps = begin, selected, Stamp.now(grad.device)
     numel = acc.numel() - 1
-    statistics = measure(grad, numel, sparsifier.agreement, selection, update, ctx, meter.bytes_sent, stamps)
+    statistics = measure(grad.dtype, numel, sparsifier.agreement, selection, update, ctx, meter.bytes_sent, stamps)
     named = update.union if update.named is None else update.named
     return GroupState(state.memory, selector, update.counts, named, state.candidates), statistics, void
 
@@ -193,15 +203,18 @@ def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> tuple[Ten
     return acc, selection._replace(indices=indices, count=torch.ones_like(selection.count), spare=spare)
 
 
-def _scatter_(grad: Tensor, update: Update, values: Tensor, void: Tensor, candidates: Candidates | None) -> None:
+def _scatter_(grad: Gradient, update: Update, values: Tensor, void: Tensor, candidates: Candidates | None) -> None:
     """The average into the gradient's place; NaN everywhere in a void step."""
     if static_shapes(grad.device):
-        scatter_(grad, update.indices, values, void)
+        scatter_(grad.runs[0], update.indices, values, void)
         return
     if update.indices is None:
-        grad[: values.numel()].copy_(values)
+        for span, run in grad:
+            run.copy_(values[span])
     else:
-        if candidates is None or not candidates.cleared(grad):
-            grad.zero_()
-        put_(grad, update.indices, values)
-    fill_if_(grad, void, float("nan"))
+        if candidates is None or not candidates.cleared(grad.runs):
+            for run in grad.runs:
+                run.zero_()
+        put_in_runs_(grad.runs, update.indices, values)
+    for run in grad.runs:
+        fill_if_(run, void, float("nan"))

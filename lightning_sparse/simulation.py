@@ -121,7 +121,7 @@ def _run(
                 init_group(numel, rows.dtype, rows.device, ctx, memory=memory, sparsifier=sparsifier) for _ in range(n)
             ]
         ctx = Context(step=step, density=density(step), rank=0, world_size=n)
-        grads = [torch.cat([row.detach(), row.new_zeros(1)]) for row in rows]
+        grads = [row.detach().clone() for row in rows]
         steps = [
             reduce_group(
                 grads[rank],
@@ -134,7 +134,7 @@ def _run(
             for rank in range(n)
         ]
         states, statistics = (list(of_ranks) for of_ranks in zip(*drive_ranks(steps), strict=True))
-        update = grads[0][:-1]
+        update = grads[0]
         density.observe(step, update)
         yield _trace(ctx, update, states, statistics, memory, sparsifier)
 

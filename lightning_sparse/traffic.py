@@ -75,7 +75,7 @@ def count_bytes(
     """
     sparsifier = SPARSIFIERS.resolve(sparsifier)
     exchange, memory = as_exchange(exchange, sparsifier), memory or NoMemory()
-    grad = torch.empty(numel + 1, dtype=dtype, device=META)
+    grad = torch.empty(numel, dtype=dtype, device=META)
 
     def messages_of(rank: int) -> list[Message]:
         ctx = Context(0, density, rank, world_size)

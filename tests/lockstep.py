@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_sparse import kernels
 from lightning_sparse.collective import drive_ranks
 from lightning_sparse.core import Context, GroupState, Selection, Update
 from lightning_sparse.exchanges import as_exchange
@@ -117,8 +116,7 @@ class Ranks:
         )
 
     def _steps(self, rank: int, row: Tensor) -> Steps[tuple[Tensor, GroupState, Statistics, Any]]:
-        # Where there is a spare slot, it holds anything.
-        grad = torch.cat([row, row.new_full((1,), 7.0)]) if kernels.static_shapes(row.device) else row.clone()
+        grad = row.clone()
         ctx = Context(step=self.steps, density=self.density, rank=rank, world_size=self.n)
         seen = []
 
@@ -131,7 +129,7 @@ class Ranks:
         state, statistics = yield from reduce_group(
             grad, self.states[rank], ctx, memory=self.memory, sparsifier=self.sparsifier, exchange=exchange
         )
-        return grad[: row.numel()], state, statistics, seen[0]
+        return grad, state, statistics, seen[0]
 
 
 def equal_states(a: Any, b: Any) -> bool:

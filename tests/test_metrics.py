@@ -199,8 +199,7 @@ def test_measure_notes_a_step_and_what_ddp_would_have_sent(dtype: torch.dtype, w
     update = Update(indices, torch.ones(3), indices, None, torch.tensor([1, 1, 1, 1]), torch.tensor(2))
     selection = Selection(torch.tensor([3]), torch.tensor(1), threshold)
     ctx = Context(step=3, density=0.0125, rank=0, world_size=4)
-    grad = torch.zeros(1001, dtype=dtype)  # with the spare slot
-    noted = measure(grad, 1000, Agreement.INDEPENDENT, selection, update, ctx, 123.0, stamps(1.0, 1.0))
+    noted = measure(dtype, 1000, Agreement.INDEPENDENT, selection, update, ctx, 123.0, stamps(1.0, 1.0))
     assert noted.target == 12  # floor(12.5)
     assert noted.sparse
     assert noted.dense_bytes == 1.5 * 1000 * width
@@ -211,7 +210,7 @@ def test_measure_notes_a_step_and_what_ddp_would_have_sent(dtype: torch.dtype, w
         update.union,
         threshold,
     )
-    assert not measure(grad, 1000, Agreement.EVERYTHING, selection, update, ctx, 123.0, stamps(1.0, 1.0)).sparse
+    assert not measure(dtype, 1000, Agreement.EVERYTHING, selection, update, ctx, 123.0, stamps(1.0, 1.0)).sparse
 
 
 def test_a_stamp_on_the_cpu_is_the_host_clock_in_milliseconds() -> None:

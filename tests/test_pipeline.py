@@ -39,26 +39,6 @@ def test_the_accumulator_has_the_dtype_of_the_gradient_but_at_least_float32(
     assert ls.Residual().residual(state.memory).shape == (3,)
 
 
-def step_alone(grad: Tensor, memory: ls.Memory) -> None:
-    numel = 8
-    state = init_group(numel, grad.dtype, CPU, ALONE, memory=memory, sparsifier=ls.TopK())
-    parts = {"memory": memory, "sparsifier": ls.TopK(), "exchange": ls.GatherPairs()}
-    drive(reduce_group(grad, state, ALONE, **parts), TorchCollective())
-
-
-@pytest.mark.parametrize("memory", [ls.Residual(), ls.NoMemory()])
-def test_the_spare_slot_of_the_gradient_is_optional_and_its_content_ignored(memory: ls.Memory) -> None:
-    values = torch.tensor([0.0, 1.0, -5.0, 2.0, 0.5, 3.0, -1.0, 0.0])
-    expected = torch.tensor([0.0, 0.0, -5.0, 0.0, 0.0, 3.0, 0.0, 0.0])
-    exact = values.clone()
-    step_alone(exact, memory)
-    assert torch.equal(exact, expected)
-    for content in (0.0, 100.0, float("nan"), float("inf")):
-        longer = torch.cat([values, torch.tensor([content])])
-        step_alone(longer, memory)
-        assert torch.equal(longer[:8], expected)
-
-
 @pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union", "dense"])
 def test_finite_gradients_whose_sum_is_not_make_the_step_void(exchange: str) -> None:
     # 2 * 3e38 is beyond float32.

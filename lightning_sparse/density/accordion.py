@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lightning_sparse.checks import check_integer, is_integer
 from lightning_sparse.density.schedules import DensitySchedule, GroupDensity, check_density
+from lightning_sparse.kernels import take_from_runs
+from lightning_sparse.layout import Gradient
 
 
 @dataclass(frozen=True)
@@ -130,20 +132,20 @@ class AccordionDensity(GroupDensity):
         fresh = latest > 0 and step < milestones[latest - 1] + self.schedule.interval
         return float(self.schedule.high if self.learned.critical or fresh else self.schedule.low)
 
-    def observed(self, step: int, update: Tensor, void: Tensor | None = None, places: Tensor | None = None) -> Interval:
+    def observed(
+        self, step: int, update: Gradient, void: Tensor | None = None, places: Tensor | None = None
+    ) -> Interval:
         """Add the update up."""
         density, now = self(step), self.learned
         total = now.total
         if total is None:
-            total = torch.zeros_like(update, dtype=torch.promote_types(update.dtype, torch.float32))
-        if places is not None:
-            places = places[places < total.numel()]
-            update = update[places]
-        update = torch.nan_to_num(update, nan=0.0)
+            dtype = torch.promote_types(update.dtype, torch.float32)
+            total = torch.zeros(update.numel, dtype=dtype, device=update.device)
+        values = torch.nan_to_num(update.flat() if places is None else take_from_runs(update.runs, places), nan=0.0)
         if void is not None:
-            update = update.masked_fill(void, 0.0)
+            values = values.masked_fill(void, 0.0)
         before = total if places is None else total[places]
-        after = update.to(total.dtype) if now.fresh else before + update
+        after = values.to(total.dtype) if now.fresh else before + values
         seen = now.seen | {density}
         if places is None:
             return now._replace(seen=seen, total=after, fresh=False, latest=None)

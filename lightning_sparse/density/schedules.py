@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.checks import check_integer, expect, is_number
+from lightning_sparse.layout import Gradient
 
 
 def check_density(density: float, name: str = "density") -> float:
@@ -100,15 +101,15 @@ class GroupDensity:
 
     def observe(self, step: int, update: Tensor, void: Tensor | None = None) -> None:
         """Take note of a step's update, (numel,); the arguments are those of :meth:`observed`."""
-        self.learned = self.observed(step, update, void)
+        self.learned = self.observed(step, Gradient([update]), void)
         self.take_in()
 
-    def observed(self, step: int, update: Tensor, void: Tensor | None = None, places: Tensor | None = None) -> Any:
+    def observed(self, step: int, update: Gradient, void: Tensor | None = None, places: Tensor | None = None) -> Any:
         """What has been learned after a step, for :attr:`learned`; what was before stays valid until :meth:`take_in`.
 
         Args:
             step: its number.
-            update: (numel,), NaN throughout if this group's gradient was not finite.
+            update: the average in the gradient's place, NaN throughout if this group's gradient was not finite.
             void: () whether the step counts for nothing; None: only if the update is NaN.
             places: coordinates of the update, which is zero elsewhere; None: all.
         """

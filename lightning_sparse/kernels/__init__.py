@@ -35,7 +35,9 @@ def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> native
     return native.library if dtype == torch.float32 and not static_shapes(device) else None
 
 
-def accumulate_(acc: Tensor, residual: Tensor, grad: Tensor, decay: float, candidates: Candidates | None) -> None:
+def accumulate_(
+    acc: Tensor, residual: Tensor, runs: Sequence[Tensor], decay: float, candidates: Candidates | None
+) -> None:
     """``acc = decay * residual + grad``.
 
     On the CPU, without a decay, one pass does this, sets the gradient to zero, and collects candidates.
@@ -43,15 +45,17 @@ def accumulate_(acc: Tensor, residual: Tensor, grad: Tensor, decay: float, candi
     Args:
         acc: (numel,) float32 or float64, overwritten.
         residual: the same, not written to.
-        grad: the same, or bfloat16 or float16; what it holds afterwards is not defined, but for
-            :meth:`Candidates.cleared`.
+        runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16; what
+            they hold afterwards is not defined, but for :meth:`Candidates.cleared`.
         decay: of the residual.
         candidates: of the group; None: collect none, and leave the gradient as it is.
     """
     if candidates is None or decay != 1 or static_shapes(acc.device):
-        torch.add(grad, residual, alpha=decay, out=acc)
+        lengths = [len(run) for run in runs]
+        for run, kept, target in zip(runs, torch.split(residual, lengths), torch.split(acc, lengths), strict=True):
+            torch.add(run, kept, alpha=decay, out=target)
     else:
-        candidates.note(acc, grad, *host.accumulate(acc, residual, grad, candidates.bound))
+        candidates.note(acc, runs, *host.accumulate(acc, residual, runs, candidates.bound))
 
 
 def largest(x: Tensor, k: int, span: Span | None = None) -> tuple[Tensor, Tensor]:
@@ -413,6 +417,16 @@ def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
         x.index_copy_(0, indices, values)
     else:
         x.index_fill_(0, indices, values)
+
+
+def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
+    """As :func:`put_`, where x lies in several runs. On the CPU only."""
+    host.put_in_runs_(runs, indices, values)
+
+
+def take_from_runs(runs: Sequence[Tensor], indices: Tensor) -> Tensor:
+    """``x[indices]`` where x lies in several runs. On the CPU only."""
+    return host.take_from_runs(runs, indices)
 
 
 def scatter_(x: Tensor, indices: Tensor | None, values: Tensor, void: Tensor) -> None:

@@ -186,19 +186,21 @@ INLINE const float *widened(const void *grad, int kind, int64_t at, int64_t n, f
   return wide;
 }
 
+// A run of a gradient; what is found comes behind what was found before.
 INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kind, int64_t n, float bound,
-                          int64_t first, int32_t *indices, float *magnitudes, int64_t room, int32_t *finite,
-                          const strip s) {
+                          int64_t first, int32_t *indices, float *magnitudes, int64_t found, int64_t room,
+                          int stream, int32_t *finite, const strip s) {
   float sum[BLOCK], wide[STRIP], left[2][STRIP] = {{0}};
   uint64_t hits[STRIPS];
   uint32_t top[16] = {0}, level = level_of(bound), largest = 0;
-  int64_t found = 0, item = kind ? 2 : 4;
-  int stream = n >= STREAM && (uintptr_t)acc % 64 == 0;
+  int64_t item = kind ? 2 : 4, ahead = (int64_t)(-(uintptr_t)acc % 64 / 4);  // up to where writing past caches begins
   char *g = grad;
-  for (int64_t start = 0; start < n; start += BLOCK) {
-    int64_t size = n - start < BLOCK ? n - start : BLOCK, words = (size + STRIP - 1) / STRIP;
+  for (int64_t start = 0, size; start < n; start += size) {
+    size = !start && stream && ahead ? ahead : BLOCK;
+    if (size > n - start) size = n - start;
+    int64_t words = (size + STRIP - 1) / STRIP;
     for (int64_t w = 0; w < words; w++) {
-      int64_t at = start + STRIP * w, whole = n - at;
+      int64_t at = start + STRIP * w, whole = start + size - at;
       if (whole >= STRIP) {
         for (int64_t j = 0; j < STRIP; j += 16) __builtin_prefetch(residual + at + FAR + j);
         for (int64_t j = 0; j < STRIP * item; j += 64) __builtin_prefetch(g + item * (at + FAR) + j);
@@ -219,7 +221,7 @@ INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kin
     found = collect(sum, hits, (int32_t)words, (int32_t)(first + start), indices, magnitudes, found, room, s);
   }
   for (int j = 0; j < 16; j++) largest = top[j] > largest ? top[j] : largest;
-  *finite = largest < INFINITE;
+  *finite &= largest < INFINITE;
 #ifdef STREAMS
   _mm_sfence();
 #endif
@@ -321,10 +323,15 @@ INLINE void sum_and_maximum(const float *x, int64_t n, double *out) {
 }
 
 #define VARIANTS(name, target, s)                                                                                   \
-  target static int64_t accumulate_##name(float *acc, const float *residual, void *grad, int kind, int64_t n,       \
-                                          float bound, int64_t first, int32_t *indices, float *magnitudes,          \
-                                          int64_t room, int32_t *finite) {                                          \
-    return accumulate(acc, residual, grad, kind, n, bound, first, indices, magnitudes, room, finite, s);            \
+  target static int64_t accumulate_##name(float *acc, const float *residual, void *const *runs,                     \
+                                          const int64_t *ends, int64_t count, int kind, float bound,                \
+                                          int32_t *indices, float *magnitudes, int64_t room, int32_t *finite) {     \
+    int64_t found = 0, start = 0;                                                                                   \
+    *finite = 1;                                                                                                    \
+    for (int64_t run = 0; run < count; start = ends[run++])                                                         \
+      found = accumulate(acc + start, residual + start, runs[run], kind, ends[run] - start, bound, start, indices,  \
+                         magnitudes, found, room, ends[count - 1] >= STREAM, finite, s);                            \
+    return found;                                                                                                   \
   }                                                                                                                 \
   target static int64_t above_##name(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound,    \
                                      int64_t first, int32_t *indices, float *magnitudes, int64_t room) {            \
@@ -364,9 +371,11 @@ EXPORT int ls_choose(int most) {
 
 EXPORT const char *ls_source(void) { return SOURCE; }
 
-EXPORT int64_t ls_accumulate(float *acc, const float *residual, void *grad, int kind, int64_t n, float bound,
-                             int64_t first, int32_t *indices, float *magnitudes, int64_t room, int32_t *finite) {
-  return PICK(accumulate)(acc, residual, grad, kind, n, bound, first, indices, magnitudes, room, finite);
+// The gradient lies in runs, of which each ends at a coordinate.
+EXPORT int64_t ls_accumulate(float *acc, const float *residual, void *const *runs, const int64_t *ends, int64_t count,
+                             int kind, float bound, int32_t *indices, float *magnitudes, int64_t room,
+                             int32_t *finite) {
+  return PICK(accumulate)(acc, residual, runs, ends, count, kind, bound, indices, magnitudes, room, finite);
 }
 EXPORT int64_t ls_above(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound, int64_t first,
                         int32_t *indices, float *magnitudes, int64_t room) {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,38 +36,39 @@ _buffers = threading.local()
 
 
 @np.errstate(over="ignore", invalid="ignore", under="ignore")  # sums may leave the range, as torch's do
-def accumulate(acc: Tensor, residual: Tensor, grad: Tensor, bound: float) -> tuple[Found | None, bool]:
+def accumulate(acc: Tensor, residual: Tensor, runs: Sequence[Tensor], bound: float) -> tuple[Found | None, bool]:
     """``acc = residual + grad`` and ``grad = 0``, in one pass.
 
     Args:
         acc: (numel,) float32 or float64, overwritten.
         residual: the same, not written to.
-        grad: the same, or bfloat16 or float16; set to zero.
+        runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16; set to
+            zero.
         bound: magnitude.
 
     Returns:
         What of acc reaches the bound, None if that is more than an eighth; and whether all of acc is finite.
     """
-    written(acc, grad)
-    target, kept, zeroed = acc.numpy(), residual.numpy(), _bits(grad)
+    written(acc, *runs)
+    target, kept, zeroed = acc.numpy(), residual.numpy(), [_bits(run) for run in runs]
     room = target.size // Candidates.ROOM
-    if compiled := _compiled(target, kept, zeroed):
+    if compiled := _compiled(target, kept, *zeroed):
         return compiled.accumulate(target, kept, zeroed, float(bound), room)
     level = target.dtype.type(bound)
     widened = np.empty(0, dtype=np.uint32)
-    if grad.dtype == torch.bfloat16:
+    if runs[0].dtype == torch.bfloat16:
         widened = _buffer("widened", np.dtype(np.uint32))
     indices: list[NDArray[np.int32]] = []
     found: list[NDArray[np.floating]] = []
-    finite, total = True, 0
-    for start in range(0, target.size, CHUNK):
-        chunk, piece = target[start : start + CHUNK], zeroed[start : start + CHUNK]
-        size = chunk.size
+    finite, total, start = True, 0, 0
+    for piece in (run[at : at + CHUNK] for run in zeroed for at in range(0, run.size, CHUNK)):
+        size = piece.size
+        chunk = target[start : start + size]
         if widened.size:
             np.left_shift(piece, 16, out=widened[:size], dtype=np.uint32)
-            np.add(kept[start : start + CHUNK], widened[:size].view(np.float32), out=chunk)
+            np.add(kept[start : start + size], widened[:size].view(np.float32), out=chunk)
         else:
-            np.add(kept[start : start + CHUNK], piece, out=chunk)
+            np.add(kept[start : start + size], piece, out=chunk)
         piece.fill(0)
         magnitudes, mask = _magnitudes(chunk)
         finite = finite and bool(magnitudes.max() < np.inf)
@@ -78,6 +79,7 @@ def accumulate(acc: Tensor, residual: Tensor, grad: Tensor, bound: float) -> tup
             found.append(magnitudes.take(hits))
             hits += start
             indices.append(hits.astype(np.int32))
+        start += size
     if total > room:
         return None, finite
     return (_joined(indices, np.dtype(np.int32)), _joined(found, target.dtype)), finite
@@ -268,15 +270,53 @@ def under(mask: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
 
 def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
     """``x[indices] = values``, of equal dtypes."""
-    target, places = _bits(x), indices.numpy()
-    new = _bits(values) if isinstance(values, Tensor) else np.full(places.shape, values, target.dtype)
+    places, target = indices.numpy(), _bits(x)
+    _put(target, places, _bits(values) if isinstance(values, Tensor) else np.full(places.shape, values, target.dtype))
+    written(x)
+
+
+def _put(target: NDArray[Any], places: NDArray[Any], new: NDArray[Any]) -> None:
     fitting = _plain_places(places) and new.dtype == target.dtype and new.size == places.size
-    compiled = fitting and _compiled(target, new)
-    if compiled:
+    if compiled := fitting and _compiled(target, new):
         compiled.put(target, places, new)
     else:
         target[places] = new
-    written(x)
+
+
+def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
+    """``x[indices] = values``, where x lies in runs."""
+    if len(runs) == 1:
+        put_(runs[0], indices, values)
+        return
+    new = _bits(values)
+    for run, chosen, places in _by_run(runs, indices.numpy()):
+        _put(_bits(run), places, new[chosen])
+    written(*runs)
+
+
+def take_from_runs(runs: Sequence[Tensor], indices: Tensor) -> Tensor:
+    """``x[indices]``, where x lies in runs."""
+    taken = torch.empty(len(indices), dtype=runs[0].dtype, device="cpu")
+    bits = _bits(taken)
+    for run, chosen, places in _by_run(runs, indices.numpy()):
+        bits[chosen] = _bits(run)[places]
+    return taken
+
+
+def _by_run(
+    runs: Sequence[Tensor], indices: NDArray[np.int64]
+) -> Iterator[tuple[Tensor, slice | NDArray[np.int64], NDArray[np.int64]]]:
+    """Of each run that some indices fall into: it, which ones these are, and where they lie in it."""
+    starts = np.cumsum([0, *(len(run) for run in runs)])
+    if indices.size and not 0 <= indices.min() <= indices.max() < starts[-1]:
+        raise IndexError(f"an index is outside of a vector of {starts[-1]}")
+    order = None if (indices[1:] >= indices[:-1]).all() else indices.argsort(kind="stable")
+    ordered = indices if order is None else indices[order]
+    ends = np.searchsorted(ordered, starts)
+    for run, start, first, last in zip(runs, starts, ends, ends[1:], strict=False):
+        if first < last:
+            chosen = slice(first, last)
+            yield run, chosen if order is None else order[chosen], ordered[chosen] - start
 
 
 def _plain_places(places: NDArray[Any]) -> bool:

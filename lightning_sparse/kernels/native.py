@@ -75,15 +75,17 @@ class Native:
         self,
         acc: NDArray[np.float32],
         residual: NDArray[np.float32],
-        grad: NDArray[Any],
+        runs: Sequence[NDArray[Any]],
         bound: float,
         room: int,
     ) -> tuple[Found | None, bool]:
         """``acc = residual + grad`` and ``grad = 0``; what reaches a bound, and whether all is finite."""
         indices, magnitudes = _scratch(room)
         finite = ctypes.c_int32()
+        starts = (ctypes.c_void_p * len(runs))(*(_at(run).value for run in runs))
+        ends = np.cumsum([run.size for run in runs], dtype=np.int64)
         count = self._library.ls_accumulate(
-            _at(acc), _at(residual), _at(grad), KINDS[grad.dtype], _long(acc.size), ctypes.c_float(bound), _long(0),
+            _at(acc), _at(residual), starts, _at(ends), _long(len(runs)), KINDS[runs[0].dtype], ctypes.c_float(bound),
             _at(indices), _at(magnitudes), _long(room), ctypes.byref(finite),
         )  # fmt: skip
         found = None if count > room else (indices[:count].copy(), magnitudes[:count].copy())

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.checks import check_positive, check_share
 from lightning_sparse.core import Context
+from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
 from lightning_sparse.memory.momentum import has_momentum
 
@@ -97,18 +98,17 @@ class AdamCorrection(CountedFeedback):
         steps = torch.zeros((), device=device, dtype=torch.float64)
         return AdamState(residual, steps, first, second)
 
-    def accumulate_(self, state: AdamState, grad: Tensor, ctx: Context) -> Tensor:
+    def accumulate_(self, state: AdamState, grad: Gradient, ctx: Context) -> Tensor:
         """``acc = residual + direction``, by the next moments."""
         residual, acc = state.residual
-        numel = acc.numel() - 1
         steps = state.steps + 1
-        for piece in pieces(numel, grad.device):
-            first, second = self._advance(state, grad[:numel][piece], piece)
+        for piece, given in pieces(grad):
+            first, second = self._advance(state, given, piece)
             first = first / (1 - torch.pow(self.beta1, steps))
             second = second / (1 - torch.pow(self.beta2, steps))
             direction = self._direction(first, second, ctx.world_size)
             torch.add(residual[piece], direction, out=acc[piece])
-        acc[numel:].zero_()
+        acc[-1:].zero_()
         return acc
 
     def for_dense(self) -> Memory:

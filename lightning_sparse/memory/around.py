@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core import Context, Update
+from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import Memory
 
 
@@ -29,20 +30,19 @@ class Around(Memory):
     """The memory inside; a field of every subclass."""
 
     @abstractmethod
-    def change_(self, grad: Tensor, ctx: Context) -> None:
-        """Change the gradient, (numel,), in place."""
+    def change_(self, grad: Gradient, ctx: Context) -> None:
+        """Change the gradient in place."""
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> AroundState:
         """As the memory inside."""
         return AroundState(numel, self.memory.init(numel, device, dtype))
 
-    def accumulate_(self, state: AroundState, grad: Tensor, ctx: Context) -> Tensor:
+    def accumulate_(self, state: AroundState, grad: Gradient, ctx: Context) -> Tensor:
         """Change the gradient and pass it on."""
-        grad = grad[: state.numel]
         self.change_(grad, ctx)
         return self.memory.accumulate_(state.inner, grad, ctx)
 
-    def score_(self, state: AroundState, acc: Tensor, grad: Tensor) -> Tensor | None:
+    def score_(self, state: AroundState, acc: Tensor, grad: Gradient) -> Tensor | None:
         """As the memory inside."""
         return self.memory.score_(state.inner, acc, grad)
 

@@ -7,7 +7,7 @@ what is remembered is never written to, and what was remembered before stays who
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_sparse.core import Context, Update
 from lightning_sparse.kernels import copy_if_, put_, static_shapes, take
+from lightning_sparse.layout import Gradient
 from lightning_sparse.registry import Registry
 
 HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 24
@@ -49,26 +50,26 @@ class Memory(ABC):
         """State for one group, empty. ``dtype`` is the accumulator's, float32 or float64."""
 
     @abstractmethod
-    def accumulate_(self, state: Any, grad: Tensor, ctx: Context) -> Tensor:
+    def accumulate_(self, state: Any, grad: Gradient, ctx: Context) -> Tensor:
         """Form the accumulator of this step.
 
         Args:
             state: this group's state.
-            grad: (numel,) or (numel + 1,), this rank's gradient. The average takes its place at the end of the step; a
-                memory may overwrite it before.
+            grad: this rank's gradient, in runs. The average takes its place at the end of the step; a memory may
+                overwrite it before.
             ctx: the step.
 
         Returns:
             acc, (numel + 1,), the last slot zero. The caller may change it until :meth:`settle_`.
         """
 
-    def score_(self, state: Any, acc: Tensor, grad: Tensor) -> Tensor | None:
+    def score_(self, state: Any, acc: Tensor, grad: Gradient) -> Tensor | None:
         """What coordinates are selected by: the larger the magnitude, the sooner they are sent.
 
         Args:
             state: this group's state, in a step that has been accumulated.
             acc: what :meth:`accumulate_` gave.
-            grad: this rank's gradient; the score may take its place.
+            grad: this rank's gradient; the score may take its place, or its :meth:`~.Gradient.room`.
 
         Returns:
             (numel,), or None: acc itself.
@@ -185,11 +186,11 @@ class NoMemory(Memory):
         """One vector of ``numel + 1`` slots, scratch for acc."""
         return torch.zeros(numel + 1, device=device, dtype=dtype)
 
-    def accumulate_(self, state: Tensor, grad: Tensor, ctx: Context) -> Tensor:
+    def accumulate_(self, state: Tensor, grad: Gradient, ctx: Context) -> Tensor:
         """``acc = grad``."""
-        numel = state.numel() - 1
-        state[:numel].copy_(grad[:numel])
-        state[numel:].zero_()
+        for span, run in grad:
+            state[span].copy_(run)
+        state[-1:].zero_()
         return state
 
     def settle_(self, state: Tensor, update: Update, rounding: Tensor | None = None) -> None:
@@ -312,10 +313,9 @@ class CountedFeedback(Feedback):
         return {"steps": state.steps}
 
 
-def pieces(numel: int, device: torch.device) -> list[slice]:
-    """Spans of a group to work on one after the other, so that what is only needed on the way stays in cache."""
-    size = DEVICE_PIECE if static_shapes(device) else HOST_PIECE
-    return [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
+def pieces(x: Gradient) -> Iterator[tuple[slice, Tensor]]:
+    """To work on one after the other, so that what is only needed on the way stays in cache."""
+    return x.cut(DEVICE_PIECE if static_shapes(x.device) else HOST_PIECE)
 
 
 def take_out_(acc: Tensor, update: Update) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sparse.checks import check_positive
 from lightning_sparse.core import Context
 from lightning_sparse.kernels import static_shapes
+from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.around import Around, check_inside
 from lightning_sparse.memory.base import MEMORIES, Memory
 from lightning_sparse.memory.residual import Residual
@@ -59,11 +60,11 @@ class ClipByNorm(Around):
         check_positive(self.max_norm, "max_norm")
         check_inside(self.memory)
 
-    def change_(self, grad: Tensor, ctx: Context) -> None:
+    def change_(self, grad: Gradient, ctx: Context) -> None:
         """Scale the gradient in place."""
-        scale = (self.max_norm / math.sqrt(ctx.world_size) / norm(grad)).clamp(max=1)
-        if static_shapes(grad.device) or scale < 1:
-            grad.mul_(scale)
+        scale = (self.max_norm / math.sqrt(ctx.world_size) / norm(grad.flat())).clamp(max=1)
+        for run in grad.runs if static_shapes(grad.device) or scale < 1 else ():
+            run.mul_(scale)
 
 
 def norm(x: Tensor) -> Tensor:

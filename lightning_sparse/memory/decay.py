@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from lightning_sparse.checks import check_integer, expect, is_number
 from lightning_sparse.core import Context
-from lightning_sparse.layout import flattened
+from lightning_sparse.layout import Gradient, flattened
 from lightning_sparse.memory.around import Around, check_inside
 from lightning_sparse.memory.base import MEMORIES, Memory
 from lightning_sparse.memory.residual import Residual
@@ -62,7 +61,7 @@ class WeightDecay(Around):
     def reads_parameters(self) -> bool:
         return True
 
-    def change_(self, grad: Tensor, ctx: Context) -> None:
+    def change_(self, grad: Gradient, ctx: Context) -> None:
         """Add the decay in place."""
         if ctx.parameters is None:
             raise ValueError("WeightDecay needs the parameters of a model, and there is none here.")

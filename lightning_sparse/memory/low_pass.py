@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.checks import check_share
 from lightning_sparse.core import Context, Update
+from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState, give_back_, take_out_
 
 
@@ -50,12 +51,12 @@ class LowPass(Feedback):
     def __post_init__(self) -> None:
         check_share(self.beta, "beta")
 
-    def accumulate_(self, state: FeedbackState, grad: Tensor, ctx: Context) -> Tensor:
+    def accumulate_(self, state: FeedbackState, grad: Gradient, ctx: Context) -> Tensor:
         """``acc = residual + grad``."""
         residual, acc = state.residual
-        numel = acc.numel() - 1
-        torch.add(grad[:numel], residual[:numel], out=acc[:numel])
-        acc[numel:].zero_()
+        for span, run in grad:
+            torch.add(run, residual[span], out=acc[span])
+        acc[-1:].zero_()
         return acc
 
     def settle_(self, state: FeedbackState, update: Update, rounding: Tensor | None = None) -> None:

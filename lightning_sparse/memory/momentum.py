@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.checks import check_share
 from lightning_sparse.core import Context, Update
+from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState, Memory, Pair
 
 
@@ -69,16 +70,20 @@ class MomentumCorrection(Feedback):
         """Four zero vectors of ``numel + 1`` slots."""
         return MomentumState(*(Pair.zeros(numel, device, dtype) for _ in range(2)))
 
-    def accumulate_(self, state: MomentumState, grad: Tensor, ctx: Context) -> Tensor:
+    def accumulate_(self, state: MomentumState, grad: Gradient, ctx: Context) -> Tensor:
         """``acc = residual + m`` with the next m."""
         residual, acc = state.residual
-        numel = acc.numel() - 1
-        grad = grad[:numel]
-        following = self._advance(state, grad)
-        torch.add(residual[:numel], following[:numel], out=acc[:numel])
-        if self.nesterov:
-            acc[:numel].add_(grad)
-        acc[numel:].zero_()
+        now, following = state.momentum
+        for span, run in grad:
+            if self.nesterov:
+                torch.add(now[span], run, out=following[span]).mul_(self.momentum)
+            else:
+                torch.add(run, now[span], alpha=self.momentum, out=following[span])
+            torch.add(residual[span], following[span], out=acc[span])
+            if self.nesterov:
+                acc[span].add_(run)
+        for vector in (following, acc):
+            vector[-1:].zero_()
         return acc
 
     def settle_(self, state: MomentumState, update: Update, rounding: Tensor | None = None) -> None:  # type: ignore[override]
@@ -103,17 +108,6 @@ class MomentumCorrection(Feedback):
                 f"MomentumCorrection sends velocities, and {type(optimizer).__name__} would apply momentum to them a "
                 "second time. Use torch.optim.SGD with momentum=0, or memory=Residual()."
             )
-
-    def _advance(self, state: MomentumState, grad: Tensor) -> Tensor:
-        """The next m."""
-        numel = grad.numel()
-        momentum, following = state.momentum
-        if self.nesterov:
-            torch.add(momentum[:numel], grad, out=following[:numel]).mul_(self.momentum)
-        else:
-            torch.add(grad, momentum[:numel], alpha=self.momentum, out=following[:numel])
-        following[numel:].zero_()
-        return following
 
 
 def _mask_(momentum: Tensor, update: Update) -> None:

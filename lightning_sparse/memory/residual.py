@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_sparse.checks import check_share
 from lightning_sparse.core import Context
 from lightning_sparse.kernels import accumulate_
+from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import MEMORIES, Feedback, FeedbackState
 
 
@@ -45,10 +46,10 @@ class Residual(Feedback):
     def __post_init__(self) -> None:
         check_share(self.decay, "decay")
 
-    def accumulate_(self, state: FeedbackState, grad: Tensor, ctx: Context) -> Tensor:
+    def accumulate_(self, state: FeedbackState, grad: Gradient, ctx: Context) -> Tensor:
         """``acc = decay * residual + grad``."""
         residual, acc = state.residual
         numel = acc.numel() - 1
         acc[numel:].zero_()
-        accumulate_(acc[:numel], residual[:numel], grad[:numel], self.decay, ctx.candidates)
+        accumulate_(acc[:numel], residual[:numel], grad.runs, self.decay, ctx.candidates)
         return acc

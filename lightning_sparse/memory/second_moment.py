@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.checks import check_positive, check_share
 from lightning_sparse.core import Context, Update
+from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
 from lightning_sparse.memory.residual import Residual
 from lightning_sparse.optim import holds, refusal, settings_of
@@ -107,32 +108,30 @@ class SecondMoment(CountedFeedback):
         steps, longest = (torch.zeros((), device=device, dtype=torch.float64) for _ in range(2))
         return SecondMomentState(residual, steps, second, divisor, longest)
 
-    def accumulate_(self, state: SecondMomentState, grad: Tensor, ctx: Context) -> Tensor:
+    def accumulate_(self, state: SecondMomentState, grad: Gradient, ctx: Context) -> Tensor:
         """``acc = residual + grad``, and the next second moment."""
         residual, acc = state.residual
         now, following = state.second
         largest = torch.finfo(acc.dtype).max
         state.longest.fill_(max(LONGEST[0] / ctx.density, LONGEST[1]))
-        numel = acc.numel() - 1
-        for piece in pieces(numel, grad.device):
-            given = grad[:numel][piece].to(acc.dtype)
+        for piece, run in pieces(grad):
+            given = run.to(acc.dtype)
             torch.add(given, residual[piece], out=acc[piece])
             torch.mul(now[piece], self.beta2, out=following[piece]).addcmul_(given, given, value=1 - self.beta2)
             following[piece].clamp_(max=largest)  # squares overflow where gradients do not
-        acc[numel:].zero_()
-        following[numel:].zero_()
+        for vector in (following, acc):
+            vector[-1:].zero_()
         return acc
 
-    def score_(self, state: SecondMomentState, acc: Tensor, grad: Tensor) -> Tensor:
-        """``acc / max(sqrt(v) + eps, |acc| / longest)^(1/2)``, in the gradient's place where that has acc's dtype."""
-        numel = acc.numel() - 1
-        score = grad[:numel] if grad.dtype == acc.dtype else torch.empty_like(acc[:numel])
+    def score_(self, state: SecondMomentState, acc: Tensor, grad: Gradient) -> Tensor:
+        """``acc / max(sqrt(v) + eps, |acc| / longest)^(1/2)``."""
+        score = grad.room(acc.dtype)
         small = self.eps * self._correction(state).sqrt()
         longest = state.longest.to(acc.dtype)
-        for piece in pieces(numel, acc.device):
+        for piece, part in pieces(Gradient([score])):
             root = state.second.following[piece].sqrt().add_(small)
             root = torch.maximum(root, acc[piece].abs().div_(longest), out=root).sqrt_()
-            torch.div(acc[piece], root, out=score[piece])
+            torch.div(acc[piece], root, out=part)
         return score
 
     def second(self, state: SecondMomentState) -> Tensor:

@@ -13,6 +13,7 @@ from lightning_sparse.clock import Stamp
 from lightning_sparse.collective import Collective, drive, send
 from lightning_sparse.core import Context
 from lightning_sparse.exchanges import Exchange
+from lightning_sparse.kernels import static_shapes
 from lightning_sparse.memory import Memory
 from lightning_sparse.messages import Message
 from lightning_sparse.performance.cost import Curve, Line
@@ -108,7 +109,8 @@ def measure_group(
             numel, dtype, device, Context(0, density, comm.rank, comm.world_size), memory=memory, sparsifier=sparsifier
         )
         fresh = _gradients(numel, dtype, device, comm.rank)
-        bucket, flat = torch.empty_like(fresh), torch.zeros(numel + 1, dtype=dtype, device=device)
+        bucket = torch.empty_like(fresh)
+        flat = torch.empty_like(fresh) if static_shapes(device) else bucket  # as groups do
         samples, step, wanted = [], 0, repeats
         while step < WARMUP + wanted:
             bucket.copy_(fresh.roll(step * (numel // 7 + 1)))
@@ -116,10 +118,10 @@ def measure_group(
             ctx = Context(step, density, comm.rank, comm.world_size, model_numel=numel)
             start_together(comm, device)
             begin = Stamp.now(device)
-            flat[:numel].copy_(bucket)
+            flat.copy_(bucket)
             steps = reduce_group(flat, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange)
             state, statistics = drive(steps, comm, recorder.send)
-            bucket.copy_(flat[:numel])
+            bucket.copy_(flat)
             stamps = begin, statistics.stamps[0], statistics.stamps[1], Stamp.now(device)
             sample = _sample(stamps, recorder, comm, device)
             if step == WARMUP - 1:

@@ -17,6 +17,7 @@ from lightning_sparse.core import Context, GroupState
 from lightning_sparse.density import Constant
 from lightning_sparse.exchanges import Dense, Exchange
 from lightning_sparse.kernels import static_shapes
+from lightning_sparse.layout import Gradient
 from lightning_sparse.memory import Memory
 from lightning_sparse.messages import Steps
 from lightning_sparse.metrics import Statistics, norm_of
@@ -60,7 +61,8 @@ class GroupReducer:
         self.exchanged = False
         """Whether the group has run in this step."""
         self._exchanged: _Exchanged | None = None
-        self._scratch: Tensor | None = None
+        self._rooms: dict[torch.dtype, Tensor] = {}
+        """Vectors of the group's size, for what has to be one vector while the gradient lies in runs."""
 
     @property
     def state(self) -> GroupState:
@@ -105,9 +107,9 @@ class GroupReducer:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the memory keeps, and the copy of a gradient that does not lie in one run."""
+        """Bytes that the memory keeps, and vectors for what does not lie in one run."""
         formed = self._formed.after if isinstance(self._formed, Undecided) else self._formed
-        kept = [*tensors_in(formed.memory), *([] if self._scratch is None else [self._scratch])]
+        kept = [*tensors_in(formed.memory), *self._rooms.values()]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
 
     def receive(self, name: str, piece: Tensor) -> None:
@@ -137,18 +139,20 @@ class GroupReducer:
         if len(unused) == len(self.spans):
             self.exchanged = True
             return
-        flat, in_place = self._gather()
+        grad = given = self._gradient()
+        if static_shapes(self.device) and len(given.runs) > 1:
+            grad = Gradient([given.flat()])
         # Their slots in the buckets hold zeros or an old average, which must neither be accumulated nor changed; and
         # DDP throws the result for them away, so that nothing of what is remembered of them may be sent.
         spans = [span for name, span in self.spans.items() if name in unused]
-        grads = [flat[span].clone() for span in spans]
+        old = [grad[span].clone() for span in spans]
         for span in spans:
-            flat[span].zero_()
+            grad[span].zero_()
         if ctx.parameters is not None:
             used_ones = [p for name, p in zip(self.spans, ctx.parameters, strict=True) if name not in unused]
             ctx = ctx._replace(parameters=used_ones)
         after, statistics, void = yield from exchange_group(
-            flat,
+            grad,
             self.state,
             ctx,
             memory=self.memory,
@@ -160,14 +164,13 @@ class GroupReducer:
         if flush:  # nothing to be learned from it
             after = self.state
         places = None if static_shapes(self.device) else statistics.indices
-        self._exchanged = _Exchanged(ctx.step, after, void, flat, spans, places)
+        self._exchanged = _Exchanged(ctx.step, after, void, grad, spans, places)
         self.statistics = statistics
-        for span, grad in zip(spans, grads, strict=True):
-            flat[span].copy_(grad)
-        if not in_place:
-            runs = self._runs()
-            for part, run in zip(torch.split(flat, [len(run) for run in runs]), runs, strict=True):
-                run.copy_(part)
+        for span, values in zip(spans, old, strict=True):
+            grad[span].copy_(values)
+        if grad is not given:
+            for span, run in given:
+                run.copy_(grad[span])
         self.exchanged = True
 
     def note_pause(self, paused: Stamp, resumed: Stamp) -> None:
@@ -199,7 +202,7 @@ class GroupReducer:
             state = commit_group(self.state, step.after, void, self.memory, step.unused)
         learned = self.density.learned
         if static_shapes(self.device) or not void:
-            learned = self.density.observed(step.step, step.flat[: self.plan.numel], void, step.places)
+            learned = self.density.observed(step.step, step.grad, void, step.places)
         return GroupVersion(self, state, learned)
 
     def adopt(self, version: GroupVersion) -> None:
@@ -214,30 +217,11 @@ class GroupReducer:
         """Euclidean norm of this rank's residual; waits for the device."""
         return norm_of(self.memory.residual(self.state.memory))
 
-    def _gather(self) -> tuple[Tensor, bool]:
-        """The flat gradient: a view of the bucket if it lies there in one run, else a copy."""
-        runs = self._runs()
-        if len(runs) == 1:
-            self._scratch = None  # needed in the first step only, before DDP cuts its buckets anew
-            return runs[0], True
-        if self._scratch is None:
-            self._scratch = torch.empty(self.plan.numel, dtype=self.dtype, device=self.device)
-        for part, run in zip(torch.split(self._scratch, [len(run) for run in runs]), runs, strict=True):
-            part.copy_(run)
-        return self._scratch, False
-
-    def _runs(self) -> list[Tensor]:
-        """The pieces in order; those that lie one behind the other in memory as one."""
-        pieces = [self.arrived[name] for name in self.spans]
-        runs: list[tuple[Tensor, int]] = []
-        for piece in pieces:
-            first, length = runs[-1] if runs else (piece, 0)
-            follows = piece.storage_offset() == first.storage_offset() + length
-            if runs and follows and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
-                runs[-1] = first, length + len(piece)
-            else:
-                runs.append((piece, len(piece)))
-        return [first.as_strided((length,), (1,)) for first, length in runs]
+    def _gradient(self) -> Gradient:
+        """Where it lies in the buckets."""
+        gradient = Gradient.of((self.arrived[name] for name in self.spans), self._rooms)
+        self._rooms = gradient.rooms  # of a gradient in one run none: in the first step only, DDP's buckets are others
+        return gradient
 
 
 class Undecided:
@@ -291,8 +275,8 @@ class _Exchanged(NamedTuple):
     step: int
     after: GroupState
     void: Tensor
-    flat: Tensor
-    """The average; (numel,) and maybe a spare slot."""
+    grad: Gradient
+    """The average."""
     unused: list[slice]
     """Where parameters lie that no rank used."""
     places: Tensor | None

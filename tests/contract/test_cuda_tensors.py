@@ -43,7 +43,7 @@ def steps(case: Case, exchange: str, memory: ls.Memory, dtype: torch.dtype, rank
         state = init_group(NUMEL, dtype, CUDA, ctx, **parts)
         scale = torch.ones((), device=CUDA) if dtype is torch.float32 else None
         for step in range(count):
-            grad = torch.zeros(NUMEL + 1, dtype=dtype, device=CUDA)
+            grad = torch.zeros(NUMEL, dtype=dtype, device=CUDA)
             steps = exchange_group(
                 grad, state, ctx._replace(step=step), **parts, exchange=ls.EXCHANGES.resolve(exchange), scale=scale
             )

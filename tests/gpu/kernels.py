@@ -35,7 +35,7 @@ class Pass(NamedTuple):
 
 def accumulate(device: torch.device, numel: int) -> Callable[[], Any]:
     acc, residual, grad = (torch.ones(numel, device=device) for _ in range(3))
-    return lambda: kernels.accumulate_(acc, residual, grad, 1.0, None)
+    return lambda: kernels.accumulate_(acc, residual, [grad], 1.0, None)
 
 
 def look_at(compute: Callable[[torch.Tensor, int], Any], device: torch.device, numel: int) -> Callable[[], Any]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.layout import Gradient
 from lightning_sparse.plan import make_plan
 from tests.gpu.checks import Check, Clock, SkipError, require, synchronize
 from tests.gpu.one_training import Training
@@ -69,9 +70,10 @@ def planted_race(device: str) -> None:
 class Racing(ls.Residual):
     """Plain error feedback that touches the gradient on a stream that has not waited for it."""
 
-    def accumulate_(self, state: Any, grad: Tensor, *args: Any, **options: Any) -> Tensor:
+    def accumulate_(self, state: Any, grad: Gradient, *args: Any, **options: Any) -> Tensor:
         with torch.cuda.stream(torch.cuda.Stream(grad.device)):
-            grad.mul_(1.0)
+            for run in grad.runs:
+                run.mul_(1.0)
         return super().accumulate_(state, grad, *args, **options)
 
 

@@ -82,7 +82,7 @@ def local_step(name: str, density: float, device: torch.device, numel: int) -> C
     ctx = Context(step=0, density=density, rank=1, world_size=RANKS)
     state = [init_group(numel, torch.float32, device, ctx, memory=memory, sparsifier=sparsifier)]
     exchange, comm = ls.EXCHANGES.resolve(sparsifier.exchange), Mirror(1, RANKS)
-    grad = torch.randn(numel + 1, device=device) ** 3
+    grad = torch.randn(numel, device=device) ** 3
     step = [0]
 
     def take() -> None:

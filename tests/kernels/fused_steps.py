@@ -38,7 +38,7 @@ def walk(
         grads = [(common + torch.randn(numel, generator=generator)).to(dtype) for _ in range(n)]
         if step == VOID:
             grads[n - 1][numel // 2] = float("inf")
-        grads = [torch.cat([grad, grad[:1]]).to(device) for grad in grads]
+        grads = [grad.to(device, copy=True) for grad in grads]
         ctx = Context(step, density, 0, n)
         steps = [
             strict(exchange_group(grads[rank], states[rank], ctx._replace(rank=rank), **PARTS, scale=scale))
@@ -52,7 +52,7 @@ def walk(
             for before, (after, _, void) in zip(states, done, strict=True)
         ]
         for grad, state, (_, statistics, _) in zip(grads, states, done, strict=True):
-            left.append([grad[:-1], state.memory.residual.now.clone(), *state.selector, state.counts, state.union])
+            left.append([grad, state.memory.residual.now.clone(), *state.selector, state.counts, state.union])
             if step != VOID:  # what is picked in a step that counts for nothing is anybody's choice
                 left.append([statistics.indices, statistics.union, statistics.counts])
                 left.append([torch.tensor(statistics.bytes_sent)])

@@ -22,7 +22,7 @@ METHODS += ["striped_topk", "micro", "hard_threshold"]
 def accumulated(candidates: Candidates, numel: int = NUMEL, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     acc, grad = torch.zeros(numel), torch.randn(numel, generator=generator)
-    kernels.accumulate_(acc, torch.randn(numel, generator=generator), grad, 1.0, candidates)
+    kernels.accumulate_(acc, torch.randn(numel, generator=generator), [grad], 1.0, candidates)
     return acc
 
 
@@ -93,12 +93,12 @@ def test_whatever_is_written_afterwards_ends_what_was_noted() -> None:
 
 def test_a_gradient_is_known_to_be_empty_until_somebody_writes_to_it() -> None:
     candidates, grad = Candidates(), torch.ones(100)
-    assert not candidates.cleared(grad)
-    kernels.accumulate_(torch.zeros(100), torch.zeros(100), grad, 1.0, candidates)
-    assert candidates.cleared(grad)
+    assert not candidates.cleared([grad])
+    kernels.accumulate_(torch.zeros(100), torch.zeros(100), [grad], 1.0, candidates)
+    assert candidates.cleared([grad])
     assert not grad.any()
     grad[3] = 1
-    assert not candidates.cleared(grad)
+    assert not candidates.cleared([grad])
 
 
 def test_a_vector_that_is_not_finite_tells_nothing_about_the_next_step() -> None:
@@ -106,7 +106,7 @@ def test_a_vector_that_is_not_finite_tells_nothing_about_the_next_step() -> None
     kernels.top_k(accumulated(candidates), 300, candidates)
     bound = candidates.bound
     acc = torch.zeros(NUMEL)
-    kernels.accumulate_(acc, torch.full((NUMEL,), math.nan), torch.ones(NUMEL), 1.0, candidates)
+    kernels.accumulate_(acc, torch.full((NUMEL,), math.nan), [torch.ones(NUMEL)], 1.0, candidates)
     assert not kernels.all_finite(acc, candidates)
     kernels.top_k(acc.zero_(), 300, candidates)
     assert candidates.bound == bound
@@ -114,20 +114,20 @@ def test_a_vector_that_is_not_finite_tells_nothing_about_the_next_step() -> None
 
 def test_a_decay_and_other_devices_accumulate_as_torch_does() -> None:
     acc, grad = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
-    kernels.accumulate_(acc, torch.ones(3), grad, 0.5, Candidates())
+    kernels.accumulate_(acc, torch.ones(3), [grad], 0.5, Candidates())
     assert acc.tolist() == [1.5, 2.5, 3.5]
     assert grad.tolist() == [1.0, 2.0, 3.0]
     meta = torch.zeros(3, device="meta")
-    kernels.accumulate_(meta, meta, meta, 1.0, Candidates())
+    kernels.accumulate_(meta, meta, [meta], 1.0, Candidates())
 
 
 def test_what_kernels_write_ends_what_was_noted() -> None:
     acc, grad = torch.zeros(100), torch.ones(100)
     candidates = Candidates()
     candidates.bound = 0.5
-    kernels.accumulate_(acc, torch.zeros(100), grad, 1.0, candidates)
-    assert candidates.all_finite(acc) is True and candidates.cleared(grad)
+    kernels.accumulate_(acc, torch.zeros(100), [grad], 1.0, candidates)
+    assert candidates.all_finite(acc) is True and candidates.cleared([grad])
     kernels.put_(acc, torch.tensor([3]), 0.0)
-    assert candidates.all_finite(acc) is None and candidates.cleared(grad)
+    assert candidates.all_finite(acc) is None and candidates.cleared([grad])
     kernels.put_(grad, torch.tensor([3]), 2.0)
-    assert not candidates.cleared(grad)
+    assert not candidates.cleared([grad])

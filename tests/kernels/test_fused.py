@@ -76,7 +76,7 @@ def test_where_kernels_do_not_work_training_goes_on_in_torch(
             monkeypatch.setattr(triton_lanes, "settle_", wrong)
         [state] = groups(2, 300, 0.1, torch.float32)[:1]
         served = {**PARTS, "plain": lambda *a, **k: exchange_group(*a, **k, exchange=PARTS["exchange"], kernels=False)}
-        grad, ctx = torch.ones(301), Context(0, 0.1, 0, 2)
+        grad, ctx = torch.ones(300), Context(0, 0.1, 0, 2)
         if trouble is None:
             assert fused.serves(grad, state, ctx, **served)
             return

@@ -84,7 +84,7 @@ def steps(
     state = init_group(NUMEL, dtype, DEVICE, ctx, memory=memory, sparsifier=case.sparsifier)
     parts = {"memory": memory, "sparsifier": case.sparsifier, "exchange": ls.EXCHANGES.resolve(exchange)}
     for step in range(count):
-        grad = torch.zeros(NUMEL + 1, dtype=dtype, device=DEVICE)
+        grad = torch.zeros(NUMEL, dtype=dtype, device=DEVICE)
         with no_waiting():
             state, statistics = drive(reduce_group(grad, state, ctx._replace(step=step), **parts), Mirror(rank))
         assert grad.device == statistics.union.device == state.counts.device == DEVICE
@@ -177,7 +177,7 @@ def test_cuda_itself_sees_no_synchronisation(case: Case, exchange: str) -> None:
     state = init_group(NUMEL, torch.float32, device, ctx, memory=memory, sparsifier=case.sparsifier)
     parts = {"memory": memory, "sparsifier": case.sparsifier, "exchange": ls.EXCHANGES.resolve(exchange)}
     for step in range(3):
-        grad = torch.randn(NUMEL + 1, device=device)
+        grad = torch.randn(NUMEL, device=device)
         torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may load kernels
         try:
             state, _ = drive(reduce_group(grad, state, ctx._replace(step=step), **parts), Mirror(1))
