@@ -18,7 +18,7 @@ class Gradient:
 
     Args:
         runs: (length,) vectors of one dtype, in the order of coordinates.
-        rooms: what :meth:`room` has made in earlier steps.
+        rooms: what :meth:`room` has made in earlier steps; more is added, and what is not needed any more is taken out.
 
     Example:
         >>> bucket = torch.arange(6.0)
@@ -32,7 +32,9 @@ class Gradient:
         self.dtype, self.device = self.runs[0].dtype, self.runs[0].device
         *self.starts, self.numel = accumulate((len(run) for run in self.runs), initial=0)
         """First coordinate of each run, and the number of all coordinates."""
-        self.rooms = {} if rooms is None or len(self.runs) == 1 else rooms
+        self.rooms = {} if rooms is None else rooms
+        if len(self.runs) == 1:
+            self.rooms.pop(self.dtype, None)
 
     @classmethod
     def of(cls, pieces: Iterable[Tensor], rooms: dict[torch.dtype, Tensor] | None = None) -> Gradient:
@@ -69,7 +71,7 @@ class Gradient:
     def room(self, dtype: torch.dtype) -> Tensor:
         """(numel,) to write to: the gradient's own place, if it is one run of this dtype.
 
-        Else a vector that is kept for the next call and step, of numel elements more.
+        Else a vector that is kept for the next call, also in a later step.
         """
         if len(self.runs) == 1 and dtype == self.dtype:
             return self.runs[0]

@@ -62,7 +62,7 @@ class GroupReducer:
         """Whether the group has run in this step."""
         self._exchanged: _Exchanged | None = None
         self._rooms: dict[torch.dtype, Tensor] = {}
-        """Vectors of the group's size, for what has to be one vector while the gradient lies in runs."""
+        """Vectors for what finds no room in the gradient's place, see :class:`~lightning_sparse.layout.Gradient`."""
 
     @property
     def state(self) -> GroupState:
@@ -107,7 +107,7 @@ class GroupReducer:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the memory keeps, and vectors for what does not lie in one run."""
+        """Bytes that the memory keeps, and vectors for what finds no room in the gradient's place."""
         formed = self._formed.after if isinstance(self._formed, Undecided) else self._formed
         kept = [*tensors_in(formed.memory), *self._rooms.values()]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
@@ -140,7 +140,7 @@ class GroupReducer:
             self.exchanged = True
             return
         grad = given = self._gradient()
-        if static_shapes(self.device) and len(given.runs) > 1:
+        if static_shapes(self.device) and len(given.runs) > 1:  # of one vector a kernel takes one launch
             grad = Gradient([given.flat()])
         # Their slots in the buckets hold zeros or an old average, which must neither be accumulated nor changed; and
         # DDP throws the result for them away, so that nothing of what is remembered of them may be sent.
@@ -219,9 +219,7 @@ class GroupReducer:
 
     def _gradient(self) -> Gradient:
         """Where it lies in the buckets."""
-        gradient = Gradient.of((self.arrived[name] for name in self.spans), self._rooms)
-        self._rooms = gradient.rooms  # of a gradient in one run none: in the first step only, DDP's buckets are others
-        return gradient
+        return Gradient.of((self.arrived[name] for name in self.spans), self._rooms)
 
 
 class Undecided:
