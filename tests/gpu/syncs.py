@@ -68,7 +68,7 @@ def steps(
     state = init_group(NUMEL, dtype, device, ctx, memory=memory, sparsifier=sparsifier)
     parts = {"memory": memory, "sparsifier": sparsifier, "exchange": ls.EXCHANGES.resolve(exchange)}
     for step in range(3):
-        grad = torch.randn(NUMEL + 1, device=device).to(dtype)
+        grad = torch.randn(NUMEL, device=device).to(dtype)
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step may load kernels
         try:
