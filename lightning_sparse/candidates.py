@@ -34,6 +34,7 @@ class Candidates:
         """What kernels on a device keep for the next step, see :mod:`~lightning_sparse.fused`."""
         self._expected = math.inf
         self._vector: Any = None
+        self._formed: Any = None
         self._cleared: Any = None
         self._finite = True
         self._reached = math.inf
@@ -51,6 +52,7 @@ class Candidates:
         runs: Sequence[Tensor],
         found: tuple[NDArray[np.int32], NDArray[np.floating]] | None,
         finite: bool,
+        formed: Tensor | None = None,
     ) -> None:
         """Keep what a pass has found with :attr:`bound`.
 
@@ -58,8 +60,10 @@ class Candidates:
             x: (numel,) the vector that it has formed.
             runs: what it has set to zero.
             found: ascending coordinates and their magnitudes; None: too many.
-            finite: whether all of x is.
+            finite: whether all of the vector ``formed`` is.
+            formed: x itself; or the accumulator, where x is what is selected by.
         """
+        self._formed = _state_of(x if formed is None else formed)
         self._vector, self._cleared = _state_of(x), list(map(_state_of, runs))
         self._found, self._finite, self._reached, self._expected = found, finite, self.bound, math.inf
 
@@ -82,7 +86,7 @@ class Candidates:
 
     def all_finite(self, x: Tensor) -> bool | None:
         """Whether all of x is finite; None: unknown."""
-        return self._finite if self._holds_for(x) else None
+        return self._finite if self._formed is not None and self._formed == _state_of(x) else None
 
     def cleared(self, runs: Sequence[Tensor]) -> bool:
         """Whether the pass has set these vectors to zero, and nobody has written to them since."""

@@ -116,11 +116,12 @@ def exchange_group(
         for run in grad.runs:
             run.div_(scale)
     acc = memory.accumulate_(state.memory, grad, ctx)
+    score = memory.score_(state.memory, acc, grad, ctx)
+    score = acc[:-1] if score is None else score
     for span in unused:  # what is remembered of them, and a decay, must not compete
         acc[span].zero_()
+        score[span].zero_()
     finite = all_finite(acc[:-1], ctx.candidates)
-    score = memory.score_(state.memory, acc, grad)
-    score = acc[:-1] if score is None else score
     if static_shapes(grad.device):  # what is selected then counts for nothing, and nobody waits to know
         ctx = ctx._replace(trouble=~finite)
     else:  # a rank in trouble takes part in the survey like the others

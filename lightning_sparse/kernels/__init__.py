@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_sparse.candidates import Candidates
 from lightning_sparse.kernels import device_flags, device_passes, host, native, static
+from lightning_sparse.kernels.host import Weights
 
 Span = tuple[int | Tensor, int | Tensor]
 """First and past-the-end coordinate of a contiguous range; tensors where only the device knows them."""
@@ -56,6 +57,25 @@ def accumulate_(
             torch.add(run, kept, alpha=decay, out=target)
     else:
         candidates.note(acc, runs, *host.accumulate(acc, residual, runs, candidates.bound))
+
+
+def weigh_(
+    acc: Tensor,
+    second: Tensor,
+    score: Tensor,
+    residual: Tensor,
+    now: Tensor,
+    runs: Sequence[Tensor],
+    by: Weights,
+    candidates: Candidates,
+) -> None:
+    """What :class:`~lightning_sparse.SecondMoment` forms of a gradient, see :func:`.host.weigh`. On the CPU only.
+
+    One pass does this, and collects candidates of the score.
+    """
+    found, finite = host.weigh(acc, second, score, residual, now, runs, by, candidates.bound)
+    cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
+    candidates.note(score, cleared, found, finite, formed=acc)
 
 
 def largest(x: Tensor, k: int, span: Span | None = None) -> tuple[Tensor, Tensor]:

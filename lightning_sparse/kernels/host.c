@@ -228,6 +228,68 @@ INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kin
   return found;
 }
 
+typedef struct {
+  float keep, add;        // of the second moment and of a squared gradient
+  float least, quickest;  // what roots have added, and what magnitudes are multiplied by
+} weights;
+
+// Of 64 coordinates: acc, the next second moment, and the score; see host.py.
+INLINE uint32_t weigh_strip(const float *restrict residual, const float *restrict grad, const float *restrict now,
+                            float *restrict acc, float *restrict second, float *restrict score, const weights by) {
+  uint32_t largest = 0;
+  const float most = float_of(INFINITE - 1);
+  for (int j = 0; j < STRIP; j++) {
+    float g = grad[j], a = residual[j] + g, v = now[j] * by.keep + by.add * g * g;
+    v = v > most ? most : v;
+    float root = sqrtf(v) + by.least, quick = fabsf(a) * by.quickest;
+    root = quick > root ? quick : root;
+    uint32_t m = bits_of(a) & MAGNITUDE;
+    largest = m > largest ? m : largest;
+    acc[j] = a, second[j] = v, score[j] = a / sqrtf(root);
+  }
+  return largest;
+}
+
+// A run of a gradient; what is found comes behind what was found before. The score may take the gradient's place.
+INLINE int64_t weigh(const float *residual, void *grad, int kind, const float *now, float *acc, float *second,
+                     float *score, int clear, int64_t n, const weights by, float bound, int64_t first, int32_t *indices,
+                     float *magnitudes, int64_t found, int64_t room, int32_t *finite, const strip s) {
+  float x[BLOCK], wide[STRIP], in[3][STRIP], out[2][STRIP];
+  uint64_t hits[STRIPS];
+  uint32_t level = level_of(bound), largest = 0, top;
+  int64_t item = kind ? 2 : 4;
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    int64_t size = n - start < BLOCK ? n - start : BLOCK, words = (size + STRIP - 1) / STRIP;
+    for (int64_t w = 0; w < words; w++) {
+      int64_t at = start + STRIP * w, whole = n - at < STRIP ? n - at : STRIP;
+      size_t bytes = 4 * (size_t)whole;
+      float *found_here = x + STRIP * w;
+      if (whole == STRIP) {
+        for (int64_t j = 0; j < STRIP; j += 16) {
+          __builtin_prefetch(residual + at + FAR + j), __builtin_prefetch(now + at + FAR + j);
+          __builtin_prefetch((char *)grad + item * (at + FAR + j));
+        }
+        memcpy(in[0], widened(grad, kind, at, STRIP, wide), 4 * STRIP);
+        top = weigh_strip(residual + at, in[0], now + at, out[0], out[1], found_here, by);
+        hits[w] = s.reach(found_here, level);
+      } else {
+        memset(in, 0, sizeof in);
+        memcpy(in[0], widened(grad, kind, at, whole, wide), bytes);
+        memcpy(in[1], residual + at, bytes), memcpy(in[2], now + at, bytes);
+        top = weigh_strip(in[1], in[0], in[2], out[0], out[1], found_here, by);
+        hits[w] = s.reach(found_here, level) & ((1ull << whole) - 1);
+      }
+      largest = top > largest ? top : largest;
+      memcpy(acc + at, out[0], bytes), memcpy(second + at, out[1], bytes);
+      if (clear) memset((char *)grad + item * at, 0, (size_t)(item * whole));
+      memcpy(score + at, found_here, bytes);
+    }
+    found = collect(x, hits, (int32_t)words, (int32_t)(first + start), indices, magnitudes, found, room, s);
+  }
+  *finite &= largest < INFINITE;
+  return found;
+}
+
 // Of rows of a matrix, one after another; a vector has one row.
 INLINE int64_t above(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound, int64_t first,
                      int32_t *indices, float *magnitudes, int64_t room, const strip s) {
@@ -333,6 +395,17 @@ INLINE void sum_and_maximum(const float *x, int64_t n, double *out) {
                          magnitudes, found, room, ends[count - 1] >= STREAM, finite, s);                            \
     return found;                                                                                                   \
   }                                                                                                                 \
+  target static int64_t weigh_##name(const float *residual, void *const *runs, const int64_t *ends, int64_t count,    \
+                                     int kind, const float *now, float *acc, float *second, float *score, int clear, \
+                                     const weights *by, float bound, int32_t *indices, float *magnitudes,            \
+                                     int64_t room, int32_t *finite) {                                                \
+    int64_t found = 0, at = 0;                                                                                      \
+    *finite = 1;                                                                                                    \
+    for (int64_t run = 0; run < count; at = ends[run++])                                                            \
+      found = weigh(residual + at, runs[run], kind, now + at, acc + at, second + at, score + at, clear,             \
+                    ends[run] - at, *by, bound, at, indices, magnitudes, found, room, finite, s);                   \
+    return found;                                                                                                   \
+  }                                                                                                                 \
   target static int64_t above_##name(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound,    \
                                      int64_t first, int32_t *indices, float *magnitudes, int64_t room) {            \
     return above(x, rows, columns, stride, bound, first, indices, magnitudes, room, s);                             \
@@ -376,6 +449,12 @@ EXPORT int64_t ls_accumulate(float *acc, const float *residual, void *const *run
                              int kind, float bound, int32_t *indices, float *magnitudes, int64_t room,
                              int32_t *finite) {
   return PICK(accumulate)(acc, residual, runs, ends, count, kind, bound, indices, magnitudes, room, finite);
+}
+EXPORT int64_t ls_weigh(const float *residual, void *const *runs, const int64_t *ends, int64_t count, int kind,
+                        const float *now, float *acc, float *second, float *score, int clear, const weights *by,
+                        float bound, int32_t *indices, float *magnitudes, int64_t room, int32_t *finite) {
+  return PICK(weigh)(residual, runs, ends, count, kind, now, acc, second, score, clear, by, bound, indices, magnitudes,
+                     room, finite);
 }
 EXPORT int64_t ls_above(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound, int64_t first,
                         int32_t *indices, float *magnitudes, int64_t room) {

@@ -66,7 +66,7 @@ class Native:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for name in ("ls_accumulate", "ls_above", "ls_best", "ls_round"):
+        for name in ("ls_accumulate", "ls_weigh", "ls_above", "ls_best", "ls_round"):
             getattr(library, name).restype = ctypes.c_int64
         for name in ("ls_top_and_stripe", "ls_unite", "ls_add_up", "ls_table"):
             getattr(library, name).restype = ctypes.c_int64
@@ -87,6 +87,30 @@ class Native:
         count = self._library.ls_accumulate(
             _at(acc), _at(residual), starts, _at(ends), _long(len(runs)), KINDS[runs[0].dtype], ctypes.c_float(bound),
             _at(indices), _at(magnitudes), _long(room), ctypes.byref(finite),
+        )  # fmt: skip
+        found = None if count > room else (indices[:count].copy(), magnitudes[:count].copy())
+        return found, bool(finite.value)
+
+    def weigh(
+        self,
+        residual: NDArray[np.float32],
+        runs: Sequence[NDArray[Any]],
+        now: NDArray[np.float32],
+        out: Sequence[NDArray[np.float32]],
+        clear: bool,
+        weights: Sequence[float],
+        bound: float,
+        room: int,
+    ) -> tuple[Found | None, bool]:
+        """See :func:`~lightning_sparse.kernels.host.weigh`."""
+        indices, magnitudes = _scratch(room)
+        finite = ctypes.c_int32()
+        starts = (ctypes.c_void_p * len(runs))(*(_at(run).value for run in runs))
+        ends = np.cumsum([run.size for run in runs], dtype=np.int64)
+        count = self._library.ls_weigh(
+            _at(residual), starts, _at(ends), _long(len(runs)), KINDS[runs[0].dtype], _at(now), *map(_at, out),
+            int(clear), (ctypes.c_float * 4)(*weights), ctypes.c_float(bound), _at(indices), _at(magnitudes),
+            _long(room), ctypes.byref(finite),
         )  # fmt: skip
         found = None if count > room else (indices[:count].copy(), magnitudes[:count].copy())
         return found, bool(finite.value)

@@ -42,9 +42,9 @@ class Around(Memory):
         self.change_(grad, ctx)
         return self.memory.accumulate_(state.inner, grad, ctx)
 
-    def score_(self, state: AroundState, acc: Tensor, grad: Gradient) -> Tensor | None:
+    def score_(self, state: AroundState, acc: Tensor, grad: Gradient, ctx: Context) -> Tensor | None:
         """As the memory inside."""
-        return self.memory.score_(state.inner, acc, grad)
+        return self.memory.score_(state.inner, acc, grad, ctx)
 
     def second(self, state: AroundState) -> Tensor | None:
         """As the memory inside."""

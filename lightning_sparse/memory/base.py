@@ -63,13 +63,14 @@ class Memory(ABC):
             acc, (numel + 1,), the last slot zero. The caller may change it until :meth:`settle_`.
         """
 
-    def score_(self, state: Any, acc: Tensor, grad: Gradient) -> Tensor | None:
+    def score_(self, state: Any, acc: Tensor, grad: Gradient, ctx: Context) -> Tensor | None:
         """What coordinates are selected by: the larger the magnitude, the sooner they are sent.
 
         Args:
             state: this group's state, in a step that has been accumulated.
             acc: what :meth:`accumulate_` gave.
             grad: this rank's gradient; the score may take its place, or its :meth:`~.Gradient.room`.
+            ctx: the step.
 
         Returns:
             (numel,), or None: acc itself.

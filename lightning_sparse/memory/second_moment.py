@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.checks import check_positive, check_share
 from lightning_sparse.core import Context, Update
+from lightning_sparse.kernels import Weights, weigh_
 from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
 from lightning_sparse.memory.residual import Residual
@@ -113,24 +114,32 @@ class SecondMoment(CountedFeedback):
         residual, acc = state.residual
         now, following = state.second
         largest = torch.finfo(acc.dtype).max
-        state.longest.fill_(max(LONGEST[0] / ctx.density, LONGEST[1]))
+        longest = max(LONGEST[0] / ctx.density, LONGEST[1])
+        state.longest.fill_(longest)
+        for vector in (following, acc):
+            vector[-1:].zero_()
+        if ctx.candidates is not None:  # the score, too, in the same pass
+            by = Weights(self.beta2, 1 - self.beta2, self._least(state).item(), 1 / longest)
+            vectors = acc[:-1], following[:-1], grad.room(acc.dtype), residual[:-1], now[:-1]
+            weigh_(*vectors, grad.runs, by, ctx.candidates)
+            return acc
         for piece, run in pieces(grad):
             given = run.to(acc.dtype)
             torch.add(given, residual[piece], out=acc[piece])
             torch.mul(now[piece], self.beta2, out=following[piece]).addcmul_(given, given, value=1 - self.beta2)
             following[piece].clamp_(max=largest)  # squares overflow where gradients do not
-        for vector in (following, acc):
-            vector[-1:].zero_()
         return acc
 
-    def score_(self, state: SecondMomentState, acc: Tensor, grad: Gradient) -> Tensor:
+    def score_(self, state: SecondMomentState, acc: Tensor, grad: Gradient, ctx: Context) -> Tensor:
         """``acc / max(sqrt(v) + eps, |acc| / longest)^(1/2)``."""
         score = grad.room(acc.dtype)
-        small = self.eps * self._correction(state).sqrt()
-        longest = state.longest.to(acc.dtype)
+        if ctx.candidates is not None:
+            return score
+        least = self._least(state)
+        quickest = state.longest.reciprocal().to(acc.dtype)
         for piece, part in pieces(Gradient([score])):
-            root = state.second.following[piece].sqrt().add_(small)
-            root = torch.maximum(root, acc[piece].abs().div_(longest), out=root).sqrt_()
+            root = state.second.following[piece].sqrt().add_(least)
+            root = torch.maximum(root, acc[piece].abs().mul_(quickest), out=root).sqrt_()
             torch.div(acc[piece], root, out=part)
         return score
 
@@ -162,6 +171,11 @@ class SecondMoment(CountedFeedback):
         """A residual without a second moment counts as one gradient of its size, so that steps start short."""
         if "second" not in names:
             torch.square(state.residual.now[span], out=state.second.now[span]).mul_(1 - self.beta2)
+
+    def _least(self, state: SecondMomentState) -> Tensor:
+        """What stands for Adam's eps beside roots that are not corrected, in the step that goes on."""
+        least: Tensor = self.eps * self._correction(state).sqrt()
+        return least
 
     def _correction(self, state: SecondMomentState) -> Tensor:
         """Adam's ``1 - beta2^t`` in the step that goes on."""

@@ -177,3 +177,42 @@ def test_top_k_of_blocks_is_that_of_what_they_hold(
                 for kernel in each_kernel():
                     found = kernels.top_k_of_blocks(x, k, stripe * block, block, period)
                     assert np.array_equal(found, expected), (kernel, numel, stripe, k)
+
+
+WEIGHTS = [host.Weights(0.999, 0.001, 1e-10, 1 / 400), host.Weights(0.0, 1.0, 1e-8, 0.01)]
+
+
+@in_one_test("numel, kind, dtype, by", cells(KINDS, GRADIENTS, WEIGHTS))
+def test_one_pass_forms_second_moments_and_scores(
+    numel: int, kind: str, dtype: torch.dtype, by: host.Weights, each_kernel: Callable[[], Iterator[str]]
+) -> None:
+    wide = torch.promote_types(dtype, torch.float32)
+    grad, residual = values(numel, kind, 1).to(dtype), values(numel, "normal", 2).to(wide)
+    now = values(numel, "wide", 3).to(wide).square()
+    one = residual.numpy().dtype.type
+    keep, add, least, quickest = map(one, by)
+    with np.errstate(all="ignore"):
+        g, n = grad.to(wide).numpy(), now.numpy()
+        acc = residual.numpy() + g
+        second = np.minimum(n * keep + add * g * g, np.finfo(one).max)
+        score = acc / np.sqrt(np.maximum(np.sqrt(second) + least, np.abs(acc) * quickest))
+    magnitudes = np.where(np.isnan(score), -1, np.abs(score))
+    for bound in (0.0, max(0.0, float(np.quantile(magnitudes[:1000], 0.95))), float("inf")):
+        places = np.flatnonzero(magnitudes >= one(bound))
+        for kernel, runs in product(each_kernel(), (1, 3)):
+            given = grad.clone()
+            lie = list(given.tensor_split(runs))
+            in_place = runs == 1 and wide == dtype
+            formed = given if in_place else torch.empty_like(residual)
+            sums, following = torch.empty_like(residual), torch.empty_like(residual)
+            found, finite = host.weigh(sums, following, formed, residual, now, lie, by, bound)
+            for ours, theirs in ((sums, acc), (following, second), (formed, score)):
+                np.testing.assert_array_equal(ours.numpy(), theirs, err_msg=kernel)
+            assert in_place or not given.any(), kernel
+            assert finite == bool(np.isfinite(acc).all()), kernel
+            if len(places) > numel // Candidates.ROOM:
+                assert found is None, kernel
+            else:
+                assert found is not None, kernel
+                np.testing.assert_array_equal(found[0], places, err_msg=kernel)
+                np.testing.assert_array_equal(found[1], magnitudes[places].astype(one), err_msg=kernel)
