@@ -68,6 +68,25 @@ def test_the_next_selection_looks_at_candidates_only(monkeypatch: pytest.MonkeyP
     assert above.tolist() == (acc.abs() >= threshold).nonzero().flatten().tolist()
 
 
+@pytest.mark.usefixtures("kernel")
+def test_scores_of_adam_are_collected_with_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"sparsifier": ls.UnionTopK(), "density": 0.01, "memory": ls.SecondMoment(), "dtype": torch.float32}
+    with_them, without = (Ranks(2, NUMEL, **given) for _ in range(2))
+    above = host._above
+    for step in range(8):
+        rows = torch.randn(2, NUMEL, generator=torch.Generator().manual_seed(step))
+        passes: list[object] = []
+        monkeypatch.setattr(host, "_above", lambda *given, passes=passes: passes.append(given) or above(*given))
+        ours = with_them.step(rows)
+        assert not passes or step < 4  # until the second moments are worth something
+        for state in without.states:
+            state.candidates.bound = math.inf
+        plain = without.step(rows)
+        assert passes or step == 0
+        assert ours.averages.view(torch.uint8).equal(plain.averages.view(torch.uint8))
+        assert equal_states(tuple(ours.after), tuple(plain.after))
+
+
 @pytest.mark.parametrize("k", [1, 200, 300, 301, 5000, NUMEL - 1])
 def test_too_few_or_too_many_candidates_cost_another_pass(k: int) -> None:
     for before in (1, 300, NUMEL // 2):
