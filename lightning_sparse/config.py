@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
 from lightning_sparse.checks import check_integer, expect, is_number
 from lightning_sparse.density import Constant, DensitySchedule, as_schedule
-from lightning_sparse.exchanges import EXCHANGES, Exchange, as_exchange
+from lightning_sparse.exchanges import Exchange, as_exchange
 from lightning_sparse.fields import Resolved, documented, hints_of
 from lightning_sparse.memory import Memory, NoMemory, as_memory
 from lightning_sparse.plan import GROUPINGS, Grouping, Rules, as_rules
@@ -167,13 +167,7 @@ class SparsificationConfig:
     model's process group in ``attach``. Inside hooks on CUDA, exchanges go through DDP's group, with its timeout."""
 
     def __post_init__(self) -> None:
-        vars(self)["exchange"] = as_exchange(self.exchange, self.sparsifier)
-        if self.memory.needs_second and not self.exchange.carries_second:
-            fitting = [n for n, e in EXCHANGES.items() if e.carries_second and self.sparsifier.agreement in e.accepts]
-            raise ValueError(
-                f"{type(self.memory).__name__} needs an exchange that averages second moments, too, and "
-                f"{EXCHANGES.name_of(self.exchange)!r} does not. Exchanges that fit: {', '.join(fitting)}."
-            )
+        vars(self)["exchange"] = as_exchange(self.exchange, self.sparsifier, self.memory)
         patterns = self.rules.also_dense(self.dense).dense
         vars(self)["dense"] = patterns[len(self.rules.dense) :]
         vars(self)["rules"] = replace(self.rules, dense=tuple(dict.fromkeys(patterns)))

@@ -92,7 +92,7 @@ def simulate(
 
     Raises:
         ValueError: at the call, for an unknown name, a density outside (0, 1] or an exchange that does not accept the
-            sparsifier; while iterating, for gradients of a wrong shape.
+            sparsifier or does not carry what the memory needs; while iterating, for gradients of a wrong shape.
 
     Example:
         >>> import torch, lightning_sparse as ls
@@ -103,8 +103,9 @@ def simulate(
         (19, [10, 10, 10, 10], 4.0)
     """
     sparsifier = SPARSIFIERS.resolve(sparsifier)
-    exchange = as_exchange(exchange, sparsifier)
-    return _run(iter(gradients), sparsifier, as_schedule(density), as_memory(memory), exchange)
+    memory = as_memory(memory)
+    exchange = as_exchange(exchange, sparsifier, memory)
+    return _run(iter(gradients), sparsifier, as_schedule(density), memory, exchange)
 
 
 def _run(

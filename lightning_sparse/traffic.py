@@ -64,8 +64,8 @@ def count_bytes(
         dtype: of the gradients.
 
     Raises:
-        ValueError: if a name is unknown, if the exchange does not accept the sparsifier, or if the sparsifier cannot
-            serve such a group.
+        ValueError: if a name is unknown, if the exchange does not go with the sparsifier and the memory, or if the
+            sparsifier cannot serve such a group.
 
     Example:
         >>> count_bytes("topk", 1000, world_size=4, density=0.01)
@@ -74,7 +74,8 @@ def count_bytes(
         Traffic(messages=(('all_reduce', 4000),), bytes_sent=6000.0)
     """
     sparsifier = SPARSIFIERS.resolve(sparsifier)
-    exchange, memory = as_exchange(exchange, sparsifier), memory or NoMemory()
+    memory = memory or NoMemory()
+    exchange = as_exchange(exchange, sparsifier, memory)
     grad = torch.empty(numel, dtype=dtype, device=META)
 
     def messages_of(rank: int) -> list[Message]:

@@ -75,8 +75,8 @@ class Ranks:
         dtype: torch.dtype = torch.float64,
     ) -> None:
         self.n, self.density, self.steps = n, density, 0
-        self.sparsifier, self.exchange = sparsifier, as_exchange(exchange, sparsifier)
         self.memory = Residual() if memory is None else memory
+        self.sparsifier, self.exchange = sparsifier, as_exchange(exchange, sparsifier, self.memory)
         self.states = [
             init_group(
                 numel,

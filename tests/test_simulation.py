@@ -155,6 +155,12 @@ def test_gradients_must_keep_the_shape_of_the_first_step(shape: tuple[int, int])
             r"The exchange 'gather_pairs' accepts selections that are disjoint or independent, but Everything's are "
             r"everything\. Exchanges that fit: dense\.",
         ),
+        (
+            {"memory": "second_moment"},
+            r"SecondMoment needs an exchange that averages second moments, too, and 'gather_pairs' does not\. "
+            r"Exchanges that fit: dense, reduce_union, packed_union\.",
+        ),
+        ({"memory": ls.ClipByNorm(1.0, ls.SecondMoment())}, "ClipByNorm needs an exchange that averages second"),
     ],
 )
 def test_wrong_settings_are_refused_at_the_call_before_anything_is_asked_for(settings: dict, message: str) -> None:

@@ -49,15 +49,17 @@ EXCHANGES: Registry[Exchange] = Registry("exchange", Exchange)  # type: ignore[t
 """Exchanges by name, for configs and error messages."""
 
 
-def as_exchange(exchange: Exchange | str | None, sparsifier: object) -> Exchange:
-    """Resolve a name, or None to the sparsifier's natural exchange, and check that the two go together.
+def as_exchange(exchange: Exchange | str | None, sparsifier: object, memory: object = None) -> Exchange:
+    """Resolve a name, or None to the sparsifier's natural exchange, and check that it goes with what it serves.
 
     Args:
         exchange: an instance, a name such as ``"gather_pairs"``, or None.
         sparsifier: the :class:`~lightning_sparse.sparsifiers.Sparsifier` it will serve.
+        memory: the :class:`~lightning_sparse.memory.Memory` it will serve; None: one that needs nothing of it.
 
     Raises:
-        ValueError: if the name is unknown or the exchange does not accept the sparsifier's kind of agreement.
+        ValueError: if the name is unknown, if the exchange does not accept the sparsifier's kind of agreement, or if
+            the memory needs second values that the exchange does not carry.
     """
     chosen = EXCHANGES.resolve(getattr(sparsifier, "exchange", None) if exchange is None else exchange)
     agreement: Agreement = sparsifier.agreement  # type: ignore[attr-defined]
@@ -67,6 +69,12 @@ def as_exchange(exchange: Exchange | str | None, sparsifier: object) -> Exchange
             f"The exchange {EXCHANGES.name_of(chosen)!r} accepts selections that are "
             f"{' or '.join(sorted(a.value for a in chosen.accepts))}, but {type(sparsifier).__name__}'s are "
             f"{agreement.value}. Exchanges that fit: {', '.join(fitting)}."
+        )
+    if getattr(memory, "needs_second", False) and not chosen.carries_second:
+        fitting = [name for name, cls in EXCHANGES.items() if cls.carries_second and agreement in cls.accepts]
+        raise ValueError(
+            f"{type(memory).__name__} needs an exchange that averages second moments, too, and "
+            f"{EXCHANGES.name_of(chosen)!r} does not. Exchanges that fit: {', '.join(fitting)}."
         )
     return chosen
 
