@@ -67,6 +67,22 @@ SERVED = (torch.optim.Adam, torch.optim.AdamW, Adam, AdamW)
 """Classes whose steps the engine can take; of subclasses nobody knows what their steps are."""
 
 
+def stepping(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that takes the steps of one that is wrapped around it.
+
+    Such are ``ZeroRedundancyOptimizer`` and ``PostLocalSGDOptimizer`` of torch (``.optim``), and those that Lightning
+    and Fabric hand out (``.optimizer``).
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> type(stepping(torch.optim.AdamW([weight]))).__name__
+        'AdamW'
+    """
+    within = (getattr(optimizer, name, None) for name in ("optim", "optimizer"))
+    inner = next((one for one in within if isinstance(one, Optimizer) and one is not optimizer), None)
+    return optimizer if inner is None else stepping(inner)
+
+
 def made_for(parameters: Collection[int]) -> list[Optimizer]:
     """Optimizers of this package that hold some of these parameters, given by their ids."""
     return [optimizer for optimizer in list(_made) if holds(optimizer, parameters)]
@@ -84,8 +100,9 @@ def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
         optimizer: any.
         parameters: ids of those that matter.
     """
-    if type(optimizer) not in SERVED:
-        return f"{type(optimizer).__name__} is none of torch's Adam and AdamW"
+    kind = type(stepping(optimizer))
+    if kind not in SERVED:
+        return f"{kind.__name__} is none of torch's Adam and AdamW"
     for group in optimizer.param_groups:
         if not any(id(parameter) in parameters for parameter in group["params"]):
             continue

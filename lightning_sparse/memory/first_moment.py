@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
+from lightning_sparse.optim import stepping
+
 FAMILY = ("adam", "adafactor")
 """Part of the names of classes: torch's Adam, AdamW, NAdam, RAdam, Adamax; fused and 8-bit ones of other packages."""
 
@@ -56,13 +58,13 @@ def first_moment(optimizer: Optimizer, parameters: Collection[int]) -> FirstMome
         given = (group.get("beta1"),) if betas is None else betas if isinstance(betas, Sequence) else (betas,)
         beta1, beta2 = (_number(beta) for beta in (*given, None, None)[:2])
         if beta1 and any(id(parameter) in parameters for parameter in group["params"]):
-            return FirstMoment(type(optimizer).__name__, beta1, beta2)
+            return FirstMoment(type(stepping(optimizer)).__name__, beta1, beta2)
     return None
 
 
 def of_adams_family(optimizer: Optimizer) -> bool:
     """Whether an optimizer is of Adam's family, by the names of its classes."""
-    return any(word in base.__name__.lower() for base in type(optimizer).__mro__ for word in FAMILY)
+    return any(word in base.__name__.lower() for base in type(stepping(optimizer)).__mro__ for word in FAMILY)
 
 
 def _number(beta: Any) -> float | None:

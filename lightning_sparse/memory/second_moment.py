@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -199,19 +198,25 @@ class Adapting(Residual):
         """As that of the memory that it is, also in states."""
         return repr(Residual(self.decay))
 
-    def suited(self, optimizers: Sequence[Optimizer], parameters: Collection[int]) -> Memory:
+    def suited(
+        self,
+        optimizers: Sequence[Optimizer],
+        parameters: Collection[int],
+        tell: Callable[[str], None] = lambda sentence: None,
+    ) -> Memory:
         """The memory for these optimizers.
 
         Args:
             optimizers: all that apply averages.
             parameters: ids of those that are sparsified.
+            tell: is given a sentence where optimizers differ in what the memory takes from them.
         """
         holding = [optimizer for optimizer in optimizers if holds(optimizer, parameters)]
         if not holding or any(refusal(optimizer, parameters) for optimizer in holding):
             return self
         settings = settings_of(holding, parameters)
         if len(settings) > 1:
-            rank_zero_warn(
+            tell(
                 f"Parameters that are sparsified have several pairs of a second beta and eps: {sorted(settings)}. The "
                 "largest is taken for all of them."
             )

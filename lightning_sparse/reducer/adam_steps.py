@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_sparse.layout import shaped
-from lightning_sparse.optim import refusal
+from lightning_sparse.optim import refusal, stepping
 from lightning_sparse.reducer.group import GroupReducer
 
 _owners: weakref.WeakValueDictionary[int, AdamSteps] = weakref.WeakValueDictionary()
@@ -59,7 +59,7 @@ class AdamSteps:
             hook.remove()
 
     def takes(self, optimizer: Optimizer) -> bool:
-        """Whether steps of some of an optimizer's parameters are taken here."""
+        """Whether steps of some of an optimizer's parameters are taken here, also within one that is around it."""
         parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
         served = {key for key in parameters if self._group(key) is not None}
         return bool(served) and refusal(optimizer, served) is None
@@ -81,7 +81,7 @@ class AdamSteps:
 
     @torch.no_grad()
     def _take(self, optimizer: Optimizer) -> None:
-        if not self.takes(optimizer):
+        if stepping(optimizer) is not optimizer or not self.takes(optimizer):
             return
         names = self._handed_out()
         for group in optimizer.param_groups:

@@ -94,6 +94,7 @@ class Engine:
         )
         self._record, self._skipped = self._reducer.record, self._reducer.skipped
         self._chosen_memory = settings.memory
+        self._told: set[str] = set()
         try:
             with self._reducer.on_stream.between_steps():
                 groups = [self._reducer.form(group) for group in plan]
@@ -196,7 +197,7 @@ class Engine:
             return
         memory: Memory = self._chosen_memory
         if self.settings.density != Constant(1.0):
-            memory = self._chosen_memory.suited(optimizers, sparsified)
+            memory = self._chosen_memory.suited(optimizers, sparsified, self._warn_once)
         if memory != self.settings.memory:
             self._remember_by(memory)
             if memory.needs_second and self.comm.rank == 0:
@@ -270,6 +271,12 @@ class Engine:
         if self.comm.rank == 0:
             if self.on_warning is not None:
                 self.on_warning(kind, sentence)
+            rank_zero_warn(sentence)
+
+    def _warn_once(self, sentence: str) -> None:
+        """Tell the user on rank zero, which is one rank also where nobody has told processes their ranks."""
+        if self.comm.rank == 0 and sentence not in self._told:
+            self._told.add(sentence)
             rank_zero_warn(sentence)
 
     def add_observer(self, observer: StepObserver) -> None:

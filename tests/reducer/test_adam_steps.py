@@ -18,7 +18,12 @@ from tests.ranks import Ranks
 
 HYPER: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
 N, WIDTH, STEPS = 2, 24, 12
-CLASSES = {"torch": torch.optim.AdamW, "ours": ls.AdamW, "torch_adam": torch.optim.Adam, "adam": ls.Adam}
+CLASSES: dict[str, Any] = {
+    "torch": torch.optim.AdamW,
+    "ours": ls.AdamW,
+    "torch_adam": torch.optim.Adam,
+    "adam": ls.Adam,
+}
 
 
 def model() -> nn.Module:
@@ -33,6 +38,32 @@ def batch(step: int, rank: int) -> Tensor:
 def loss_of(module: nn.Module, step: int, rank: int) -> Tensor:
     loss: Tensor = (module(batch(step, rank)) - 1).square().mean()
     return loss
+
+
+class Around:
+    """As Lightning and Fabric wrap optimizers that they hand out."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.__class__ = type("Around", (type(self), type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self, *args: Any) -> Any:
+        return self.optimizer.step(*args)
+
+
+def sharded(parameters: Any, cls: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(parameters, cls, **settings)
+
+
+CLASSES["wrapped"] = lambda parameters, **settings: Around(torch.optim.AdamW(parameters, **settings))
+CLASSES["sharded"] = sharded
+CLASSES["sharded_nadam"] = lambda parameters, **settings: sharded(parameters, torch.optim.NAdam, **settings)
 
 
 class Training:
@@ -144,6 +175,62 @@ def test_each_ranks_gradients_are_clipped_together(two_ranks: Ranks) -> None:
         torch.testing.assert_close(residual.double(), kept, rtol=1e-3, atol=1e-7)
         for ours, theirs in zip(weights, expected, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+def short_run(kind: str, closure: bool, limit: float | None) -> tuple[list[Tensor], ls.Memory, bool, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training = Training(kind, hyper={"lr": 0.01, "betas": (0.9, 0.95)})
+        if limit is not None:
+            training.engine.clip_gradients(limit, "norm", training.optimizer)
+        for step in range(4):
+            training.step(step, closure)
+    engine = training.engine
+    taken = engine.takes_steps_of(training.optimizer)
+    engine.close()
+    return training.weights(), engine.settings.memory, taken, [str(w.message) for w in caught if "moment" in str(w)]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "wrapped"])
+@pytest.mark.parametrize(("closure", "limit"), [(False, 0.02), (True, None)])
+def test_adam_within_another_optimizer_is_stepped_for_as_by_itself(
+    two_ranks: Ranks, kind: str, closure: bool, limit: float | None
+) -> None:
+    runs = [two_ranks(short_run, name, closure, limit) for name in ("torch", kind)]
+    for (expected, *_), (weights, memory, taken, warned) in zip(*runs, strict=True):
+        assert memory == ls.SecondMoment(0.95) and taken and warned == []
+        assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
+
+
+def test_another_adam_within_an_optimizer_is_warned_of_once(two_ranks: Ranks) -> None:
+    (_, memory, taken, [warned]), (*_, others) = two_ranks(short_run, "sharded_nadam", False, None)
+    assert not memory.needs_second and not taken
+    assert "NAdam keeps a first moment" in warned and others == []
+
+
+def several_settings(found: bool) -> list[str]:
+    """What is said in three steps of an optimizer with two second betas."""
+    module = model()
+    ddp = DistributedDataParallel(module)
+    engine = ls.attach(ddp, density=0.1)
+    cls, betas = ls.AdamW if found else torch.optim.AdamW, (0.9, 0.92, 0.94, 0.96)
+    optimizer = cls([{"params": [p], "betas": (0.9, beta)} for p, beta in zip(module.parameters(), betas, strict=True)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            if not found:
+                engine.follow([optimizer])
+            loss_of(ddp, step, dist.get_rank()).backward()
+            optimizer.step()
+    assert engine.settings.memory == ls.SecondMoment(0.94)
+    engine.close()
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_several_second_betas_are_warned_of_once_on_rank_zero(two_ranks: Ranks, found: bool) -> None:
+    [warned], others = two_ranks(several_settings, found)
+    assert "[(0.9, 1e-08), (0.94, 1e-08)]" in warned and others == []
 
 
 def dense_runs(kind: str, options: dict[str, Any], hyper: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
