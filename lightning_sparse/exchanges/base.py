@@ -152,6 +152,29 @@ def same_length(selection: Selection, values: Tensor | None, padding: int) -> St
     return padded, None if values is None else pad(values, slots, 0)
 
 
+def counts_of(rows: Tensor, slots: int) -> list[int]:
+    """How many picks each of (n, words) messages of int32 holds, which is their first word. On the CPU only.
+
+    Raises:
+        ValueError: if it cannot be so many.
+    """
+    counts: list[int] = rows[:, 0].tolist()
+    refuse([not 0 <= told <= slots for told in counts])
+    return counts
+
+
+def is_outside(places: Tensor, padding: int) -> bool:
+    """Whether a coordinate is neither in the group nor padding. On the CPU only."""
+    return bool(places.numel() and (places.min() < 0 or places.max() > padding))
+
+
+def refuse(wrong: Sequence[bool]) -> None:
+    """Raise if the message of some rank is wrong; all ranks have the same messages, and do the same."""
+    if any(wrong):
+        rank = wrong.index(True)
+        raise ValueError(f"The message of rank {rank} cannot be: its number of picks, or one of them, is out of range.")
+
+
 def gather_picks(selection: Selection, values: Tensor | None, padding: int) -> Steps[Picks]:
     """All-gather selections, and optionally one value per pick, in one message per rank.
 
@@ -180,12 +203,13 @@ def gather_picks(selection: Selection, values: Tensor | None, padding: int) -> S
             return Picks(places.long(), given, counts)
         told = places < 0
         return Picks(torch.where(told, ~places, places).long(), given, counts, told)
-    ends = counts.tolist()
+    ends = counts_of(rows, slots)
     picked = [row[1 : 1 + end].long() for row, end in zip(rows, ends, strict=True)]
     spare = None
     if selection.spare is not None:
         spare = [places < 0 for places in picked]
         picked = [torch.where(places < 0, ~places, places) for places in picked]
+    refuse([is_outside(places, padding) for places in picked])
     sent = None
     if values is not None:
         bits = [row[1 + slots :].clone().view(values.dtype) for row in rows]

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, joined, reduce_at, same_length, values_at
+from lightning_sparse.exchanges.base import (
+    EXCHANGES,
+    Exchange,
+    Picks,
+    counts_of,
+    is_outside,
+    joined,
+    reduce_at,
+    refuse,
+    same_length,
+    values_at,
+)
 from lightning_sparse.exchanges.reduce_union import union_of
 from lightning_sparse.kernels import compiled, expand, locate, pad, static_shapes, take
 from lightning_sparse.messages import AllGather, AllReduce, Steps
@@ -186,22 +197,26 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     counts, tops = head[:, 0], head[:, 1:]
     trouble = tops.max() == TROUBLE
     octets = None if ctx.second is None else _unpack_octets(rows[:, after:], slots)
+    ends = [] if static_shapes(acc.device) else counts_of(rows, slots)
 
     def each(rows: Tensor) -> list[Tensor]:
-        return [row[:end] for row, end in zip(rows, counts.tolist(), strict=True)]
+        return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
     if library is not None:
-        heard = library.hear(rows, slots, blocks, padding)
+        heard = library.hear(rows, ends, slots, blocks, padding)
+        refuse([heard.lowest == -1 - rank for rank in range(ctx.world_size)])
         spares = None if selection.spare is None else heard.spares
         lowest = torch.tensor(heard.lowest, device="cpu")
         codes = None if octets is None else each(octets)
         return Picks(heard.picks, None, counts, spares, codes), heard.levels, lowest, trouble
-    end = after - -(-slots // 8)
-    told = _unpack_nibbles(rows[:, end:after], slots)
+    body = after - -(-slots // 8)
+    told = _unpack_nibbles(rows[:, body:after], slots)
     levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)
     within = torch.arange(slots, device=acc.device) < counts[:, None]
     lowest = torch.where(within, levels, tops).amin(1).max() if slots else tops.max()
-    places = _lengthen(rows[:, 2:end], slots, blocks, padding) if blocks else rows[:, 2:end].long()
+    if ends:
+        refuse([_is_wrong(row, end, slots, blocks, padding) for row, end in zip(rows, ends, strict=True)])
+    places = _lengthen(rows[:, 2:body], slots, blocks, padding) if blocks else rows[:, 2:body].long()
     spare = told >= CLASSES
     if static_shapes(acc.device):
         all_spares = None if selection.spare is None else spare
@@ -209,6 +224,13 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     spares = None if selection.spare is None else each(spare)
     codes = None if octets is None else each(octets)
     return Picks(each(places), None, counts, spares, codes), torch.cat(each(levels)), lowest, trouble
+
+
+def _is_wrong(words: Tensor, end: int, slots: int, blocks: int, padding: int) -> bool:
+    """Whether :func:`_tell` cannot have written this message of ``end`` picks; what the library says of it, too."""
+    bounds = pad(words[2 : 2 + blocks], blocks + 1, slots).diff(prepend=words.new_zeros(1))
+    outside = not blocks and is_outside(words[2 : 2 + end], padding)
+    return not SILENT <= words[1] <= TROUBLE or bool((bounds < 0).any()) or outside
 
 
 def _tell(acc: Tensor, selection: Selection, most: int, blocks: int, ctx: Context) -> Tensor:

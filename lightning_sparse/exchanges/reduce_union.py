@@ -77,10 +77,11 @@ def union_of(picks: Picks, selection: Selection, padding: int, ctx: Context, lev
         if ctx.disjoint or all_picks.numel() == selection.total:
             size = picks.counts.sum() if ctx.disjoint else distinct(all_picks, padding)[1]
             return Union(all_picks, size, size, levels)
-    if library := compiled(all_picks.device):
-        assert not isinstance(picks.indices, Tensor)
-        assert not isinstance(picks.spare, Tensor)  # one vector for each rank, where lengths are known
-        union, levels, before = library.unite(picks.indices, levels, picks.spare, padding, selection.limit, ctx.step)
+    assert not isinstance(picks.indices, Tensor)
+    assert not isinstance(picks.spare, Tensor)  # one vector for each rank, where lengths are known
+    library = compiled(all_picks.device)
+    if library and (made := library.unite(picks.indices, levels, picks.spare, padding, selection.limit, ctx.step)):
+        union, levels, before = made
         size, named = (torch.tensor(number, device="cpu") for number in (union.numel(), before))
         end = selection.total if union.numel() == before else None  # more than promised, if a rank raises an alarm
         return Union(union[:end], size, named, levels[:end])

@@ -39,7 +39,7 @@ class Heard(NamedTuple):
     levels: Tensor
     """int64 levels of all of them, one rank after another."""
     lowest: int
-    """The largest of all ranks' lowest levels."""
+    """The largest of all ranks' lowest levels; -1 - r where the message of rank r cannot be."""
 
 
 class Rounded(NamedTuple):
@@ -235,16 +235,16 @@ class Native:
             raise IndexError(f"an index is outside of a vector of {acc.numel()}")
         return words
 
-    def hear(self, rows: Tensor, slots: int, blocks: int, padding: int) -> Heard:
+    def hear(self, rows: Tensor, ends: list[int], slots: int, blocks: int, padding: int) -> Heard:
         """Read what :meth:`tell` has written.
 
         Args:
             rows: (n, words) int32, contiguous in words.
+            ends: how many indices of each rank are picks, from 0 to ``slots``.
             slots: indices of each rank.
             blocks: see :meth:`tell`.
             padding: what coordinates are limited to.
         """
-        ends = [min(max(count, 0), slots) for count in rows[:, 0].tolist()]
         places = torch.empty(sum(ends), dtype=torch.int64, device="cpu")
         levels, spare = torch.empty_like(places), torch.empty(sum(ends), dtype=torch.bool, device="cpu")
         lengths = np.array(ends, np.int64)
@@ -262,10 +262,10 @@ class Native:
         padding: int,
         limit: int | None,
         phase: int,
-    ) -> tuple[Tensor, Tensor, int]:
+    ) -> tuple[Tensor, Tensor, int] | None:
         """The union of ascending lists below the padding index, thinned to a limit; its levels; its size before that.
 
-        See :func:`~lightning_sparse.exchanges.reduce_union.union_of`.
+        None where one does not ascend. See :func:`~lightning_sparse.exchanges.reduce_union.union_of`.
         """
         joined = torch.cat(list(places))
         flags = None if spare is None else torch.cat(list(spare))
@@ -277,7 +277,7 @@ class Native:
             _long(len(places)), _long(padding), _long(1 << 62 if limit is None else limit), _long(phase),
             _at(self._table()), _at(at), _at(union), _at(said), _at(largest), ctypes.byref(named),
         )  # fmt: skip
-        return union[:size], largest[:size], named.value
+        return None if size < 0 else (union[:size], largest[:size], named.value)
 
     def add_up(
         self, coordinates: NDArray[np.int64], values: NDArray[np.float32], lengths: NDArray[np.int64], padding: int

@@ -164,23 +164,29 @@ EXPORT int32_t ls_tell(const float *x, int64_t size, const int64_t *indices, con
 }
 
 // Picks of n messages that ls_tell has written, `stride` words each: of each rank the first `ends` of its slots, one
-// rank after another. The largest of all ranks' lowest levels.
+// rank after another. The largest of all ranks' lowest levels; -1 - r where ls_tell cannot have written rank r's.
 EXPORT int32_t ls_hear(const int32_t *words, int64_t n, int64_t stride, int64_t slots, const int64_t *ends,
                        int64_t blocks, int64_t padding, int64_t *places, int64_t *levels, uint8_t *spare) {
   int64_t lowest = SILENT;
   for (int64_t r = 0; r < n; words += stride, places += ends[r], levels += ends[r], spare += ends[r], r++) {
     const int32_t *body = words + 2;
     const uint8_t *nibbles = (const uint8_t *)(body + (blocks ? blocks + (slots + 1) / 2 : slots));
-    int64_t top = words[1], least = top, end = ends[r], i = 0;
+    int64_t top = words[1], least = top, end = ends[r], i = 0, before = 0;
+    if (top < SILENT || top > TROUBLE) return (int32_t)(-1 - r);
     for (int64_t block = 0; blocks && block <= blocks; block++) {
       int64_t last = block < blocks && body[block] < end ? body[block] : end;
+      if (block < blocks && (body[block] < before || body[block] > slots)) return (int32_t)(-1 - r);
+      before = block < blocks ? body[block] : before;
       for (; i < last; i++) {
         uint32_t word = (uint32_t)body[blocks + i / 2], low = word & 0xffff;
         int64_t place = block * BLOCK + (i % 2 ? ((word >> 16) + (low >> 15)) & 0xffff : low);
         places[i] = place < padding ? place : padding;
       }
     }
-    for (; i < end; i++) places[i] = body[i];
+    for (; i < end; i++) {
+      if (body[i] < 0 || body[i] > padding) return (int32_t)(-1 - r);
+      places[i] = body[i];
+    }
     for (i = 0; i < end; i++) {
       int32_t nibble = nibbles[i / 2] >> 4 * (i % 2) & 15;
       int64_t level = top - (nibble & (CLASSES - 1)) * CLASS_BITS;
@@ -217,9 +223,17 @@ static int64_t emptied(table *t, int64_t start, int64_t found, int64_t *places, 
   return found;
 }
 
+// Whether something below padding was passed over in n lists, of which each was looked at as far as it ascends.
+static int left_over(const int64_t *places, const int64_t *at, int64_t n, int64_t padding) {
+  for (int64_t r = 0; r < n; r++)
+    for (int64_t i = at[2 * r]; i < at[2 * r + 1]; i++)
+      if (places[i] < padding) return 1;
+  return 0;
+}
+
 // The union of n lists that ascend, below padding: coordinates and largest levels; thinned evenly to a limit, spare ones
-// first. levels and spare may be missing. named: how many there were. Tables: as many bytes as ls_table says, zero, and
-// left so. united and said have room for the sum of the lengths.
+// first; -1 where one does not ascend. levels and spare may be missing. named: how many there were. Tables: as many bytes
+// as ls_table says, zero, and left so. united and said have room for the sum of the lengths.
 EXPORT int64_t ls_unite(const int64_t *places, const int64_t *levels, const uint8_t *spare, const int64_t *lengths,
                         int64_t n, int64_t padding, int64_t limit, int64_t phase, table *t, int64_t *at,
                         int64_t *united, uint32_t *said, int64_t *united_levels, int64_t *named) {
@@ -241,6 +255,7 @@ EXPORT int64_t ls_unite(const int64_t *places, const int64_t *levels, const uint
     }
     found = emptied(t, start, found, united, said);
   }
+  if (left_over(places, at, n, padding)) return -1;
   for (int64_t i = 0; i < found; i++) first += said[i] >> 31;
   *named = found;
   int64_t total[2] = {found - first, first}, room[2], sum[2];
@@ -277,10 +292,7 @@ EXPORT int64_t ls_add_up(const int64_t *places, const float *values, const int64
     }
     found = emptied(t, start, found, united, (uint32_t *)totals);
   }
-  for (int64_t r = 0; r < n; r++)
-    for (int64_t i = at[2 * r]; i < at[2 * r + 1]; i++)
-      if (places[i] < padding) return -1;
-  return found;
+  return left_over(places, at, n, padding) ? -1 : found;
 }
 
 EXPORT int64_t ls_table(void) { return (int64_t)sizeof(table); }

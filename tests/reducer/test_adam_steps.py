@@ -23,6 +23,9 @@ CLASSES: dict[str, Any] = {
     "ours": ls.AdamW,
     "torch_adam": torch.optim.Adam,
     "adam": ls.Adam,
+    "wrapped": lambda parameters, **settings: Around(torch.optim.AdamW(parameters, **settings)),
+    "sharded": lambda parameters, **settings: sharded(parameters, torch.optim.AdamW, **settings),
+    "sharded_nadam": lambda parameters, **settings: sharded(parameters, torch.optim.NAdam, **settings),
 }
 
 
@@ -54,16 +57,11 @@ class Around:
         return self.optimizer.step(*args)
 
 
-def sharded(parameters: Any, cls: type[torch.optim.Optimizer] = torch.optim.AdamW, **settings: Any) -> Any:
+def sharded(parameters: Any, cls: type[torch.optim.Optimizer], **settings: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, of torch.jit
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer(parameters, cls, **settings)
-
-
-CLASSES["wrapped"] = lambda parameters, **settings: Around(torch.optim.AdamW(parameters, **settings))
-CLASSES["sharded"] = sharded
-CLASSES["sharded_nadam"] = lambda parameters, **settings: sharded(parameters, torch.optim.NAdam, **settings)
 
 
 class Training:
