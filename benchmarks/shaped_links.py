@@ -53,6 +53,8 @@ from pathlib import Path
 from links import MOST, launch, limit, network, stop, why_not
 from paired import ROWS, show
 
+from lightning_sparse.kernels import native
+
 RANK = Path(__file__).with_name("shaped_rank.py")
 
 
@@ -90,6 +92,7 @@ def measure(arguments: argparse.Namespace) -> list[str]:
     failed = []
     settings = {k: v for k, v in vars(arguments).items() if k not in ("csv", "tables", "timeout")}
     arguments.out.mkdir(parents=True, exist_ok=True)
+    print(f"kernels on CPUs: {native.description}", flush=True)
     with network(arguments.ranks) as processes:
         for model in arguments.models:
             for mbit in arguments.mbit:

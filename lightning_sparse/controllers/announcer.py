@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from lightning_sparse.console import say
 from lightning_sparse.core import Agreement
+from lightning_sparse.kernels import native
+from lightning_sparse.kernels.library import INSTEAD
 from lightning_sparse.metrics import MB
 from lightning_sparse.reducer import Engine
 
@@ -28,9 +30,11 @@ def at_start(engine: Engine) -> str:
     share = sum(group.picks(density) for group in sparse) / numel
     kept = amount(engine.memory_bytes)
     stay = f"; {dense:,} others stay dense ({settings.rules.reasons()})" if dense else ""
+    slow = engine.device.type == "cpu" and native.description.startswith(INSTEAD)
+    kernels = f" The kernels on CPUs are those of {native.description}." if slow else ""
     return (
         f"sparse_ddp: {settings.sparsifier!r} selects {100 * share:.3g} % of {numel:,} parameters{stay}. "
-        f"{settings.memory!r} keeps {kept} on {'each of ' if n > 1 else ''}{ranks}."
+        f"{settings.memory!r} keeps {kept} on {'each of ' if n > 1 else ''}{ranks}.{kernels}"
     )
 
 

@@ -68,8 +68,8 @@ def pack(pairs: Pairs, slots: int, padding: int) -> Tensor:
 
 def unpack(message: Tensor, slots: int, dtype: torch.dtype, padding: int) -> Pairs:
     """What :func:`pack` was given, bit for bit; on the CPU without padding."""
-    pairs = places, _ = message[:slots].long(), message[slots:].clone().view(dtype)
-    return pairs if static_shapes(message.device) else masked(pairs, (places >= 0) & (places < padding), padding)
+    pairs = message[:slots].long(), message[slots:].clone().view(dtype)
+    return pairs if static_shapes(message.device) else masked(pairs, pairs[0] < padding, padding)
 
 
 def pack_rows(indices: Tensor, values: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ otherwise it is used where there is one; on CUDA, ``torch`` and ``triton`` say t
 each kind may be named, with a comma between them. Results are the same."""
 CHOICES = ("numpy", "compiled"), ("torch", "triton")
 """What the setting may name, on CPUs and on CUDA."""
+INSTEAD = "numpy, which takes several times as long: "
+"""Begins the words on a library that is there and cannot be used."""
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("host.c", "picks.c", "common.h"))
 LIBRARY = Path(__file__).with_name("libhost.so")
 LEVELS = ("portable", "AVX2", "AVX-512")
@@ -81,7 +83,7 @@ def load(library: Path = LIBRARY, most: str = LEVELS[-1]) -> tuple[ctypes.CDLL, 
         raise OSError(f"{library.name} is another library")
     found.ls_source.restype = ctypes.c_char_p
     if all(source.exists() for source in SOURCES) and found.ls_source() != _digest().encode():
-        raise OSError(f"{library.name} was built from other sources; install the package again")
+        raise OSError(f"{library.name} was built from other sources")
     return found, LEVELS[found.ls_choose(LEVELS.index(most))]
 
 
@@ -103,7 +105,9 @@ def choose() -> tuple[ctypes.CDLL | None, str]:
     except OSError as error:
         if wanted == "compiled":
             raise ImportError(f"{SETTING} asks for the compiled kernels: {error}") from error
-        return None, f"numpy: {error}" if LIBRARY.exists() else "numpy, as nothing was compiled at installation"
+        if not LIBRARY.exists():
+            return None, "numpy, as nothing was compiled at installation"
+        return None, f"{INSTEAD}{error}. To compile it again: python {__file__}"
     return found, f"compiled, {level}"
 
 

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.controllers.announcer import at_start
 from lightning_sparse.integrations.plan_table import plan_table
+from lightning_sparse.kernels import native
+from lightning_sparse.kernels.library import INSTEAD
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, make_data, make_module, make_trainer
 
@@ -90,7 +92,8 @@ def test_a_run_says_what_it_does_and_what_it_sent(two_ranks: Ranks, package: str
 
 def attached(adam: bool) -> tuple[list[str], list[str], float, float]:
     torch.manual_seed(0)
-    with Lines() as lines:
+    outdated = f"{INSTEAD}built from other sources. To compile it again: python library.py" if adam else "compiled"
+    with Lines() as lines, patch.object(native, "description", outdated):
         ddp = DistributedDataParallel(torch.nn.Linear(30, 20))
         engine = ls.attach(ddp, sparsifier="union_topk" if adam else "topk", density=0.1)
         engine.follow([(torch.optim.AdamW if adam else torch.optim.SGD)(ddp.parameters(), lr=0.1)])
@@ -115,9 +118,13 @@ def test_so_does_plain_ddp_with_an_engine(two_ranks: Ranks) -> None:
     assert "in 3 steps each rank sent" in end[0]
     assert end[0].endswith("1 step was skipped because of gradients that were not finite.")
     assert sent > 3 * (16 + 4 * 20)
+    assert "kernels" not in start[0]
     # A ring of two sends each of the residuals once, and a byte for each of two groups.
     assert flushed == 4 * 600 + 2
-    assert two_ranks(attached, True)[0][-1] == 2 * 4 * 600 + 2, "the second moments, too"
+    (start, *_, flushed), _ = two_ranks(attached, True)
+    assert flushed == 2 * 4 * 600 + 2, "the second moments, too"
+    told = "which takes several times as long: built from other sources. To compile it again: python library.py."
+    assert [line.endswith(told) for line in start] == [True]
 
 
 def attached_with_adam() -> list[str]:

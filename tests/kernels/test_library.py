@@ -41,7 +41,9 @@ def test_a_library_of_another_source_is_not_used(built: Path, tmp_path: Path, mo
         library.load(built)
     monkeypatch.delenv(library.SETTING, raising=False)
     monkeypatch.setattr(library, "load", lambda: (_ for _ in ()).throw(OSError("too old")))
-    assert library.choose() == (None, "numpy: too old")
+    command = f"python {library.__file__}"
+    instead = f"numpy, which takes several times as long: too old. To compile it again: {command}"
+    assert library.choose() == (None, instead)
 
 
 def test_the_setting_decides(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def fuzz(seeds: range) -> int:
     """How many messages were read, and not refused."""
     read = 0
     for seed in seeds:
-        for exchange in ("packed_union", "reduce_union", "gather_pairs", "tree"):
+        for exchange in ("packed_union", "reduce_union", "gather_pairs"):
             for numel in (300, 100_000):
                 cell = exchange, numel, seed // 4 % 2 == 0, seed
                 compiled, native.library = outcome(*cell), None
@@ -93,7 +93,7 @@ def test_messages_of_any_bytes_are_read_alike_or_refused(
     LOADED[:] = [native.Native(library.load(built)[0])]
     monkeypatch.setattr(native, "library", LOADED[0])
     read = fuzz(seeds)
-    assert 2 * len(seeds) < read < 7 * len(seeds)
+    assert len(seeds) < read < 5 * len(seeds)
 
 
 @pytest.mark.thorough
@@ -124,4 +124,4 @@ print("read", here.fuzz(range(400)))
         "CC": "env LD_PRELOAD= gcc",
     }
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "read" in done.stdout, done.stderr[-3000:]
+    assert done.returncode == 0 and "read" in done.stdout, done.stderr[:3000]
