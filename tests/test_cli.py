@@ -17,6 +17,7 @@ import pytest
 
 import lightning_sparse as ls
 from tests.forked import forked
+from tests.warm import warm_python
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "train_digits.py"
@@ -212,7 +213,7 @@ def test_a_typo_is_answered_with_what_is_close(parse: Any, capsys: pytest.Captur
 @pytest.mark.usefixtures("not_launched")
 def test_the_example_trains_from_the_command_line(tmp_path: Path) -> None:
     # One process starts the other, as for a user; everything else in this suite starts ranks by itself.
-    command = [sys.executable, str(EXAMPLE), "fit"]
+    command = [warm_python(), str(EXAMPLE), "fit"]
     command += [f"--config={ROOT / 'configs' / name}.yaml" for name in ("base", "exdyna", "wandb")]
     command += ["--trainer.accelerator=cpu", "--trainer.max_steps=20", "--trainer.strategy.sparsifier=TopK"]
     command += ["--trainer.strategy.density=0.05", "--trainer.val_check_interval=10"]

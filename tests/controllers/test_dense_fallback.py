@@ -334,7 +334,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("layout", "rigged", "executor"), covering(product(LAYOUTS, RIGGED, EXECUTORS)))
+@pytest.mark.parametrize(
+    ("layout", "rigged", "executor"),
+    covering(
+        product(LAYOUTS, RIGGED, EXECUTORS),
+        together=1,
+        seen_as=lambda layout, rigged, executor: (layout, (rigged, executor)),
+    ),
+)
 def test_density_1_trains_like_plain_ddp(
     two_ranks: Ranks, layout: str, rigged: tuple[float, float], executor: str
 ) -> None:

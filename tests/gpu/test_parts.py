@@ -22,6 +22,7 @@ from tests.gpu.checks import Check, Clock, Outcome, SkipError, run
 from tests.gpu.parts import PARTS, ROOT, Part, PartResult, summarize, watch
 from tests.gpu.processes import one_rank
 from tests.ranks import Ranks
+from tests.warm import warm_python
 
 CPU = torch.device("cpu")
 PART = Part("toy", "a toy", 5, keys=(("first", "GB/s"),))
@@ -109,7 +110,7 @@ def test_a_part_is_as_good_as_its_checks() -> None:
 
 def test_without_a_gpu_every_part_says_that_it_skips_and_why(tmp_path: Path) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OUT": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.gpu"]
+    command = [warm_python(), "-m", "tests.gpu"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     rows = done.stdout.splitlines()[-len(PARTS) - 1 : -1]

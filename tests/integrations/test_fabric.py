@@ -121,7 +121,14 @@ def train(
     return flat(model), calls
 
 
-@pytest.mark.parametrize(("case", "package", "sparsifier"), covering(product(CASES, FABRICS, ["topk", "exdyna"])))
+@pytest.mark.parametrize(
+    ("case", "package", "sparsifier"),
+    covering(
+        product(CASES, FABRICS, ["topk", "exdyna"]),
+        together=1,
+        seen_as=lambda case, package, sparsifier: (case, (package, sparsifier)),
+    ),
+)
 def test_density_1_trains_like_ddp(two_ranks: Ranks, package: str, case: str, sparsifier: str) -> None:
     options = CASES[case]
     plain = two_ranks(train_with, package, "ddp", options)

@@ -10,12 +10,14 @@ import pytest
 from lightning_sparse.integrations import packages
 from tests.warm import forgetting, warm_python
 
-CASES = [
+FEW = [
     # What a program does first, and the package whose classes it gets.
     ("import lightning.pytorch", "lightning"),
     ("import pytorch_lightning, lightning.pytorch", "pytorch_lightning"),
+]
+OTHERS = [
     ("", "pytorch_lightning"),
-    # Where the other one is not installed:
+    # Where the other one is not installed, see also below:
     ("import sys; sys.modules['pytorch_lightning'] = sys.modules['lightning_fabric'] = None", "lightning"),
     ("import sys; sys.modules['lightning'] = None", "pytorch_lightning"),
 ]
@@ -35,12 +37,13 @@ for number, first in enumerate({firsts}):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_the_package_that_was_imported_first_is_meant() -> None:
+@pytest.mark.parametrize("cases", [FEW, pytest.param(OTHERS, marks=pytest.mark.thorough)], ids=len)
+def test_the_package_that_was_imported_first_is_meant(cases: list[tuple[str, str]]) -> None:
     lightning = "lightning", "pytorch_lightning", "lightning_fabric", "lightning_sparse"
-    program = forgetting(*lightning) + PROGRAM.format(firsts=[first for first, _ in CASES])
+    program = forgetting(*lightning) + PROGRAM.format(firsts=[first for first, _ in cases])
     result = subprocess.run([warm_python(), "-c", program], capture_output=True, text=True, check=True, timeout=100)
     found = [line.split()[1:] for line in sorted(result.stdout.splitlines())]
-    for (first, package), modules in zip(CASES, found, strict=True):
+    for (first, package), modules in zip(cases, found, strict=True):
         fabric = {"lightning": "lightning", "pytorch_lightning": "lightning_fabric"}[package]
         assert modules == [f"lightning_sparse.integrations.{name}" for name in [package] * 3 + [fabric]], first
 

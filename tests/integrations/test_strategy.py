@@ -50,7 +50,11 @@ def test_the_name_alone_trains_sparsely(two_ranks: Ranks, package: str) -> None:
 
 @pytest.mark.parametrize(
     ("case", "package", "sparsifier"),
-    covering(product(["default", "view", "find_unused", "static_graph", "accumulate"], PACKAGES, ["topk", "exdyna"])),
+    covering(
+        product(["default", "view", "find_unused", "static_graph", "accumulate"], PACKAGES, ["topk", "exdyna"]),
+        together=1,
+        seen_as=lambda case, package, sparsifier: (case, (package, sparsifier)),
+    ),
 )
 def test_density_1_trains_like_ddp(two_ranks: Ranks, case: str, package: str, sparsifier: str) -> None:
     ddp_options: dict[str, dict[str, Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import lightning_sparse as ls
 from lightning_sparse import kernels
 from lightning_sparse.candidates import Candidates
 from lightning_sparse.kernels import host
+from tests.covering import covering
+from tests.kernels.compiled import VARIANTS
 from tests.lockstep import Ranks, equal_states
 
 NUMEL = 40_000
@@ -33,8 +36,11 @@ def gradients(steps: int, n: int) -> list[Tensor]:
     return [scales[step % len(scales)] * torch.randn(n, NUMEL, generator=generator) for step in range(steps)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("kernel", "method", "dtype"),
+    covering(product(VARIANTS, METHODS, [torch.float32, torch.bfloat16])),
+    indirect=["kernel"],
+)
 def test_steps_are_the_same_with_and_without_candidates(kernel: str, method: str, dtype: torch.dtype) -> None:
     sparsifier = ls.HardThreshold(3.0) if method == "hard_threshold" else ls.SPARSIFIERS.resolve(method)
     with_them, without = (Ranks(2, NUMEL, sparsifier=sparsifier, density=0.01, dtype=dtype) for _ in range(2))

@@ -156,11 +156,14 @@ def test_an_index_outside_of_a_vector_is_an_error(kernel: str) -> None:
 
 @in_one_test(
     "block, ranks, kind, dtype",
-    (
-        (*shape, kind, dtype)
-        for shape in [(1, 3), (7, 2), (256, 4), (70_000, 2)]
-        for kind in ["normal", "ties", "zeros"]
-        for dtype in [torch.float32, torch.float64]
+    covering(
+        (
+            (*shape, kind, dtype)
+            for shape in [(1, 3), (7, 2), (256, 4), (70_000, 2)]
+            for kind in ["normal", "ties", "zeros"]
+            for dtype in [torch.float32, torch.float64]
+        ),
+        seen_as=lambda block, ranks, kind, dtype: (block, kind, dtype),
     ),
 )
 def test_top_k_of_blocks_is_that_of_what_they_hold(

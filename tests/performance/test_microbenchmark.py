@@ -68,7 +68,7 @@ def ring_bytes(cost: GroupCost, numel: int, n: int) -> float:
     return sum(factors[part.operation](part.calls) * part.nbytes(numel) for part in cost.traffic)
 
 
-@pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks"])
+@pytest.mark.parametrize("ranks", [pytest.param("two_ranks", marks=pytest.mark.thorough), "three_ranks"])
 def test_microbenchmarks_count_what_the_pipeline_sends(request: pytest.FixtureRequest, ranks: str) -> None:
     run: Ranks = request.getfixturevalue(ranks)
     results = run(counted, list(SPARSIFIERS))

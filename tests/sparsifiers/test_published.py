@@ -49,7 +49,7 @@ RUNS: dict[str, tuple[ls.Sparsifier, Callable[[Iterator[np.ndarray]], list[Refer
     [
         *covering(itertools.product(["exdyna", "micro"], [4, 2], ["layered", "flat"], [np.float64, np.float32])),
         ("exdyna-loose", 2, "layered", np.float32),
-        ("exdyna-loose", 4, "layered", np.float64),
+        pytest.param("exdyna-loose", 4, "layered", np.float64, marks=pytest.mark.thorough),
     ],
 )
 def test_every_decision_of_300_steps_is_that_of_the_reference(name: str, n: int, scales: str, dtype: type) -> None:

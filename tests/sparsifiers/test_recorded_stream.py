@@ -73,7 +73,7 @@ def test_exclusive_methods_hold_their_density_and_are_better_balanced_than_as_pu
         assert ratios <= before
 
 
-@pytest.mark.parametrize("density", [0.01, 0.001])
+@pytest.mark.parametrize("density", [0.01, pytest.param(0.001, marks=pytest.mark.thorough)])
 def test_shared_picks_stay_below_k_with_constant_messages(density: float) -> None:
     k = int(density * stream("digits")[0].shape[1]) // N * N
     steps = follow("digits", ls.SharedTopK(), density)
@@ -82,7 +82,7 @@ def test_shared_picks_stay_below_k_with_constant_messages(density: float) -> Non
     assert len({tuple(step.bytes_sent.tolist()) for step in steps}) == 1
 
 
-@pytest.mark.parametrize("density", [0.01, 0.001])
+@pytest.mark.parametrize("density", [0.01, pytest.param(0.001, marks=pytest.mark.thorough)])
 def test_union_topk_fills_what_shared_picks_leave_empty_and_never_exceeds_k(density: float) -> None:
     k = int(density * stream("digits")[0].shape[1])
     shared, filled = (follow("digits", sparsifier, density) for sparsifier in (ls.SharedTopK(), ls.UnionTopK()))

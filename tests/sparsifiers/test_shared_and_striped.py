@@ -12,7 +12,7 @@ import lightning_sparse as ls
 from lightning_sparse.core import Context
 from lightning_sparse.kernels import host
 from lightning_sparse.sparsifiers.striped_topk import even_shares
-from tests.covering import in_one_test
+from tests.covering import covering, in_one_test
 
 
 def stream(steps: int, n: int, numel: int, seed: int = 0) -> torch.Tensor:
@@ -54,7 +54,10 @@ def test_shared_picks_need_the_values_of_all_ranks() -> None:
         ls.simulate(stream(1, 2, 10), sparsifier="shared_topk", density=0.5, exchange="gather_pairs")
 
 
-@in_one_test("n, numel, density", product([1, 2, 3, 4, 8], [1, 2, 7, 255, 256, 257, 10_000], [0.001, 0.01, 0.3, 1.0]))
+@in_one_test(
+    "n, numel, density",
+    covering(product([1, 2, 3, 4, 8], [1, 2, 7, 255, 256, 257, 10_000], [0.001, 0.01, 0.3, 1.0])),
+)
 def test_striped_density_is_exact_for_any_size(n: int, numel: int, density: float) -> None:
     k = max(1, int(density * numel))
     for step in ls.simulate(stream(4, n, numel), sparsifier="striped_topk", density=density):

@@ -272,9 +272,9 @@ def test_one_stage_is_all_where_the_first_ratio_is_not_above_the_density() -> No
     assert eta == pytest.approx(float(x.abs().mean()) * -math.log(0.3), rel=1e-9)
 
 
-@pytest.mark.parametrize("density", [0.2, 0.02])
-@pytest.mark.parametrize("variant", ["corrected", "published"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "variant", "density"), covering(product(METHODS, ["corrected", "published"], [0.2, 0.02]))
+)
 def test_every_step_is_that_of_the_reference(name: str, variant: str, density: float) -> None:
     # Ranks of different nature, so that their stages part; zeros; a change of scale.
     generator = np.random.default_rng(3)

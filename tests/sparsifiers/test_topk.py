@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
 
 import lightning_sparse as ls
+from tests.covering import covering
 from tests.reference.partitioned import reference_top_k
 
 RELEASES = {"own": "gather_pairs", "union": "reduce_union"}
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("release", RELEASES)
-@pytest.mark.parametrize(("n", "numel", "density"), [(1, 500, 0.05), (2, 500, 0.05), (4, 333, 0.02), (3, 50, 0.5)])
-@pytest.mark.parametrize("grain", [0, 4], ids=["distinct", "ties"])
+@pytest.mark.parametrize(
+    ("group", "release", "dtype", "grain"),
+    covering(
+        product(
+            [(2, 500, 0.05), (4, 333, 0.02), (3, 50, 0.5), (1, 500, 0.05)],
+            RELEASES,
+            [np.float32, np.float64],
+            [0, 4],
+        )
+    ),
+)
 def test_every_step_is_that_of_the_reference(
-    n: int, numel: int, density: float, release: str, dtype: type, grain: int
+    group: tuple[int, int, float], release: str, dtype: type, grain: int
 ) -> None:
+    n, numel, density = group
     stream = np.random.default_rng(n).laplace(size=(25, n, numel))
     if grain:
         stream = np.round(stream * grain) / grain  # many equal magnitudes: the lower coordinate goes first

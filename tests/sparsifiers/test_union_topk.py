@@ -123,7 +123,10 @@ def test_one_coordinate_that_dwarfs_all_others_takes_no_more_than_its_place() ->
     assert len({j for step in steps for j in step.indices.tolist()}) > 120  # of 180 that could be sent
 
 
-@pytest.mark.parametrize(("n", "numel", "density"), [(2, 2000, 0.02), (4, 5000, 0.02), (3, 301, 0.6), (8, 400, 0.01)])
+@pytest.mark.parametrize(
+    ("n", "numel", "density"),
+    [(2, 2000, 0.02), (3, 301, 0.6), (8, 400, 0.01), pytest.param(4, 5000, 0.02, marks=pytest.mark.thorough)],
+)
 def test_picks_are_those_of_the_rule(n: int, numel: int, density: float) -> None:
     stream = alike(140, n, numel, 0.3).double()
     stream[:, :, ::50] *= 4
