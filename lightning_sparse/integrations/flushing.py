@@ -45,7 +45,7 @@ class FlushResidualMixin:
             )
         self.every_n_epochs = every_n_epochs
         self._rates: dict[int, list[Any]] = {}
-        self._flushed: list[int] = []
+        self._flushed: list[tuple[int, int]] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Say so if there is nothing to flush."""
@@ -81,11 +81,11 @@ class FlushResidualMixin:
         return at_the_end or (self.every_n_epochs is not None and epochs % self.every_n_epochs == 0)
 
     def _flush(self, trainer: Any) -> None:
-        steps = [engine.step for engine in engines_of(trainer.strategy)]
-        if steps != self._flushed:  # else nothing was exchanged since, and nothing is left
+        now = [(engine.step, engine.loads) for engine in engines_of(trainer.strategy)]
+        if now != self._flushed:  # else nothing was exchanged or loaded since, and nothing is left
             with self._latest_rates(trainer.optimizers):
                 flush(trainer)
-            self._flushed = steps
+            self._flushed = now
 
     @contextmanager
     def _latest_rates(self, optimizers: list[Any]) -> Iterator[None]:

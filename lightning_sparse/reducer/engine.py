@@ -95,6 +95,8 @@ class Engine:
         self._record, self._skipped = self._reducer.record, self._reducer.skipped
         self._chosen_memory = settings.memory
         self._told: set[str] = set()
+        self.loads = 0
+        """How many states were loaded."""
         try:
             with self._reducer.on_stream.between_steps():
                 groups = [self._reducer.form(group) for group in plan]
@@ -602,6 +604,7 @@ class Engine:
         self._reducer.rates.load(state["rates"], state.get("surplus", {}))
         self._reducer.adopt(draft.groups, counts)
         self._parked = parked(state, self.frozen)
+        self.loads += 1
         self._reducer.on_stream.synchronize()
         return draft.misfits
 

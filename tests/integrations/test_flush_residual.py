@@ -122,6 +122,42 @@ def test_the_last_checkpoint_contains_everything(two_ranks: Ranks, tmp_path: Pat
     assert torch.equal(after, other)
 
 
+def fit_and_go_back(folder: str, after: bool) -> tuple[Tensor, Tensor, int]:
+    """A state of the last step, from before the flush or after it, is loaded when the epoch ends."""
+
+    class Back(importlib.import_module(PACKAGES[0]).Callback):  # type: ignore[misc]
+        kept: Any = None
+
+        def keep(self, trainer: Any, module: Any) -> None:
+            self.kept = trainer.strategy.engine.state_dict(), {n: v.clone() for n, v in module.state_dict().items()}
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            self.keep(trainer, module)  # before the flush
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            if after:
+                self.keep(trainer, module)
+            state, weights = self.kept
+            assert trainer.strategy.engine.load_state_dict(state) == []
+            module.load_state_dict(weights)
+
+    run = Fit(PACKAGES[0], {}, [Back()], max_epochs=1, default_root_dir=folder)
+    return run.parameters, run.held, run.flushes
+
+
+def test_what_is_there_again_after_a_state_was_loaded_is_flushed_once_more(two_ranks: Ranks, tmp_path: Path) -> None:
+    runs = [two_ranks(fit_and_go_back, str(tmp_path / str(after)), after)[0] for after in (False, True)]
+    straight = two_ranks(fit_every_parameter, PACKAGES[0])[0]
+    for parameters, residual, flushes in runs:
+        assert not residual.any()
+        assert torch.equal(parameters, straight)  # and nothing is applied twice
+        assert flushes == 2
+
+
+def fit_every_parameter(package: str) -> Tensor:
+    return Fit(package, {}, max_epochs=1).parameters
+
+
 def fit_every(package: str, every: int | None, epochs: int) -> list[bool]:
     run = Fit(package, {"every_n_epochs": every}, max_epochs=epochs)
     assert not run.held.any()
