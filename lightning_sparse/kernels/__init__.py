@@ -54,7 +54,10 @@ def accumulate_(
     if candidates is None or decay != 1 or static_shapes(acc.device):
         lengths = [len(run) for run in runs]
         for run, kept, target in zip(runs, torch.split(residual, lengths), torch.split(acc, lengths), strict=True):
-            torch.add(run, kept, alpha=decay, out=target)
+            if decay == 1:
+                torch.add(run, kept, out=target)
+            else:  # each rounded by itself, as kernels do; alpha= may round once
+                torch.mul(kept, decay, out=target).add_(run)
     else:
         candidates.note(acc, runs, *host.accumulate(acc, residual, runs, candidates.bound))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,26 +13,40 @@ from lightning_sparse.core import Context, GroupState
 from lightning_sparse.pipeline import commit_group, exchange_group, init_group
 from tests.lockstep import strict
 
-PARTS = {"memory": ls.Residual(), "sparsifier": ls.UnionTopK(), "exchange": ls.EXCHANGES.resolve("packed_union")}
+PARTS: dict[str, Any] = {
+    "memory": ls.Residual(),
+    "sparsifier": ls.UnionTopK(),
+    "exchange": ls.EXCHANGES.resolve("packed_union"),
+}
 VOID = 1
 """Which step counts for nothing."""
 
 
-def groups(n: int, numel: int, density: float, dtype: torch.dtype, device: str = "cpu") -> list[GroupState]:
+def groups(
+    n: int, numel: int, density: float, dtype: torch.dtype, device: str = "cpu", memory: ls.Memory = PARTS["memory"]
+) -> list[GroupState]:
     return [
         init_group(
             numel, dtype, torch.device(device), Context(0, density, rank, n),
-            memory=PARTS["memory"], sparsifier=PARTS["sparsifier"],
+            memory=memory, sparsifier=PARTS["sparsifier"],
         )
         for rank in range(n)
     ]  # fmt: skip
 
 
 def walk(
-    n: int, numel: int, density: float, dtype: torch.dtype, scaled: bool, device: str = "cpu", count: int = 3
+    n: int,
+    numel: int,
+    density: float,
+    dtype: torch.dtype,
+    scaled: bool,
+    device: str = "cpu",
+    count: int = 3,
+    decay: float = 1.0,
 ) -> list[list[Tensor]]:
     """Everything that a few steps leave behind, one of them void; ranks agree on half of what is large."""
-    states, left = groups(n, numel, density, dtype, device), []
+    parts = PARTS | {"memory": ls.Residual(decay)}
+    states, left = groups(n, numel, density, dtype, device, parts["memory"]), []
     scale = torch.full((), 1024.0, device=device) if scaled else None
     for step in range(count):
         generator = torch.Generator().manual_seed(step)
@@ -41,14 +57,14 @@ def walk(
         grads = [grad.to(device, copy=True) for grad in grads]
         ctx = Context(step, density, 0, n)
         steps = [
-            strict(exchange_group(grads[rank], states[rank], ctx._replace(rank=rank), **PARTS, scale=scale))
+            strict(exchange_group(grads[rank], states[rank], ctx._replace(rank=rank), **parts, scale=scale))
             for rank in range(n)
         ]
         done = drive_ranks(steps)
         voids = [void for _, _, void in done]
         assert [bool(void) for void in voids] == [step == VOID] * n
         states = [
-            commit_group(before, after, void, PARTS["memory"])
+            commit_group(before, after, void, parts["memory"])
             for before, (after, _, void) in zip(states, done, strict=True)
         ]
         for grad, state, (_, statistics, _) in zip(grads, states, done, strict=True):

@@ -33,23 +33,26 @@ thorough = pytest.mark.thorough
 
 
 @pytest.mark.parametrize(
-    ("n", "numel", "density", "dtype", "scaled"),
+    ("n", "numel", "density", "dtype", "scaled", "decay"),
     [
-        (2, 900, 0.05, torch.float32, False),
-        pytest.param(3, 2600, 0.05, torch.float32, False, marks=thorough),
-        pytest.param(2, 1000, 0.004, torch.float16, True, marks=thorough),  # coordinates travel as they are
-        pytest.param(5, 4000, 0.3, torch.float32, True, marks=thorough),
-        pytest.param(2, 66_000, 0.01, torch.float32, False, marks=[thorough, pytest.mark.timeout(900)]),  # two blocks
+        (2, 900, 0.05, torch.float32, False, 1.0),
+        (2, 400, 0.05, torch.bfloat16, False, 0.9),
+        pytest.param(3, 2600, 0.05, torch.float32, False, 0.7, marks=thorough),
+        pytest.param(2, 1000, 0.004, torch.float16, True, 1.0, marks=thorough),  # coordinates travel as they are
+        pytest.param(5, 4000, 0.3, torch.float32, True, 1.0, marks=thorough),
+        pytest.param(
+            2, 66_000, 0.01, torch.float32, False, 1.0, marks=[thorough, pytest.mark.timeout(900)]
+        ),  # two blocks
     ],
 )
 def test_the_whole_step_equals_that_of_torch(
-    n: int, numel: int, density: float, dtype: torch.dtype, scaled: bool
+    n: int, numel: int, density: float, dtype: torch.dtype, scaled: bool, decay: float
 ) -> None:
     with static_path():
-        expected = walk(n, numel, density, dtype, scaled)
+        expected = walk(n, numel, density, dtype, scaled, decay=decay)
     with in_triton() as chosen, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused, "_rehearse", lambda *_: None)  # it has a test of its own
-        found = walk(n, numel, density, dtype, scaled)
+        found = walk(n, numel, density, dtype, scaled, decay=decay)
         assert chosen.trouble is None
         assert {what[0] for what in chosen._tried if isinstance(what, tuple)} >= {dtype}
     for ours, theirs in zip(found, expected, strict=True):
