@@ -215,6 +215,6 @@ def _draw_dots(panel: Axes, rows: list[recorded.Row], name: str, axis: Axis) -> 
 def _value(row: recorded.Row, name: str) -> float:
     value = getattr(row, name)
     if value is None:
-        return float(row.steps)
+        return float(row.steps) if row.steps >= recorded.STAY else float("nan")  # which is too short to tell
     # Nothing at all has no place on a logarithmic axis.
     return float("nan") if AXES[name].scale == "log" and value <= 0 else float(value)

@@ -158,6 +158,18 @@ def test_the_open_loops_figures(drawn: dict[str, Figure], tmp_path: Path) -> Non
     assert [list(x) for x in intervals if list(x) != [1.0, 1.0]] == [[0.5, 2.0]] * 6
 
 
+def test_of_runs_that_are_too_short_to_tell_nothing_is_said_to_be_never(
+    drawn: dict[str, Figure], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "AXES", {"steps_to_target": figures.AXES["steps_to_target"]})
+    rows = [
+        row("digits", 4, 0.1, name, steps_to_target=None)._replace(steps=n) for name, n in (("topk", 9), ("micro", 10))
+    ]
+    figures.simulate_figures(rows, tmp_path)
+    [line] = [one for one in drawn["simulate_steps_to_target"].axes[0].get_lines() if len(one.get_xdata()) == 2]
+    assert repr([float(x) for x in line.get_xdata()]) == "[nan, 10.0]"
+
+
 @pytest.mark.parametrize("sent", [[0.0, 0.0], [950.0, 1050.0], [3.0, 7e6], [100.0, 700.0]])
 def test_logarithmic_axes_always_have_some_numbers(
     drawn: dict[str, Figure], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: list[float]
