@@ -13,7 +13,6 @@ networks notice. What is sparsified is in the table, adapters and nothing else:
 
      group    parameters  coordinates  density now  k now  exchange     dense MB
      bucket0          24       49,152         0.01    491  PackedUnion     0.197
-    error feedback: 0.983 MB on each rank, 20 bytes a coordinate
 
 Where adapters of a large model are large, too, `lightning-sparse advise` says whether it pays.
 """

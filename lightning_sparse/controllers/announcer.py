@@ -38,7 +38,7 @@ def at_start(engine: Engine) -> str:
     )
 
 
-def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int) -> str:
+def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int, before: int) -> str:
     """What was sent, and what that cost.
 
     Args:
@@ -46,6 +46,7 @@ def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int
         totals: as :meth:`Totals.state_dict <lightning_sparse.clock.Totals.state_dict>`, of these steps.
         steps: that counted.
         skipped: that did not.
+        before: steps that counted before these, in an earlier fit or up to a checkpoint.
     """
     sent, dense = totals["sent_bytes"], totals["dense_bytes"]
     times = f", {dense / sent:.3g} times as much" if sent else ""
@@ -55,7 +56,8 @@ def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int
     waited = f"Backward waited {totals['exposed_seconds']:.3g} s of {totals['seconds']:.3g} s for the exchange."
     void = f"{skipped} step{'s' if skipped > 1 else ''}" if skipped else "No step"
     were = f"{void} {'were' if skipped > 1 else 'was'} skipped because of gradients that were not finite."
-    return f"sparse_ddp: in {steps + skipped:,} steps {traffic}. {waited} {were}"
+    since = f" after the first {before:,}" if before else ""
+    return f"sparse_ddp: in {steps + skipped:,} steps{since} {traffic}. {waited} {were}"
 
 
 def amount(nbytes: float) -> str:
@@ -98,4 +100,4 @@ class Announcer:
         steps, skipped = known.step - self._steps, known.void - self._skipped
         if steps + skipped:
             now = engine.totals.state_dict()
-            say(at_end(engine, {name: now[name] - self._before[name] for name in now}, steps, skipped))
+            say(at_end(engine, {name: now[name] - self._before[name] for name in now}, steps, skipped, self._steps))

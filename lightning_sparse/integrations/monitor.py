@@ -13,7 +13,7 @@ from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.gradients import LocalGradients, trained_parameters
 from lightning_sparse.integrations.loggers import define_axes, log_settings, log_table
-from lightning_sparse.integrations.plan_table import plan_table, print_plan
+from lightning_sparse.integrations.plan_table import LONGEST, plan_table
 from lightning_sparse.integrations.timing import engine_of, is_logging_step, loss_scale
 from lightning_sparse.metrics import summarize, totals_of
 from lightning_sparse.reducer import Engine
@@ -101,7 +101,7 @@ class SparsityMonitorMixin:
             return
         self._logged_step, self._plan = engine.step, []
         if self.table and trainer.is_global_zero:
-            print_plan(engine)
+            plan_table(engine, LONGEST).show()
         self.log_plan(trainer, engine)
 
     def log_plan(self, trainer: Any, engine: Engine) -> None:

@@ -21,9 +21,7 @@ def plan_table(engine: Engine, longest: int | None = None) -> Table:
     """
     settings, n = engine.settings, engine.comm.world_size
     density = settings.density(engine.step)
-    title = f"sparse_ddp: {settings.sparsifier}, {settings.density}, {settings.memory}, " + (
-        f"{n} ranks" if n > 1 else "1 rank: nothing is sent"
-    )
+    title = f"sparse_ddp: groups at {settings.density}"
     header = ["group", "parameters", "coordinates", "density now", "k now", "exchange", "dense MB"]
     rows = []
     listed = engine.plan[:longest]
@@ -44,16 +42,3 @@ def plan_table(engine: Engine, longest: int | None = None) -> Table:
     if rest := engine.plan[len(listed) :]:
         rows.append([f"{len(rest)} more", "", f"{sum(g.numel for g in rest):,}", "", "", "", ""])
     return Table(title, header, rows, left=(0, 5))
-
-
-def print_plan(engine: Engine) -> None:
-    """Print the groups, what error feedback keeps, and what stays dense; plain text where rich is missing."""
-    plan_table(engine, LONGEST).show()
-    rules = engine.settings.rules
-    if numel := sum(group.numel for group in engine.plan if not group.dense):
-        kept = engine.memory_bytes
-        print(f"error feedback: {kept / MB:.3g} MB on each rank, {kept / numel:.2g} bytes a coordinate", flush=True)
-    if dense := [p for group in engine.plan if group.dense for p in group.parameters]:
-        numel, all_numel = sum(p.numel for p in dense), sum(group.numel for group in engine.plan)
-        share = f"{len(dense)} parameters, {numel:,} coordinates ({100 * numel / all_numel:.2g} %)"
-        print(f"dense: {share}" + (f": {rules.reasons()}" if rules.reasons() else ""), flush=True)

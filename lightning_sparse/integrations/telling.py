@@ -63,7 +63,8 @@ class Telling:
         if steps + skipped and self._trainer.is_global_zero:
             if self._watched:
                 self._log(now)
-            say(at_end(engine, {name: now[name] - before[name] for name in now}, steps, skipped))
+            of_these = {name: now[name] - before[name] for name in now}
+            say(at_end(engine, of_these, steps, skipped, self._steps))
 
     @property
     def _watched(self) -> bool:

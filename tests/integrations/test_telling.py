@@ -146,7 +146,7 @@ def test_that_steps_of_adam_are_taken_is_said_once(two_ranks: Ranks) -> None:
     assert [len(lines) for lines in two_ranks(attached_with_adam)] == [1, 0], "rank zero alone, and not above INFO"
 
 
-def totals_of_resumed_runs(folder: str) -> tuple[list[float], list[float], list[float]]:
+def totals_of_resumed_runs(folder: str) -> tuple[list[float], list[float], list[float], list[str]]:
     def run(max_epochs: int, load: str | None, trainer: Any = None) -> Any:
         trainer = trainer or make_trainer("pytorch_lightning", strategy="sparse_ddp_topk", max_epochs=max_epochs)
         with warnings.catch_warnings():
@@ -164,12 +164,17 @@ def totals_of_resumed_runs(folder: str) -> tuple[list[float], list[float], list[
         "pytorch_lightning", strategy="sparse_ddp_topk", max_epochs=1, callbacks=[saving], enable_checkpointing=True
     )
     run(1, None, half)
-    resumed = run(2, f"{folder}/one.ckpt")
-    return totals(whole), totals(half), totals(resumed)
+    with Lines() as lines:
+        resumed = run(2, f"{folder}/one.ckpt")
+    return totals(whole), totals(half), totals(resumed), [line.split(" MB;")[0] for line in lines[1:]]
 
 
-def test_totals_go_on_where_a_checkpoint_was(two_ranks: Ranks, tmp_path: Path) -> None:
-    for whole, half, resumed in two_ranks(totals_of_resumed_runs, str(tmp_path)):
+def test_totals_go_on_where_a_checkpoint_was_and_the_last_line_counts_from_there(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    for rank, (whole, half, resumed, said) in enumerate(two_ranks(totals_of_resumed_runs, str(tmp_path))):
+        sent = half[0] / 1e6
+        assert said == [f"sparse_ddp: in 6 steps after the first 6 each rank sent {sent:.3g}"][rank:]
         assert resumed[:2] == whole[:2] == [2 * half[0], 2 * half[1]]
         assert resumed[2] > half[2] > 0
 
