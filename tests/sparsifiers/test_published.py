@@ -47,7 +47,9 @@ RUNS: dict[str, tuple[ls.Sparsifier, Callable[[Iterator[np.ndarray]], list[Refer
 @pytest.mark.parametrize(
     ("name", "n", "scales", "dtype"),
     [
-        *covering(itertools.product(["exdyna", "micro"], [4, 2], ["layered", "flat"], [np.float64, np.float32])),
+        *covering(
+            itertools.product(["exdyna", "micro"], [4, 2], ["layered", "flat"], [np.float64, np.float32]), together=1
+        ),
         ("exdyna-loose", 2, "layered", np.float32),
         pytest.param("exdyna-loose", 4, "layered", np.float64, marks=pytest.mark.thorough),
     ],
