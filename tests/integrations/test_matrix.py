@@ -201,14 +201,7 @@ CELLS = [
 ]
 
 
-# Of precisions, those that a scaler or a second copy of the weights goes with meet all behaviours.
-@pytest.mark.parametrize(
-    ("behaviour", "precision", "sparsifier", "density"),
-    covering(
-        CELLS,
-        seen_as=lambda b, p, s, d: (b, p if p in ("16-mixed", "bf16-true") else "wide", (p, s), d),
-    ),
-)
+@pytest.mark.parametrize(("behaviour", "precision", "sparsifier", "density"), covering(CELLS))
 def test_full_density_trains_like_ddp_and_nothing_is_lost_below(
     two_ranks: Ranks, behaviour: str, precision: str, sparsifier: str, density: float
 ) -> None:
