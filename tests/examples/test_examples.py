@@ -199,8 +199,8 @@ def test_the_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = nbformat.read(EXAMPLES / "simulate.ipynb", 4)
     assert pictures(notebook) == 3  # for those who only look at it
     [setting] = [cell for cell in notebook.cells if "STEPS, DENSITY" in cell.source]
-    setting.source = setting.source.replace("= 4, 300, ", "= 4, 6, ")
-    assert " 6, " in setting.source
+    setting.source = setting.source.replace("= 4, 300, ", "= 4, 15, ")
+    assert " 15, " in setting.source
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
