@@ -9,13 +9,18 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
+from machine import in_words
 from rich.console import Console
 from rich.table import Table
 
 GROUPINGS = ("layer", "bucket", "merge_below", "model", "optimal_merge")
+ALONE = ("compute", "noop")
+"""Variants that exchange nothing and train each rank by itself."""
+MOST_OVER_COMPUTE, MOST_OVER_DENSE = 1.2, 1.03
+"""What a sparse step may take of one without any exchange, and one with a fallback to dense of plain DDP's."""
 TIMES = ("step_ms", "select_ms", "exchange_ms", "exposed_ms")
 Result = dict[str, Any]
-"""What a launch measured: job, parameters, groups of each variant, records, memory."""
+"""What a launch measured: job, machine, parameters, groups of each variant, records, memory."""
 
 
 class Ratio(NamedTuple):
@@ -144,27 +149,50 @@ def advice_rows(result: Result) -> list[Row]:
 def hooks_rows(result: Result) -> list[Row]:
     """`sparse_ddp` and DDP's hooks, beside no exchange and the dense one."""
     rounds = Rounds(result)
-    last = min(max(r["number"] for r in rounds.records if r["variant"] == name) for name in rounds.variants)
+    last = min(
+        (max(r["number"] for r in rounds.records if r["variant"] == name) for name in rounds.variants), default=0
+    )
     rows: list[Row] = []
     for name in rounds.variants:
         own = [r for r in rounds.records if r["variant"] == name]
         received = median(r["received"] for r in own)
         row: Row = {"variant": name, "groups": result["groups"][name], "step ms": rounds.median(name, "step_ms")}
-        if name != "compute":
-            row["step / compute"] = rounds.steps(name, "compute")
-        if name != "dense":
-            row["step / dense"] = rounds.steps(name, "dense")
+        for other in ("compute", "dense"):
+            if other in rounds.variants and name not in ("compute", other):
+                row[f"step / {other}"] = rounds.steps(name, other)
         row["cpu ms"] = rounds.median(name, "cpu_ms")
         row["MB received"] = f"{received / 1e6:.3f}"
-        if name != "compute":
+        if name not in ALONE and "dense" in rounds.variants:
             dense = median(r["received"] for r in rounds.records if r["variant"] == "dense")
             row["dense / received"] = f"{dense / received:.1f}"
         if all("bytes_sent" in r for r in own):
             row["sent / logged"] = f"{median(r['sent'] / r['bytes_sent'] for r in own):.2f}"
-        if name != "compute":
-            row[f"loss at step {last}"] = f"{next(r['loss'] for r in own if r['number'] == last):.3f}"
+        at_last = [r["loss"] for r in own if r["number"] == last]
+        if name not in ALONE and at_last:  # a fallback has taken more steps by then, before it is timed
+            row[f"loss at step {last}"] = f"{at_last[0]:.3f}"
+        row["loses to"] = ", ".join(losses(rounds, name))
+        if name in result.get("direct", {}) and name.startswith("fallback"):
+            row["goes on"] = "dense" if result["direct"][name] else "sparse"
         rows.append(row)
     return rows
+
+
+def losses(rounds: Rounds, name: str) -> list[str]:
+    """What a sparse variant is slower than: plain DDP, its hooks, and no exchange at all with a fifth on top.
+
+    A fallback to dense may be 3 % slower than plain DDP. Other variants are held against plain DDP only.
+    """
+    allowed = {"dense": MOST_OVER_DENSE if name.startswith("fallback") else 1.0}
+    if name.startswith("sparse"):
+        hooks = [other for other in rounds.variants if other.split()[0] in ("fp16", "powersgd")]
+        allowed |= {"compute": MOST_OVER_COMPUTE} | dict.fromkeys(hooks, 1.0)
+    if name in ALONE:
+        return []
+    found = []
+    for other, most in allowed.items():
+        if other != name and other in rounds.variants and rounds.steps(name, other).middle > most:
+            found.append(other if most == 1 else f"{most:g} x {other}")
+    return found
 
 
 ROWS: dict[str, Callable[[Result], list[Row]]] = {
@@ -180,13 +208,13 @@ def show(results: list[Result], csv_path: Path | None) -> None:
     console = Console(width=165)
     flat: list[Row] = []
     for result in results:
-        job = result["job"]
+        job, machine = result["job"], result.get("machine", {})
         rows = ROWS[job["part"]](result)
         headings = list(dict.fromkeys(key for row in rows for key in row))
         rounds = 1 + max((record["round"] for record in result["records"]), default=-1)
         table = Table(
             title=f"{job['part']}: {job['model']}, {result['parameters']:,} parameters, {job['mbit']} Mbit/s; "
-            f"{job['ranks']} ranks on {os.cpu_count()} cores, gloo, density {job['density']:g}",
+            f"{job['ranks']} ranks on {machine.get('cores', os.cpu_count())} cores, gloo, density {job['density']:g}",
             caption=f"{rounds} rounds{'' if result['finished'] else ', interrupted'}, up to {result['memory_mib']} MiB "
             "a rank; times: medians; ratios: medians (quartiles) of paired rounds, below 1 is faster",
         )
@@ -195,11 +223,12 @@ def show(results: list[Result], csv_path: Path | None) -> None:
             table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=wide)
         for row in rows:
             table.add_row(*(text(heading, row.get(heading)) for heading in headings))
-            settings = {key: job[key] for key in ("part", "model", "mbit", "density", "rounds")}
-            flat.append({**settings, "parameters": result["parameters"]})
+            settings = {key: job[key] for key in ("part", "model", "mbit", "ranks", "density", "rounds")}
+            flat.append({**settings, "parameters": result["parameters"], **machine})
             for heading, value in row.items():
                 flat[-1] |= spread(heading, value)
         console.print(table)
+        print(in_words(machine))
     if csv_path and flat:
         with csv_path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in flat for key in row)))
@@ -209,7 +238,8 @@ def show(results: list[Result], csv_path: Path | None) -> None:
 
 def text(heading: str, value: Any) -> str:
     if isinstance(value, Ratio):
-        return f"{value}{' slower' if heading.startswith('step') and value.middle > 1 else ''}"
+        slower = heading.startswith("step") and heading != "step / compute" and value.middle > 1
+        return f"{value}{' slower' if slower else ''}"
     return "" if value is None else f"{value:.1f}" if isinstance(value, float) else str(value)
 
 

@@ -7,9 +7,10 @@ random data, with gloo.
 
 Parts, each for every model and rate:
 
-- hooks: `sparse_ddp` as it comes at densities 0.01 and 0.001, DDP's hook fp16 (it refuses bf16 on gloo) and PowerSGD
-  of rank 1, 2 and 4, in one bucket, which gloo needs; bytes on the cable, processor time and training loss, too. All
-  variants stay and go on training, each on the same few batches; `--variants` leaves some out, where memory is short.
+- hooks: `sparse_ddp` as it comes at densities 0.01 and 0.001, and from 1 Gbit/s on with `fallback="dense"`; DDP's hook
+  fp16 (it refuses bf16 on gloo) and PowerSGD of rank 1, 2 and 4; bytes on the cable, processor time and training loss,
+  too. All variants stay and go on training, each on the same few batches. They take a vector of the model's size or
+  more each: where the ranks' memory would not suffice, the part is refused, and `--variants` chooses from it.
 - overlap: every sparsifier with buckets of 25 MiB and with layers merged below 8192 coordinates, executors inline and
   thread. How much of the time for selection and exchange does backward still wait for?
 - plans: one sparsifier on the communication thread with different groupings: layer, bucket, merge_below, model, and
@@ -21,10 +22,10 @@ Parts, each for every model and rate:
 All parts also measure `dense` (plain DDP, which overlaps its all-reduce with backward) and `compute` (`no_sync`, no
 exchange at all). All variants of a model, rate and part (of overlap: of a grouping, too) run in the same processes and
 take turns of some steps, in an order that is reversed from round to round; a variant is made for its turn and is gone
-after it, so that each has the machine's memory for itself. All ranks start a step together; a step's
-time is the slowest rank's; `select_ms`, `exchange_ms` and `exposed_ms` are the library's, means over ranks. `dense` is
-slow and takes part in some rounds only; other rounds are paired with the nearest of these. Ratios are medians of
-paired rounds, with quartiles, below 1 is faster.
+after it (not in the part hooks), so that each has the machine's memory for itself. All ranks start a step together; a
+step's time is the slowest rank's; `select_ms`, `exchange_ms` and `exposed_ms` are the library's, means over ranks.
+`dense` is slow and takes part in some rounds only (in hooks: in all, with fewer steps below 1 Gbit/s); other rounds are
+paired with the nearest of these. Ratios are medians of paired rounds, with quartiles, below 1 is faster.
 
 Held fixed: model, batch, SGD, one compute thread per rank; messages of each group travel by themselves, but in the part
 messages, and in the part advice, where they travel as predicted. DDP's buckets are of 25 MiB after a first one of
@@ -32,11 +33,26 @@ messages, and in the part advice, where they travel as predicted. DDP's buckets 
 the plans other than bucket. The latency of the virtual cables is far below a real network's, and the ranks share the
 cores of one machine: what this shows is bandwidth.
 
+What the part hooks compares, and where it favours whom:
+
+- `compute` lacks more than the exchange: without synchronisation DDP copies no gradients into its buckets and back,
+  which all other variants do. `noop`, a hook that gives every bucket back as it came, is DDP with an exchange that
+  costs nothing. Gradients, zero_grad (to None) and the optimizer are the same in all; `compute` trains each rank alone.
+- `gradient_as_bucket_view` is False, the default of DDP and of both of Lightning's strategies; True saves dense DDP and
+  its hooks two copies.
+- PowerSGD is registered as its documentation says (error feedback, warm start), but compresses from its third step on,
+  not from the 1000th. It is given one bucket, because gloo needs one order of messages on all ranks: it begins when
+  backward has ended, which favours all others where backward leaves room for an exchange.
+- `sparse_ddp` has what the strategy sets: small deliveries, a communication thread, watchdogs, skipping of void steps.
+  Its fallback has compared both before it is timed.
+- Lightning itself uses no hook of DDP on CPUs: there, a user's choice is between `dense` and `sparse`.
+
 Needs root (network namespaces) and the commands ip and tc; says so and ends with 0 otherwise. Namespaces are removed at
-the end whatever happens. Results are kept in the folder `--out` after every round; `--tables` prints them again.
+the end whatever happens. Results are kept in the folder `--out` after every round, with machine and versions;
+`--tables` prints them again. The part hooks also draws hooks_time.svg and hooks_loss.svg there.
 
     sudo python benchmarks/shaped_links.py
-    sudo python benchmarks/shaped_links.py --parts hooks --models lstm vgg gpt --mbit 100 1000 10000
+    sudo python benchmarks/shaped_links.py --parts hooks --models lstm vgg gpt --mbit 100 1000 10000 --ranks 2 4 8
     sudo python benchmarks/shaped_links.py --parts plans --models vgg --mbit 100 --rounds 20 --csv plans.csv
     sudo python benchmarks/shaped_links.py --ranks 2 --parts overlap --models mlp --mbit 100 1000 10000
     python benchmarks/shaped_links.py --tables --out shaped_links
@@ -49,13 +65,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import torch
+from hooks_figure import draw
 from links import MOST, launch, limit, network, stop, why_not
+from machine import memory
+from models14m import MODELS
 from paired import ROWS, show
-
-from lightning_sparse.kernels import native
+from shaped_rank import SLOW, hook_specs
 
 RANK = Path(__file__).with_name("shaped_rank.py")
+PROCESS = 700 << 20
+"""Bytes of a rank's process beside its variants: code, activations, gradients of the one whose turn it is."""
+VECTORS = {"compute": 2, "noop": 2, "dense": 2, "fp16": 2, "powersgd": 4, "sparse": 5, "fallback": 5}
+"""Of the model's size that a variant keeps: parameters, buckets, error feedback; optimizers apart."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -65,9 +89,10 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--parts", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--models", nargs="+", choices=["lstm", "vgg", "gpt", "mlp"], default=["lstm", "vgg"])
-    parser.add_argument("--ranks", type=int, default=4, help=f"at most {MOST} (default: 4)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4], help=f"numbers of them, to {MOST} (default: 4)")
     parser.add_argument("--mbit", type=int, nargs="+", default=[100, 1000], help="link rates (default: 100 1000)")
-    parser.add_argument("--variants", nargs="+", help="of the part hooks, and not all of them")
+    named = [spec.name for spec in hook_specs(1.0, SLOW)]
+    parser.add_argument("--variants", nargs="+", choices=named, metavar="NAME", help=f"of hooks: {', '.join(named)}")
     parser.add_argument("--sparsifiers", nargs="+", default=["topk", "exdyna", "shared_topk", "union_topk"])
     parser.add_argument("--sparsifier", default="topk", help="of the plans (default: topk)")
     parser.add_argument("--density", type=float, default=0.01, help="(default: 0.01)")
@@ -77,12 +102,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dense-every", type=int, default=2, help="dense takes part in one of so many (default: 2)")
     parser.add_argument("--profile-steps", type=int, default=20, help="of optimal_merge, not timed (default: 20)")
     parser.add_argument("--plan-bucket-mb", type=float, default=25, help="DDP's, not of the plan bucket (default: 25)")
-    parser.add_argument("--timeout", type=float, default=400, help="seconds for one model, rate and part")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one model, rate and part (1800)")
     parser.add_argument("--out", type=Path, default=Path("shaped_links"), help="folder of results")
     parser.add_argument("--csv", type=Path, help="file for the rows of all tables")
     parser.add_argument("--tables", action="store_true", help="measure nothing, show what --out holds")
     arguments = parser.parse_args()
-    if arguments.rounds < 2 or arguments.dense_every < 1 or not 2 <= arguments.ranks <= MOST:
+    if arguments.rounds < 2 or arguments.dense_every < 1 or not all(2 <= n <= MOST for n in arguments.ranks):
         parser.error(f"expected 2 to {MOST} ranks, at least 2 rounds, and --dense-every to be at least 1")
     return arguments
 
@@ -92,20 +117,41 @@ def measure(arguments: argparse.Namespace) -> list[str]:
     failed = []
     settings = {k: v for k, v in vars(arguments).items() if k not in ("csv", "tables", "timeout")}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    print(f"kernels on CPUs: {native.description}", flush=True)
-    with network(arguments.ranks) as processes:
-        for model in arguments.models:
-            for mbit in arguments.mbit:
-                limit(mbit, arguments.ranks)
-                for part in arguments.parts:
-                    job = settings | {"part": part, "model": model, "mbit": mbit, "out": str(arguments.out)}
-                    begin = time.monotonic()
-                    words = [sys.executable, RANK, json.dumps(job)]
-                    problem = launch(words, arguments.ranks, processes, arguments.timeout)
-                    took = f"{time.monotonic() - begin:.0f} s"
-                    print(f"{part} {model} {mbit} Mbit/s: {problem or 'done'}, {took}", flush=True)
-                    failed += [problem] if problem else []
+    for ranks in arguments.ranks:
+        with network(ranks) as processes:
+            for model in arguments.models:
+                for mbit in arguments.mbit:
+                    limit(mbit, ranks)
+                    for part in arguments.parts:
+                        job = settings | {"part": part, "model": model, "mbit": mbit, "ranks": ranks}
+                        job["out"] = str(arguments.out)
+                        begin = time.monotonic()
+                        problem = too_large(job) if part == "hooks" else None
+                        if problem is None:
+                            words = [sys.executable, RANK, json.dumps(job)]
+                            problem = launch(words, ranks, processes, arguments.timeout)
+                        took = f"{time.monotonic() - begin:.0f} s"
+                        print(f"{part} {model}, {ranks} ranks, {mbit} Mbit/s: {problem or 'done'}, {took}", flush=True)
+                        failed += [problem] if problem else []
     return failed
+
+
+def too_large(job: dict[str, Any]) -> str | None:
+    """Why the variants of the part hooks do not fit into the memory that is free, if they do not."""
+    names = [spec.name for spec in hook_specs(1.0, job["mbit"])]
+    chosen = [name for name in names if job["variants"] is None or name in job["variants"]]
+    with torch.device("meta"):
+        model = MODELS[job["model"]]()
+    size = sum(p.nbytes for p in model.parameters())
+    adam = isinstance(model.optimizer(model.parameters()), torch.optim.AdamW)
+    vectors = sum(VECTORS[name.split()[0]] + (2 + (name.split()[0] == "fallback")) * adam for name in chosen)
+    needed = job["ranks"] * (PROCESS + vectors * size)
+    if needed < memory():
+        return None
+    return (
+        f"{job['ranks']} ranks with {len(chosen)} variants each take about {needed / 2**30:.0f} GiB, and "
+        f"{memory() / 2**30:.0f} GiB are free: name some by --variants"
+    )
 
 
 def main() -> int:
@@ -122,7 +168,9 @@ def main() -> int:
         except subprocess.CalledProcessError as error:
             print(f"skipped: {' '.join(error.cmd)} failed: {error.stderr.strip()}")
             return 0
-    show([json.loads(path.read_text()) for path in sorted(arguments.out.glob("*.json"))], arguments.csv)
+    results = [json.loads(path.read_text()) for path in sorted(arguments.out.glob("*.json"))]
+    show(results, arguments.csv)
+    draw([result for result in results if result["job"]["part"] == "hooks"], arguments.out)
     return 1 if failed else 0
 
 

@@ -13,26 +13,24 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from links import interface_bytes
+from machine import about
 from models14m import MODELS
 from paired import GROUPINGS, TIMES, Result
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.controllers import DenseFallback
 
 EXECUTORS = ("inline", "thread")
 MESSAGES = ("group", "step")
 DENSITIES = (0.01, 0.001)
-HOOKS = (
-    "compute",
-    "dense",
-    "fp16",
-    *(f"powersgd {rank}" for rank in (1, 2, 4)),
-    *(f"sparse {density:g}" for density in DENSITIES),
-)
+"""Of the default, beside DDP's hooks."""
 WIDE = ("dense", "fp16")
 """Variants of which a slow link allows few steps only."""
-"""Of the default, beside DDP's hooks."""
+SLOW = 1000
+"""Mbit/s below which that is so."""
 ADVISED = ("bucket", "layer", "model")
 """Groupings in which the advisor's predictions are tried."""
 
@@ -51,9 +49,10 @@ class Spec(NamedTuple):
     warm_up: int = 2  # DDP rebuilds its buckets after the first iteration
     messages: Literal["auto", "step", "group"] = "group"
     density: float | None = None  # of all parameters, small ones, too; None: the command line's
-    hook: Literal["fp16", "powersgd"] | None = None  # of DDP
+    hook: Literal["noop", "fp16", "powersgd"] | None = None  # of DDP
     rank: int = 1  # of PowerSGD
     as_it_comes: bool = False  # sparse_ddp with its own defaults
+    fallback: Literal["dense"] | None = None  # of that
 
 
 class Variant:
@@ -71,10 +70,12 @@ class Variant:
             # The first iterations are dense; DDP rebuilds its buckets after one.
             state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=spec.rank, start_powerSGD_iter=2)
             self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif spec.hook == "noop":
+            self.ddp.register_comm_hook(None, send_nothing)
         elif spec.hook == "fp16":  # DDP refuses that of bfloat16 on gloo
             self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif spec.as_it_comes:
-            self.engine = ls.attach(self.ddp, density=spec.density, bucket_cap_mb=25)
+            self.engine = ls.attach(self.ddp, density=spec.density, bucket_cap_mb=25, fallback=spec.fallback)
             self.engine.follow([self.optimizer])
         elif spec.sparsifier is not None:
             self.engine = ls.attach(
@@ -97,6 +98,8 @@ class Variant:
         with self.ddp.no_sync() if self.spec.name == "compute" else nullcontext():
             loss = self.ddp(batch)
             loss.backward()
+        if self.engine is not None:
+            self.engine.skip_void(self.optimizer)  # as the strategies do
         self.optimizer.step()
         self.optimizer.zero_grad()  # here: variants that wait for their turn hold no gradients
         taken, taken_cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
@@ -115,6 +118,21 @@ class Variant:
         summary = {} if self.engine is None else self.engine.summary()
         found = {name: summary[f"time/{name}"] for name in TIMES if f"time/{name}" in summary}
         return found | ({"bytes_sent": 1e6 * summary["traffic/sent_mb"]} if summary else {})
+
+    def warm_up(self, batches: list[Any]) -> int:
+        """Take steps that do not count; how many."""
+        taken = 0
+        while taken < self.spec.warm_up or not self.decided:
+            self.step(batches[taken % len(batches)])
+            taken += 1
+        return taken
+
+    @property
+    def decided(self) -> bool:
+        """Whether a fallback to dense, if there is one, has compared both."""
+        engines = [] if self.engine is None else [self.engine]
+        choosers = [one for engine in engines for one in engine.observers if isinstance(one, DenseFallback)]
+        return all(chooser.seconds for chooser in choosers)
 
     @property
     def groups(self) -> int | None:
@@ -264,38 +282,52 @@ def measure_advice(job: Job, result: Result, keep: Callable[[], None]) -> None:
     take_turns(job, [*PLAIN, *specs], result, keep)
 
 
-def measure_hooks(job: Job, result: Result, keep: Callable[[], None]) -> None:
-    """`sparse_ddp` as it comes beside plain DDP and its own hooks; every variant goes on training in its turns."""
-    small = small_buckets(result)
-    specs = [
+def hook_specs(small: float, mbit: int) -> list[Spec]:
+    """Variants of the part hooks. The fallback to dense compares both for 40 steps, which a slow link makes long."""
+    names = (f"sparse {density:g}" for density in DENSITIES)
+    return [
         Spec("compute"),
+        Spec("noop", hook="noop"),
         Spec("dense"),
         Spec("fp16", hook="fp16"),
         # One bucket: the order in which those of several finish, and go on, differs between ranks, and gloo aborts.
         *(Spec(f"powersgd {n}", hook="powersgd", rank=n, bucket_cap_mb=1e3, warm_up=4) for n in (1, 2, 4)),
         *(
-            Spec(f"sparse {density:g}", bucket_cap_mb=small, density=density, as_it_comes=True, warm_up=4)
-            for density in DENSITIES
+            Spec(name, bucket_cap_mb=small, density=density, as_it_comes=True, warm_up=4)
+            for name, density in zip(names, DENSITIES, strict=True)
         ),
+        *([Spec("fallback 0.01", density=0.01, as_it_comes=True, fallback="dense")] if mbit >= SLOW else []),
     ]
-    chosen = [spec for spec in specs if spec.name in (job["variants"] or HOOKS)]
+
+
+def measure_hooks(job: Job, result: Result, keep: Callable[[], None]) -> None:
+    """`sparse_ddp` as it comes beside plain DDP and its own hooks; every variant goes on training in its turns."""
+    specs = hook_specs(small_buckets(result), job["mbit"])
     batches = batches_of(job)
-    variants = [Variant(spec, job) for spec in chosen]
-    for variant in variants:
-        for number in range(variant.spec.warm_up):
-            variant.step(batches[number % len(batches)])
-    taken = [variant.spec.warm_up for variant in variants]
+    variants = [Variant(spec, job) for spec in specs if job["variants"] is None or spec.name in job["variants"]]
+    taken = [variant.warm_up(batches) for variant in variants]
     for round_ in range(job["rounds"]):
         for place in range(len(variants))[:: 1 if round_ % 2 == 0 else -1]:
-            for _ in range(2 if variants[place].spec.name in WIDE else job["steps"]):
+            few = job["mbit"] < SLOW and variants[place].spec.name in WIDE
+            for _ in range(2 if few else job["steps"]):
                 batch = batches[taken[place] % len(batches)]
                 taken[place] += 1
                 note(variants[place], batch, result, round=round_, number=taken[place])
         for variant in variants:
             result["groups"][variant.spec.name] = variant.groups
+            if variant.engine is not None:
+                result["direct"][variant.spec.name] = variant.engine.direct
         keep()
     for variant in variants:
         variant.close()
+
+
+# Without annotations: DDP compares them by identity.
+def send_nothing(state, bucket):  # type: ignore[no-untyped-def]
+    """A hook that gives every bucket back as it came."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
 
 
 def rank_main(job: Job) -> None:
@@ -303,7 +335,8 @@ def rank_main(job: Job) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     numel = sum(p.numel() for p in MODELS[job["model"]]().parameters())
-    result: Result = {"job": job, "parameters": numel, "groups": {}, "records": [], "finished": False}
+    result: Result = {"job": job, "parameters": numel, "groups": {}, "direct": {}, "records": [], "finished": False}
+    result["machine"] = about()
 
     def keep() -> None:
         if dist.get_rank() == 0:
@@ -320,7 +353,7 @@ def rank_main(job: Job) -> None:
 
 
 def path_of(job: Job) -> Path:
-    return Path(job["out"]) / f"{job['part']}-{job['model']}-{job['mbit']}.json"
+    return Path(job["out"]) / f"{job['part']}-{job['model']}-{job['mbit']}-{job['ranks']}.json"
 
 
 MEASURE: dict[str, Callable[[Job, Result, Callable[[], None]], None]] = {
