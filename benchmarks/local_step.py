@@ -229,7 +229,7 @@ def main(words: Sequence[str] | None = None) -> None:
             cells[row["method"]].append(f"{row['ms']:.2f}" if row["numel"] == SMALL else text)
     for name, texts in cells.items():
         table.add_row(name, *texts)
-    Console(width=40 + 22 * len(arguments.density) * len(sizes)).print(table)
+    Console(width=60 + 24 * len(arguments.density) * len(sizes)).print(table)
     if arguments.numel is None and len(sizes) < len(SIZES):
         left_out = ", ".join(f"{numel:,}" for numel in SIZES[len(sizes) :])
         print(f"Too large for the {memory() / 2**30:.1f} GiB that are free: {left_out}. Fewer --ranks take less.")

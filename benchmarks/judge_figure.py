@@ -1,0 +1,82 @@
+"""Draw where the trainings of docs/comparison.md end, from the table that `lightning-sparse judge` leaves.
+
+Dots are seeds, lines reach from the least to the largest one, and a vertical line is the mean of dense training. The
+command itself also draws curves on the way there, which its judge_curves.csv holds.
+
+python benchmarks/judge_figure.py docs/comparison/judge.csv docs/comparison
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from lightning_sparse.compare.figures import looks, ours
+from lightning_sparse.compare.methods import DENSE
+from lightning_sparse.compare.sheets import Sheet
+from lightning_sparse.compare.tables import by_method, contests, title
+from lightning_sparse.compare.training import Result
+from lightning_sparse.style import INK, panels, plain_numbers, robust_range, save
+
+
+def draw(results: Sequence[Result], measure: str, path: Path) -> None:
+    """One panel for each contest, methods in order of their mean loss.
+
+    Args:
+        results: of all trainings.
+        measure: "loss" or "quality".
+        path: of an SVG or PNG file.
+    """
+    rooms = contests(results)
+    most = max(len(by_method(room)) for room in rooms)
+    figure, places = panels(len(rooms), 2, 6.5, 1.2 + 0.24 * most)
+    for panel, room in zip(places, rooms, strict=True):
+        runs = by_method(room)
+        dense = [getattr(run, measure) for run in runs.pop(DENSE.name, [])]
+        means = {name: fmean(run.loss for run in some) for name, some in runs.items()}
+        order = sorted(means, key=lambda name: (not math.isfinite(means[name]), means[name]))
+        name = "training loss" if measure == "loss" else f"validation {room[0].quality_name}"
+        panel.set_title(title(room), fontsize=10)
+        if measure == "loss" or room[0].quality_name == "perplexity":
+            panel.set_xscale("log")
+        values = {method: [getattr(run, measure) for run in runs[method]] for method in order}
+        for height, (method, some) in enumerate(values.items()):
+            if method in ours():
+                panel.axhspan(height - 0.5, height + 0.5, color="#F2F2F2", zorder=0)
+            drawn_as = looks()[method]
+            style = {"color": drawn_as.colour, "marker": drawn_as.marker, "linewidth": 1.2, "markersize": 5}
+            panel.plot(sorted(some), [height] * len(some), **style)
+        every = [value for some in [dense, *values.values()] for value in some]
+        low, high, *_ = robust_range(every, panel.get_xscale() == "log")
+        panel.set_xlim(low, high)
+        outside = [
+            f"{method} ({fmean(some):.2g})" if math.isfinite(fmean(some)) else f"{method} (diverged)"
+            for method, some in values.items()
+            if not any(low <= value <= high for value in some)
+        ]
+        panel.axvline(fmean(dense), color=INK, linestyle="--", linewidth=1)
+        panel.set_yticks(range(len(order)), order)
+        panel.set_ylim(len(order) - 0.5, -0.5)
+        for label in panel.get_yticklabels():
+            label.set_fontweight("bold" if label.get_text() in ours() else "normal")
+        left_out = f"\nfar outside: {', '.join(outside)}" if outside else ""
+        panel.set_xlabel(f"{name} at the end (each seed; dashed: dense){left_out}")
+        plain_numbers(panel.xaxis)
+    save(figure, path)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("table", type=Path, help="judge.csv")
+    parser.add_argument("folder", type=Path, help="for judge_end_loss.svg and judge_end_quality.svg")
+    arguments = parser.parse_args(words)
+    results = Sheet(arguments.table, Result).read()
+    for measure in ("loss", "quality"):
+        draw(results, measure, arguments.folder / f"judge_end_{measure}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Benchmarks run with small numbers, write what they say, and name what loses."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+ABOUT = {"processor", "cores", "python", "torch", "lightning_sparse", "kernels"}
+
+
+@pytest.fixture(autouse=True)
+def beside_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Benchmarks import what lies beside them, write to the current folder, and set the number of threads."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def benchmark(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def test_local_steps_are_timed_beside_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark("local_step").main(
+        ["--methods", "union_topk", "topk", "--numel", "20000", "--density", "0.01", "--steps", "2", "--ranks", "2"]
+    )
+    found = json.loads((tmp_path / "local_step.json").read_text())
+    assert found.keys() >= ABOUT
+    assert [(row["method"], row["numel"]) for row in found["rows"]] == [
+        (method, numel) for numel in (2000, 20000) for method in ("union_topk", "topk")
+    ]
+    for row in found["rows"]:
+        assert 0 < row["quartiles"][0] <= row["copies"] <= row["quartiles"][1]
+    assert found["rows"][3]["given"] == {"all_gather": 4 + 8 * 200}
+    assert found["rows"][3]["state_bytes"] == 2 * 4 * 20001
+    assert found["kernels"] in capsys.readouterr().out
+    assert "union_topk" in (tmp_path / "local_step.svg").read_text()
+
+
+def test_local_steps_take_the_sizes_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    local_step = benchmark("local_step")
+    monkeypatch.setattr(local_step, "memory", lambda: local_step.bytes_for(1_000_000, 4))
+    with pytest.raises(SystemExit, match="2"):  # four fifths of it are not enough
+        local_step.main([])
+    monkeypatch.setattr(local_step, "memory", lambda: 1.3 * local_step.bytes_for(1_000_000, 4))
+    sizes: list[int] = []
+
+    def stop(numel: int, ranks: int) -> None:
+        sizes.append(numel)
+        if numel > 2000:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(local_step, "Gradients", stop)
+    monkeypatch.setattr(local_step, "measure", lambda *_: {})
+    with pytest.raises(KeyboardInterrupt):
+        local_step.main([])
+    assert sizes == [2000, 1_000_000]
+
+
+def test_many_ranks_cost_what_the_network_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numel, density, latency = 1_000_000, 0.01, 50e-6
+    words = ["--methods", "union_topk", "topk", "--numel", str(numel), "--density", str(density), "--steps", "2"]
+    words += ["--ranks", "4", "256", "--measured", "2", "4", "--sample", "32000", "--gbit", "0.1"]
+    benchmark("many_ranks").main(words)
+    found = json.loads((tmp_path / "many_ranks.json").read_text())
+    assert found.keys() >= ABOUT
+    rows = {(row["method"], row["ranks"]): row for row in found["rows"]}
+    for n in (4, 256):
+        byte = 8 / 0.1e9
+        dense = 2 * latency * math.log2(n) + 2 * (n - 1) / n * 4 * numel * byte
+        pairs = (n - 1) * (latency + (4 + 8 * density * numel) * byte)
+        assert rows["topk", n]["dense_ms"] == pytest.approx(1e3 * dense)
+        assert rows["topk", n]["transfer_ms"] == pytest.approx(1e3 * pairs)
+        assert rows["topk", n]["memory_bytes"] == pytest.approx(8 * numel + 8 * density * numel * n, rel=1e-3)
+    assert rows["topk", 256]["over_dense"] > 1 > rows["topk", 4]["over_dense"]
+    assert rows["union_topk", 256]["over_dense"] < 1
+    printed = capsys.readouterr().out
+    assert "loses from n = 256" in printed
+    assert "pays for all n" in printed
+    assert "topk" in (tmp_path / "many_ranks.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("over_dense", "words"),
+    [
+        ([0.5, 0.9, 2.0], "loses from n = 8"),
+        ([2.0, 0.9, 0.5], "loses to n = 2"),
+        ([2.0, 0.9, 2.0], "loses but for n = 4 to 4"),
+        ([0.5, 0.5, 0.5], "pays for all n"),
+        ([1.0, 1.0, 1.0], "loses for all n"),
+    ],
+)
+def test_losing_numbers_of_ranks_are_said(over_dense: list[float], words: str) -> None:
+    rows = [{"ranks": n, "over_dense": ratio} for n, ratio in zip((2, 4, 8), over_dense, strict=True)]
+    assert benchmark("many_ranks").pays(rows) == words
+
+
+def hooks_result(**milliseconds: float) -> dict[str, Any]:
+    """As a launch of the part hooks leaves it."""
+    records = [
+        {
+            "variant": name.replace("_", " "),
+            "round": step,
+            "number": 5 + step,
+            "step_ms": ms,
+            "cpu_ms": ms,
+            "received": 1000,
+            "sent": 1000,
+            "loss": 2.0 - 0.1 * step,
+        }
+        for step in range(6)
+        for name, ms in milliseconds.items()
+    ]
+    job = {"part": "hooks", "model": "lstm", "mbit": 1000, "ranks": 2, "density": 0.01, "rounds": 6}
+    names = [name.replace("_", " ") for name in milliseconds]
+    return {
+        "job": job,
+        "machine": {"cores": 2},
+        "parameters": 14_018_000,
+        "groups": dict.fromkeys(names),
+        "direct": {"fallback 0.01": True},
+        "records": records,
+        "finished": True,
+        "memory_mib": 1,
+    }
+
+
+def test_the_table_of_hooks_names_what_a_variant_loses_to() -> None:
+    result = hooks_result(
+        **{"compute": 100.0, "noop": 101.0, "dense": 130.0, "fp16": 110.0, "powersgd 1": 140.0},
+        **{"sparse 0.01": 135.0, "sparse 0.001": 105.0, "fallback 0.01": 133.0},
+    )
+    rows = {row["variant"]: row for row in benchmark("paired").hooks_rows(result)}
+    assert {name: row["loses to"] for name, row in rows.items()} == {
+        "compute": "",
+        "noop": "",
+        "dense": "",
+        "fp16": "",
+        "powersgd 1": "dense",
+        "sparse 0.01": "dense, 1.2 x compute, fp16",
+        "sparse 0.001": "",
+        "fallback 0.01": "",  # 2.3 % slower, of 3 %
+    }
+    assert rows["fallback 0.01"]["goes on"] == "dense"
+    assert rows["sparse 0.01"]["step / compute"].middle == 1.35
+    assert "step / compute" not in rows["compute"]
+    slow = hooks_result(dense=100.0, **{"fallback 0.01": 104.0})
+    assert benchmark("paired").hooks_rows(slow)[1]["loses to"] == "1.03 x dense"
+
+
+def test_figures_of_hooks_show_every_variant(tmp_path: Path) -> None:
+    result = hooks_result(**{"compute": 100.0, "dense": 130.0, "sparse 0.01": 120.0, "fallback 0.01": 133.0})
+    draw = benchmark("hooks_figure").draw
+    assert draw([], tmp_path) == []
+    times, losses = (path.read_text() for path in draw([result], tmp_path))
+    assert [name in times for name in ("dense", "sparse 0.01", "fallback 0.01")] == [True] * 3
+    assert [name in losses for name in ("dense", "sparse 0.01", "fallback 0.01")] == [True, True, False]
+
+
+def test_variants_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    shaped_links = benchmark("shaped_links")
+    job = {"model": "lstm", "mbit": 1000, "ranks": 8, "variants": None}
+    monkeypatch.setattr(shaped_links, "memory", lambda: 1 << 40)
+    assert shaped_links.too_large(job) is None
+    monkeypatch.setattr(shaped_links, "memory", lambda: 20 << 30)
+    assert "name some by --variants" in shaped_links.too_large(job)
+    assert shaped_links.too_large(job | {"variants": ["compute", "dense", "sparse 0.01"]}) is None
+
+
+def test_a_fallback_is_compared_where_it_takes_no_minutes() -> None:
+    specs = benchmark("shaped_rank").hook_specs
+    assert [spec.fallback for spec in specs(1.0, 100)].count("dense") == 0
+    assert [spec.fallback for spec in specs(1.0, 1000)].count("dense") == 1
+
+
+def test_figures_of_the_documentation_are_drawn_from_its_tables(tmp_path: Path) -> None:
+    benchmark("step_time_figure").main([str(ROOT / "docs/step_time.csv"), str(tmp_path / "step_time.svg")])
+    drawn = (tmp_path / "step_time.svg").read_text()
+    assert "plain DDP" in drawn
+    assert "7.9 s" in drawn
+    with (ROOT / "docs/comparison/judge.csv").open(newline="") as file:
+        head, *lines = csv.reader(file)
+    some = [line for line in lines if line[0] == "text" and line[3] in ("dense", "topk", "union_topk", "random_k")]
+    with (tmp_path / "judge.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([head, *some])
+    benchmark("judge_figure").main([str(tmp_path / "judge.csv"), str(tmp_path)])
+    for name in ("loss", "quality"):
+        drawn = (tmp_path / f"judge_end_{name}.svg").read_text()
+        assert "union_topk" in drawn
