@@ -16,8 +16,8 @@ that MiCRO sends at the density that was asked for.
 
 Every finished training is a line of JSON in `--out`; the same command again does only what is missing.
 
-    OMP_NUM_THREADS=1 python benchmarks/adam.py --task gpt --train wiki.train.tokens --valid wiki.valid.tokens
-    OMP_NUM_THREADS=1 python benchmarks/adam.py --task cnn --train cifar10/train.npz --valid cifar10/test.npz
+    OMP_NUM_THREADS=1 python benchmarks/adam.py --task gpt --train_files=[train.tokens] --valid_file valid.tokens
+    OMP_NUM_THREADS=1 python benchmarks/adam.py --task cnn --train_files=[train.npz] --valid_file test.npz
     python benchmarks/adam.py --table true
 """
 

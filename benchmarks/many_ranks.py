@@ -258,7 +258,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=powers, help="(default: 2 4 8 ... 1024)")
     parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0, 100.0], help="links (default: 1 10 100)")
     parser.add_argument("--latency", type=float, default=50.0, help="microseconds a hop (default: 50)")
-    parser.add_argument("--sample", type=int, default=1_000_000, help="coordinates of measured groups (default: 1 M)")
+    parser.add_argument("--sample", type=int, default=4_000_000, help="coordinates of measured groups (default: 4 M)")
     parser.add_argument("--measured", type=int, nargs="+", default=[2, 8, 32], help="ranks (default: 2 8 32)")
     parser.add_argument("--steps", type=int, default=5, help="timed for each case, at least 2 (default: 5)")
     parser.add_argument("--json", type=Path, default=Path("many_ranks.json"), help="(default: many_ranks.json)")
