@@ -49,8 +49,9 @@ def draw(results: Sequence[Result], measure: str, path: Path) -> None:
             drawn_as = looks()[method]
             style = {"color": drawn_as.colour, "marker": drawn_as.marker, "linewidth": 1.2, "markersize": 5}
             panel.plot(sorted(some), [height] * len(some), **style)
-        every = [value for some in [dense, *values.values()] for value in some]
-        low, high, *_ = robust_range(every, panel.get_xscale() == "log")
+        log = panel.get_xscale() == "log"
+        low, high, *_ = robust_range([value for some in values.values() for value in some], log)
+        low, high, *_ = robust_range([low, high, *dense], log)  # dense training is always shown
         panel.set_xlim(low, high)
         outside = [
             f"{method} ({fmean(some):.2g})" if math.isfinite(fmean(some)) else f"{method} (diverged)"

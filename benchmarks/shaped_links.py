@@ -52,7 +52,8 @@ the end whatever happens. Results are kept in the folder `--out` after every rou
 `--tables` prints them again. The part hooks also draws hooks_time.svg and hooks_loss.svg there.
 
     sudo python benchmarks/shaped_links.py
-    sudo python benchmarks/shaped_links.py --parts hooks --models lstm vgg gpt --mbit 100 1000 10000 --ranks 2 4 8
+    sudo python benchmarks/shaped_links.py --parts hooks --models lstm vgg gpt --mbit 100 1000 10000 --ranks 2 4
+    sudo python benchmarks/shaped_links.py --parts hooks --ranks 8 --variants compute dense "powersgd 1" "sparse 0.01"
     sudo python benchmarks/shaped_links.py --parts plans --models vgg --mbit 100 --rounds 20 --csv plans.csv
     sudo python benchmarks/shaped_links.py --ranks 2 --parts overlap --models mlp --mbit 100 1000 10000
     python benchmarks/shaped_links.py --tables --out shaped_links
@@ -76,10 +77,12 @@ from paired import ROWS, show
 from shaped_rank import SLOW, hook_specs
 
 RANK = Path(__file__).with_name("shaped_rank.py")
-PROCESS = 700 << 20
+PROCESS = 900 << 20
 """Bytes of a rank's process beside its variants: code, activations, gradients of the one whose turn it is."""
-VECTORS = {"compute": 2, "noop": 2, "dense": 2, "fp16": 2, "powersgd": 4, "sparse": 5, "fallback": 5}
+VECTORS = {"compute": 2, "noop": 2, "dense": 2, "fp16": 2, "powersgd": 4, "sparse": 6, "fallback": 6}
 """Of the model's size that a variant keeps: parameters, buckets, error feedback; optimizers apart."""
+OF_ADAM = {"sparse": 3, "fallback": 5}
+"""More of them with Adam; of all others two."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -144,7 +147,8 @@ def too_large(job: dict[str, Any]) -> str | None:
         model = MODELS[job["model"]]()
     size = sum(p.nbytes for p in model.parameters())
     adam = isinstance(model.optimizer(model.parameters()), torch.optim.AdamW)
-    vectors = sum(VECTORS[name.split()[0]] + (2 + (name.split()[0] == "fallback")) * adam for name in chosen)
+    kinds = [name.split()[0] for name in chosen]
+    vectors = sum(VECTORS[kind] + adam * OF_ADAM.get(kind, 2) for kind in kinds)
     needed = job["ranks"] * (PROCESS + vectors * size)
     if needed < memory():
         return None
