@@ -205,7 +205,7 @@ ROWS: dict[str, Callable[[Result], list[Row]]] = {
 
 
 def show(results: list[Result], csv_path: Path | None) -> None:
-    console = Console(width=165)
+    console = Console(width=190)
     flat: list[Row] = []
     for result in results:
         job, machine = result["job"], result.get("machine", {})
@@ -219,7 +219,7 @@ def show(results: list[Result], csv_path: Path | None) -> None:
             "a rank; times: medians; ratios: medians (quartiles) of paired rounds, below 1 is faster",
         )
         for heading in headings:
-            wide = heading == "variant" or " / " in heading
+            wide = heading in ("variant", "loses to") or " / " in heading
             table.add_column(heading, justify="left" if heading == "variant" else "right", no_wrap=wide)
         for row in rows:
             table.add_row(*(text(heading, row.get(heading)) for heading in headings))

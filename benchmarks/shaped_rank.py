@@ -286,10 +286,10 @@ def hook_specs(small: float, mbit: int) -> list[Spec]:
     """Variants of the part hooks. The fallback to dense compares both for 40 steps, which a slow link makes long."""
     names = (f"sparse {density:g}" for density in DENSITIES)
     return [
-        Spec("compute"),
-        Spec("noop", hook="noop"),
-        Spec("dense"),
-        Spec("fp16", hook="fp16"),
+        Spec("compute", warm_up=4),
+        Spec("noop", hook="noop", warm_up=4),
+        Spec("dense", warm_up=4),
+        Spec("fp16", hook="fp16", warm_up=4),
         # One bucket: the order in which those of several finish, and go on, differs between ranks, and gloo aborts.
         *(Spec(f"powersgd {n}", hook="powersgd", rank=n, bucket_cap_mb=1e3, warm_up=4) for n in (1, 2, 4)),
         *(
