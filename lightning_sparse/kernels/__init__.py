@@ -73,6 +73,31 @@ def largest(x: Tensor, k: int, span: Span | None = None) -> tuple[Tensor, Tensor
     return host.largest(x, k, first, last)
 
 
+def many_of_largest(x: Tensor, k: int, span: Span | None = None) -> tuple[Tensor, Tensor]:
+    """The k largest magnitudes of a range, and maybe more, for :func:`largest_of`. On the CPU only.
+
+    Args:
+        x: (numel,) finite values.
+        k: how many, at least 1; fewer where the range is shorter.
+        span: range to look at; None: everything.
+
+    Returns:
+        Ascending int32 coordinates, and magnitudes; no magnitude that is left out is larger than one of the k.
+    """
+    return host.many_of_largest(x, k, *_on_host(span, x))
+
+
+def largest_of(indices: Tensor, magnitudes: Tensor, k: int) -> Tensor:
+    """Ascending int64 coordinates of the k largest magnitudes; of equal ones the lower ones. On the CPU only.
+
+    Args:
+        indices: (c,) int32, ascending.
+        magnitudes: (c,) theirs.
+        k: how many, from 0 to c.
+    """
+    return host.largest_of(indices, magnitudes, k)
+
+
 def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
     """Coordinates of the k largest magnitudes, ascending: (min(k, numel),) int64, no padding on any device.
 
@@ -103,7 +128,7 @@ def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) 
 
 def top_k_and_stripe(
     x: Tensor, share: int, spare: int, turn: int, n: int, candidates: Candidates | None = None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The largest of all, and the largest others of a stripe. On the CPU only.
 
     Args:
@@ -115,11 +140,11 @@ def top_k_and_stripe(
         candidates: of the group, where x is its accumulator: they may save a pass.
 
     Returns:
-        ``2 j`` for the largest j, ``2 j + 1`` for those of the stripe, ascending; int64.
+        Their coordinates, int64, ascending; and whether each is one of the others.
 
     Example:
         >>> top_k_and_stripe(torch.tensor([1.0, -9, 3, 2, 8, 4]), 2, 1, turn=0, n=2)
-        tensor([2, 5, 8])
+        (tensor([1, 2, 4]), tensor([False,  True, False]))
     """
     return host.top_k_and_stripe(x, share, spare, turn, n, candidates)
 

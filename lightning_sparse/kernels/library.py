@@ -25,7 +25,7 @@ otherwise it is used where there is one; on CUDA, ``torch`` and ``triton`` say t
 each kind may be named, with a comma between them. Results are the same."""
 CHOICES = ("numpy", "compiled"), ("torch", "triton")
 """What the setting may name, on CPUs and on CUDA."""
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("host.c", "picks.c", "common.h"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("host.c", "choose.c", "picks.c", "unite.c", "common.h"))
 LIBRARY = Path(__file__).with_name("libhost.so")
 LEVELS = ("portable", "AVX2", "AVX-512")
 """Sets of instructions that the library chooses from when it is loaded."""
