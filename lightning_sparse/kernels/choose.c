@@ -28,8 +28,8 @@ typedef struct {
   // The magnitudes of a stripe.
   int64_t (*of_stripe)(const int32_t *indices, const uint32_t *m, int64_t n, stripe s, uint32_t *found);
   // Coordinates that reach `top`, and those of the stripe that reach `next`, which are marked as spare.
-  int64_t (*reaching)(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next, stripe s,
-                      int64_t *places, uint8_t *spare);
+  int64_t (*pick)(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next, stripe s,
+                  int64_t *places, uint8_t *spare);
 } chooser;
 
 INLINE int64_t between_portable(const uint32_t *m, int64_t n, uint32_t low, uint32_t high, uint32_t *found) {
@@ -51,8 +51,8 @@ INLINE int64_t of_stripe_portable(const int32_t *indices, const uint32_t *m, int
   return count;
 }
 
-INLINE int64_t reaching_portable(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next,
-                                 stripe s, int64_t *places, uint8_t *spare) {
+INLINE int64_t pick_portable(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next,
+                             stripe s, int64_t *places, uint8_t *spare) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; i++) {
     int32_t first = m[i] >= top, second = (m[i] >= next) & (int32_t)inside(s, indices[i]);
@@ -61,7 +61,7 @@ INLINE int64_t reaching_portable(const int32_t *indices, const uint32_t *m, int6
   }
   return count;
 }
-static const chooser PORTABLE = {between_portable, of_stripe_portable, reaching_portable};
+static const chooser PORTABLE = {between_portable, of_stripe_portable, pick_portable};
 
 #ifdef STREAMS
 AVX512 INLINE __mmask16 rest_of(int64_t n, int64_t i) { return (__mmask16)(n - i < 16 ? (1u << (n - i)) - 1 : 0xffffu); }
@@ -96,8 +96,8 @@ AVX512 INLINE int64_t of_stripe_avx512(const int32_t *indices, const uint32_t *m
   return count;
 }
 
-AVX512 INLINE int64_t reaching_avx512(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next,
-                                      stripe s, int64_t *places, uint8_t *spare) {
+AVX512 INLINE int64_t pick_avx512(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next,
+                                  stripe s, int64_t *places, uint8_t *spare) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += 16) {
     __mmask16 rest = rest_of(n, i);
@@ -114,7 +114,7 @@ AVX512 INLINE int64_t reaching_avx512(const int32_t *indices, const uint32_t *m,
   }
   return count;
 }
-static const chooser OF_AVX512 = {between_avx512, of_stripe_avx512, reaching_avx512};
+static const chooser OF_AVX512 = {between_avx512, of_stripe_avx512, pick_avx512};
 #endif
 
 // A histogram of n numbers from low to high, coarse: counts of bins from `low + (bin << shift)` on.
@@ -207,10 +207,10 @@ INLINE int64_t largest(const int32_t *indices, const uint32_t *m, int64_t n, int
     next = kth_of(&mine, others, own, taken + wanted, room, c);
     above_and_at(others, own, next, &above, &at);
     also = taken + wanted - above;
-    if (ties == equal && also == at) return c.reaching(indices, m, n, top, next, s, places, spare);
+    if (ties == equal && also == at) return c.pick(indices, m, n, top, next, s, places, spare);
     if (next == top) also -= taken - above;
   } else if (ties == equal) {
-    return c.reaching(indices, m, n, top, UINT32_MAX, s, places, spare);
+    return c.pick(indices, m, n, top, UINT32_MAX, s, places, spare);
   }
   for (int64_t i = 0; i < n; i++) {  // of equal ones, the first
     int tie = m[i] == top && ties > 0, first = (m[i] > top) | tie;
@@ -223,11 +223,42 @@ INLINE int64_t largest(const int32_t *indices, const uint32_t *m, int64_t n, int
   return found;
 }
 
+INLINE int64_t reaching(const int32_t *indices, const float *magnitudes, int64_t n, float bound, int64_t *places,
+                        uint8_t *spare, const chooser c) {
+  uint32_t top = bound > 0 ? bits_of(bound) : 0;
+  if (bound != bound) return 0;
+  return c.pick(indices, (const uint32_t *)magnitudes, n, top, UINT32_MAX, stripe_of(0, 1), places, spare);
+}
+
+INLINE int64_t reached(const float *magnitudes, int64_t n, float bound) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i++) count += magnitudes[i] >= bound;
+  return count;
+}
+
+INLINE float reached_by(const float *magnitudes, int64_t n, int64_t k) {
+  const uint32_t *m = (const uint32_t *)magnitudes;
+  histogram h;
+  uint32_t low, high;
+  bounds_of(m, n, &low, &high), count(&h, m, n, low, high);
+  return float_of(low + (bin_of(&h, &k) << h.shift));
+}
+
 #define VARIANTS(name, target, c)                                                                                    \
   target static int64_t largest_##name(const int32_t *indices, const uint32_t *m, int64_t n, int64_t share,          \
                                        int64_t wanted, int64_t turn, int64_t ranks, int64_t more, int64_t *places,   \
                                        uint8_t *spare, uint32_t *room, float *reached) {                             \
     return largest(indices, m, n, share, wanted, turn, ranks, more, places, spare, room, reached, c);                \
+  }                                                                                                                  \
+  target static int64_t reaching_##name(const int32_t *indices, const float *magnitudes, int64_t n, float bound,     \
+                                        int64_t *places, uint8_t *spare) {                                           \
+    return reaching(indices, magnitudes, n, bound, places, spare, c);                                                \
+  }                                                                                                                  \
+  target static int64_t reached_##name(const float *magnitudes, int64_t n, float bound) {                            \
+    return reached(magnitudes, n, bound);                                                                            \
+  }                                                                                                                  \
+  target static float reached_by_##name(const float *magnitudes, int64_t n, int64_t k) {                             \
+    return reached_by(magnitudes, n, k);                                                                             \
   }
 
 VARIANTS(portable, , PORTABLE)
@@ -245,4 +276,20 @@ EXPORT int64_t ls_largest(const int32_t *indices, const float *magnitudes, int64
                           float *reached) {
   return PICK(largest)(indices, (const uint32_t *)magnitudes, n, share, wanted, turn, ranks, more, places, spare, room,
                        reached);
+}
+
+// The coordinates whose magnitudes reach a bound; how many they are. places and spare have room for n + 16.
+EXPORT int64_t ls_reaching(const int32_t *indices, const float *magnitudes, int64_t n, float bound, int64_t *places,
+                           uint8_t *spare) {
+  return PICK(reaching)(indices, magnitudes, n, bound, places, spare);
+}
+
+// How many magnitudes reach a bound.
+EXPORT int64_t ls_reached(const float *magnitudes, int64_t n, float bound) {
+  return PICK(reached)(magnitudes, n, bound);
+}
+
+// A magnitude that at least k of n reach, and not many more.
+EXPORT float ls_reached_by(const float *magnitudes, int64_t n, int64_t k) {
+  return PICK(reached_by)(magnitudes, n, k);
 }

@@ -91,22 +91,12 @@ def above(x: Tensor, threshold: float, first: int, last: int, candidates: Candid
     if candidates is not None:
         known = candidates.reaching(x, float(bound))
         candidates.expect(MARGIN * float(bound))
-    indices, magnitudes = _above(values[first:last], bound) if known is None else known
     if known is None:
-        indices += first
-    else:
-        keep = magnitudes >= bound
-        if (first, last) != (0, values.size):
-            keep &= (indices >= first) & (indices < last)
-        indices = indices[keep]
-    return torch.from_numpy(indices.astype(np.int64))
-
-
-def reaching(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Ascending int32 coordinates with ``|x| >= threshold``, and their magnitudes."""
-    values = x.numpy()
-    indices, magnitudes = _above(values, values.dtype.type(threshold))
-    return torch.from_numpy(indices), torch.from_numpy(magnitudes)
+        return torch.from_numpy(_above(values[first:last], bound)[0].astype(np.int64) + first)
+    if (first, last) != (0, values.size):
+        inside = slice(*np.searchsorted(known[0], (first, last)))
+        known = known[0][inside], known[1][inside]
+    return torch.from_numpy(_reaching_of(known, float(bound)))
 
 
 def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
@@ -177,11 +167,47 @@ def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> T
     return torch.from_numpy(picked // block * period + first + picked % block)
 
 
-def many_of_largest(x: Tensor, k: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+def many_of_largest(
+    x: Tensor, k: int, first: int, last: int, candidates: Candidates | None = None
+) -> tuple[Tensor, Tensor]:
     """Ascending int32 coordinates of the k largest in [first, last) and maybe of more, and their magnitudes."""
-    indices, magnitudes = _enough(x.numpy()[first:last], min(k, last - first))
-    indices += np.int32(first)
+    values = x.numpy()[first:last]
+    k = min(k, last - first)
+    if candidates is None or values.size < x.numel():
+        indices, magnitudes = _enough(values, k)
+        indices += np.int32(first)
+        return torch.from_numpy(indices), torch.from_numpy(magnitudes)
+    indices, magnitudes = _enough(values, k, x, candidates)
+    more = _more(k)
+    candidates.expect(_reached_by(magnitudes, min(more, magnitudes.size)) * (1.0 if more < magnitudes.size else MARGIN))
     return torch.from_numpy(indices), torch.from_numpy(magnitudes)
+
+
+def reached(magnitudes: Tensor, threshold: float) -> int:
+    """How many magnitudes reach a threshold."""
+    values = magnitudes.numpy()
+    if compiled := _compiled(values):
+        return compiled.reached(values, threshold)
+    return int(np.count_nonzero(values >= values.dtype.type(threshold)))
+
+
+def reaching_of(indices: Tensor, magnitudes: Tensor, threshold: float) -> Tensor:
+    """The coordinates whose magnitudes reach a threshold."""
+    return torch.from_numpy(_reaching_of((indices.numpy(), magnitudes.numpy()), threshold))
+
+
+def _reaching_of(known: Found, threshold: float) -> NDArray[np.int64]:
+    indices, magnitudes = known
+    if compiled := _compiled(magnitudes):
+        return compiled.reaching(known, threshold)
+    return indices.take(np.flatnonzero(magnitudes >= magnitudes.dtype.type(threshold))).astype(np.int64)
+
+
+def _reached_by(magnitudes: NDArray[np.floating], k: int) -> float:
+    """A magnitude that k of these reach, and hardly more."""
+    if compiled := _compiled(magnitudes):
+        return compiled.reached_by(magnitudes, k)
+    return float(np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k])
 
 
 def largest_of(indices: Tensor, magnitudes: Tensor, k: int) -> Tensor:
@@ -251,10 +277,14 @@ def log_sum(x: Tensor) -> Tensor:
     return _scalar(total)
 
 
-def tail(x: Tensor, threshold: float) -> Tensor:
+def tail(x: Tensor, threshold: float, candidates: Candidates | None = None) -> Tensor:
     """The magnitudes that reach a threshold, without zeros."""
     values = x.numpy()
     bound = _lowest(values.dtype, threshold)
+    if candidates is not None:
+        known = candidates.reaching(x, float(bound))
+        candidates.expect(MARGIN * float(bound))
+        values = values if known is None else known[1]
     if compiled := _compiled(values):
         return torch.from_numpy(compiled.tail(values, float(bound)))
     return torch.from_numpy(_above(values, bound)[1])

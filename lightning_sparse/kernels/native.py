@@ -83,7 +83,8 @@ class Native:
         self._library = library
         for name in ("ls_accumulate", "ls_above", "ls_largest", "ls_round"):
             getattr(library, name).restype = ctypes.c_int64
-        for name in ("ls_unite", "ls_meet", "ls_add_up", "ls_average_pairs", "ls_table"):
+        library.ls_reached_by.restype = ctypes.c_float
+        for name in ("ls_unite", "ls_meet", "ls_add_up", "ls_average_pairs", "ls_reaching", "ls_reached", "ls_table"):
             getattr(library, name).restype = ctypes.c_int64
 
     def accumulate(
@@ -192,6 +193,25 @@ class Native:
             _at(places), _at(marks), _at(_room("chosen", 2 * size + 2 * SLACK, np.uint32)), ctypes.byref(reached),
         )  # fmt: skip
         return (places[:count], marks[:count], reached.value) if count else None
+
+    def reaching(self, found: Found, bound: float) -> NDArray[np.int64]:
+        """The coordinates whose magnitudes reach a bound."""
+        size = found[0].size
+        places, marks = np.empty(size + SLACK, np.int64), _room("marks", size + SLACK, np.uint8)
+        count = self._library.ls_reaching(
+            _at(found[0]), _at(found[1]), _long(size), ctypes.c_float(bound), _at(places), _at(marks)
+        )
+        return places[:count]
+
+    def reached(self, magnitudes: NDArray[np.float32], bound: float) -> int:
+        """How many magnitudes reach a bound."""
+        count: int = self._library.ls_reached(_at(magnitudes), _long(magnitudes.size), ctypes.c_float(bound))
+        return count
+
+    def reached_by(self, magnitudes: NDArray[np.float32], k: int) -> float:
+        """A magnitude that at least k reach, and not many more."""
+        found: float = self._library.ls_reached_by(_at(magnitudes), _long(magnitudes.size), _long(k))
+        return found
 
     def tell(self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int) -> Tensor:
         """The message of one rank, see :mod:`~lightning_sparse.exchanges.packed_union`; int32 words.

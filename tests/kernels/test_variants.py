@@ -98,8 +98,9 @@ def test_what_reaches_a_bound_is_found_in_order(
         for kernel in each_kernel():
             assert np.array_equal(host.above(x, bound, 0, numel), places), (kernel, bound)
             indices, found = host.reaching(x, bound)
-            assert np.array_equal(indices, places), (kernel, bound)
-            assert bits(found) == magnitudes[places].tobytes(), (kernel, bound)
+            given = torch.arange(numel, dtype=torch.int32), torch.from_numpy(magnitudes)
+            assert np.array_equal(host.reaching_of(*given, bound), places), (kernel, bound)
+            assert host.reached(given[1], bound) == len(places), (kernel, bound)
             assert np.array_equal(host.above(x, bound, first, last), inside), (kernel, bound)
             assert host.tail(x, bound).numpy().tobytes() == tail, (kernel, bound)
     for kernel in each_kernel():
