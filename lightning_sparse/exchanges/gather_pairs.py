@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange, gather_picks, gather_rows, joined, read_picks, values_at
+from lightning_sparse.exchanges.base import (
+    EXCHANGES,
+    Exchange,
+    gather_picks,
+    gather_rows,
+    joined,
+    read_picks,
+    values_at,
+)
 from lightning_sparse.kernels import add_up, compiled
 from lightning_sparse.messages import Steps
 

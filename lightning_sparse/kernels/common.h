@@ -15,13 +15,13 @@
 #define SILENT 0
 #define TROUBLE ((1 << 20) - 1)
 #define OFFSETS 65536  // coordinates that a 16-bit offset can tell apart
-#define AHEAD 24  // elements to prefetch in places all over a vector
+#define AHEAD 48  // elements to prefetch in places all over a vector
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define STREAMS 1
 #define AVX2 __attribute__((target("avx2")))
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,popcnt,bmi,bmi2")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,popcnt,bmi,bmi2,prefer-vector-width=512")))
 #define PICK(function) (instructions == 2 ? function##_avx512 : instructions == 1 ? function##_avx2 : function##_portable)
 #else
 #define PICK(function) function##_portable

@@ -251,16 +251,17 @@ INLINE double folded(double *lanes) {
   return lanes[0];
 }
 
-#define SUM(n, value, square, each_chunk)                                           \
-  double total[LANES], squares[LANES], part[LANES], second[LANES];                  \
+#define SUM(n, value, square, hit, each_chunk)                                      \
+  double total[LANES], squares[LANES], hits[LANES], part[LANES], second[LANES];     \
   memset(total, 0, sizeof total), memset(squares, 0, sizeof squares);               \
+  memset(hits, 0, sizeof hits);                                                     \
   for (int64_t chunk = 0; chunk < n; chunk += CHUNK) {                              \
     int64_t size = n - chunk < CHUNK ? n - chunk : CHUNK, whole = size / LANES;     \
     int64_t row = 0;                                                                \
     each_chunk(x + chunk, size);                                                    \
     memset(part, 0, sizeof part), memset(second, 0, sizeof second);                 \
-    for (; row + ROWS <= whole; row += ROWS) ADD_ROWS(value, square, ROWS)          \
-    for (; row < whole; row++) ADD_ROWS(value, square, 1)                           \
+    for (; row + ROWS <= whole; row += ROWS) ADD_ROWS(value, square, hit, ROWS)     \
+    for (; row < whole; row++) ADD_ROWS(value, square, hit, 1)                      \
     for (int64_t j = 0; whole && j < LANES; j++) {                                  \
       total[j] += part[j];                                                          \
       if (square) squares[j] += second[j];                                          \
@@ -269,22 +270,26 @@ INLINE double folded(double *lanes) {
       double z = value(x[chunk + whole * LANES + j]);                               \
       total[j] += z;                                                                \
       if (square) squares[j] += z * z;                                              \
+      hits[j] += hit(x[chunk + whole * LANES + j]);                                 \
     }                                                                               \
   }
 
 #define ROWS 8  // that are added up in registers
-#define ADD_ROWS(value, square, rows)                                               \
+#define ADD_ROWS(value, square, hit, rows)                                          \
   for (int64_t j = 0; j < LANES; j++) {                                             \
     const float *column = x + chunk + row * LANES + j;                              \
-    double sum = part[j], sum_of_squares = second[j];                               \
+    double sum = part[j], sum_of_squares = second[j], reached = hits[j];            \
     for (int i = 0; i < rows; i++) {                                                \
       double z = value(column[i * LANES]);                                          \
       sum += z;                                                                     \
       if (square) sum_of_squares += z * z;                                          \
+      reached += hit(column[i * LANES]);                                            \
     }                                                                               \
-    part[j] = sum;                                                                  \
+    part[j] = sum, hits[j] = reached;                                               \
     if (square) second[j] = sum_of_squares;                                         \
   }
+#define NO_HIT(x) 0.0
+#define NOTHING(x, n)
 
 INLINE uint32_t largest_of(const float *x, int64_t n) {
   uint32_t largest = 0;
@@ -295,24 +300,17 @@ INLINE uint32_t largest_of(const float *x, int64_t n) {
   return largest;
 }
 
-INLINE int64_t reached_by(const float *x, int64_t n, float bound) {
-  int32_t reached = 0;  // of a chunk
-  for (int64_t i = 0; i < n; i++) reached += fabsf(x[i]) >= bound;
-  return reached;
-}
-
 INLINE void excess(const float *x, int64_t n, double level, float bound, double *out) {
-  int64_t count = 0;
-#define COUNT(x, n) count += reached_by(x, n, bound)
+  const double least = bound;
+#define REACHES(x) ((double)fabsf(x) >= least ? 1.0 : 0.0)
 #define BEYOND(x) ((double)fabsf(x) - level > 0.0 ? (double)fabsf(x) - level : 0.0)
-  SUM(n, BEYOND, 1, COUNT)
-  out[0] = (double)count, out[1] = folded(total), out[2] = folded(squares);
+  SUM(n, BEYOND, 1, REACHES, NOTHING)
+  out[0] = folded(hits), out[1] = folded(total), out[2] = folded(squares);
 }
 
 INLINE void moments(const float *x, int64_t n, double *out) {
-#define NOTHING(x, n)
 #define ITSELF(x) ((double)(x))
-  SUM(n, ITSELF, 1, NOTHING)
+  SUM(n, ITSELF, 1, NO_HIT, NOTHING)
   out[0] = folded(total), out[1] = folded(squares);
 }
 
@@ -320,7 +318,7 @@ INLINE void sum_and_maximum(const float *x, int64_t n, double *out) {
   uint32_t largest = 0, found;
 #define MAXIMUM(x, n) found = largest_of(x, n), largest = found > largest ? found : largest
 #define WITHOUT_SIGN(x) ((double)fabsf(x))
-  SUM(n, WITHOUT_SIGN, 0, MAXIMUM)
+  SUM(n, WITHOUT_SIGN, 0, NO_HIT, MAXIMUM)
   out[0] = folded(total), out[1] = (double)float_of(largest);
 }
 

@@ -79,13 +79,23 @@ INLINE int64_t thinned(int64_t found, int64_t limit, int64_t phase, int64_t *pla
   room[1] = first < limit ? first : limit;
   room[0] = limit - room[1] < total[0] ? limit - room[1] : total[0];
   for (int f = 0; f < 2; f++) sum[f] = total[f] ? phase % total[f] : 0;
-  for (int64_t i = 0; i < found; i++) {  // the one of ordinal o stays where (o room + phase) mod total < room
+  // The one of ordinal o stays where (o room + phase) mod total < room.
+  if (room[1] == total[1]) {
+    int64_t all = total[0], some = room[0], now = sum[0];
+    for (int64_t i = 0; i < found; i++) {
+      int64_t is_first = said[i] >> 15, next = now + (some & (is_first - 1)) - all;
+      now = next + (all & (next >> 63));
+      places[kept] = places[i], levels[kept] = levels[i];
+      kept += is_first | (now < some);
+    }
+    return kept;
+  }
+  for (int64_t i = 0; i < found; i++) {
     int f = said[i] >> 15;
-    int64_t next = sum[f] + room[f];
-    next -= next >= total[f] ? total[f] : 0;
-    sum[f] = next;
+    sum[f] += room[f];
+    sum[f] -= sum[f] >= total[f] ? total[f] : 0;
     places[kept] = places[i], levels[kept] = levels[i];
-    kept += next < room[f];
+    kept += sum[f] < room[f];
   }
   return kept;
 }

@@ -93,10 +93,9 @@ class Survivors:
     def beyond(self, threshold: Number, k: int, phase: int) -> Selection:
         """Pick everything strictly above a threshold, on a device at most ``CAPACITY * k``, thinned evenly."""
         if isinstance(threshold, Tensor):
-            bound = next_above(threshold, self.acc.dtype)
-            indices, picks = above(self.acc, bound, capacity=CAPACITY * k, phase=phase)
+            indices, picks = above(self.acc, _next_above(threshold, self.acc.dtype), capacity=CAPACITY * k, phase=phase)
             return Selection(indices, picks, threshold, aligned=True)
-        return self._reaching(next_above(threshold, self.acc.dtype), threshold)
+        return self._reaching(float(next_above(threshold, self.acc.dtype)), threshold)
 
     def trim(self, bracket: Bracket, k: int, most: int) -> Selection:
         """Pick what reaches the lower bound; where these are more than ``most``, the k largest of them.
@@ -157,8 +156,12 @@ def narrow(survivors: Survivors, propose: Callable[[Bracket], Number], fewest: i
 
 def next_above(threshold: Number, dtype: torch.dtype) -> Number:
     """Smallest number of ``dtype`` above a threshold: ``x > threshold`` is ``x >= next_above``."""
-    rounded = torch.as_tensor(threshold, dtype=dtype)
-    return number(torch.nextafter(rounded, torch.full_like(rounded, math.inf)).double())
+    return number(_next_above(torch.as_tensor(threshold), dtype))
+
+
+def _next_above(threshold: Tensor, dtype: torch.dtype) -> Tensor:
+    rounded = threshold.to(dtype)
+    return torch.nextafter(rounded, torch.full_like(rounded, math.inf)).double()
 
 
 def _scalar(x: float) -> Tensor:

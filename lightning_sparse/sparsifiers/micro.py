@@ -118,9 +118,9 @@ class MiCRO(Sparsifier):
 def _spans(numel: int, ctx: Context, device: torch.device) -> Tensor:
     n = ctx.world_size
     if not static_shapes(device):
-        bounds = [part * (numel // n) + min(part, numel % n) for part in range(n + 1)]
-        own = [(ctx.step + part) % n for part in range(n)]
-        return torch.tensor([bounds[part : part + 2] for part in own], device=device)
+        edges = [part * (numel // n) + min(part, numel % n) for part in range(n + 1)]
+        turns = [(ctx.step + part) % n for part in range(n)]
+        return torch.tensor([edges[turn : turn + 2] for turn in turns], device=device)
     part = torch.arange(n + 1, device=device)
     bounds = part * (numel // n) + part.clamp(max=numel % n)
     own = (ctx.step + part[:n]) % n
