@@ -274,7 +274,7 @@ class Native:
         size = self._library.ls_unite(
             _at(joined), None if levels is None else _at(levels), None if flags is None else _at(flags), _at(lengths),
             _long(len(places)), _long(padding), _long(_limit(limit)), _long(phase),
-            _at(self._table()), _at(np.empty(2 * len(places), np.int64)), _at(union), _at(said), _at(largest),
+            _at(self._table()), _at(_room("at", 2 * len(places), np.int64)), _at(union), _at(said), _at(largest),
             ctypes.byref(named),
         )  # fmt: skip
         return union[:size], largest[:size], named.value
@@ -294,7 +294,7 @@ class Native:
         union, levels, said = _space_for_union(n * slots)
         size = self._library.ls_meet(
             _at(rows), _long(n), _long(rows.stride(0)), _long(slots), _long(blocks), _long(padding),
-            _long(_limit(limit)), _long(phase), _at(self._table()), _at(np.empty(6 * n, np.int64)), _at(union),
+            _long(_limit(limit)), _long(phase), _at(self._table()), _at(_room("at", 6 * n, np.int64)), _at(union),
             _at(said), _at(levels), numbers,
         )  # fmt: skip
         return Met(union[:size], levels[:size], numbers[0], numbers[1], bool(numbers[2]))
@@ -323,7 +323,7 @@ class Native:
         union, means = np.empty(n * slots + 1, np.int64), np.empty(n * slots + 1, np.float32)
         found = self._library.ls_average_pairs(
             _at(rows), _long(n), _long(rows.stride(0)), _long(slots), _long(padding), _at(self._table()),
-            _at(np.empty(2 * n, np.int64)), _at(union), _at(means),
+            _at(_room("at", 2 * n, np.int64)), _at(union), _at(means),
         )  # fmt: skip
         return None if found < 0 else (torch.from_numpy(union[:found]), torch.from_numpy(means[:found]))
 
