@@ -187,14 +187,32 @@ def gather_picks(selection: Selection, values: Tensor | None, padding: int) -> S
         values: (c,) values at ``selection.indices``, or None.
         padding: the padding index; must fit into 31 bits.
     """
+    slots, rows = yield from gather_rows(selection, values, padding)
+    return read_picks(rows, slots, selection, values, padding)
+
+
+def gather_rows(selection: Selection, values: Tensor | None, padding: int) -> Steps[tuple[int, Tensor]]:
+    """What :func:`gather_picks` gathers: slots for coordinates in each message, and (n, words) of int32."""
     selection, values = yield from same_length(selection, values, padding)
-    indices, slots = selection.indices, selection.indices.numel()
+    indices = selection.indices
     if selection.spare is not None:
         indices = torch.where(selection.spare, ~indices, indices)
     parts = [selection.count.view(1).int(), indices.int()]
     if values is not None:
         parts.append(values.view(torch.int32))
-    rows = yield AllGather(torch.cat(parts))
+    return indices.numel(), (yield AllGather(torch.cat(parts)))
+
+
+def read_picks(rows: Tensor, slots: int, selection: Selection, values: Tensor | None, padding: int) -> Picks:
+    """What all ranks have told with :func:`gather_rows`.
+
+    Args:
+        rows: of all ranks.
+        slots: for coordinates.
+        selection: of this rank, which tells whether some are spare.
+        values: of this rank, which tell a dtype; None: none were sent.
+        padding: which coordinates may reach, and not exceed.
+    """
     counts = rows[:, 0].long()
     if static_shapes(counts.device):
         places = rows[:, 1 : 1 + slots]

@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
-from lightning_sparse.exchanges.base import EXCHANGES, Exchange, gather_picks, joined, values_at
-from lightning_sparse.kernels import add_up
+from lightning_sparse.exchanges.base import (
+    EXCHANGES,
+    Exchange,
+    gather_picks,
+    gather_rows,
+    joined,
+    read_picks,
+    values_at,
+)
+from lightning_sparse.kernels import add_up, compiled
 from lightning_sparse.messages import Steps
 
 
@@ -33,7 +42,16 @@ class GatherPairs(Exchange):
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         padding = acc.numel() - 1
-        picks = yield from gather_picks(selection, values_at(acc, selection.indices, ctx), padding)
+        values = values_at(acc, selection.indices, ctx)
+        library = None if ctx.disjoint else compiled(acc.device, acc.dtype)
+        if library is not None:
+            longest, rows = yield from gather_rows(selection, values, padding)
+            if (made := library.average_pairs(rows, longest, padding)) is not None:
+                size = torch.tensor(made[0].numel(), device="cpu")
+                return Update(*made, selection.indices, None, rows[:, 0].long(), size)
+            picks = read_picks(rows, longest, selection, values, padding)
+        else:
+            picks = yield from gather_picks(selection, values, padding)
         assert picks.values is not None
         if ctx.disjoint:
             union, size = picks.joined(), picks.counts.sum()

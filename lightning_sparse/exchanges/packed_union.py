@@ -25,6 +25,7 @@ from lightning_sparse.exchanges.base import (
 )
 from lightning_sparse.exchanges.reduce_union import union_of
 from lightning_sparse.kernels import compiled, expand, locate, pad, static_shapes, take
+from lightning_sparse.kernels.native import Met, Native
 from lightning_sparse.messages import AllGather, AllReduce, Steps
 
 BLOCK = 1 << 16
@@ -88,19 +89,15 @@ class PackedUnion(Exchange):
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         numel, n = acc.numel() - 1, ctx.world_size
         lanes = Lanes.of(n, ctx.second is not None)
+        library = compiled(acc.device, acc.dtype)
+        if library is not None and ctx.second is None:
+            return (yield from _compiled(library, acc, selection, lanes.most, ctx))
         picks, levels, lowest, trouble = yield from _gather(acc, selection, lanes.most, ctx)
         union = union_of(picks, selection, numel, ctx, levels)
         indices, named = union.indices, union.named
-        if n == 1 or count(ctx.density, numel) == numel or lanes.most < lanes.fewest:
+        if _unrounded(numel, lanes.most, lanes.fewest, ctx):
             mean, second = yield from reduce_at(acc, indices, ctx)
             return Update(indices, mean, indices, None, picks.counts, union.size, named, second)
-        if ctx.second is None and (library := compiled(acc.device, acc.dtype)):
-            raise_by = _most_raised(lanes.most)
-            made = library.round(acc, indices, union.levels, int(lowest), raise_by, lanes.most)
-            values = library.average((yield AllReduce(made.words)), made.units, n)
-            if trouble:
-                values.fill_(float("nan"))
-            return Update(indices, values, made.sent, made.values, picks.counts, union.size, named, left=made.left)
         unit = _step_of(_raised(union.levels, lowest, lanes.most), acc.dtype)
         whole = (take(acc, indices) / unit).round_().clamp_(-lanes.most, lanes.most).nan_to_num_(nan=0.0)
         if ctx.second is None:
@@ -122,6 +119,42 @@ class PackedUnion(Exchange):
         else:
             sent, rounded = indices[given], rounded[given]
         return Update(indices, values, sent, rounded, picks.counts, union.size, named, second)
+
+
+def _unrounded(numel: int, most: int, fewest: int, ctx: Context) -> bool:
+    """Whether values travel as they are."""
+    return ctx.world_size == 1 or count(ctx.density, numel) == numel or most < fewest
+
+
+def _compiled(library: Native, acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps[Update]:
+    """The whole exchange in functions of the library, without second values."""
+    n, numel = ctx.world_size, acc.numel() - 1
+    selection, _ = yield from same_length(selection, None, numel)
+    slots = selection.indices.numel()
+    blocks = _blocks(slots, numel)
+    words = library.tell(acc, selection.indices, selection.spare, int(selection.count), most, blocks)
+    rows = yield AllGather(words)
+    ends = counts_of(rows, slots)
+    met = library.meet(rows, slots, blocks, numel, selection.limit, ctx.step)
+    refuse([rank == met for rank in range(n)])
+    if not isinstance(met, Met):  # some picks do not ascend
+        heard = library.hear(rows, ends, slots, blocks, numel)
+        picks = Picks(heard.picks, None, rows[:, 0].long(), None if selection.spare is None else heard.spares)
+        union = union_of(picks, selection, numel, ctx, heard.levels)
+        trouble = bool(rows[:, 1].max() == TROUBLE)
+        met = Met(union.indices, union.levels.int(), int(union.named), heard.lowest, trouble)
+    indices, levels, size = met.indices, met.levels, met.indices.numel()
+    if size == met.named:
+        indices, levels = indices[: selection.total], levels[: selection.total]
+    about = rows[:, 0].long(), torch.tensor(size, device="cpu"), torch.tensor(met.named, device="cpu")
+    if _unrounded(numel, most, FEWEST_LEVELS, ctx):
+        mean, _ = yield from reduce_at(acc, indices, ctx)
+        return Update(indices, mean, indices, None, *about)
+    made = library.round(acc, indices, levels, met.lowest, _most_raised(most), most)
+    values = library.average((yield AllReduce(made.words)), made.units, n)
+    if met.trouble:
+        values.fill_(float("nan"))
+    return Update(indices, values, made.sent, made.values, *about, left=made.left)
 
 
 class Lanes(NamedTuple):
@@ -181,9 +214,7 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     padding = acc.numel() - 1
     selection, _ = yield from same_length(selection, None, padding)
     indices, slots = selection.indices, selection.indices.numel()
-    blocks = -(-padding // BLOCK)
-    if blocks + (slots + 1) // 2 >= slots:
-        blocks = 0  # whole coordinates are shorter
+    blocks = _blocks(slots, padding)
     library = compiled(acc.device, acc.dtype)
     if library is None:
         words = _tell(acc, selection, most, blocks, ctx)
@@ -231,6 +262,12 @@ def _is_wrong(words: Tensor, end: int, slots: int, blocks: int, padding: int) ->
     bounds = pad(words[2 : 2 + blocks], blocks + 1, slots).diff(prepend=words.new_zeros(1))
     outside = not blocks and is_outside(words[2 : 2 + end], padding)
     return not SILENT <= words[1] <= TROUBLE or bool((bounds < 0).any()) or outside
+
+
+def _blocks(slots: int, numel: int) -> int:
+    """Blocks in which offsets are told; 0 where whole coordinates are shorter."""
+    blocks = -(-numel // BLOCK)
+    return 0 if blocks + (slots + 1) // 2 >= slots else blocks
 
 
 def _tell(acc: Tensor, selection: Selection, most: int, blocks: int, ctx: Context) -> Tensor:

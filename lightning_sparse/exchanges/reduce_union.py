@@ -84,7 +84,7 @@ def union_of(picks: Picks, selection: Selection, padding: int, ctx: Context, lev
         union, levels, before = made
         size, named = (torch.tensor(number, device="cpu") for number in (union.numel(), before))
         end = selection.total if union.numel() == before else None  # more than promised, if a rank raises an alarm
-        return Union(union[:end], size, named, levels[:end])
+        return Union(union[:end], size, named, levels[:end].long())
     spare = torch.zeros_like(all_picks, dtype=torch.bool) if spare is None else spare
     union, spare, levels, named = unite(all_picks, spare, levels, padding)
     limit = selection.limit

@@ -100,6 +100,44 @@ def largest(x: Tensor, k: int, span: Span | None = None) -> tuple[Tensor, Tensor
     return host.largest(x, k, first, last)
 
 
+def many_of_largest(
+    x: Tensor, k: int, span: Span | None = None, candidates: Candidates | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k largest magnitudes of a range, and maybe more, for :func:`largest_of`. On the CPU only.
+
+    Args:
+        x: (numel,) finite values.
+        k: how many, at least 1; fewer where the range is shorter.
+        span: range to look at; None: everything.
+        candidates: of the group, where x is its accumulator: they may save a pass, if everything is looked at.
+
+    Returns:
+        Ascending int32 coordinates, and magnitudes; no magnitude that is left out is larger than one of the k.
+    """
+    return host.many_of_largest(x, k, *_on_host(span, x), candidates)
+
+
+def largest_of(indices: Tensor, magnitudes: Tensor, k: int) -> Tensor:
+    """Ascending int64 coordinates of the k largest magnitudes; of equal ones the lower ones. On the CPU only.
+
+    Args:
+        indices: (c,) int32, ascending.
+        magnitudes: (c,) theirs.
+        k: how many, from 0 to c.
+    """
+    return host.largest_of(indices, magnitudes, k)
+
+
+def reached(magnitudes: Tensor, threshold: float) -> int:
+    """How many magnitudes reach a threshold, compared in their precision. On the CPU only."""
+    return host.reached(magnitudes, threshold)
+
+
+def reaching_of(indices: Tensor, magnitudes: Tensor, threshold: float) -> Tensor:
+    """The int32 coordinates whose magnitudes reach a threshold, as int64. On the CPU only."""
+    return host.reaching_of(indices, magnitudes, threshold)
+
+
 def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
     """Coordinates of the k largest magnitudes, ascending: (min(k, numel),) int64, no padding on any device.
 
@@ -130,7 +168,7 @@ def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) 
 
 def top_k_and_stripe(
     x: Tensor, share: int, spare: int, turn: int, n: int, candidates: Candidates | None = None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The largest of all, and the largest others of a stripe. On the CPU only.
 
     Args:
@@ -142,11 +180,11 @@ def top_k_and_stripe(
         candidates: of the group, where x is its accumulator: they may save a pass.
 
     Returns:
-        ``2 j`` for the largest j, ``2 j + 1`` for those of the stripe, ascending; int64.
+        Their coordinates, int64, ascending; and whether each is one of the others.
 
     Example:
         >>> top_k_and_stripe(torch.tensor([1.0, -9, 3, 2, 8, 4]), 2, 1, turn=0, n=2)
-        tensor([2, 5, 8])
+        (tensor([1, 2, 4]), tensor([False,  True, False]))
     """
     return host.top_k_and_stripe(x, share, spare, turn, n, candidates)
 
@@ -200,11 +238,6 @@ def above(
     return indices, torch.tensor(indices.numel(), device="cpu")
 
 
-def reaching(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Ascending int32 coordinates whose magnitude reaches a threshold, and their magnitudes. On the CPU only."""
-    return host.reaching(x, threshold)
-
-
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation, () float64 each; infinite or NaN where squares or their sum overflow."""
     return device_passes.moments(x) if static_shapes(x.device) else host.moments(x)
@@ -236,13 +269,18 @@ def log_sum(x: Tensor) -> Tensor:
     return device_passes.log_sum(x) if static_shapes(x.device) else host.log_sum(x)
 
 
-def tail(x: Tensor, threshold: Tensor) -> Tensor:
+def tail(x: Tensor, threshold: Tensor, candidates: Candidates | None = None) -> Tensor:
     """Something shorter than x that has the same :func:`excess` over this threshold and higher ones.
 
     On the CPU the magnitudes that reach the threshold, without zeros; elsewhere x itself, since nobody knows how many
     these are.
+
+    Args:
+        x: (numel,) values.
+        threshold: () float64.
+        candidates: of the group, where x is its accumulator: they may save a pass.
     """
-    return x if static_shapes(x.device) else host.tail(x, float(threshold))
+    return x if static_shapes(x.device) else host.tail(x, float(threshold), candidates)
 
 
 def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:

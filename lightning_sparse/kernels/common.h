@@ -10,7 +10,24 @@
 #define EXPORT __attribute__((visibility("default")))
 #define MAGNITUDE 0x7fffffffu  // bits of a float32 without its sign
 #define INFINITE 0x7f800000u
-#define AHEAD 24  // elements to prefetch in places all over a vector
+#define CLASSES 8  // as in packed_union.py, and the next three
+#define CLASS_BITS 3
+#define SILENT 0
+#define TROUBLE ((1 << 20) - 1)
+#define OFFSETS 65536  // coordinates that a 16-bit offset can tell apart
+#define AHEAD 48  // elements to prefetch in places all over a vector
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define STREAMS 1
+#define AVX2 __attribute__((target("avx2")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,popcnt,bmi,bmi2,prefer-vector-width=512")))
+#define PICK(function) (instructions == 2 ? function##_avx512 : instructions == 1 ? function##_avx2 : function##_portable)
+#else
+#define PICK(function) function##_portable
+#endif
+
+extern int instructions;  // 0: portable, 1: AVX2, 2: AVX-512; ls_choose sets it
 
 INLINE uint32_t bits_of(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
 INLINE float float_of(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }

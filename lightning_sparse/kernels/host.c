@@ -4,11 +4,6 @@
 // Each function exists once, as inline code, and is compiled for the instruction sets that this processor may have.
 #include "common.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define STREAMS 1
-#endif
-
 #define STRIP 64       // elements that are worked on in registers
 #define BLOCK 2048     // and in the first-level cache
 #define STRIPS (BLOCK / STRIP)
@@ -73,9 +68,6 @@ INLINE int64_t extract_portable(const float *x, uint64_t hits, int32_t first, in
 static const strip PORTABLE = {add_portable, reach_portable, extract_portable};
 
 #ifdef STREAMS
-#define AVX2 __attribute__((target("avx2")))
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,popcnt")))
-
 AVX2 INLINE uint64_t hits_avx2(__m256i m, uint32_t level) {
   __m256i above = _mm256_cmpgt_epi32(m, _mm256_set1_epi32((int)level - 1));
   __m256i number = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)INFINITE + 1), m);
@@ -323,18 +315,17 @@ INLINE double folded(double *lanes) {
   return lanes[0];
 }
 
-#define SUM(n, value, square, each_chunk)                                           \
-  double total[LANES], squares[LANES], part[LANES], second[LANES];                  \
+#define SUM(n, value, square, hit, each_chunk)                                      \
+  double total[LANES], squares[LANES], hits[LANES], part[LANES], second[LANES];     \
   memset(total, 0, sizeof total), memset(squares, 0, sizeof squares);               \
+  memset(hits, 0, sizeof hits);                                                     \
   for (int64_t chunk = 0; chunk < n; chunk += CHUNK) {                              \
     int64_t size = n - chunk < CHUNK ? n - chunk : CHUNK, whole = size / LANES;     \
+    int64_t row = 0;                                                                \
     each_chunk(x + chunk, size);                                                    \
-    for (int64_t row = 0; row < whole; row++)                                       \
-      for (int64_t j = 0; j < LANES; j++) {                                         \
-        double z = value(x[chunk + row * LANES + j]);                               \
-        part[j] = row ? part[j] + z : z;                                            \
-        if (square) second[j] = row ? second[j] + z * z : z * z;                    \
-      }                                                                             \
+    memset(part, 0, sizeof part), memset(second, 0, sizeof second);                 \
+    for (; row + ROWS <= whole; row += ROWS) ADD_ROWS(value, square, hit, ROWS)     \
+    for (; row < whole; row++) ADD_ROWS(value, square, hit, 1)                      \
     for (int64_t j = 0; whole && j < LANES; j++) {                                  \
       total[j] += part[j];                                                          \
       if (square) squares[j] += second[j];                                          \
@@ -343,8 +334,26 @@ INLINE double folded(double *lanes) {
       double z = value(x[chunk + whole * LANES + j]);                               \
       total[j] += z;                                                                \
       if (square) squares[j] += z * z;                                              \
+      hits[j] += hit(x[chunk + whole * LANES + j]);                                 \
     }                                                                               \
   }
+
+#define ROWS 8  // that are added up in registers
+#define ADD_ROWS(value, square, hit, rows)                                          \
+  for (int64_t j = 0; j < LANES; j++) {                                             \
+    const float *column = x + chunk + row * LANES + j;                              \
+    double sum = part[j], sum_of_squares = second[j], reached = hits[j];            \
+    for (int i = 0; i < rows; i++) {                                                \
+      double z = value(column[i * LANES]);                                          \
+      sum += z;                                                                     \
+      if (square) sum_of_squares += z * z;                                          \
+      reached += hit(column[i * LANES]);                                            \
+    }                                                                               \
+    part[j] = sum, hits[j] = reached;                                               \
+    if (square) second[j] = sum_of_squares;                                         \
+  }
+#define NO_HIT(x) 0.0
+#define NOTHING(x, n)
 
 INLINE uint32_t largest_of(const float *x, int64_t n) {
   uint32_t largest = 0;
@@ -355,24 +364,17 @@ INLINE uint32_t largest_of(const float *x, int64_t n) {
   return largest;
 }
 
-INLINE int64_t reached_by(const float *x, int64_t n, float bound) {
-  int32_t reached = 0;  // of a chunk
-  for (int64_t i = 0; i < n; i++) reached += fabsf(x[i]) >= bound;
-  return reached;
-}
-
 INLINE void excess(const float *x, int64_t n, double level, float bound, double *out) {
-  int64_t count = 0;
-#define COUNT(x, n) count += reached_by(x, n, bound)
+  const double least = bound;
+#define REACHES(x) ((double)fabsf(x) >= least ? 1.0 : 0.0)
 #define BEYOND(x) ((double)fabsf(x) - level > 0.0 ? (double)fabsf(x) - level : 0.0)
-  SUM(n, BEYOND, 1, COUNT)
-  out[0] = (double)count, out[1] = folded(total), out[2] = folded(squares);
+  SUM(n, BEYOND, 1, REACHES, NOTHING)
+  out[0] = folded(hits), out[1] = folded(total), out[2] = folded(squares);
 }
 
 INLINE void moments(const float *x, int64_t n, double *out) {
-#define NOTHING(x, n)
 #define ITSELF(x) ((double)(x))
-  SUM(n, ITSELF, 1, NOTHING)
+  SUM(n, ITSELF, 1, NO_HIT, NOTHING)
   out[0] = folded(total), out[1] = folded(squares);
 }
 
@@ -380,7 +382,7 @@ INLINE void sum_and_maximum(const float *x, int64_t n, double *out) {
   uint32_t largest = 0, found;
 #define MAXIMUM(x, n) found = largest_of(x, n), largest = found > largest ? found : largest
 #define WITHOUT_SIGN(x) ((double)fabsf(x))
-  SUM(n, WITHOUT_SIGN, 0, MAXIMUM)
+  SUM(n, WITHOUT_SIGN, 0, NO_HIT, MAXIMUM)
   out[0] = folded(total), out[1] = (double)float_of(largest);
 }
 
@@ -421,25 +423,22 @@ VARIANTS(portable, , PORTABLE)
 #ifdef STREAMS
 VARIANTS(avx2, AVX2, OF_AVX2)
 VARIANTS(avx512, AVX512, OF_AVX512)
-#define PICK(function) (level == 2 ? function##_avx512 : level == 1 ? function##_avx2 : function##_portable)
-#else
-#define PICK(function) function##_portable
 #endif
 
-static int level = -1;  // 0: portable, 1: AVX2, 2: AVX-512
+int instructions = -1;
 
 // Choose instructions, at most those of a level; the level that is used. Called once, before anything else.
 EXPORT int ls_choose(int most) {
-  level = 0;
+  instructions = 0;
 #ifdef STREAMS
   __builtin_cpu_init();
-  if (most > 0 && __builtin_cpu_supports("avx2")) level = 1;
-  if (most > 1 && level && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    level = 2;
+  if (most > 0 && __builtin_cpu_supports("avx2")) instructions = 1;
+  if (most > 1 && instructions && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2"))
+    instructions = 2;
 #endif
   (void)most;
-  return level;
+  return instructions;
 }
 
 EXPORT const char *ls_source(void) { return SOURCE; }

@@ -199,49 +199,42 @@ def above(x: Tensor, threshold: float, first: int, last: int, candidates: Candid
     if candidates is not None:
         known = candidates.reaching(x, float(bound))
         candidates.expect(MARGIN * float(bound))
-    indices, magnitudes = _above(values[first:last], bound) if known is None else known
     if known is None:
-        indices += first
-    else:
-        keep = magnitudes >= bound
-        if (first, last) != (0, values.size):
-            keep &= (indices >= first) & (indices < last)
-        indices = indices[keep]
-    return torch.from_numpy(indices.astype(np.int64))
-
-
-def reaching(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Ascending int32 coordinates with ``|x| >= threshold``, and their magnitudes."""
-    values = x.numpy()
-    indices, magnitudes = _above(values, values.dtype.type(threshold))
-    return torch.from_numpy(indices), torch.from_numpy(magnitudes)
+        return torch.from_numpy(_above(values[first:last], bound)[0].astype(np.int64) + first)
+    if (first, last) != (0, values.size):
+        inside = slice(*np.searchsorted(known[0], (first, last)))
+        known = known[0][inside], known[1][inside]
+    return torch.from_numpy(_reaching_of(known, float(bound)))
 
 
 def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
     """Ascending coordinates of the k largest magnitudes, ``0 < k < numel``; of equal ones the lower coordinates."""
-    return torch.from_numpy(_top_k(x.numpy(), k, x, candidates)[0])
+    return torch.from_numpy(_top_k(x.numpy(), k, x, candidates))
 
 
 def top_k_and_stripe(
     x: Tensor, share: int, spare: int, turn: int, n: int, candidates: Candidates | None = None
-) -> Tensor:
-    """``2 j`` for the ``share`` largest j, ``2 j + 1`` for ``spare`` others of the stripe; ascending.
+) -> tuple[Tensor, Tensor]:
+    """The ``share`` largest and ``spare`` others of the stripe, ascending; and which are the latter.
 
     One pass over the group finds what both are chosen from: among the largest, stripes have about equal parts.
     """
     values, expected = x.numpy(), share + n * spare
     if not expected:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.empty(0, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.bool, device="cpu")
     enough = min(values.size, expected + math.ceil(4 * math.sqrt(expected)))
     known = _enough(values, enough, x, candidates)
     more = _more(enough)
     if compiled := _compiled(known[1]):
-        made = compiled.top_and_stripe(known, share, spare, turn, n, more if more < known[0].size else enough)
+        made = compiled.largest(known, share, spare, turn, n, more if more < known[0].size else enough)
         if made is not None:
             if candidates is not None:
-                candidates.expect(made[1] if more < known[0].size else 0.9 * made[1])
-            return torch.from_numpy(made[0])
-    indices, magnitudes = _top_k_of(known, enough, candidates)
+                candidates.expect(made[2] if more < known[0].size else MARGIN * made[2])
+            return torch.from_numpy(made[0]), torch.from_numpy(made[1])
+    keep, following = _best(known[1], enough, more)
+    if candidates is not None:
+        candidates.expect(following)
+    indices, magnitudes = known[0][keep].astype(np.int64), known[1][keep]
     first = np.zeros(enough, dtype=bool)
     if share:
         first[_best(magnitudes, share, share)[0]] = True
@@ -250,17 +243,18 @@ def top_k_and_stripe(
     if own.size < spare and enough < values.size:
         chosen, mine = indices[first], indices[first & inside]
         stripe = np.ascontiguousarray(values[turn::n])
-        others = _top_k(stripe, min(stripe.size, spare + mine.size))[0] * n + turn
+        others = _top_k(stripe, min(stripe.size, spare + mine.size)) * n + turn
         others = others[~np.isin(others, mine, assume_unique=True)]
         if others.size > spare:
             others = others[_best(np.abs(values[others]), spare, spare)[0]] if spare else others[:0]
-        return torch.from_numpy(np.sort(np.concatenate([2 * chosen, 2 * others + 1])))
+        keys = np.sort(np.concatenate([2 * chosen, 2 * others + 1]))
+        return torch.from_numpy(keys >> 1), torch.from_numpy((keys & 1).astype(bool))
     if own.size > spare:
         own = own[_best(magnitudes[own], spare, spare)[0]] if spare else own[:0]
-    indices <<= 1
-    indices[own] |= 1
-    first[own] = True
-    return torch.from_numpy(indices[first])
+    other = np.zeros(enough, dtype=bool)
+    other[own] = True
+    picked = np.flatnonzero(first | other)
+    return torch.from_numpy(indices[picked]), torch.from_numpy(other[picked])
 
 
 def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
@@ -276,16 +270,65 @@ def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> T
     places, magnitudes = _above_in_blocks(whole, rest, _bound_from(np.abs(sample).reshape(-1), share, stride))
     if places.size < k:
         places, magnitudes = _above_in_blocks(whole, rest, values.dtype.type(0))
-    picked = places[_best(magnitudes, k, k)[0]].astype(np.int64)
+    picked = _picked((places, magnitudes), k, k)[0]
     # In the rest, places continue after the last complete round as they do from round to round.
     return torch.from_numpy(picked // block * period + first + picked % block)
+
+
+def many_of_largest(
+    x: Tensor, k: int, first: int, last: int, candidates: Candidates | None = None
+) -> tuple[Tensor, Tensor]:
+    """Ascending int32 coordinates of the k largest in [first, last) and maybe of more, and their magnitudes."""
+    values = x.numpy()[first:last]
+    k = min(k, last - first)
+    if candidates is None or values.size < x.numel():
+        indices, magnitudes = _enough(values, k)
+        indices += np.int32(first)
+        return torch.from_numpy(indices), torch.from_numpy(magnitudes)
+    indices, magnitudes = _enough(values, k, x, candidates)
+    more = _more(k)
+    candidates.expect(_reached_by(magnitudes, min(more, magnitudes.size)) * (1.0 if more < magnitudes.size else MARGIN))
+    return torch.from_numpy(indices), torch.from_numpy(magnitudes)
+
+
+def reached(magnitudes: Tensor, threshold: float) -> int:
+    """How many magnitudes reach a threshold."""
+    values = magnitudes.numpy()
+    if compiled := _compiled(values):
+        return compiled.reached(values, threshold)
+    return int(np.count_nonzero(values >= values.dtype.type(threshold)))
+
+
+def reaching_of(indices: Tensor, magnitudes: Tensor, threshold: float) -> Tensor:
+    """The coordinates whose magnitudes reach a threshold."""
+    return torch.from_numpy(_reaching_of((indices.numpy(), magnitudes.numpy()), threshold))
+
+
+def _reaching_of(known: Found, threshold: float) -> NDArray[np.int64]:
+    indices, magnitudes = known
+    if compiled := _compiled(magnitudes):
+        return compiled.reaching(known, threshold)
+    return indices.take(np.flatnonzero(magnitudes >= magnitudes.dtype.type(threshold))).astype(np.int64)
+
+
+def _reached_by(magnitudes: NDArray[np.floating], k: int) -> float:
+    """A magnitude that k of these reach, and hardly more."""
+    if compiled := _compiled(magnitudes):
+        return compiled.reached_by(magnitudes, k)
+    return float(np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k])
+
+
+def largest_of(indices: Tensor, magnitudes: Tensor, k: int) -> Tensor:
+    """Ascending int64 coordinates of the k largest; of equal ones the lower ones."""
+    return torch.from_numpy(_picked((indices.numpy(), magnitudes.numpy()), k, k)[0])
 
 
 def largest(x: Tensor, k: int, first: int, last: int) -> tuple[Tensor, Tensor]:
     """Coordinates and magnitudes of the k largest in [first, last), largest first, lower coordinate first."""
     values = x.numpy()[first:last]
     k = min(k, last - first)
-    picked, magnitudes = _top_k(values, k)
+    picked = _top_k(values, k)
+    magnitudes = np.abs(values.take(picked))
     order = _descending(magnitudes)
     return torch.from_numpy(picked[order] + first), torch.from_numpy(magnitudes[order])
 
@@ -342,10 +385,14 @@ def log_sum(x: Tensor) -> Tensor:
     return _scalar(total)
 
 
-def tail(x: Tensor, threshold: float) -> Tensor:
+def tail(x: Tensor, threshold: float, candidates: Candidates | None = None) -> Tensor:
     """The magnitudes that reach a threshold, without zeros."""
     values = x.numpy()
     bound = _lowest(values.dtype, threshold)
+    if candidates is not None:
+        known = candidates.reaching(x, float(bound))
+        candidates.expect(MARGIN * float(bound))
+        values = values if known is None else known[1]
     if compiled := _compiled(values):
         return torch.from_numpy(compiled.tail(values, float(bound)))
     return torch.from_numpy(_above(values, bound)[1])
@@ -562,13 +609,16 @@ def _above_in_blocks(whole: NDArray[np.floating], rest: NDArray[np.floating], bo
 
 def _top_k(
     values: NDArray[np.floating], k: int, x: Tensor | None = None, candidates: Candidates | None = None
-) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
-    """Coordinates and magnitudes of the k largest, ascending.
+) -> NDArray[np.int64]:
+    """Coordinates of the k largest magnitudes, ascending.
 
     From few that reach a lower bound, the exact k-th magnitude is taken. The bound is that of what was collected
     beforehand, else one from a sample, else zero.
     """
-    return _top_k_of(_enough(values, k, x, candidates), k, candidates)
+    picked, following = _picked(_enough(values, k, x, candidates), k, _more(k))
+    if candidates is not None and k:
+        candidates.expect(following)
+    return picked
 
 
 def _enough(
@@ -587,15 +637,20 @@ def _enough(
     return known
 
 
-def _top_k_of(known: Found, k: int, candidates: Candidates | None) -> tuple[NDArray[np.int64], NDArray[np.floating]]:
-    """The k largest of what is known, and what the next step may expect."""
+def _picked(known: Found, k: int, more: int) -> tuple[NDArray[np.int64], float]:
+    """Coordinates of the k largest of what is known, ascending; and a magnitude that at least ``more`` reach.
+
+    Of equal ones, the first. Where there are fewer than ``more``, somewhat less than what k reach.
+    """
     indices, magnitudes = known
     if k == 0:
-        return indices[:0].astype(np.int64), magnitudes[:0]
-    keep, following = _best(magnitudes, k, _more(k))
-    if candidates is not None:
-        candidates.expect(following)
-    return indices[keep].astype(np.int64), magnitudes[keep]
+        return indices[:0].astype(np.int64), math.inf
+    if compiled := _compiled(magnitudes):
+        made = compiled.largest(known, k, 0, 0, 1, more if more < magnitudes.size else k)
+        assert made is not None
+        return made[0], made[2] if more < magnitudes.size else MARGIN * made[2]
+    keep, reached = _best(magnitudes, k, more)
+    return indices[keep].astype(np.int64), reached
 
 
 def _more(k: int) -> int:
@@ -609,9 +664,6 @@ def _best(magnitudes: NDArray[np.floating], k: int, more: int) -> tuple[NDArray[
     Where there are fewer than ``more``, somewhat less than that of the k-th.
     """
     count = magnitudes.size
-    if compiled := _compiled(magnitudes):
-        places, reached = compiled.best(magnitudes, k, more)
-        return places, reached if more < count else 0.9 * reached
     ranks = (count - k,) if more >= count else (count - more, count - k)
     ordered = np.partition(magnitudes, ranks)
     kth = ordered[count - k]
@@ -619,7 +671,7 @@ def _best(magnitudes: NDArray[np.floating], k: int, more: int) -> tuple[NDArray[
     if keep.size > k:  # of those that are equal to the k-th, the last ones are too many
         equal = np.flatnonzero(magnitudes[keep] == kth)
         keep = np.delete(keep, equal[k - keep.size :])
-    return keep, float(ordered[ranks[0]]) if more < count else 0.9 * float(kth)
+    return keep, float(ordered[ranks[0]]) if more < count else MARGIN * float(kth)
 
 
 def _descending(magnitudes: NDArray[np.floating]) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""The functions of host.c and picks.c, compiled, for numpy arrays and tensors.
+"""The functions of host.c, choose.c, picks.c and unite.c, compiled, for numpy arrays and tensors.
 
 Which are used, and whether: :mod:`~lightning_sparse.kernels.library`.
 """
@@ -42,6 +42,21 @@ class Heard(NamedTuple):
     """The largest of all ranks' lowest levels; -1 - r where the message of rank r cannot be."""
 
 
+class Met(NamedTuple):
+    """The union of what all ranks have told."""
+
+    indices: Tensor
+    """(u,) int64 coordinates, ascending."""
+    levels: Tensor
+    """(u,) int32: the largest level that a rank gave each."""
+    named: int
+    """Different coordinates before the limit."""
+    lowest: int
+    """The largest of all ranks' lowest levels."""
+    trouble: bool
+    """Whether a rank has a value that is not finite."""
+
+
 class Rounded(NamedTuple):
     """Values in steps of powers of two."""
 
@@ -66,9 +81,10 @@ class Native:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for name in ("ls_accumulate", "ls_weigh", "ls_above", "ls_best", "ls_round"):
+        for name in ("ls_accumulate", "ls_weigh", "ls_above", "ls_largest", "ls_round"):
             getattr(library, name).restype = ctypes.c_int64
-        for name in ("ls_top_and_stripe", "ls_unite", "ls_add_up", "ls_table"):
+        library.ls_reached_by.restype = ctypes.c_float
+        for name in ("ls_unite", "ls_meet", "ls_add_up", "ls_average_pairs", "ls_reaching", "ls_reached", "ls_table"):
             getattr(library, name).restype = ctypes.c_int64
 
     def accumulate(
@@ -128,10 +144,7 @@ class Native:
 
     def tail(self, values: NDArray[np.float32], bound: float) -> NDArray[np.float32]:
         """The magnitudes that reach a bound, in a buffer of this thread."""
-        buffer = _buffers.__dict__.get("tail")
-        if buffer is None or buffer.size < values.size + SLACK:
-            # Touched as far as it is used.
-            buffer = _buffers.__dict__["tail"] = np.empty(values.size + SLACK, np.float32)
+        buffer = _room("tail", values.size + SLACK, np.float32)
         found: NDArray[np.float32] = buffer[: self._above(values[None], bound, None, buffer)]
         return found
 
@@ -183,19 +196,10 @@ class Native:
         if self._library.ls_put(_at(values), _long(values.size), _at(indices), _long(indices.size), _at(new)):
             raise IndexError(f"an index is outside of a vector of {values.size}")
 
-    def best(self, magnitudes: NDArray[np.float32], k: int, more: int) -> tuple[NDArray[np.int32], float]:
-        """Places of the k largest, ascending, of equal ones the first; and what ``more`` reach, or else k."""
-        size, reached = magnitudes.size, ctypes.c_float()
-        places, spare = np.empty(size, np.int32), np.empty(size, np.uint32)
-        self._library.ls_best(
-            _at(magnitudes), _long(size), _long(k), _long(more), _at(places), _at(spare), ctypes.byref(reached)
-        )
-        return places[:k], reached.value
-
-    def top_and_stripe(
+    def largest(
         self, found: Found, share: int, spare: int, turn: int, n: int, more: int
-    ) -> tuple[NDArray[np.int64], float] | None:
-        """See :func:`~lightning_sparse.kernels.top_k_and_stripe`; and what ``more`` reach. None: too few of the stripe.
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], float] | None:
+        """See :func:`~lightning_sparse.kernels.top_k_and_stripe`; and a magnitude that at least ``more`` reach.
 
         Args:
             found: at least share and more.
@@ -203,15 +207,37 @@ class Native:
             spare: see there.
             turn: see there.
             n: see there.
-            more: at least 1.
+            more: at least 1; not many more than these reach the magnitude.
+
+        Returns:
+            None: too few of the stripe.
         """
         size, reached = found[0].size, ctypes.c_float()
-        keys, spares = np.empty(size, np.int64), np.empty(2 * size, np.uint32)
-        count = self._library.ls_top_and_stripe(
+        places, marks = np.empty(share + spare + SLACK, np.int64), np.empty(share + spare + SLACK, np.bool_)
+        count = self._library.ls_largest(
             _at(found[0]), _at(found[1]), _long(size), _long(share), _long(spare), _long(turn), _long(n), _long(more),
-            _at(keys), _at(spares), ctypes.byref(reached),
+            _at(places), _at(marks), _at(_room("chosen", 2 * size + 2 * SLACK, np.uint32)), ctypes.byref(reached),
         )  # fmt: skip
-        return (keys[:count], reached.value) if count else None
+        return (places[:count], marks[:count], reached.value) if count else None
+
+    def reaching(self, found: Found, bound: float) -> NDArray[np.int64]:
+        """The coordinates whose magnitudes reach a bound."""
+        size = found[0].size
+        places, marks = np.empty(size + SLACK, np.int64), _room("marks", size + SLACK, np.uint8)
+        count = self._library.ls_reaching(
+            _at(found[0]), _at(found[1]), _long(size), ctypes.c_float(bound), _at(places), _at(marks)
+        )
+        return places[:count]
+
+    def reached(self, magnitudes: NDArray[np.float32], bound: float) -> int:
+        """How many magnitudes reach a bound."""
+        count: int = self._library.ls_reached(_at(magnitudes), _long(magnitudes.size), ctypes.c_float(bound))
+        return count
+
+    def reached_by(self, magnitudes: NDArray[np.float32], k: int) -> float:
+        """A magnitude that at least k reach, and not many more."""
+        found: float = self._library.ls_reached_by(_at(magnitudes), _long(magnitudes.size), _long(k))
+        return found
 
     def tell(self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int) -> Tensor:
         """The message of one rank, see :mod:`~lightning_sparse.exchanges.packed_union`; int32 words.
@@ -269,27 +295,67 @@ class Native:
         """
         joined = torch.cat(list(places))
         flags = None if spare is None else torch.cat(list(spare))
-        union, largest = torch.empty_like(joined), torch.empty_like(joined)
         lengths, named = np.array([len(part) for part in places], np.int64), ctypes.c_int64()
-        at, said = np.empty(2 * len(places), np.int64), np.empty(len(joined), np.uint32)
+        union, largest, said = _space_for_union(len(joined))
         size = self._library.ls_unite(
             _at(joined), None if levels is None else _at(levels), None if flags is None else _at(flags), _at(lengths),
-            _long(len(places)), _long(padding), _long(1 << 62 if limit is None else limit), _long(phase),
-            _at(self._table()), _at(at), _at(union), _at(said), _at(largest), ctypes.byref(named),
+            _long(len(places)), _long(padding), _long(_limit(limit)), _long(phase),
+            _at(self._table()), _at(_room("at", 2 * len(places), np.int64)), _at(union), _at(said), _at(largest),
+            ctypes.byref(named),
         )  # fmt: skip
         return None if size < 0 else (union[:size], largest[:size], named.value)
+
+    def meet(
+        self, rows: Tensor, slots: int, blocks: int, padding: int, limit: int | None, phase: int
+    ) -> Met | int | None:
+        """:meth:`hear` and :meth:`unite` in one; None where a list does not ascend, a rank whose message cannot be.
+
+        Args:
+            rows: (n, words) int32, contiguous in words.
+            slots: indices of each rank.
+            blocks: see :meth:`tell`.
+            padding: coordinates from here on do not count.
+            limit: see :meth:`unite`, as the phase.
+            phase: see there.
+        """
+        n, numbers = len(rows), (ctypes.c_int64 * 3)()
+        union, levels, said = _space_for_union(n * slots)
+        size = self._library.ls_meet(
+            _at(rows), _long(n), _long(rows.stride(0)), _long(slots), _long(blocks), _long(padding),
+            _long(_limit(limit)), _long(phase), _at(self._table()), _at(_room("at", 6 * n, np.int64)), _at(union),
+            _at(said), _at(levels), numbers,
+        )  # fmt: skip
+        if size < 0:
+            return None if size == -1 - n else -1 - size
+        return Met(union[:size], levels[:size], numbers[0], numbers[1], bool(numbers[2]))
 
     def add_up(
         self, coordinates: NDArray[np.int64], values: NDArray[np.float32], lengths: NDArray[np.int64], padding: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
         """Sums of sparse vectors; None where one does not ascend."""
-        union, totals = np.empty(coordinates.size, np.int64), np.empty(coordinates.size, np.float32)
+        union, totals = np.empty(coordinates.size + 1, np.int64), np.empty(coordinates.size + 1, np.float32)
         at = np.empty(2 * lengths.size, np.int64)
         found = self._library.ls_add_up(
             _at(coordinates), _at(values), _at(lengths), _long(lengths.size), _long(padding), _at(self._table()),
             _at(at), _at(union), _at(totals),
         )  # fmt: skip
         return None if found < 0 else (union[:found], totals[:found])
+
+    def average_pairs(self, rows: Tensor, slots: int, padding: int) -> tuple[Tensor, Tensor] | None:
+        """The mean of sparse vectors over ranks, summed from zero in their order; None where one does not ascend.
+
+        Args:
+            rows: (n, 1 + 2 * slots) int32, contiguous in words: a count, coordinates, bits of values.
+            slots: see there.
+            padding: coordinates from here on do not count.
+        """
+        n = len(rows)
+        union, means = np.empty(n * slots + 1, np.int64), np.empty(n * slots + 1, np.float32)
+        found = self._library.ls_average_pairs(
+            _at(rows), _long(n), _long(rows.stride(0)), _long(slots), _long(padding), _at(self._table()),
+            _at(_room("at", 2 * n, np.int64)), _at(union), _at(means),
+        )  # fmt: skip
+        return None if found < 0 else (torch.from_numpy(union[:found]), torch.from_numpy(means[:found]))
 
     def _table(self) -> NDArray[np.uint8]:
         """Of this thread, zero whenever nobody works with it."""
@@ -304,12 +370,12 @@ class Native:
         Args:
             acc: (numel + 1,) values.
             union: (u,) int64 coordinates.
-            levels: (u,) int64, of which the steps follow.
+            levels: (u,) integers, of which the steps follow.
             lowest: level towards which they are raised, by at most ``raise_by``.
             raise_by: see there.
             most: largest number of steps.
         """
-        size = union.numel()
+        size, levels = union.numel(), levels.int()
         words = torch.empty((size + 1) // 2, dtype=torch.int32, device="cpu")
         sent = torch.empty_like(union)
         units, rounded, left = (torch.empty(size, dtype=torch.float32, device="cpu") for _ in range(3))
@@ -331,6 +397,24 @@ class Native:
 def _body(slots: int, blocks: int) -> int:
     """Words that coordinates take."""
     return blocks + (slots + 1) // 2 if blocks else slots
+
+
+def _limit(limit: int | None) -> int:
+    return 1 << 62 if limit is None else limit
+
+
+def _space_for_union(total: int) -> tuple[Tensor, Tensor, NDArray[np.uint16]]:
+    """For coordinates and levels of at most so many picks, and what is said of them."""
+    union = torch.empty(total + 1, dtype=torch.int64, device="cpu")
+    return union, torch.empty(total + 1, dtype=torch.int32, device="cpu"), _room("said", total + 1, np.uint16)
+
+
+def _room(use: str, size: int, dtype: type[np.generic]) -> NDArray[Any]:
+    """A buffer of this thread, at least as long; touched as far as it is used."""
+    buffer: NDArray[Any] | None = _buffers.__dict__.get(use)
+    if buffer is None or buffer.size < size:
+        buffer = _buffers.__dict__[use] = np.empty(size, dtype)
+    return buffer
 
 
 def _scratch(room: int) -> Found:

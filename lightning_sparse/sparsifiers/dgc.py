@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from lightning_sparse.checks import check_integer
@@ -14,7 +13,7 @@ from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import check_density, count
 from lightning_sparse.kernels import top_k
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.sparsifiers.bracket import Bracket, Survivors, everything, narrow, picked
+from lightning_sparse.sparsifiers.bracket import Bracket, Number, Survivors, either, everything, narrow, number, picked
 from lightning_sparse.sparsifiers.estimation import check_variant
 
 ROUNDS = 11
@@ -92,22 +91,22 @@ class DGC(Sparsifier):
         most = 13 * k // 10
         survivors, start = Survivors(acc, most, ctx.candidates), _sampled_threshold(acc, stride, k, ctx.step)
 
-        def lower(bracket: Bracket) -> Tensor:
-            untried = torch.where(bracket.high.isinf(), start, LOWER * bracket.high)
-            return torch.where(bracket.low > 0, bracket.low, untried)
+        def lower(bracket: Bracket) -> Number:
+            untried = either(bracket.high == math.inf, start, LOWER * bracket.high)
+            return either(bracket.low > 0, bracket.low, untried)
 
         bracket = narrow(survivors, lower, -(-4 * k // 5), most, ROUNDS)
         if not published:
             return survivors.trim(bracket, k, most), state
-        gave_up = (bracket.low == 0) & bracket.high.isfinite()
-        bracket = bracket._replace(low=torch.where(gave_up, bracket.high, bracket.low))
+        gave_up = (bracket.low == 0) & (bracket.high < math.inf)
+        bracket = bracket._replace(low=either(gave_up, bracket.high, bracket.low))
         selection = survivors.trim(bracket, k, most)
         return selection._replace(indices=selection.indices[:k], count=selection.count.clamp(max=k)), state
 
 
-def _sampled_threshold(acc: Tensor, stride: int, k: int, step: int) -> Tensor:
-    """The magnitude that the same share of samples reaches, () float64."""
+def _sampled_threshold(acc: Tensor, stride: int, k: int, step: int) -> Number:
+    """The magnitude that the same share of samples reaches."""
     size = acc.numel() // stride
     sampled = acc[step % stride :: stride][:size]
     highest = top_k(sampled, -(-size * k // acc.numel()))
-    return sampled[highest].abs().min().double()
+    return number(sampled[highest].abs().min().double())

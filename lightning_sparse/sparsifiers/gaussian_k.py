@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, ClassVar, Literal
@@ -13,7 +14,17 @@ from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import moments
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.sparsifiers.bracket import Bracket, Survivors, everything, narrow, next_above
+from lightning_sparse.sparsifiers.bracket import (
+    Bracket,
+    Number,
+    Survivors,
+    either,
+    everything,
+    narrow,
+    next_above,
+    number,
+    root,
+)
 from lightning_sparse.sparsifiers.estimation import check_variant
 
 ROUNDS = 12
@@ -76,29 +87,29 @@ class GaussianK(Sparsifier):
         most = 4 * k // 3
         survivors = Survivors(acc, most, ctx.candidates)
         if self.variant == "published":
-            mean, deviation = acc.mean().double(), acc.std().double()
+            mean, deviation = number(acc.mean().double()), number(acc.std().double())
             return survivors.beyond(_published(survivors, mean + z * deviation, k), k, ctx.step), state
         mean, deviation = moments(acc)
         # Squares may overflow where the values themselves do not.
-        start = (mean.abs() + z * deviation).nan_to_num().clamp(max=torch.finfo(acc.dtype).max)
+        start = number((mean.abs() + z * deviation).nan_to_num().clamp(max=torch.finfo(acc.dtype).max))
 
-        def between(bracket: Bracket) -> Tensor:
+        def between(bracket: Bracket) -> Number:
             low, high = bracket
-            rising = torch.where(low > 0, RAISE * low, start)
-            falling = torch.where(low > 0, torch.sqrt(low * high), LOWER * high)
-            return torch.where(high.isinf(), rising, falling)
+            rising = either(low > 0, RAISE * low, start)
+            falling = either(low > 0, root(low * high), LOWER * high)
+            return either(high == math.inf, rising, falling)
 
         bracket = narrow(survivors, between, -(-2 * k // 3), most, ROUNDS)
         return survivors.trim(bracket, k, most), state
 
 
-def _published(survivors: Survivors, start: Tensor, k: int) -> Tensor:
+def _published(survivors: Survivors, start: Number, k: int) -> Number:
     threshold = following = start
     for _ in range(3):
         threshold = following
         reached = survivors.count(next_above(threshold, survivors.acc.dtype))
-        raised = torch.where(reached > 4 * k / 3, RAISE * threshold, threshold)
-        following = torch.where(reached < 2 * k / 3, LOWER * threshold, raised)
+        raised = either(reached > 4 * k / 3, RAISE * threshold, threshold)
+        following = either(reached < 2 * k / 3, LOWER * threshold, raised)
         if not survivors.static and following == threshold:
             break
     return threshold

@@ -94,10 +94,10 @@ class MiCRO(Sparsifier):
     def select(self, acc: Tensor, state: Tensor | None, ctx: Context) -> Steps[Selected]:
         """Picks within the own range."""
         if self.variant == "corrected":
-            spans, k = _spans(acc.numel(), ctx, acc.device), count(ctx.density, acc.numel())
-            place, numel, n = (ctx.step + ctx.rank) % ctx.world_size, acc.numel(), ctx.world_size
+            numel, n, place = acc.numel(), ctx.world_size, (ctx.step + ctx.rank) % ctx.world_size
             first, last = (part * (numel // n) + min(part, numel % n) for part in (place, place + 1))
-            return (yield from pick_jointly(acc, spans, k, ctx, (first, last))), None
+            spans = _spans(numel, ctx, acc.device)
+            return (yield from pick_jointly(acc, spans, count(ctx.density, numel), ctx, (first, last))), None
         assert state is not None
         k = max(1, int(ctx.density * acc.numel()))
         kept = follow(state, ctx.counts, k, self.beta, self.gamma)
@@ -117,6 +117,10 @@ class MiCRO(Sparsifier):
 
 def _spans(numel: int, ctx: Context, device: torch.device) -> Tensor:
     n = ctx.world_size
+    if not static_shapes(device):
+        edges = [part * (numel // n) + min(part, numel % n) for part in range(n + 1)]
+        turns = [(ctx.step + part) % n for part in range(n)]
+        return torch.tensor([edges[turn : turn + 2] for turn in turns], device=device)
     part = torch.arange(n + 1, device=device)
     bounds = part * (numel // n) + part.clamp(max=numel % n)
     own = (ctx.step + part[:n]) % n

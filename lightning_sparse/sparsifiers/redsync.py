@@ -5,14 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import mean_and_maximum
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.sparsifiers.bracket import Bracket, Survivors, everything, narrow, next_above
+from lightning_sparse.sparsifiers.bracket import (
+    Bracket,
+    Number,
+    Survivors,
+    either,
+    everything,
+    lesser,
+    narrow,
+    next_above,
+    number,
+)
 from lightning_sparse.sparsifiers.estimation import check_variant
 
 ROUNDS = 20
@@ -71,32 +80,31 @@ class RedSync(Sparsifier):
         k = count(ctx.density, acc.numel())
         if k == acc.numel():
             return everything(acc), state
-        mean, largest = mean_and_maximum(acc)
+        mean, largest = map(number, mean_and_maximum(acc))
         survivors = Survivors(acc, 2 * k, ctx.candidates)
         if self.variant == "published":
             return survivors.beyond(_published(survivors, mean, largest, k), k, ctx.step), state
 
-        def middle(bracket: Bracket) -> Tensor:
+        def middle(bracket: Bracket) -> Number:
             # More than k may be wanted than reach the mean.
-            floor = torch.where(bracket.high > 2 * mean, mean, 0.0)
-            left = torch.where(bracket.low > 0, bracket.low, floor)
-            return (left + torch.minimum(bracket.high, largest)) / 2
+            floor = either(bracket.high > 2 * mean, mean, 0.0)
+            left = either(bracket.low > 0, bracket.low, floor)
+            return (left + lesser(bracket.high, largest)) / 2
 
         bracket = narrow(survivors, middle, k, 2 * k, ROUNDS)
         return survivors.trim(bracket, k, 2 * k), state
 
 
-def _published(survivors: Survivors, mean: Tensor, largest: Tensor, k: int) -> Tensor:
-    left = torch.zeros_like(mean)
-    right = torch.ones_like(mean)
+def _published(survivors: Survivors, mean: Number, largest: Number, k: int) -> Number:
+    left, right = 0 * mean, 0 * mean + 1
     threshold, done = mean, left > 0
     for _ in range(3):  # the interval is 1, 1/2, 1/4 and then below 0.2
         q = (left + right) / 2
-        threshold = torch.where(done, threshold, mean + q * (largest - mean))
+        threshold = either(done, threshold, mean + q * (largest - mean))
         reached = survivors.count(next_above(threshold, survivors.acc.dtype))
         done = done | ((k < reached) & (reached < 2 * k))
         if not survivors.static and done:
             break
         short = reached < k / 2
-        left, right = torch.where(short, left, q), torch.where(short, q, right)
+        left, right = either(short, left, q), either(short, q, right)
     return threshold

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.candidates import Candidates
 from lightning_sparse.checks import check_integer
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
@@ -91,6 +92,7 @@ class _SIDCo(Sparsifier):
             most=most,
             first_ratio=self.first_ratio,
             recount=self.variant == "corrected",
+            candidates=ctx.candidates,
         )
         room = min(numel, CAPACITY * k)
         indices, picks = above(acc, decided, capacity=room, phase=ctx.step, candidates=ctx.candidates)
@@ -277,6 +279,7 @@ def threshold(
     most: int,
     first_ratio: float = 0.25,
     recount: bool = True,
+    candidates: Candidates | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The magnitude that about ``aim`` coordinates reach, by fits in stages.
 
@@ -288,15 +291,18 @@ def threshold(
         most: stages that are computed where the host does not know ``stages``.
         first_ratio: share that the first of several stages keeps. Where no less is wanted, it is the only one.
         recount: True: a later stage aims from the survivors it sees; False: its share is settled beforehand.
+        candidates: of the group, where x is its accumulator: they may save a pass.
 
     Returns:
         The threshold, () float64, above 0: the least positive number of x's precision selects all but zeros. And the
         number of coordinates that are not zero, () float64.
     """
-    static = static_shapes(x.device)
+    if not static_shapes(x.device):
+        levels = _thresholds_on_host(x, float(aim), int(stages), fits, most, first_ratio, recount, candidates)
+        decided, nonzero = torch.tensor(levels, dtype=torch.float64, device="cpu").unbind()
+        return decided, nonzero
     found = torch.zeros_like(aim)
     for stage in range(most):
-        x = tail(x, found) if stage else x
         number, total, squares = excess(x, found)
         if stage == 0:
             nonzero, share = number, aim / number
@@ -311,8 +317,6 @@ def threshold(
         mean = total / number
         variance = squares / number - mean.square()
         going = going & (stage <= last) & (ratio < 1) & (number >= 2) & (variance > CONSTANT * mean.square())
-        if not static and not going:
-            break
         fit = fits[min(stage, 1)]
         if fit == "exponential":
             increment = mean * -ratio.log()
@@ -322,6 +326,57 @@ def threshold(
             increment = gamma_quantile(mean, log_sum(x) / number, ratio)
         found = torch.where(going, found + increment, found).clamp(max=torch.finfo(x.dtype).max)
     return found.clamp(min=torch.finfo(x.dtype).tiny), nonzero
+
+
+def _thresholds_on_host(
+    x: Tensor,
+    aim: float,
+    stages: int,
+    fits: tuple[Fit, Fit],
+    most: int,
+    first_ratio: float,
+    recount: bool,
+    candidates: Candidates | None,
+) -> tuple[float, float]:
+    """The same where sizes are known: from the third stage on, only what is left is looked at."""
+    found, settled, nonzero, last = 0.0, 1.0, 0.0, 0
+    left = x
+    for stage in range(most):
+        level = _scalar(found)
+        if stage == 2:
+            left = tail(x, level, candidates)
+        elif stage > 2:
+            left = tail(left, level)
+        number, total, squares = (float(part) for part in excess(left, level))
+        ratio = aim / number if number else math.inf
+        if stage == 0:
+            nonzero = number
+            if ratio < first_ratio and stages > 1:
+                last = stages - 1
+                settled, ratio = (ratio / first_ratio) ** (1 / last), first_ratio
+        elif not recount:
+            ratio = settled
+        elif last > stage:
+            ratio = max(math.sqrt(ratio), first_ratio)
+        if stage > last or ratio >= 1 or number < 2:
+            break
+        mean = total / number
+        variance = squares / number - mean * mean
+        if not variance > CONSTANT * mean * mean:
+            break
+        fit = fits[min(stage, 1)]
+        if fit == "exponential":
+            increment = mean * -math.log(ratio)
+        elif fit == "pareto":
+            increment = float(pareto_quantile(_scalar(mean), _scalar(variance), _scalar(ratio)))
+        else:
+            increment = float(gamma_quantile(_scalar(mean), log_sum(left) / number, _scalar(ratio)))
+        found = min(found + increment, torch.finfo(x.dtype).max)
+    return max(found, torch.finfo(x.dtype).tiny), nonzero
+
+
+def _scalar(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
 def pareto_quantile(mean: Tensor, variance: Tensor, ratio: Tensor) -> Tensor:

@@ -120,15 +120,18 @@ class UnionTopK(Sparsifier):
                 fill = torch.full_like(fill, most)
             spare = torch.floor((fill * k + n - 1 - turn) / n).long()
             room = math.floor((most * k + n - 1) / n)
-            keys = _pick_static(acc, share, spare, room, turn, n)
+            # Shares differ by one, and a stripe may have nothing else left.
+            keys = pad(_pick_static(acc, share, spare, room, turn, n), slots + room, 2 * numel)
+            indices, spares = keys >> 1, (keys & 1).bool()
+            picks = (indices < numel).sum()
         else:
             wanted = float(k == numel) if k == numel or n == 1 else float(after.fill)
             room = int((wanted * k + n - 1) / n)
-            keys = top_k_and_stripe(acc, share, int((wanted * k + n - 1 - turn) / n), turn, n, ctx.candidates)
-        keys = pad(keys, slots + room, 2 * numel)  # shares differ by one, and a stripe may have nothing else left
-        indices = keys >> 1
-        picks = (indices < numel).sum()
-        return Selection(indices, picks, aligned=True, limit=k, spare=(keys & 1).bool()), after
+            own = int((wanted * k + n - 1 - turn) / n)
+            indices, spares = top_k_and_stripe(acc, share, own, turn, n, ctx.candidates)
+            picks = torch.tensor(indices.numel(), device="cpu")
+            indices, spares = pad(indices, slots + room, numel), pad(spares, slots + room, False)
+        return Selection(indices, picks, aligned=True, limit=k, spare=spares), after
 
     def _follow(self, state: FillState, ctx: Context, k: int) -> FillState:
         """What the previous step tells about the need, and the next number of spare picks."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_sparse.collective import drive_mirrored, drive_ranks
 from lightning_sparse.core import Context, Selection
 from lightning_sparse.messages import Steps
-from lightning_sparse.sparsifiers.estimation import follow, force_one, pick_jointly, split
+from lightning_sparse.sparsifiers.estimation import _split_on_device, follow, force_one, pick_jointly, split
 
 
 def survey(candidates: list[np.ndarray], k: int, points: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -31,8 +31,12 @@ def survey(candidates: list[np.ndarray], k: int, points: int) -> tuple[np.ndarra
 
 def shares_of(candidates: list[np.ndarray], k: int, points: int) -> tuple[list[int], float, np.ndarray]:
     heard, grid, sizes = survey(candidates, k, points)
-    shares, threshold = split(*(torch.from_numpy(x) for x in (heard, grid, sizes)), k)
+    given = [torch.from_numpy(x) for x in (heard, grid, sizes)]
+    shares, threshold = split(*given, k)
     assert shares.dtype == torch.int64
+    theirs, their_threshold = _split_on_device(*given, k)
+    assert theirs.tolist() == shares.tolist()
+    assert float(their_threshold) == pytest.approx(float(threshold), rel=1e-12)
     return shares.tolist(), float(threshold), grid
 
 

@@ -1,0 +1,295 @@
+// Choosing among few, which a pass has found: the largest, and the largest of a stripe. The CPU formulations of host.py for
+// float32, equal bit for bit. Each function exists once, as inline code, and is compiled as in host.c.
+#include "common.h"
+
+#define BINS 2048
+
+// Which coordinates belong to a stripe: j with j mod ranks = turn. A multiple of ranks, times the inverse of its odd
+// factor and turned by its even one, is small; other numbers are not.
+typedef struct {
+  uint32_t shift, inverse, even, limit;
+} stripe;
+
+static stripe stripe_of(int64_t turn, int64_t ranks) {
+  uint32_t even = (uint32_t)__builtin_ctzll((uint64_t)ranks), odd = (uint32_t)ranks >> even, inverse = odd;
+  for (int i = 0; i < 5; i++) inverse *= 2 - odd * inverse;
+  return (stripe){(uint32_t)(ranks - turn), inverse, even, UINT32_MAX / (uint32_t)ranks};
+}
+
+INLINE uint32_t inside(stripe s, int32_t index) {
+  uint32_t x = ((uint32_t)index + s.shift) * s.inverse;
+  return (x >> s.even | x << ((32 - s.even) & 31)) <= s.limit;
+}
+
+// What is done for 16 numbers at once, where the processor can. All write up to 15 numbers behind what they find.
+typedef struct {
+  // Those of n numbers that lie from low to high, one after another; how many they are. They may take the place of m.
+  int64_t (*between)(const uint32_t *m, int64_t n, uint32_t low, uint32_t high, uint32_t *found);
+  // The magnitudes of a stripe.
+  int64_t (*of_stripe)(const int32_t *indices, const uint32_t *m, int64_t n, stripe s, uint32_t *found);
+  // Coordinates that reach `top`, and those of the stripe that reach `next`, which are marked as spare.
+  int64_t (*pick)(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next, stripe s,
+                  int64_t *places, uint8_t *spare);
+} chooser;
+
+INLINE int64_t between_portable(const uint32_t *m, int64_t n, uint32_t low, uint32_t high, uint32_t *found) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t x = m[i];
+    found[count] = x;
+    count += x - low <= high - low;
+  }
+  return count;
+}
+
+INLINE int64_t of_stripe_portable(const int32_t *indices, const uint32_t *m, int64_t n, stripe s, uint32_t *found) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    found[count] = m[i];
+    count += inside(s, indices[i]);
+  }
+  return count;
+}
+
+INLINE int64_t pick_portable(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next,
+                             stripe s, int64_t *places, uint8_t *spare) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    int32_t first = m[i] >= top, second = (m[i] >= next) & (int32_t)inside(s, indices[i]);
+    places[count] = indices[i], spare[count] = (uint8_t)!first;
+    count += first | second;
+  }
+  return count;
+}
+static const chooser PORTABLE = {between_portable, of_stripe_portable, pick_portable};
+
+#ifdef STREAMS
+AVX512 INLINE __mmask16 rest_of(int64_t n, int64_t i) { return (__mmask16)(n - i < 16 ? (1u << (n - i)) - 1 : 0xffffu); }
+
+AVX512 INLINE int64_t between_avx512(const uint32_t *m, int64_t n, uint32_t low, uint32_t high, uint32_t *found) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    __m512i x = _mm512_maskz_loadu_epi32(rest_of(n, i), m + i);
+    __mmask16 some = _mm512_mask_cmpge_epu32_mask(rest_of(n, i), x, _mm512_set1_epi32((int)low));
+    some = _mm512_mask_cmple_epu32_mask(some, x, _mm512_set1_epi32((int)high));
+    _mm512_storeu_si512(found + count, _mm512_maskz_compress_epi32(some, x));
+    count += __builtin_popcount(some);
+  }
+  return count;
+}
+
+AVX512 INLINE __mmask16 inside_avx512(stripe s, __m512i indices) {
+  __m512i x = _mm512_add_epi32(indices, _mm512_set1_epi32((int)s.shift));
+  x = _mm512_mullo_epi32(x, _mm512_set1_epi32((int)s.inverse));
+  x = _mm512_rorv_epi32(x, _mm512_set1_epi32((int)s.even));
+  return _mm512_cmple_epu32_mask(x, _mm512_set1_epi32((int)s.limit));
+}
+
+AVX512 INLINE int64_t of_stripe_avx512(const int32_t *indices, const uint32_t *m, int64_t n, stripe s,
+                                       uint32_t *found) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    __mmask16 rest = rest_of(n, i), some = rest & inside_avx512(s, _mm512_maskz_loadu_epi32(rest, indices + i));
+    _mm512_storeu_si512(found + count, _mm512_maskz_compress_epi32(some, _mm512_maskz_loadu_epi32(rest, m + i)));
+    count += __builtin_popcount(some);
+  }
+  return count;
+}
+
+AVX512 INLINE int64_t pick_avx512(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next,
+                                  stripe s, int64_t *places, uint8_t *spare) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    __mmask16 rest = rest_of(n, i);
+    __m512i x = _mm512_maskz_loadu_epi32(rest, m + i), j = _mm512_maskz_loadu_epi32(rest, indices + i);
+    __mmask16 first = _mm512_mask_cmpge_epu32_mask(rest, x, _mm512_set1_epi32((int)top));
+    __mmask16 second = _mm512_mask_cmpge_epu32_mask(rest, x, _mm512_set1_epi32((int)next)) & inside_avx512(s, j);
+    __mmask16 some = first | second;
+    __m512i packed = _mm512_maskz_compress_epi32(some, j);
+    _mm512_storeu_si512(places + count, _mm512_cvtepi32_epi64(_mm512_castsi512_si256(packed)));
+    _mm512_storeu_si512(places + count + 8, _mm512_cvtepi32_epi64(_mm512_extracti64x4_epi64(packed, 1)));
+    __mmask16 marks = (__mmask16)_pext_u32((uint32_t)(second & ~first), some);
+    _mm_storeu_si128((__m128i *)(spare + count), _mm_maskz_set1_epi8(marks, 1));
+    count += __builtin_popcount(some);
+  }
+  return count;
+}
+static const chooser OF_AVX512 = {between_avx512, of_stripe_avx512, pick_avx512};
+#endif
+
+// A histogram of n numbers from low to high, coarse: counts of bins from `low + (bin << shift)` on.
+typedef struct {
+  uint32_t low, last, counts[2][BINS];
+  int shift;
+} histogram;
+
+INLINE void count(histogram *h, const uint32_t *m, int64_t n, uint32_t low, uint32_t high) {
+  int width = high > low ? 32 - __builtin_clz(high - low) : 0;
+  h->low = low, h->shift = width > 11 ? width - 11 : 0, h->last = (high - low) >> h->shift;
+  memset(h->counts, 0, sizeof h->counts);
+  int64_t i = 0;
+  for (; i + 2 <= n; i += 2) {  // neighbours count apart, so that equal ones need not wait for each other
+    h->counts[0][(m[i] - low) >> h->shift]++;
+    h->counts[1][(m[i + 1] - low) >> h->shift]++;
+  }
+  for (; i < n; i++) h->counts[0][(m[i] - low) >> h->shift]++;
+}
+
+// The bin of the one that k of them reach; k becomes its rank in that bin.
+INLINE uint32_t bin_of(const histogram *h, int64_t *k) {
+  for (uint32_t bin = h->last;; bin--) {
+    int64_t here = (int64_t)h->counts[0][bin] + h->counts[1][bin];
+    if (!bin || here >= *k) return bin;
+    *k -= here;
+  }
+}
+
+INLINE void bounds_of(const uint32_t *m, int64_t n, uint32_t *low, uint32_t *high) {
+  uint32_t least = UINT32_MAX, largest = 0;
+  for (int64_t i = 0; i < n; i++) {
+    least = m[i] < least ? m[i] : least;
+    largest = m[i] > largest ? m[i] : largest;
+  }
+  *low = least, *high = largest;
+}
+
+// Of n bit patterns, the one that k of them reach, from a histogram of them; spare has room for n + 15. Order of bits
+// is order of magnitudes.
+INLINE uint32_t kth_of(const histogram *first, const uint32_t *m, int64_t n, int64_t k, uint32_t *spare,
+                       const chooser c) {
+  histogram finer;
+  const histogram *h = first;
+  for (;;) {
+    uint32_t low = h->low + (bin_of(h, &k) << h->shift);
+    if (!h->shift) return low;
+    uint32_t high = low + (1u << h->shift) - 1;
+    n = c.between(m, n, low, high, spare), m = spare;
+    if (n == 1) return m[0];
+    bounds_of(m, n, &low, &high);
+    if (low == high) return low;
+    count(&finer, m, n, low, high), h = &finer;
+  }
+}
+
+// How many there are above a number, and with it.
+INLINE void above_and_at(const uint32_t *m, int64_t n, uint32_t x, int64_t *above, int64_t *at) {
+  int64_t larger = 0, equal = 0;
+  for (int64_t i = 0; i < n; i++) larger += m[i] > x, equal += m[i] == x;
+  *above = larger, *at = equal;
+}
+
+// See ls_choose_largest.
+INLINE int64_t largest(const int32_t *indices, const uint32_t *m, int64_t n, int64_t share, int64_t wanted, int64_t turn,
+                       int64_t ranks, int64_t more, int64_t *places, uint8_t *spare, uint32_t *room, float *reached,
+                       const chooser c) {
+  histogram all, mine;
+  uint32_t low, high, top = UINT32_MAX, next = UINT32_MAX, *others = room + n + 16;
+  int64_t larger = 0, equal = 0, own, rank = more, found = 0, ties, also = 0, above, at;
+  const stripe s = stripe_of(turn, ranks);
+  bounds_of(m, n, &low, &high), count(&all, m, n, low, high);
+  low = all.low + (bin_of(&all, &rank) << all.shift);
+  *reached = float_of(low);
+  if (share) top = kth_of(&all, m, n, share, room, c), above_and_at(m, n, top, &larger, &equal);
+  ties = share - larger;
+  if (wanted) {
+    own = c.of_stripe(indices, m, n, s, others);
+    if (own < wanted) return 0;
+    // Of the stripe, those that are among the first come first.
+    above_and_at(others, own, top, &above, &at);
+    int64_t taken = above;
+    if (ties == equal)
+      taken += at;
+    else
+      for (int64_t i = 0, left = ties; i < n && left; i++)
+        if (m[i] == top) left--, taken += inside(s, indices[i]);
+    if (own - taken < wanted) return 0;
+    bounds_of(others, own, &low, &high), count(&mine, others, own, low, high);
+    next = kth_of(&mine, others, own, taken + wanted, room, c);
+    above_and_at(others, own, next, &above, &at);
+    also = taken + wanted - above;
+    if (ties == equal && also == at) return c.pick(indices, m, n, top, next, s, places, spare);
+    if (next == top) also -= taken - above;
+  } else if (ties == equal) {
+    return c.pick(indices, m, n, top, UINT32_MAX, s, places, spare);
+  }
+  for (int64_t i = 0; i < n; i++) {  // of equal ones, the first
+    int tie = m[i] == top && ties > 0, first = (m[i] > top) | tie;
+    int other = !first && wanted && inside(s, indices[i]), last = other && m[i] == next && also > 0;
+    int second = other & ((m[i] > next) | last);
+    ties -= tie, also -= last;
+    places[found] = indices[i], spare[found] = (uint8_t)second;
+    found += first | second;
+  }
+  return found;
+}
+
+INLINE int64_t reaching(const int32_t *indices, const float *magnitudes, int64_t n, float bound, int64_t *places,
+                        uint8_t *spare, const chooser c) {
+  uint32_t top = bound > 0 ? bits_of(bound) : 0;
+  if (bound != bound) return 0;
+  return c.pick(indices, (const uint32_t *)magnitudes, n, top, UINT32_MAX, stripe_of(0, 1), places, spare);
+}
+
+INLINE int64_t reached(const float *magnitudes, int64_t n, float bound) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i++) count += magnitudes[i] >= bound;
+  return count;
+}
+
+INLINE float reached_by(const float *magnitudes, int64_t n, int64_t k) {
+  const uint32_t *m = (const uint32_t *)magnitudes;
+  histogram h;
+  uint32_t low, high;
+  bounds_of(m, n, &low, &high), count(&h, m, n, low, high);
+  return float_of(low + (bin_of(&h, &k) << h.shift));
+}
+
+#define VARIANTS(name, target, c)                                                                                    \
+  target static int64_t largest_##name(const int32_t *indices, const uint32_t *m, int64_t n, int64_t share,          \
+                                       int64_t wanted, int64_t turn, int64_t ranks, int64_t more, int64_t *places,   \
+                                       uint8_t *spare, uint32_t *room, float *reached) {                             \
+    return largest(indices, m, n, share, wanted, turn, ranks, more, places, spare, room, reached, c);                \
+  }                                                                                                                  \
+  target static int64_t reaching_##name(const int32_t *indices, const float *magnitudes, int64_t n, float bound,     \
+                                        int64_t *places, uint8_t *spare) {                                           \
+    return reaching(indices, magnitudes, n, bound, places, spare, c);                                                \
+  }                                                                                                                  \
+  target static int64_t reached_##name(const float *magnitudes, int64_t n, float bound) {                            \
+    return reached(magnitudes, n, bound);                                                                            \
+  }                                                                                                                  \
+  target static float reached_by_##name(const float *magnitudes, int64_t n, int64_t k) {                             \
+    return reached_by(magnitudes, n, k);                                                                             \
+  }
+
+VARIANTS(portable, , PORTABLE)
+#ifdef STREAMS
+VARIANTS(avx2, AVX2, PORTABLE)
+VARIANTS(avx512, AVX512, OF_AVX512)
+#endif
+
+// Of n coordinates, ascending, and their magnitudes: the `share` largest, and of the others with j mod ranks = turn the
+// `wanted` largest, which are marked as spare; all in order. Of equal ones, the first. Returns how many they are; 0,
+// where there are not so many others. reached: a magnitude that at least `more` of all reach, and not many more. places
+// and spare have room for share + wanted + 16, room for 2 n + 32.
+EXPORT int64_t ls_largest(const int32_t *indices, const float *magnitudes, int64_t n, int64_t share, int64_t wanted,
+                          int64_t turn, int64_t ranks, int64_t more, int64_t *places, uint8_t *spare, uint32_t *room,
+                          float *reached) {
+  return PICK(largest)(indices, (const uint32_t *)magnitudes, n, share, wanted, turn, ranks, more, places, spare, room,
+                       reached);
+}
+
+// The coordinates whose magnitudes reach a bound; how many they are. places and spare have room for n + 16.
+EXPORT int64_t ls_reaching(const int32_t *indices, const float *magnitudes, int64_t n, float bound, int64_t *places,
+                           uint8_t *spare) {
+  return PICK(reaching)(indices, magnitudes, n, bound, places, spare);
+}
+
+// How many magnitudes reach a bound.
+EXPORT int64_t ls_reached(const float *magnitudes, int64_t n, float bound) {
+  return PICK(reached)(magnitudes, n, bound);
+}
+
+// A magnitude that at least k of n reach, and not many more.
+EXPORT float ls_reached_by(const float *magnitudes, int64_t n, int64_t k) {
+  return PICK(reached_by)(magnitudes, n, k);
+}

@@ -1,0 +1,312 @@
+// What all ranks have picked, together: unions of lists that ascend, and sums of sparse vectors. The CPU formulations of
+// host.py and packed_union.py for float32, equal bit for bit.
+//
+// One block of coordinates after another: all ranks' picks in it are entered in a table, which is then read in order.
+#include "common.h"
+
+#define WORDS (OFFSETS / 64)
+#define FIRST 0x8000u  // somebody has named it, and not as a spare one
+#define HIGHEST 0x7fff  // stands for TROUBLE, and what is a bit lower for what lies as far below it
+
+typedef struct {
+  uint64_t named[WORDS];
+  union {
+    uint16_t said[OFFSETS];
+    float sums[OFFSETS];
+  } of;
+} table;
+
+INLINE uint16_t short_level(int64_t level) {
+  int64_t shorter = level > HIGHEST / 2 ? level - TROUBLE + HIGHEST : level;
+  return (uint16_t)(shorter < 0 ? 0 : shorter > HIGHEST ? HIGHEST : shorter);
+}
+
+INLINE int32_t long_level(uint16_t level) { return level > HIGHEST / 2 ? level - HIGHEST + TROUBLE : level; }
+
+INLINE void name(table *t, uint32_t offset) { t->named[offset / 64] |= 1ull << offset % 64; }
+
+INLINE void say(table *t, uint32_t offset, uint32_t now) {
+  uint32_t before = t->of.said[offset], low = before & (FIRST - 1), new = now & (FIRST - 1);
+  t->of.said[offset] = (uint16_t)((low > new ? low : new) | ((before | now) & FIRST));
+  name(t, offset);
+}
+
+// The coordinates that are named in a table, from its first one on, behind those found before; with room for one more.
+INLINE int64_t named_in(table *t, int64_t start, int64_t found, int64_t *places) {
+  int32_t some = 0, words[WORDS];
+  for (int32_t w = 0; w < WORDS; w++) {  // without a branch that nobody can predict
+    words[some] = w;
+    some += t->named[w] != 0;
+  }
+  for (int32_t i = 0; i < some; i++) {
+    int64_t base = start + 64 * words[i], end = found;
+    uint64_t bits = t->named[words[i]], rest = bits & (bits - 1);
+    t->named[words[i]] = 0;
+    places[end++] = base + __builtin_ctzll(bits);
+    places[end] = base + __builtin_ctzll(rest | 1ull << 63);
+    end += rest != 0;
+    for (rest &= rest - 1; rest; rest &= rest - 1) places[end++] = base + __builtin_ctzll(rest);
+    found = end;
+  }
+  return found;
+}
+
+INLINE int64_t union_in(table *t, int64_t start, int64_t found, int64_t *places, uint16_t *said) {
+  int64_t end = named_in(t, start, found, places);
+  for (int64_t i = found; i < end; i++) {
+    uint32_t offset = (uint32_t)(places[i] - start);
+    said[i] = t->of.said[offset], t->of.said[offset] = 0;
+  }
+  return end;
+}
+
+INLINE int64_t sums_in(table *t, int64_t start, int64_t found, int64_t *places, float *totals, float ranks) {
+  int64_t end = named_in(t, start, found, places);
+  for (int64_t i = found; i < end; i++) {
+    uint32_t offset = (uint32_t)(places[i] - start);
+    totals[i] = t->of.sums[offset] / ranks, t->of.sums[offset] = 0;
+  }
+  return end;
+}
+
+// Thin a union evenly to a limit, spare ones first; levels as they are told.
+INLINE int64_t thinned(int64_t found, int64_t limit, int64_t phase, int64_t *places, const uint16_t *said,
+                       int32_t *levels) {
+  int64_t first = 0, kept = 0;
+  for (int64_t i = 0; i < found; i++) levels[i] = long_level(said[i] & (FIRST - 1)), first += said[i] >> 15;
+  if (found <= limit) return found;
+  int64_t total[2] = {found - first, first}, room[2], sum[2];
+  room[1] = first < limit ? first : limit;
+  room[0] = limit - room[1] < total[0] ? limit - room[1] : total[0];
+  for (int f = 0; f < 2; f++) sum[f] = total[f] ? phase % total[f] : 0;
+  // The one of ordinal o stays where (o room + phase) mod total < room.
+  if (room[1] == total[1]) {
+    int64_t all = total[0], some = room[0], now = sum[0];
+    for (int64_t i = 0; i < found; i++) {
+      int64_t is_first = said[i] >> 15, next = now + (some & (is_first - 1)) - all;
+      now = next + (all & (next >> 63));
+      places[kept] = places[i], levels[kept] = levels[i];
+      kept += is_first | (now < some);
+    }
+    return kept;
+  }
+  for (int64_t i = 0; i < found; i++) {
+    int f = said[i] >> 15;
+    sum[f] += room[f];
+    sum[f] -= sum[f] >= total[f] ? total[f] : 0;
+    places[kept] = places[i], levels[kept] = levels[i];
+    kept += sum[f] < room[f];
+  }
+  return kept;
+}
+
+// Whether something below padding was passed over in n lists, of which each was looked at as far as it ascends.
+INLINE int left_over(const int64_t *places, const int64_t *at, int64_t n, int64_t padding) {
+  for (int64_t r = 0; r < n; r++)
+    for (int64_t i = at[2 * r]; i < at[2 * r + 1]; i++)
+      if (places[i] < padding) return 1;
+  return 0;
+}
+
+// See ls_unite.
+INLINE int64_t unite(const int64_t *places, const int64_t *levels, const uint8_t *spare, const int64_t *lengths,
+                     int64_t n, int64_t padding, int64_t limit, int64_t phase, table *t, int64_t *at, int64_t *united,
+                     uint16_t *said, int32_t *united_levels, int64_t *named) {
+  int64_t found = 0, begin = 0;
+  for (int64_t r = 0; r < n; begin += lengths[r++]) at[2 * r] = begin, at[2 * r + 1] = begin + lengths[r];
+  for (int64_t start = 0; start < padding; start += OFFSETS) {
+    int64_t end = start + OFFSETS < padding ? start + OFFSETS : padding;
+    for (int64_t r = 0; r < n; r++) {
+      int64_t i = at[2 * r], last = at[2 * r + 1];
+      for (; i < last && places[i] >= start && places[i] < end; i++)
+        say(t, (uint32_t)(places[i] - start), short_level(levels ? levels[i] : 0) | (spare && spare[i] ? 0 : FIRST));
+      at[2 * r] = i;
+    }
+    found = union_in(t, start, found, united, said);
+  }
+  *named = found;
+  return left_over(places, at, n, padding) ? -1 : thinned(found, limit, phase, united, said, united_levels);
+}
+
+// Whether ls_tell has written a message, as far as it can be seen.
+INLINE int is_possible(const int32_t *row, int64_t slots, int64_t blocks, int64_t padding) {
+  const int32_t *body = row + 2;
+  if (row[0] < 0 || row[0] > slots || row[1] < SILENT || row[1] > TROUBLE) return 0;
+  for (int64_t block = 0; block < blocks; block++)
+    if (body[block] < (block ? body[block - 1] : 0) || body[block] > slots) return 0;
+  for (int64_t i = 0; !blocks && i < row[0]; i++)
+    if (body[i] < 0 || body[i] > padding) return 0;
+  return 1;
+}
+
+// See ls_meet.
+INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t blocks, int64_t padding,
+                    int64_t limit, int64_t phase, table *t, int64_t *at, int64_t *united, uint16_t *said,
+                    int32_t *levels, int64_t *numbers) {
+  const int64_t body = 2 + (blocks ? blocks + (slots + 1) / 2 : slots);
+  int64_t found = 0, lowest = SILENT, top = SILENT;
+  uint16_t *codes = (uint16_t *)(at + 2 * n);
+  for (int64_t r = 0; r < n; r++) {
+    const int32_t *row = words + r * stride;
+    const uint8_t *nibbles = (const uint8_t *)(row + body);
+    if (!is_possible(row, slots, blocks, padding)) return -1 - r;
+    int64_t last = row[0];
+    uint8_t highest = last % 2 ? nibbles[last / 2] & 7 : 0;
+    for (int64_t i = 0; i < last / 2; i++) {
+      uint8_t low = nibbles[i] & 7, high = nibbles[i] >> 4 & 7, larger = low > high ? low : high;
+      highest = larger > highest ? larger : highest;
+    }
+    for (int c = 0; c < 2 * CLASSES; c++) {
+      int64_t level = row[1] - (c & (CLASSES - 1)) * CLASS_BITS;
+      codes[16 * r + c] = (uint16_t)(short_level(level > SILENT ? level : SILENT) | (c < CLASSES ? FIRST : 0));
+    }
+    int64_t least = highest ? row[1] - highest * CLASS_BITS : row[1];
+    least = highest && least < SILENT ? SILENT : least;
+    lowest = least > lowest ? least : lowest;
+    top = row[1] > top ? row[1] : top;
+    at[2 * r] = 0, at[2 * r + 1] = last;
+  }
+  for (int64_t start = 0, block = 0; start < padding; start += OFFSETS, block++) {
+    int64_t size = padding - start < OFFSETS ? padding - start : OFFSETS;
+    for (int64_t r = 0; r < n; r++) {
+      const int32_t *row = words + r * stride + 2;
+      const uint16_t *code = codes + 16 * r, *offsets = (const uint16_t *)(row + blocks);
+      const uint8_t *nibbles = (const uint8_t *)(row - 2 + body);
+      int64_t i = at[2 * r], last = at[2 * r + 1];
+      if (blocks) {
+        last = row[block] < last ? row[block] : last;
+        for (; i < last; i++) {  // the first of two may have borrowed from the second
+          uint32_t offset = (offsets[i] + ((uint32_t)offsets[i - (i & 1)] >> 15 & (uint32_t)i & 1)) & 0xffff;
+          if (offset < size) say(t, offset, code[nibbles[i / 2] >> 4 * (i % 2) & 15]);
+        }
+      } else {
+        for (; i < last && row[i] >= start && row[i] < start + size; i++)
+          say(t, (uint32_t)(row[i] - start), code[nibbles[i / 2] >> 4 * (i % 2) & 15]);
+      }
+      at[2 * r] = i;
+    }
+    found = union_in(t, start, found, united, said);
+  }
+  for (int64_t r = 0; !blocks && r < n; r++)
+    for (int64_t i = at[2 * r]; i < at[2 * r + 1]; i++)
+      if (words[r * stride + 2 + i] < padding) return -1 - n;
+  numbers[0] = found, numbers[1] = lowest, numbers[2] = top == TROUBLE;
+  return thinned(found, limit, phase, united, said, levels);
+}
+
+// See ls_add_up.
+INLINE int64_t add_up(const int64_t *places, const float *values, const int64_t *lengths, int64_t n, int64_t padding,
+                      table *t, int64_t *at, int64_t *united, float *totals) {
+  int64_t found = 0, begin = 0;
+  for (int64_t r = 0; r < n; begin += lengths[r++]) at[2 * r] = begin, at[2 * r + 1] = begin + lengths[r];
+  for (int64_t start = 0; start < padding; start += OFFSETS) {
+    int64_t end = start + OFFSETS < padding ? start + OFFSETS : padding;
+    for (int64_t r = 0; r < n; r++) {
+      int64_t i = at[2 * r], last = at[2 * r + 1];
+      for (; i < last && places[i] >= start && places[i] < end; i++) {
+        uint32_t offset = (uint32_t)(places[i] - start);
+        t->of.sums[offset] += values[i];
+        name(t, offset);
+      }
+      at[2 * r] = i;
+    }
+    found = sums_in(t, start, found, united, totals, 1);
+  }
+  return left_over(places, at, n, padding) ? -1 : found;
+}
+
+// See ls_average_pairs.
+INLINE int64_t average_pairs(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t padding, table *t,
+                             int64_t *at, int64_t *united, float *means) {
+  int64_t found = 0;
+  for (int64_t r = 0; r < n; r++) {
+    const int32_t *row = words + r * stride;
+    if (row[0] < 0 || row[0] > slots) return -1;
+    for (int64_t i = 1; i <= row[0]; i++)
+      if (row[i] < 0 || row[i] > padding) return -1;
+    at[2 * r] = 0, at[2 * r + 1] = row[0];
+  }
+  for (int64_t start = 0; start < padding; start += OFFSETS) {
+    int64_t end = start + OFFSETS < padding ? start + OFFSETS : padding;
+    for (int64_t r = 0; r < n; r++) {
+      const int32_t *places = words + r * stride + 1, *values = places + slots;
+      int64_t i = at[2 * r], last = at[2 * r + 1];
+      for (; i < last && places[i] >= start && places[i] < end; i++) {
+        uint32_t offset = (uint32_t)(places[i] - start);
+        t->of.sums[offset] += float_of((uint32_t)values[i]);
+        name(t, offset);
+      }
+      at[2 * r] = i;
+    }
+    found = sums_in(t, start, found, united, means, (float)n);
+  }
+  for (int64_t r = 0; r < n; r++)
+    for (int64_t i = at[2 * r]; i < at[2 * r + 1]; i++)
+      if (words[r * stride + 1 + i] < padding) return -1;
+  return found;
+}
+
+#define VARIANTS(suffix, target)                                                                                      \
+  target static int64_t unite_##suffix(const int64_t *places, const int64_t *levels, const uint8_t *spare,            \
+                                       const int64_t *lengths, int64_t n, int64_t padding, int64_t limit,             \
+                                       int64_t phase, table *t, int64_t *at, int64_t *united, uint16_t *said,         \
+                                       int32_t *united_levels, int64_t *named) {                                      \
+    return unite(places, levels, spare, lengths, n, padding, limit, phase, t, at, united, said, united_levels, named); \
+  }                                                                                                                   \
+  target static int64_t meet_##suffix(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t blocks, \
+                                      int64_t padding, int64_t limit, int64_t phase, table *t, int64_t *at,           \
+                                      int64_t *united, uint16_t *said, int32_t *levels, int64_t *numbers) {           \
+    return meet(words, n, stride, slots, blocks, padding, limit, phase, t, at, united, said, levels, numbers);        \
+  }                                                                                                                   \
+  target static int64_t add_up_##suffix(const int64_t *places, const float *values, const int64_t *lengths,           \
+                                        int64_t n, int64_t padding, table *t, int64_t *at, int64_t *united,           \
+                                        float *totals) {                                                              \
+    return add_up(places, values, lengths, n, padding, t, at, united, totals);                                        \
+  }                                                                                                                   \
+  target static int64_t average_pairs_##suffix(const int32_t *words, int64_t n, int64_t stride, int64_t slots,        \
+                                               int64_t padding, table *t, int64_t *at, int64_t *united,               \
+                                               float *means) {                                                        \
+    return average_pairs(words, n, stride, slots, padding, t, at, united, means);                                     \
+  }
+
+VARIANTS(portable, )
+#ifdef STREAMS
+VARIANTS(avx2, AVX2)
+VARIANTS(avx512, AVX512)
+#endif
+
+// Tables have as many bytes as this says, zero, and are left so.
+EXPORT int64_t ls_table(void) { return (int64_t)sizeof(table); }
+
+// The union of n lists that ascend, below padding: coordinates and largest levels; thinned evenly to a limit, spare ones
+// first; -1 where one does not ascend. levels and spare may be missing. named: how many there were. What is written has
+// room for the sum of the lengths and one more; at for 2 n.
+EXPORT int64_t ls_unite(const int64_t *places, const int64_t *levels, const uint8_t *spare, const int64_t *lengths,
+                        int64_t n, int64_t padding, int64_t limit, int64_t phase, table *t, int64_t *at,
+                        int64_t *united, uint16_t *said, int32_t *united_levels, int64_t *named) {
+  return PICK(unite)(places, levels, spare, lengths, n, padding, limit, phase, t, at, united, said, united_levels,
+                     named);
+}
+
+// The same of n messages that ls_tell has written, `stride` words each. numbers: how many there were; the largest of all
+// ranks' lowest levels; whether a value is not finite. at has room for 6 n. -1 - r where ls_tell cannot have written rank
+// r's message, -1 - n where one does not ascend.
+EXPORT int64_t ls_meet(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t blocks, int64_t padding,
+                       int64_t limit, int64_t phase, table *t, int64_t *at, int64_t *united, uint16_t *said,
+                       int32_t *levels, int64_t *numbers) {
+  return PICK(meet)(words, n, stride, slots, blocks, padding, limit, phase, t, at, united, said, levels, numbers);
+}
+
+// Sums of n vectors, given at coordinates that ascend, below padding, from zero in the order of the vectors. -1 where
+// some do not ascend. Otherwise as ls_unite.
+EXPORT int64_t ls_add_up(const int64_t *places, const float *values, const int64_t *lengths, int64_t n, int64_t padding,
+                         table *t, int64_t *at, int64_t *united, float *totals) {
+  return PICK(add_up)(places, values, lengths, n, padding, t, at, united, totals);
+}
+
+// Such sums divided by n, of n messages of `stride` words: a count, and as many as `slots` coordinates and values. -1 also
+// where a count or a coordinate cannot be.
+EXPORT int64_t ls_average_pairs(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t padding,
+                                table *t, int64_t *at, int64_t *united, float *means) {
+  return PICK(average_pairs)(words, n, stride, slots, padding, t, at, united, means);
+}
