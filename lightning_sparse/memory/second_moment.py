@@ -114,12 +114,11 @@ class SecondMoment(CountedFeedback):
         residual, acc = state.residual
         now, following = state.second
         largest = torch.finfo(acc.dtype).max
-        longest = max(LONGEST[0] / ctx.density, LONGEST[1])
-        state.longest.fill_(longest)
+        state.longest.fill_(self._longest(ctx))
         for vector in (following, acc):
             vector[-1:].zero_()
         if ctx.candidates is not None:  # the score, too, in the same pass
-            by = Weights(self.beta2, 1 - self.beta2, self._least(state).item(), 1 / longest)
+            by = Weights(self.beta2, 1 - self.beta2, self._least(state).item(), 1 / self._longest(ctx))
             vectors = acc[:-1], following[:-1], grad.room(acc.dtype), residual[:-1], now[:-1]
             weigh_(*vectors, grad.runs, by, ctx.candidates)
             return acc
@@ -136,10 +135,9 @@ class SecondMoment(CountedFeedback):
         if ctx.candidates is not None:
             return score
         least = self._least(state)
-        quickest = state.longest.reciprocal().to(acc.dtype)
         for piece, part in pieces(Gradient([score])):
             root = state.second.following[piece].sqrt().add_(least)
-            root = torch.maximum(root, acc[piece].abs().mul_(quickest), out=root).sqrt_()
+            root = torch.maximum(root, acc[piece].abs().mul_(1 / self._longest(ctx)), out=root).sqrt_()
             torch.div(acc[piece], root, out=part)
         return score
 
@@ -171,6 +169,10 @@ class SecondMoment(CountedFeedback):
         """A residual without a second moment counts as one gradient of its size, so that steps start short."""
         if "second" not in names:
             torch.square(state.residual.now[span], out=state.second.now[span]).mul_(1 - self.beta2)
+
+    def _longest(self, ctx: Context) -> float:
+        """Largest quotient of an average and its divisor."""
+        return max(LONGEST[0] / ctx.density, LONGEST[1])
 
     def _least(self, state: SecondMomentState) -> Tensor:
         """What stands for Adam's eps beside roots that are not corrected, in the step that goes on."""

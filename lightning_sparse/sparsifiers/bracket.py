@@ -156,7 +156,9 @@ def narrow(survivors: Survivors, propose: Callable[[Bracket], Number], fewest: i
 
 def next_above(threshold: Number, dtype: torch.dtype) -> Number:
     """Smallest number of ``dtype`` above a threshold: ``x > threshold`` is ``x >= next_above``."""
-    return number(_next_above(torch.as_tensor(threshold, dtype=torch.float64), dtype))
+    if not isinstance(threshold, Tensor):
+        threshold = torch.tensor(threshold, dtype=torch.float64, device="cpu")
+    return number(_next_above(threshold, dtype))
 
 
 def _next_above(threshold: Tensor, dtype: torch.dtype) -> Tensor:

@@ -199,4 +199,8 @@ def test_the_path_on_a_device_leaves_the_same_behind(memory: ls.Memory, name: st
 
     exact = run()
     with static_path():
-        assert all(equal_states(a, b) for a, b in zip(run(), exact, strict=True))
+        found = run()
+    if isinstance(memory, ls.SecondMoment):  # torch's root is not always the closest number on CPUs
+        torch.testing.assert_close(found, exact, rtol=1e-13, atol=0)
+    else:
+        assert all(equal_states(a, b) for a, b in zip(found, exact, strict=True))

