@@ -78,9 +78,24 @@ def stepping(optimizer: Optimizer) -> Optimizer:
         >>> type(stepping(torch.optim.AdamW([weight]))).__name__
         'AdamW'
     """
-    within = (getattr(optimizer, name, None) for name in ("optim", "optimizer"))
-    inner = next((one for one in within if isinstance(one, Optimizer) and one is not optimizer), None)
-    return optimizer if inner is None else stepping(inner)
+    for name in ("optim", "optimizer"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, Optimizer) and _takes_all_steps(inner, optimizer):
+            return stepping(inner)
+    return optimizer
+
+
+def _takes_all_steps(inner: Optimizer, optimizer: Optimizer) -> bool:
+    """Whether one takes all steps of another one, and not those of some parameters only, as in mixed optimizers."""
+    if inner is optimizer:
+        return False
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        return True  # of this rank's part; other ranks take the others
+    return _ids(inner) == _ids(optimizer)
+
+
+def _ids(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def made_for(parameters: Collection[int]) -> list[Optimizer]:
@@ -106,7 +121,7 @@ def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
     for group in optimizer.param_groups:
         if not any(id(parameter) in parameters for parameter in group["params"]):
             continue
-        if not group["eps"] > 0:
+        if not group.get("eps", 0.0) > 0:
             return "eps has to be above 0"
         for option in ("amsgrad", "differentiable"):
             if group.get(option):

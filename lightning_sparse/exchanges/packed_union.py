@@ -257,10 +257,11 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     return Picks(each(places), None, counts, spares, codes), torch.cat(each(levels)), lowest, trouble
 
 
-def _is_wrong(words: Tensor, end: int, slots: int, blocks: int, padding: int) -> bool:
-    """Whether :func:`_tell` cannot have written this message of ``end`` picks; what the library says of it, too."""
-    bounds = pad(words[2 : 2 + blocks], blocks + 1, slots).diff(prepend=words.new_zeros(1))
-    outside = not blocks and is_outside(words[2 : 2 + end], padding)
+def _is_wrong(words: Tensor, count: int, slots: int, blocks: int, padding: int) -> bool:
+    """Whether :func:`_tell` cannot have written this message of ``count`` picks; what the library says of it, too."""
+    ends = words[2 : 2 + blocks].long()
+    bounds = pad(ends, blocks + 1, slots).diff(prepend=ends.new_zeros(1))
+    outside = not blocks and is_outside(words[2 : 2 + count], padding)
     return not SILENT <= words[1] <= TROUBLE or bool((bounds < 0).any()) or outside
 
 

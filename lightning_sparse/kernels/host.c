@@ -182,7 +182,7 @@ INLINE const float *widened(const void *grad, int kind, int64_t at, int64_t n, f
 INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kind, int64_t n, float bound,
                           int64_t first, int32_t *indices, float *magnitudes, int64_t found, int64_t room,
                           int stream, int32_t *finite, const strip s) {
-  float sum[BLOCK], wide[STRIP], left[2][STRIP] = {{0}};
+  float sum[BLOCK], wide[STRIP], left[2][STRIP];
   uint64_t hits[STRIPS];
   uint32_t top[16] = {0}, level = level_of(bound), largest = 0;
   int64_t item = kind ? 2 : 4, ahead = (int64_t)(-(uintptr_t)acc % 64 / 4);  // up to where writing past caches begins
@@ -203,6 +203,7 @@ INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kin
         else
           memset(g + item * at, 0, 4 * STRIP);
       } else {
+        memset(left, 0, sizeof left);
         memcpy(left[0], residual + at, 4 * (size_t)whole);
         memcpy(left[1], widened(grad, kind, at, whole, wide), 4 * (size_t)whole);
         hits[w] = s.add(left[0], left[1], left[0], sum + STRIP * w, level, top, 0) & ((1ull << whole) - 1);

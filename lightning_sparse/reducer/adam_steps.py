@@ -30,7 +30,7 @@ class AdamSteps:
     Args:
         names: of parameters, by id.
         group_of: the group of a parameter, by name; None where averages are dense.
-        handed_out: names of the parameters that got an average from the latest exchange.
+        handed_out: names of the parameters that got an average since an optimizer that holds them took a step.
         world_size: n.
     """
 

@@ -130,7 +130,8 @@ class Engine:
     def known_counts(self) -> Counts:
         """Exchanges so far, of which the host has heard whether they counted; does not wait for a device."""
         latest = self._record.latest
-        return latest.start if self._skipped.unresolved else latest.counts
+        unheard = self._skipped.unresolved and not self._reducer.on_stream.host_knows
+        return latest.start if unheard else latest.counts
 
     @property
     def void(self) -> bool:
@@ -146,8 +147,8 @@ class Engine:
     def memory_bytes(self) -> int:
         """Bytes that this rank keeps for error feedback, of all groups; in :class:`Residual` 8 a float32 coordinate.
 
-        Gradients of a group that do not lie in one run in DDP's buckets are copied: from the first step on, these
-        copies are counted, too.
+        Of groups whose gradients do not lie in one run in DDP's buckets, room for scores and for copies, where some
+        are needed, is counted from the first step on.
         """
         return sum(group.memory_bytes for group in self.groups)
 
@@ -218,9 +219,8 @@ class Engine:
         return None if self._reducer.direct else self._reducer.group_of.get(name)
 
     def _handed_out(self) -> Set[str]:
-        """Parameters that got an average from the latest exchange."""
-        handout = self._record.history.handout
-        return frozenset() if handout is None else handout.names
+        """Parameters that got an average, and have not been stepped since."""
+        return self._record.waiting
 
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""

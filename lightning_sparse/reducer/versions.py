@@ -143,6 +143,8 @@ class Record:
         self._names = names
         self._held: Set[str] = frozenset()
         """Parameters that optimizers hold, as far as they have been seen."""
+        self.waiting: Set[str] = frozenset()
+        """Parameters that got an average, also in an earlier exchange, and that no optimizer has stepped since."""
         self._hook = register_optimizer_step_post_hook(_Stepped(self))
 
     @property
@@ -162,6 +164,7 @@ class Record:
     ) -> None:
         """Other groups, between two steps."""
         self.history = History(Version(tuple(groups), rates, surplus, start))
+        self.waiting = frozenset()
 
     def begin_step(self) -> None:
         """From here on, buffers of the version before may be written to; the lock must be held."""
@@ -176,6 +179,7 @@ class Record:
             names: of the parameters that got an average.
         """
         before = self.latest
+        self.waiting = self.waiting | names
         latest = before._replace(groups=tuple(groups), start=before.counts, skipped=skipped)
         self._go_on_with(History(latest, before, self._handout(names)))
 
@@ -184,6 +188,7 @@ class Record:
         with self.lock:
             before, counts = self.latest, self.latest.counts
             start = counts._replace(flushes=counts.flushes + 1)
+            self.waiting = self.waiting | names
             latest = before._replace(groups=tuple(groups), start=start, skipped=None)
             self._go_on_with(History(latest, before, self._handout(names)))
 
@@ -210,6 +215,7 @@ class Record:
     def stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has finished a step; called for all of the process."""
         names = self.hold(optimizer)
+        self.waiting = self.waiting - names
         if names and (handout := self.history.handout) is not None:
             handout.step(names)
 

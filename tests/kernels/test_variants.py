@@ -220,3 +220,12 @@ def test_one_pass_forms_second_moments_and_scores(
                 assert found is not None, kernel
                 np.testing.assert_array_equal(found[0], places, err_msg=kernel)
                 np.testing.assert_array_equal(found[1], magnitudes[places].astype(one), err_msg=kernel)
+
+
+def test_large_numbers_in_a_run_that_is_not_aligned_are_finite(each_kernel: Callable[[], Iterator[str]]) -> None:
+    for kernel in each_kernel():
+        numel = LARGE + 16  # 1, 15 up to where writing past the caches begins, whole strips, and 3
+        runs = [torch.zeros(1), torch.zeros(numel - 1)]
+        runs[1][5:15] = 2e38
+        acc = torch.zeros(numel)
+        assert host.accumulate(acc, torch.zeros(numel), runs, 1.0)[1] == bool(acc.isfinite().all()), kernel

@@ -500,3 +500,55 @@ def regrouped() -> list[bool]:
 
 def test_dense_steps_in_between_change_no_memory(two_ranks: Ranks) -> None:
     assert two_ranks(regrouped) == [[True, True, True]] * 2
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        return getattr(self, name)(x).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_two_backwards_before_the_steps_are_two_averages(at_the_end: bool) -> None:
+    torch.manual_seed(0)
+    pair = Pair()
+    ddp = DistributedDataParallel(pair, find_unused_parameters=True)
+    engine = ls.attach(ddp, density=0.1, grouping="layer", watch=None)
+    optimizers = {name: torch.optim.AdamW(getattr(pair, name).parameters(), lr=0.01) for name in ("first", "second")}
+    engine.follow(optimizers.values())
+    for _ in range(60):
+        ddp.zero_grad()
+        x = torch.randn(8, WIDTH)
+        for name, optimizer in optimizers.items():
+            ddp(x, name).backward()
+            if not at_the_end:
+                optimizer.step()
+        for optimizer in optimizers.values() if at_the_end else ():
+            optimizer.step()
+    engine.close()
+    assert not any(optimizer.state for optimizer in optimizers.values())
+    norms = [float(layer.weight.detach().norm()) for layer in (pair.first, pair.second)]
+    assert norms[0] == pytest.approx(norms[1], rel=0.3)
+
+
+class Mixed(torch.optim.SGD):
+    """Steps matrices itself, and gives the rest to an AdamW."""
+
+    def __init__(self, matrices: Any, others: Any) -> None:
+        super().__init__([*matrices, *others], lr=0.1)
+        self.optimizer = torch.optim.AdamW(others)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_an_optimizer_with_an_adam_for_some_parameters_is_left_alone() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    ddp = DistributedDataParallel(layer)
+    engine = ls.attach(ddp, density=0.1, watch=None)
+    engine.follow([Mixed([layer.weight], [layer.bias])])
+    ddp(torch.randn(2, WIDTH)).sum().backward()
+    assert all(type(group.memory) is not ls.SecondMoment for group in engine.groups)
+    engine.close()
