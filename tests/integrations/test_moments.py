@@ -206,6 +206,7 @@ def interrupted(executor: str, folder: str, seed: int) -> str:
     def start(trainer: Any) -> None:
         threading.Timer(generator.uniform(0.02, 0.1), os.kill, (os.getpid(), signal.SIGINT)).start()
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs in the background ignore it
     try:
         with suppress(SystemExit):
             fit(package, {"executor": executor}, [calling(package, {"on_train_start": start}), emergency], 100_000)
