@@ -59,20 +59,28 @@ def accumulate(acc: Tensor, residual: Tensor, runs: Sequence[Tensor], bound: flo
     if runs[0].dtype == torch.bfloat16:
         widened = _buffer("widened", np.dtype(np.uint32))
     hits = Hits(room)
-    finite, start = True, 0
-    for piece in (run[at : at + CHUNK] for run in zeroed for at in range(0, run.size, CHUNK)):
-        size = piece.size
-        chunk = target[start : start + size]
+    finite = True
+    for span, piece in _chunks(zeroed):
+        size, chunk = piece.size, target[span]
         if widened.size:
             np.left_shift(piece, 16, out=widened[:size], dtype=np.uint32)
-            np.add(kept[start : start + size], widened[:size].view(np.float32), out=chunk)
+            np.add(kept[span], widened[:size].view(np.float32), out=chunk)
         else:
-            np.add(kept[start : start + size], piece, out=chunk)
+            np.add(kept[span], piece, out=chunk)
         piece.fill(0)
-        largest = hits.add(chunk, level, start)
+        largest = hits.add(chunk, level, span.start)
         finite = finite and bool(largest < np.inf)
-        start += size
     return hits.found(target.dtype), finite
+
+
+def _chunks(runs: Sequence[NDArray[Any]]) -> Iterator[tuple[slice, NDArray[Any]]]:
+    """Pieces of runs that stay in cache, and which coordinates they hold."""
+    start = 0
+    for run in runs:
+        for at in range(0, run.size, CHUNK):
+            piece = run[at : at + CHUNK]
+            yield slice(start, start + piece.size), piece
+            start += piece.size
 
 
 class Hits:
@@ -161,9 +169,9 @@ def weigh(
     most, level = np.finfo(one).max, one(bound)
     wide, root, quick = (_buffer(use, out[0].dtype) for use in ("wide", "root", "magnitudes"))
     hits = Hits(room)
-    finite, start = True, 0
-    for piece in (run[at : at + CHUNK] for run in given for at in range(0, run.size, CHUNK)):
-        span, size = slice(start, start + piece.size), piece.size
+    finite = True
+    for span, piece in _chunks(given):
+        size = piece.size
         a, v, x = (vector[span] for vector in out)
         g, r, q = wide[:size], root[:size], quick[:size]
         if runs[0].dtype == torch.bfloat16:
@@ -186,8 +194,7 @@ def weigh(
         np.maximum(r, q, out=r)
         np.sqrt(r, out=r)
         np.divide(a, r, out=x)
-        hits.add(x, level, start)
-        start += size
+        hits.add(x, level, span.start)
     return hits.found(out[0].dtype), finite
 
 

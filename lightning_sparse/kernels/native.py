@@ -96,16 +96,7 @@ class Native:
         room: int,
     ) -> tuple[Found | None, bool]:
         """``acc = residual + grad`` and ``grad = 0``; what reaches a bound, and whether all is finite."""
-        indices, magnitudes = _scratch(room)
-        finite = ctypes.c_int32()
-        starts = (ctypes.c_void_p * len(runs))(*(_at(run).value for run in runs))
-        ends = np.cumsum([run.size for run in runs], dtype=np.int64)
-        count = self._library.ls_accumulate(
-            _at(acc), _at(residual), starts, _at(ends), _long(len(runs)), KINDS[runs[0].dtype], ctypes.c_float(bound),
-            _at(indices), _at(magnitudes), _long(room), ctypes.byref(finite),
-        )  # fmt: skip
-        found = None if count > room else (indices[:count].copy(), magnitudes[:count].copy())
-        return found, bool(finite.value)
+        return _collect(self._library.ls_accumulate, (_at(acc), _at(residual)), runs, (), bound, room)
 
     def weigh(
         self,
@@ -119,17 +110,8 @@ class Native:
         room: int,
     ) -> tuple[Found | None, bool]:
         """See :func:`~lightning_sparse.kernels.host.weigh`."""
-        indices, magnitudes = _scratch(room)
-        finite = ctypes.c_int32()
-        starts = (ctypes.c_void_p * len(runs))(*(_at(run).value for run in runs))
-        ends = np.cumsum([run.size for run in runs], dtype=np.int64)
-        count = self._library.ls_weigh(
-            _at(residual), starts, _at(ends), _long(len(runs)), KINDS[runs[0].dtype], _at(now), *map(_at, out),
-            int(clear), (ctypes.c_float * 4)(*weights), ctypes.c_float(bound), _at(indices), _at(magnitudes),
-            _long(room), ctypes.byref(finite),
-        )  # fmt: skip
-        found = None if count > room else (indices[:count].copy(), magnitudes[:count].copy())
-        return found, bool(finite.value)
+        about = _at(now), *map(_at, out), int(clear), (ctypes.c_float * 4)(*weights)
+        return _collect(self._library.ls_weigh, (_at(residual),), runs, about, bound, room)
 
     def above(self, matrix: NDArray[np.float32], bound: float) -> Found:
         """What of the rows of a matrix reaches a bound, by place in their sequence."""
@@ -415,6 +397,36 @@ def _room(use: str, size: int, dtype: type[np.generic]) -> NDArray[Any]:
     if buffer is None or buffer.size < size:
         buffer = _buffers.__dict__[use] = np.empty(size, dtype)
     return buffer
+
+
+def _collect(
+    function: Any,
+    before: tuple[Any, ...],
+    runs: Sequence[NDArray[Any]],
+    after: tuple[Any, ...],
+    bound: float,
+    room: int,
+) -> tuple[Found | None, bool]:
+    """Call a pass over the runs of a gradient: what reaches the bound, if there is room, and whether all is finite.
+
+    Args:
+        function: of the library.
+        before: its arguments before those of the runs.
+        runs: at least one.
+        after: its arguments between those of the runs and the bound.
+        bound: magnitude.
+        room: for so many that reach it.
+    """
+    indices, magnitudes = _scratch(room)
+    finite = ctypes.c_int32()
+    starts = (ctypes.c_void_p * len(runs))(*(_at(run).value for run in runs))
+    ends = np.cumsum([run.size for run in runs], dtype=np.int64)
+    count = function(
+        *before, starts, _at(ends), _long(len(runs)), KINDS[runs[0].dtype], *after, ctypes.c_float(bound),
+        _at(indices), _at(magnitudes), _long(room), ctypes.byref(finite),
+    )  # fmt: skip
+    found = None if count > room else (indices[:count].copy(), magnitudes[:count].copy())
+    return found, bool(finite.value)
 
 
 def _scratch(room: int) -> Found:

@@ -100,6 +100,12 @@ INLINE int64_t thinned(int64_t found, int64_t limit, int64_t phase, int64_t *pla
   return kept;
 }
 
+// Where each of n lists begins and ends, which lie one behind the other.
+INLINE void begin(const int64_t *lengths, int64_t n, int64_t *at) {
+  int64_t start = 0;
+  for (int64_t r = 0; r < n; start += lengths[r++]) at[2 * r] = start, at[2 * r + 1] = start + lengths[r];
+}
+
 // Whether something below padding was passed over in n lists, of which each was looked at as far as it ascends.
 INLINE int left_over(const int64_t *places, const int64_t *at, int64_t n, int64_t padding) {
   for (int64_t r = 0; r < n; r++)
@@ -112,8 +118,8 @@ INLINE int left_over(const int64_t *places, const int64_t *at, int64_t n, int64_
 INLINE int64_t unite(const int64_t *places, const int64_t *levels, const uint8_t *spare, const int64_t *lengths,
                      int64_t n, int64_t padding, int64_t limit, int64_t phase, table *t, int64_t *at, int64_t *united,
                      uint16_t *said, int32_t *united_levels, int64_t *named) {
-  int64_t found = 0, begin = 0;
-  for (int64_t r = 0; r < n; begin += lengths[r++]) at[2 * r] = begin, at[2 * r + 1] = begin + lengths[r];
+  int64_t found = 0;
+  begin(lengths, n, at);
   for (int64_t start = 0; start < padding; start += OFFSETS) {
     int64_t end = start + OFFSETS < padding ? start + OFFSETS : padding;
     for (int64_t r = 0; r < n; r++) {
@@ -197,8 +203,8 @@ INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, int64_t slo
 // See ls_add_up.
 INLINE int64_t add_up(const int64_t *places, const float *values, const int64_t *lengths, int64_t n, int64_t padding,
                       table *t, int64_t *at, int64_t *united, float *totals) {
-  int64_t found = 0, begin = 0;
-  for (int64_t r = 0; r < n; begin += lengths[r++]) at[2 * r] = begin, at[2 * r + 1] = begin + lengths[r];
+  int64_t found = 0;
+  begin(lengths, n, at);
   for (int64_t start = 0; start < padding; start += OFFSETS) {
     int64_t end = start + OFFSETS < padding ? start + OFFSETS : padding;
     for (int64_t r = 0; r < n; r++) {
