@@ -33,9 +33,10 @@ class SecondMomentState(CountedState):
     """() largest quotient in the step that goes on."""
 
 
-LONGEST = 4.0, 100.0
-"""Largest quotient of an average and its divisor: in units of 1 / density, steps for which a coordinate waits, and at
-least."""
+LONGEST = 100.0
+"""Largest quotient of an average and its divisor: the longest step, in learning rates. What waited longer and agreed
+all the time was formed of gradients too old for its full length: at density 0.001, with 4000 instead, an LSTM diverged
+after some hundred steps (``docs/adam.md``)."""
 
 
 @MEMORIES.register
@@ -114,11 +115,11 @@ class SecondMoment(CountedFeedback):
         residual, acc = state.residual
         now, following = state.second
         largest = torch.finfo(acc.dtype).max
-        state.longest.fill_(self._longest(ctx))
+        state.longest.fill_(LONGEST)
         for vector in (following, acc):
             vector[-1:].zero_()
         if ctx.candidates is not None:  # the score, too, in the same pass
-            by = Weights(self.beta2, 1 - self.beta2, self._least(state).item(), 1 / self._longest(ctx))
+            by = Weights(self.beta2, 1 - self.beta2, self._least(state).item(), 1 / LONGEST)
             vectors = acc[:-1], following[:-1], grad.room(acc.dtype), residual[:-1], now[:-1]
             weigh_(*vectors, grad.runs, by, ctx.candidates)
             return acc
@@ -137,7 +138,7 @@ class SecondMoment(CountedFeedback):
         least = self._least(state)
         for piece, part in pieces(Gradient([score])):
             root = state.second.following[piece].sqrt().add_(least)
-            root = torch.maximum(root, acc[piece].abs().mul_(1 / self._longest(ctx)), out=root).sqrt_()
+            root = torch.maximum(root, acc[piece].abs().mul_(1 / LONGEST), out=root).sqrt_()
             torch.div(acc[piece], root, out=part)
         return score
 
@@ -170,10 +171,6 @@ class SecondMoment(CountedFeedback):
         if "second" not in names:
             torch.square(state.residual.now[span], out=state.second.now[span]).mul_(1 - self.beta2)
 
-    def _longest(self, ctx: Context) -> float:
-        """Largest quotient of an average and its divisor."""
-        return max(LONGEST[0] / ctx.density, LONGEST[1])
-
     def _least(self, state: SecondMomentState) -> Tensor:
         """What stands for Adam's eps beside roots that are not corrected, in the step that goes on."""
         least: Tensor = self.eps * self._correction(state).sqrt()
@@ -187,7 +184,7 @@ class SecondMoment(CountedFeedback):
     def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, longest: Tensor) -> Tensor:
         """By what averages are divided, from means of second moments at the same coordinates."""
         root = (second / correction.to(second.dtype)).sqrt_().add_(self.eps)
-        shortest = average.abs().to(root.dtype) / longest.clamp(min=LONGEST[1]).to(root.dtype)
+        shortest = average.abs().to(root.dtype) / longest.clamp(min=LONGEST).to(root.dtype)
         # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.
         return torch.maximum(root.nan_to_num_(nan=1.0, posinf=math.inf), shortest.nan_to_num_(nan=0.0))
 
