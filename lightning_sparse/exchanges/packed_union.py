@@ -25,7 +25,7 @@ from lightning_sparse.exchanges.base import (
 )
 from lightning_sparse.exchanges.reduce_union import union_of
 from lightning_sparse.kernels import compiled, expand, locate, pad, static_shapes, take
-from lightning_sparse.kernels.native import Met, Native
+from lightning_sparse.kernels.native_picks import Met, NativePicks
 from lightning_sparse.messages import AllGather, AllReduce, Steps
 
 BLOCK = 1 << 16
@@ -126,7 +126,7 @@ def _unrounded(numel: int, most: int, fewest: int, ctx: Context) -> bool:
     return ctx.world_size == 1 or count(ctx.density, numel) == numel or most < fewest
 
 
-def _compiled(library: Native, acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps[Update]:
+def _compiled(library: NativePicks, acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps[Update]:
     """The whole exchange in functions of the library, without second values."""
     n, numel = ctx.world_size, acc.numel() - 1
     selection, _ = yield from same_length(selection, None, numel)

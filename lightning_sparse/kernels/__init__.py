@@ -1,12 +1,16 @@
-"""The passes over whole groups, one dispatching name each.
+"""The passes over whole groups, and work on picks, one name each.
 
-Two formulations of every kernel, chosen by device and equal in what they return up to padding:
+Two formulations, chosen by device and equal in what they return up to padding:
 
-- :mod:`~lightning_sparse.kernels.host` (CPU): numpy on zero-copy views in cache-sized chunks, results of exactly the
-  size that was found.
+- ``host_*`` (CPU): numpy on zero-copy views in cache-sized chunks, results of exactly the size that was found. For
+  float32, functions in C take their place where they have been compiled: ``dense.c`` for ``host_dense`` and
+  ``host_reach``, ``sums.c`` for ``host_sums``, ``choose.c`` for ``host_choose``, ``picks.c`` and ``unite.c`` for
+  ``host_picks``.
 - :mod:`~lightning_sparse.kernels.static` (CUDA and everything else): torch operations of fixed output size, so that
   the host never waits for the device. Slots without a pick hold the padding index. On CUDA, kernels in Triton take
   their place where :mod:`~lightning_sparse.kernels.on_cuda` says so.
+
+Names that only one of them has are listed as such in ``__all__``.
 """
 
 from __future__ import annotations
@@ -19,8 +23,37 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.candidates import Candidates
-from lightning_sparse.kernels import device_flags, device_passes, host, native, static
-from lightning_sparse.kernels.host import Weights
+from lightning_sparse.kernels import (
+    device_flags,
+    device_passes,
+    host_choose,
+    host_dense,
+    host_picks,
+    host_reach,
+    host_sums,
+    native,
+    static,
+)
+from lightning_sparse.kernels.host_choose import largest_of, many_of_largest, top_k_and_stripe
+from lightning_sparse.kernels.host_dense import Weights
+from lightning_sparse.kernels.host_picks import expand, put_in_runs_, take_from_runs, under, unite
+from lightning_sparse.kernels.host_reach import reached, reaching_of
+from lightning_sparse.kernels.native_picks import NativePicks
+from lightning_sparse.kernels.static import largest, scatter_, spread, strongest, united
+
+__all__ = [
+    "Span", "Weights", "compiled", "static_shapes",
+    "accumulate_", "weigh_", "all_finite",
+    "above", "tail", "top_k", "top_k_of_blocks",
+    "moments", "mean_and_maximum", "excess", "log_sum",
+    "distinct", "add_up", "locate", "take", "put_", "pad", "thin",
+    "fill_if_", "copy_if_", "choose",
+    # on the CPU only
+    "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
+    "unite", "expand", "under", "put_in_runs_", "take_from_runs",
+    # not on the CPU
+    "largest", "strongest", "united", "spread", "scatter_",
+]  # fmt: skip
 
 Span = tuple[int | Tensor, int | Tensor]
 """First and past-the-end coordinate of a contiguous range; tensors where only the device knows them."""
@@ -31,9 +64,9 @@ def static_shapes(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> native.Native | None:
-    """The compiled functions, where there are some for vectors of this device and dtype."""
-    return native.library if dtype == torch.float32 and not static_shapes(device) else None
+def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> NativePicks | None:
+    """The compiled functions on picks, where there are some for vectors of this device and dtype."""
+    return native.library.picks if native.library and dtype == torch.float32 and not static_shapes(device) else None
 
 
 def accumulate_(
@@ -59,7 +92,7 @@ def accumulate_(
             else:  # each rounded by itself, as kernels do; alpha= may round once
                 torch.mul(kept, decay, out=target).add_(run)
     else:
-        candidates.note(acc, runs, *host.accumulate(acc, residual, runs, candidates.bound))
+        candidates.note(acc, runs, *host_dense.accumulate(acc, residual, runs, candidates.bound))
 
 
 def weigh_(
@@ -72,70 +105,13 @@ def weigh_(
     by: Weights,
     candidates: Candidates,
 ) -> None:
-    """What :class:`~lightning_sparse.SecondMoment` forms of a gradient, see :func:`.host.weigh`. On the CPU only.
+    """What :class:`~lightning_sparse.SecondMoment` forms of a gradient, see :func:`.host_dense.weigh`. On the CPU only.
 
     One pass does this, and collects candidates of the score.
     """
-    found, finite = host.weigh(acc, second, score, residual, now, runs, by, candidates.bound)
+    found, finite = host_dense.weigh(acc, second, score, residual, now, runs, by, candidates.bound)
     cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
     candidates.note(score, cleared, found, finite, formed=acc)
-
-
-def largest(x: Tensor, k: int, span: Span | None = None) -> tuple[Tensor, Tensor]:
-    """Coordinates of largest magnitude in a range, and their magnitudes, in descending order of magnitude.
-
-    Args:
-        x: (numel,) finite values.
-        k: how many, at least 1.
-        span: range to look at; None: everything.
-
-    Returns:
-        indices: int64, and magnitudes, both (min(k, length of the range),) on the CPU and (min(k, numel),) elsewhere,
-        where missing ones are the padding index ``numel`` with magnitude -1. Ties: on the CPU the lower index.
-    """
-    k = min(k, x.numel())
-    if static_shapes(x.device):
-        return static.largest(x, k, span)
-    first, last = _on_host(span, x)
-    return host.largest(x, k, first, last)
-
-
-def many_of_largest(
-    x: Tensor, k: int, span: Span | None = None, candidates: Candidates | None = None
-) -> tuple[Tensor, Tensor]:
-    """The k largest magnitudes of a range, and maybe more, for :func:`largest_of`. On the CPU only.
-
-    Args:
-        x: (numel,) finite values.
-        k: how many, at least 1; fewer where the range is shorter.
-        span: range to look at; None: everything.
-        candidates: of the group, where x is its accumulator: they may save a pass, if everything is looked at.
-
-    Returns:
-        Ascending int32 coordinates, and magnitudes; no magnitude that is left out is larger than one of the k.
-    """
-    return host.many_of_largest(x, k, *_on_host(span, x), candidates)
-
-
-def largest_of(indices: Tensor, magnitudes: Tensor, k: int) -> Tensor:
-    """Ascending int64 coordinates of the k largest magnitudes; of equal ones the lower ones. On the CPU only.
-
-    Args:
-        indices: (c,) int32, ascending.
-        magnitudes: (c,) theirs.
-        k: how many, from 0 to c.
-    """
-    return host.largest_of(indices, magnitudes, k)
-
-
-def reached(magnitudes: Tensor, threshold: float) -> int:
-    """How many magnitudes reach a threshold, compared in their precision. On the CPU only."""
-    return host.reached(magnitudes, threshold)
-
-
-def reaching_of(indices: Tensor, magnitudes: Tensor, threshold: float) -> Tensor:
-    """The int32 coordinates whose magnitudes reach a threshold, as int64. On the CPU only."""
-    return host.reaching_of(indices, magnitudes, threshold)
 
 
 def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
@@ -151,42 +127,7 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
         return torch.arange(k, device=x.device)
     if static_shapes(x.device):
         return device_passes.top_k(x, k)
-    return host.top_k(x, k, candidates)
-
-
-def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) -> tuple[Tensor, Tensor]:
-    """The k largest magnitudes and their places, in descending order, without some elements. Not on the CPU.
-
-    Args:
-        x: (c,) finite values, which may lie apart.
-        k: how many, from 0 to c.
-        left_out: (c,) bool: elements that come last, with a magnitude of -1; None: there are none.
-        most: how many elements are left out, at most.
-    """
-    return static.strongest(x, k, left_out, most)
-
-
-def top_k_and_stripe(
-    x: Tensor, share: int, spare: int, turn: int, n: int, candidates: Candidates | None = None
-) -> tuple[Tensor, Tensor]:
-    """The largest of all, and the largest others of a stripe. On the CPU only.
-
-    Args:
-        x: (numel,) finite values.
-        share: how many of all, from 0 to numel.
-        spare: how many of the coordinates j with ``j mod n == turn``; fewer where there are no more others.
-        turn: which stripe.
-        n: number of stripes.
-        candidates: of the group, where x is its accumulator: they may save a pass.
-
-    Returns:
-        Their coordinates, int64, ascending; and whether each is one of the others.
-
-    Example:
-        >>> top_k_and_stripe(torch.tensor([1.0, -9, 3, 2, 8, 4]), 2, 1, turn=0, n=2)
-        (tensor([1, 2, 4]), tensor([False,  True, False]))
-    """
-    return host.top_k_and_stripe(x, share, spare, turn, n, candidates)
+    return host_choose.top_k(x, k, candidates)
 
 
 def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
@@ -205,7 +146,7 @@ def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> T
     """
     if static_shapes(x.device):
         return static.top_k_of_blocks(x, k, first, block, period)
-    return host.top_k_of_blocks(x, k, first, block, period)
+    return host_choose.top_k_of_blocks(x, k, first, block, period)
 
 
 def above(
@@ -234,18 +175,18 @@ def above(
     if static_shapes(x.device):
         return device_passes.above(x, threshold, span, min(capacity or x.numel(), x.numel()), phase)
     first, last = _on_host(span, x)
-    indices = host.above(x, float(threshold), first, last, candidates)
+    indices = host_reach.above(x, float(threshold), first, last, candidates)
     return indices, torch.tensor(indices.numel(), device="cpu")
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation, () float64 each; infinite or NaN where squares or their sum overflow."""
-    return device_passes.moments(x) if static_shapes(x.device) else host.moments(x)
+    return device_passes.moments(x) if static_shapes(x.device) else host_sums.moments(x)
 
 
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and maximum of magnitudes, () float64 each, of (numel,) finite values."""
-    return device_passes.mean_and_maximum(x) if static_shapes(x.device) else host.mean_and_maximum(x)
+    return device_passes.mean_and_maximum(x) if static_shapes(x.device) else host_sums.mean_and_maximum(x)
 
 
 def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,12 +202,12 @@ def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     if static_shapes(x.device):
         return device_passes.excess(x, threshold)
-    return host.excess(x, float(threshold))
+    return host_sums.excess(x, float(threshold))
 
 
 def log_sum(x: Tensor) -> Tensor:
     """() float64: sum of ``ln |x|`` over the x that are not zero."""
-    return device_passes.log_sum(x) if static_shapes(x.device) else host.log_sum(x)
+    return device_passes.log_sum(x) if static_shapes(x.device) else host_sums.log_sum(x)
 
 
 def tail(x: Tensor, threshold: Tensor, candidates: Candidates | None = None) -> Tensor:
@@ -280,7 +221,7 @@ def tail(x: Tensor, threshold: Tensor, candidates: Candidates | None = None) -> 
         threshold: () float64.
         candidates: of the group, where x is its accumulator: they may save a pass.
     """
-    return x if static_shapes(x.device) else host.tail(x, float(threshold), candidates)
+    return x if static_shapes(x.device) else host_reach.tail(x, float(threshold), candidates)
 
 
 def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
@@ -292,53 +233,8 @@ def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """
     if static_shapes(indices.device):
         return static.distinct(indices, padding)
-    found = host.distinct(indices, padding)
+    found = host_picks.distinct(indices, padding)
     return found, torch.tensor(found.numel(), device="cpu")
-
-
-def unite(indices: Tensor, spare: Tensor, levels: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`distinct`, with what was said of each coordinate. On the CPU only, see :func:`united`.
-
-    Args:
-        indices: (c,) int64 coordinates below 2**31, and maybe the padding index.
-        spare: (c,) bool.
-        levels: (c,) int64 in [0, 2**20).
-        padding: the padding index.
-
-    Returns:
-        indices as :func:`distinct`; for each of them whether ``spare`` was said every time, and the largest level; and
-        count: () int64. Behind the count, where there are slots, the two in the middle have no meaning.
-    """
-    return host.unite(indices << 21 | spare.long() << 20 | levels, padding)
-
-
-def united(
-    indices: Tensor,
-    spare: Tensor | None,
-    levels: Tensor | None,
-    padding: int,
-    total: int | None,
-    limit: int | None,
-    phase: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The union of picks in slots of a number that the host knows. Not on the CPU.
-
-    Args:
-        indices: (c,) int32 or int64 coordinates of all ranks, and maybe the padding index.
-        spare: (c,) bool: picks that are left out first where there are too many; None: none.
-        levels: (c,) integers at least 0; None: all 0.
-        padding: the padding index.
-        total: there are not more different coordinates than this; None: unknown.
-        limit: more than this are thinned to it: those that :func:`thin` keeps, first of the coordinates that some rank
-            did not call spare, then of the others. None: there is no limit.
-        phase: rotates which ones are left out.
-
-    Returns:
-        indices: (u,) int64, the different coordinates that are left, ascending, then padding; u is c, or the smaller
-        one of total and limit. Their number, and that of all different ones: () int64. And for each the largest
-        level, (u,); behind the number they have no meaning.
-    """
-    return static.united(indices, spare, levels, padding, total, limit, phase)
 
 
 def pad(x: Tensor, slots: int, value: float) -> Tensor:
@@ -375,28 +271,6 @@ def thin(candidates: Tensor, room: Tensor, phase: int) -> Tensor:
     return candidates & (torch.remainder(ordinals * room + phase, total.clamp(min=1)) < room)
 
 
-def spread(total: Tensor, slots: int, phase: int) -> Tensor:
-    """Which ones of ``total`` things in a row get a slot: all, or as many as there are slots, evenly spread.
-
-    Of ``total > c`` things for c slots, slot s (from 0) holds the one of ordinal
-    ``ceil(((s + 1) total - phase mod total) / c)``: every part of the row loses the same share. Cutting off at c would
-    starve its end for ever. These are the ones that :func:`thin` keeps.
-
-    Args:
-        total: () or (..., 1) int64.
-        slots: c.
-        phase: rotates which ones are left out.
-
-    Returns:
-        (..., c) int64 ordinals, ascending from 1; above ``total`` where there are more slots than things.
-
-    Example:
-        >>> spread(torch.tensor(6), 2, phase=0).tolist(), spread(torch.tensor(1), 2, phase=0).tolist()
-        ([3, 6], [1, 2])
-    """
-    return static.spread(total, slots, phase)
-
-
 def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of sparse vectors; each sum is formed from zero in the order of the parts, so that ranks agree on it.
 
@@ -415,7 +289,7 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
     """
     if static_shapes(parts[0][0].device):
         return static.add_up(parts, padding)
-    union, totals = host.add_up(parts, padding)
+    union, totals = host_picks.add_up(parts, padding)
     return union, totals, torch.tensor(union.numel(), device="cpu")
 
 
@@ -428,7 +302,7 @@ def all_finite(x: Tensor, candidates: Candidates | None = None) -> Tensor:
     """
     known = True if x.numel() == 0 else candidates.all_finite(x) if candidates else None
     if known is None and not static_shapes(x.device):
-        known = host.all_finite(x)
+        known = host_sums.all_finite(x)
     if known is not None:
         return torch.full((), known, device=x.device)
     low, high = torch.aminmax(x)  # both NaN where any of x is
@@ -437,69 +311,22 @@ def all_finite(x: Tensor, candidates: Candidates | None = None) -> Tensor:
 
 def locate(ordered: Tensor, values: Tensor) -> Tensor:
     """int64 positions of ascending values in an ascending tensor that holds each of them; the first of equal ones."""
-    return torch.searchsorted(ordered, values) if static_shapes(ordered.device) else host.locate(ordered, values)
-
-
-def expand(words: Tensor, slots: int, blocks: int, padding: int) -> Tensor:
-    """Coordinates from 16-bit offsets in blocks of 65 536. On the CPU only.
-
-    Args:
-        words: (..., blocks + (slots + 1) // 2) int32: the slot at which each block ends, ascending; then offsets, two
-            in each word, of which the first may have borrowed from the second.
-        slots: number of offsets.
-        blocks: number of blocks.
-        padding: what slots behind the last block hold, and what coordinates are limited to.
-
-    Returns:
-        (..., slots) int64.
-
-    Example:
-        >>> expand(torch.tensor([1, 2, 7 + (3 << 16)], dtype=torch.int32), slots=2, blocks=2, padding=100_000)
-        tensor([    7, 65539])
-    """
-    return host.expand(words, slots, blocks, padding)
+    return torch.searchsorted(ordered, values) if static_shapes(ordered.device) else host_picks.locate(ordered, values)
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
     """``x[indices]`` for a float32 or float64 vector."""
-    return x[indices] if static_shapes(x.device) else host.take(x, indices)
-
-
-def under(mask: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
-    """``x[mask]`` for each of some vectors. On the CPU only."""
-    return host.under(mask, *vectors)
+    return x[indices] if static_shapes(x.device) else host_picks.take(x, indices)
 
 
 def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
     """``x[indices] = values`` for vectors of equal dtypes; where a coordinate is repeated, so is its value."""
     if not static_shapes(x.device):
-        host.put_(x, indices, values)
+        host_picks.put_(x, indices, values)
     elif isinstance(values, Tensor):
         x.index_copy_(0, indices, values)
     else:
         x.index_fill_(0, indices, values)
-
-
-def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
-    """As :func:`put_`, where x lies in several runs. On the CPU only."""
-    host.put_in_runs_(runs, indices, values)
-
-
-def take_from_runs(runs: Sequence[Tensor], indices: Tensor) -> Tensor:
-    """``x[indices]`` where x lies in several runs. On the CPU only."""
-    return host.take_from_runs(runs, indices)
-
-
-def scatter_(x: Tensor, indices: Tensor | None, values: Tensor, void: Tensor) -> None:
-    """``x = 0``, and ``x[indices] = values``; NaN everywhere if the flag is set. Not on the CPU.
-
-    Args:
-        x: (numel,) or (numel + 1,), overwritten; what a spare slot holds afterwards is not defined.
-        indices: (u,) int64 coordinates, and maybe the padding index, whose values are 0; None: all in order.
-        values: (u,) in x's dtype; where a coordinate is repeated, so is its value.
-        void: () bool.
-    """
-    static.scatter_(x, indices, values, void)
 
 
 def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:

@@ -27,7 +27,10 @@ CHOICES = ("numpy", "compiled"), ("torch", "triton")
 """What the setting may name, on CPUs and on CUDA."""
 INSTEAD = "numpy, which takes several times as long: "
 """Begins the words on a library that is there and cannot be used."""
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("host.c", "choose.c", "picks.c", "unite.c", "common.h"))
+SOURCES = tuple(
+    Path(__file__).with_name(name)
+    for name in ("library.c", "dense.c", "sums.c", "choose.c", "picks.c", "unite.c", "common.h")
+)
 LIBRARY = Path(__file__).with_name("libhost.so")
 LEVELS = ("portable", "AVX2", "AVX-512")
 """Sets of instructions that the library chooses from when it is loaded."""

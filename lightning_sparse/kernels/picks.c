@@ -1,5 +1,5 @@
 // Work on picks, which are few: taking and putting values, telling picks, rounding their values. The CPU formulations of
-// host.py and packed_union.py for float32, equal bit for bit.
+// host_picks.py and packed_union.py for float32, equal bit for bit.
 #include "common.h"
 
 #define LOWEST (-1100)

@@ -70,8 +70,19 @@ def _two(top: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return top[0], top[1]
 
 
-def largest(x: Tensor, k: int, span: Span | None) -> tuple[Tensor, Tensor]:
-    """Coordinates and magnitudes in descending order; missing ones are ``numel`` and -1."""
+def largest(x: Tensor, k: int, span: Span | None = None) -> tuple[Tensor, Tensor]:
+    """Coordinates of largest magnitude in a range, and their magnitudes, in descending order of magnitude.
+
+    Args:
+        x: (numel,) finite values.
+        k: how many, at least 1.
+        span: range to look at; None: everything.
+
+    Returns:
+        indices: int64, and magnitudes, both (min(k, numel),); missing ones are the padding index ``numel`` with
+        magnitude -1.
+    """
+    k = min(k, x.numel())
     if span is None:
         magnitudes, indices = strongest(x, k)
         return indices.masked_fill(~(magnitudes >= 0), x.numel()), magnitudes
@@ -111,7 +122,24 @@ def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase:
 
 
 def spread(total: Tensor, slots: int, phase: int) -> Tensor:
-    """Ordinals from 1 of what gets a slot, see :func:`lightning_sparse.kernels.spread`."""
+    """Which ones of ``total`` things in a row get a slot: all, or as many as there are slots, evenly spread.
+
+    Of ``total > c`` things for c slots, slot s (from 0) holds the one of ordinal
+    ``ceil(((s + 1) total - phase mod total) / c)``: every part of the row loses the same share. Cutting off at c would
+    starve its end for ever. These are the ones that :func:`lightning_sparse.kernels.thin` keeps.
+
+    Args:
+        total: () or (..., 1) int64.
+        slots: c.
+        phase: rotates which ones are left out.
+
+    Returns:
+        (..., c) int64 ordinals, ascending from 1; above ``total`` where there are more slots than things.
+
+    Example:
+        >>> spread(torch.tensor(6), 2, phase=0).tolist(), spread(torch.tensor(1), 2, phase=0).tolist()
+        ([3, 6], [1, 2])
+    """
     slot = torch.arange(1, slots + 1, device=total.device)
     shift = torch.remainder(torch.full_like(total, phase), total.clamp(min=1))
     return torch.where(total > slots, (slot * total - shift + slots - 1) // slots, slot)
@@ -146,7 +174,23 @@ def united(
     limit: int | None,
     phase: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One sort, of 32-bit keys where that is enough; everything else is linear in the number of picks."""
+    """The union of picks in slots of a number that the host knows.
+
+    Args:
+        indices: (c,) int32 or int64 coordinates of all ranks, and maybe the padding index.
+        spare: (c,) bool: picks that are left out first where there are too many; None: none.
+        levels: (c,) integers at least 0; None: all 0.
+        padding: the padding index.
+        total: there are not more different coordinates than this; None: unknown.
+        limit: more than this are thinned to it: those that :func:`lightning_sparse.kernels.thin` keeps, first of the
+            coordinates that some rank did not call spare, then of the others. None: there is no limit.
+        phase: rotates which ones are left out.
+
+    Returns:
+        indices: (u,) int64, the different coordinates that are left, ascending, then padding; u is c, or the smaller
+        one of total and limit. Their number, and that of all different ones: () int64. And for each the largest
+        level, (u,); behind the number they have no meaning.
+    """
     slots, keys = indices.numel(), indices
     # Sorting takes a pass over keys and places for each byte of a key.
     keys = keys.int() if (padding if spare is None else 2 * padding + 1) < 2**31 else keys.long()
@@ -229,7 +273,14 @@ def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scatter_(x: Tensor, indices: Tensor | None, values: Tensor, void: Tensor) -> None:
-    """One write of each element, and one of each value."""
+    """``x = 0``, and ``x[indices] = values``; NaN everywhere if the flag is set.
+
+    Args:
+        x: (numel,) or (numel + 1,), overwritten; what a spare slot holds afterwards is not defined.
+        indices: (u,) int64 coordinates, and maybe the padding index, whose values are 0; None: all in order.
+        values: (u,) in x's dtype; where a coordinate is repeated, so is its value.
+        void: () bool.
+    """
     if indices is None:  # a product, unlike a sum, leaves the sign of zero
         torch.mul(values, torch.where(void, torch.nan, 1.0).to(values.dtype), out=x[: values.numel()])
         return

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.checks import check_positive, check_share
 from lightning_sparse.core import Context, Update
-from lightning_sparse.kernels import weigh_
-from lightning_sparse.kernels.host import Weights
+from lightning_sparse.kernels import Weights, weigh_
 from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
 from lightning_sparse.memory.residual import Residual

@@ -12,7 +12,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse import kernels
 from lightning_sparse.candidates import Candidates
-from lightning_sparse.kernels import host
+from lightning_sparse.kernels import host_choose
 from tests.covering import covering
 from tests.kernels.compiled import VARIANTS
 from tests.lockstep import Ranks, equal_states
@@ -65,7 +65,7 @@ def test_the_next_selection_looks_at_candidates_only(monkeypatch: pytest.MonkeyP
     def refuse(*args: object) -> None:
         raise AssertionError("the whole vector was passed over")
 
-    monkeypatch.setattr(host, "_above", refuse)
+    monkeypatch.setattr(host_choose, "reaching", refuse)
     assert torch.equal(kernels.top_k(acc, 300, candidates), expected)
     assert bool(kernels.all_finite(acc, candidates))
     threshold = 1.01 * acc.abs()[expected].min().double()
@@ -78,11 +78,13 @@ def test_the_next_selection_looks_at_candidates_only(monkeypatch: pytest.MonkeyP
 def test_scores_of_adam_are_collected_with_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"sparsifier": ls.UnionTopK(), "density": 0.01, "memory": ls.SecondMoment(), "dtype": torch.float32}
     with_them, without = (Ranks(2, NUMEL, **given) for _ in range(2))
-    above = host._above
+    above = host_choose.reaching
     for step in range(8):
         rows = torch.randn(2, NUMEL, generator=torch.Generator().manual_seed(step))
         passes: list[object] = []
-        monkeypatch.setattr(host, "_above", lambda *given, passes=passes: passes.append(given) or above(*given))
+        monkeypatch.setattr(
+            host_choose, "reaching", lambda *given, passes=passes: passes.append(given) or above(*given)
+        )
         ours = with_them.step(rows)
         assert not passes or step < 4  # until the second moments are worth something
         for state in without.states:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_sparse import kernels
-from lightning_sparse.kernels import host
+from lightning_sparse.kernels import host_choose
 from tests.covering import covering, in_one_test
 
 # Around a chunk (65536), and where sampling begins (a stride of 2 from 8192 elements on) and is sparsest (97).
@@ -49,24 +49,24 @@ def test_top_k_is_a_stable_sort(numel: int, kind: str, dtype: type) -> None:
 
 
 @in_one_test("numel, kind", product(SIZES, ["normal", "ties", "sparse"]))
-def test_largest_is_a_stable_sort_of_a_span(numel: int, kind: str) -> None:
+def test_the_largest_of_many_are_a_stable_sort_of_a_span(numel: int, kind: str) -> None:
     x = values(numel, np.float32, kind)
     for first, last in {(0, numel), (numel // 3, numel), (0, numel // 2 + 1), (numel // 4, numel // 4 + 1)}:
         order = slow_largest(x, numel, first, last)
         for k in (1, 3, numel // 50 + 1):
-            for span in ((first, last), (torch.tensor(first), torch.tensor(last))):
-                indices, magnitudes = kernels.largest(torch.from_numpy(x), k, span)
-                assert np.array_equal(indices, order[:k]), (first, last, k)
-                assert magnitudes.tolist() == np.abs(x[indices.numpy()]).tolist()
-    indices, _ = kernels.largest(torch.from_numpy(x), 3)
-    assert np.array_equal(indices, slow_largest(x, 3, 0, numel))
+            indices, magnitudes = kernels.many_of_largest(torch.from_numpy(x), k, (first, last))
+            assert magnitudes.tolist() == np.abs(x[indices.numpy()]).tolist()
+            found = kernels.largest_of(indices, magnitudes, min(k, last - first))
+            assert found.dtype == torch.int64
+            assert np.array_equal(found, np.sort(order[:k])), (first, last, k)
+    indices, magnitudes = kernels.many_of_largest(torch.from_numpy(x), min(3, numel))
+    assert np.array_equal(kernels.largest_of(indices, magnitudes, min(3, numel)), np.sort(slow_largest(x, 3, 0, numel)))
 
 
-def test_largest_of_an_empty_span_is_empty() -> None:
-    indices, magnitudes = kernels.largest(torch.ones(10), 3, (4, 4))
+def test_the_largest_of_an_empty_span_are_none() -> None:
+    indices, magnitudes = kernels.many_of_largest(torch.ones(10), 3, (4, 4))
     assert (indices.tolist(), magnitudes.tolist()) == ([], [])
-    assert indices.dtype == torch.int64
-    assert magnitudes.dtype == torch.float32
+    assert kernels.largest_of(indices, magnitudes, 0).tolist() == []
 
 
 @in_one_test("numel, kind, dtype", covering(product(SIZES, ["normal", "ties", "equal", "sparse"], DTYPES)))
@@ -108,7 +108,7 @@ def test_top_k_is_exact_where_the_sample_misleads(stride: int) -> None:
     unseen[::stride] = 0.0
     for x in (seen, unseen, -seen, seen + 1):
         for k in (1, 100, 4000, 4096, 4097, numel // 2):
-            found = host.top_k(torch.from_numpy(x), k)
+            found = host_choose.top_k(torch.from_numpy(x), k)
             assert np.array_equal(found, np.sort(slow_largest(x, k, 0, numel)))
 
 

@@ -33,7 +33,7 @@ def test_a_compiler_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_library_of_another_source_is_not_used(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = tmp_path / "host.c"
+    changed = tmp_path / library.SOURCES[0].name
     changed.write_text(library.SOURCES[0].read_text() + "// another one\n")
     monkeypatch.setattr(library, "SOURCES", (changed, *library.SOURCES[1:]))
     monkeypatch.setattr(library, "LIBRARY", built)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_sparse import kernels
-from lightning_sparse.kernels import host, static
+from lightning_sparse.kernels import host_reach, host_sums, static
 from tests.covering import in_one_test
 
 SIZES = [1, 7, 65_535, 65_536, 65_537, 200_003]
@@ -37,7 +37,7 @@ def test_excess_is_that_of_the_whole_vector(numel: int, kind: str, dtype: type) 
         bound = 0.0 if quantile is None else float(np.quantile(magnitudes, quantile, method="nearest"))
         z = magnitudes[(magnitudes >= bound) & (magnitudes > 0)] - bound
         for sums in (
-            host.excess(torch.from_numpy(x), bound),
+            host_sums.excess(torch.from_numpy(x), bound),
             static.excess(torch.from_numpy(x), double(bound)),
             kernels.excess(kernels.tail(torch.from_numpy(x), double(bound)), double(bound)),
         ):
@@ -51,7 +51,7 @@ def test_excess_is_that_of_the_whole_vector(numel: int, kind: str, dtype: type) 
 def test_logarithms_of_zeros_are_left_out(numel: int, kind: str, dtype: type) -> None:
     x = values(numel, dtype, kind)
     expected = np.log(np.abs(x[x != 0]).astype(np.float64)).sum()
-    for total in (host.log_sum(torch.from_numpy(x)), static.log_sum(torch.from_numpy(x))):
+    for total in (host_sums.log_sum(torch.from_numpy(x)), static.log_sum(torch.from_numpy(x))):
         assert (total.dtype, total.dim()) == (torch.float64, 0)
         # A logarithm in float32 has 24 bits; rounding errors cancel.
         assert float(total) == pytest.approx(expected, rel=1e-6 if dtype is np.float32 else 1e-12, abs=1e-6)
@@ -77,7 +77,7 @@ def test_tail_is_everything_where_sizes_are_fixed() -> None:
 def test_nothing_is_left_of_nothing() -> None:
     empty, zeros = torch.zeros(0), torch.zeros(5)
     for x in (empty, zeros):
-        assert [float(part) for part in host.excess(x, 0.0)] == [0, 0, 0]
+        assert [float(part) for part in host_sums.excess(x, 0.0)] == [0, 0, 0]
         assert [float(part) for part in static.excess(x, double(0.0))] == [0, 0, 0]
-        assert float(host.log_sum(x)) == float(static.log_sum(x)) == 0
-    assert host.tail(zeros, 0.0).numel() == 0
+        assert float(host_sums.log_sum(x)) == float(static.log_sum(x)) == 0
+    assert host_reach.tail(zeros, 0.0).numel() == 0

@@ -17,7 +17,7 @@ from lightning_sparse.core import Context, Selection
 from lightning_sparse.exchanges import as_exchange
 from lightning_sparse.exchanges.base import Picks
 from lightning_sparse.exchanges.reduce_union import union_of
-from lightning_sparse.kernels import host, library, native
+from lightning_sparse.kernels import host_choose, library, native
 from lightning_sparse.memory import Residual
 from lightning_sparse.messages import Steps
 from lightning_sparse.pipeline import init_group, reduce_group
@@ -43,10 +43,10 @@ def test_the_largest_are_those_that_numpy_finds(monkeypatch: pytest.MonkeyPatch,
         for more in (k, k + 1, size + 1)
     ]
     given = [((np.arange(7, 7 + 3 * len(m), 3, dtype=np.int32), m), k, more) for m, k, more in cases]
-    found = [host._picked(*case) for case in given]
+    found = [host_choose._picked(*case) for case in given]
     in_numpy(monkeypatch)
     for ((indices, magnitudes), k, more), (picked, reached) in zip(given, found, strict=True):
-        expected, bound = host._picked((indices, magnitudes), k, more)
+        expected, bound = host_choose._picked((indices, magnitudes), k, more)
         assert picked.tolist() == expected.tolist()
         # The next step begins with a bound that enough reach. It need not be the highest such bound.
         assert 0.8 * bound <= reached <= bound or magnitudes.min() < 0.01 * magnitudes.max()
@@ -172,8 +172,9 @@ def test_a_union_is_as_long_as_promised_where_a_rank_raises_an_alarm(monkeypatch
 
 def test_picks_need_not_lie_side_by_side() -> None:
     assert native.library is not None
+    tell = native.library.picks.tell
     acc, indices, spare = values(101, "normal"), torch.arange(100)[1::25], (torch.arange(8) % 3 == 0)[::2]
     assert not indices.is_contiguous()
     for given in (indices, indices.int()):
-        words = native.library.tell(acc, given, spare, 4, 1000, 0)
-        assert words.tolist() == native.library.tell(acc, indices.contiguous(), spare.contiguous(), 4, 1000, 0).tolist()
+        words = tell(acc, given, spare, 4, 1000, 0)
+        assert words.tolist() == tell(acc, indices.contiguous(), spare.contiguous(), 4, 1000, 0).tolist()

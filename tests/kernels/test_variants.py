@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_sparse import kernels
 from lightning_sparse.candidates import Candidates
-from lightning_sparse.kernels import host
+from lightning_sparse.kernels import host_dense, host_reach, host_sums
 from tests.covering import covering, in_one_test
 from tests.kernels.compiled import NUMPY
 
@@ -70,7 +70,7 @@ def test_one_pass_accumulates_clears_and_collects(
         for kernel in each_kernel():
             acc, given, before = torch.empty_like(expected), grad.clone(), residual.clone()
             runs = [run for run in torch.tensor_split(given, cuts) if len(run)]
-            found, finite = host.accumulate(acc, residual, runs, bound)
+            found, finite = host_dense.accumulate(acc, residual, runs, bound)
             assert bits(acc.masked_fill(nan, 0)) == numbers, kernel
             assert bool(acc[nan].isnan().all()), kernel
             assert bits(given) == zeros, kernel
@@ -99,14 +99,14 @@ def test_what_reaches_a_bound_is_found_in_order(
         inside = places[(places >= first) & (places < last)]
         tail = magnitudes[reached & (magnitudes >= np.finfo(np.float32).smallest_normal)].tobytes()
         for kernel in each_kernel():
-            assert np.array_equal(host.above(x, bound, 0, numel), places), (kernel, bound)
+            assert np.array_equal(host_reach.above(x, bound, 0, numel), places), (kernel, bound)
             given = torch.from_numpy(numbers), torch.from_numpy(magnitudes[numbers])
-            assert np.array_equal(host.reaching_of(*given, bound), places), (kernel, bound)
-            assert host.reached(given[1], bound) == len(places), (kernel, bound)
-            assert np.array_equal(host.above(x, bound, first, last), inside), (kernel, bound)
-            assert host.tail(x, bound).numpy().tobytes() == tail, (kernel, bound)
+            assert np.array_equal(host_reach.reaching_of(*given, bound), places), (kernel, bound)
+            assert host_reach.reached(given[1], bound) == len(places), (kernel, bound)
+            assert np.array_equal(host_reach.above(x, bound, first, last), inside), (kernel, bound)
+            assert host_reach.tail(x, bound).numpy().tobytes() == tail, (kernel, bound)
     for kernel in each_kernel():
-        assert host.all_finite(x) == bool(x.isfinite().all()), kernel
+        assert host_sums.all_finite(x) == bool(x.isfinite().all()), kernel
 
 
 @in_one_test("numel, kind", product(SIZES, ["normal", "ties", "zeros", "subnormal", "wide"]))
@@ -114,7 +114,14 @@ def test_sums_have_the_same_bits(numel: int, kind: str, each_kernel: Callable[[]
     x = values(numel, kind)
     exact = x.double().abs()
     found = {
-        kernel: torch.stack([*host.excess(x, 0.0), *host.excess(x, 0.7), *host.moments(x), *host.mean_and_maximum(x)])
+        kernel: torch.stack(
+            [
+                *host_sums.excess(x, 0.0),
+                *host_sums.excess(x, 0.7),
+                *host_sums.moments(x),
+                *host_sums.mean_and_maximum(x),
+            ]
+        )
         for kernel in each_kernel()
     }
     plain = found[NUMPY]
@@ -183,12 +190,12 @@ def test_top_k_of_blocks_is_that_of_what_they_hold(
                     assert np.array_equal(found, expected), (kernel, numel, stripe, k)
 
 
-WEIGHTS = [host.Weights(0.999, 0.001, 1e-10, 1 / 400), host.Weights(0.0, 1.0, 1e-8, 0.01)]
+WEIGHTS = [host_dense.Weights(0.999, 0.001, 1e-10, 1 / 400), host_dense.Weights(0.0, 1.0, 1e-8, 0.01)]
 
 
 @in_one_test("numel, kind, dtype, by", cells(KINDS, GRADIENTS, WEIGHTS))
 def test_one_pass_forms_second_moments_and_scores(
-    numel: int, kind: str, dtype: torch.dtype, by: host.Weights, each_kernel: Callable[[], Iterator[str]]
+    numel: int, kind: str, dtype: torch.dtype, by: host_dense.Weights, each_kernel: Callable[[], Iterator[str]]
 ) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     grad, residual = values(numel, kind, 1).to(dtype), values(numel, "normal", 2).to(wide)
@@ -209,7 +216,7 @@ def test_one_pass_forms_second_moments_and_scores(
             in_place = runs == 1 and wide == dtype
             formed = given if in_place else torch.empty_like(residual)
             sums, following = torch.empty_like(residual), torch.empty_like(residual)
-            found, finite = host.weigh(sums, following, formed, residual, now, lie, by, bound)
+            found, finite = host_dense.weigh(sums, following, formed, residual, now, lie, by, bound)
             for ours, theirs in ((sums, acc), (following, second), (formed, score)):
                 np.testing.assert_array_equal(ours.numpy(), theirs, err_msg=kernel)
             assert in_place or not given.any(), kernel
@@ -228,4 +235,4 @@ def test_large_numbers_in_a_run_that_is_not_aligned_are_finite(each_kernel: Call
         runs = [torch.zeros(1), torch.zeros(numel - 1)]
         runs[1][5:15] = 2e38
         acc = torch.zeros(numel)
-        assert host.accumulate(acc, torch.zeros(numel), runs, 1.0)[1] == bool(acc.isfinite().all()), kernel
+        assert host_dense.accumulate(acc, torch.zeros(numel), runs, 1.0)[1] == bool(acc.isfinite().all()), kernel

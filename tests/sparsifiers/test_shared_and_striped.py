@@ -10,7 +10,7 @@ import torch
 
 import lightning_sparse as ls
 from lightning_sparse.core import Context
-from lightning_sparse.kernels import host
+from lightning_sparse.kernels import host_arrays, host_choose
 from lightning_sparse.sparsifiers.striped_topk import even_shares
 from tests.covering import covering, in_one_test
 
@@ -89,13 +89,13 @@ def test_every_coordinate_belongs_to_one_rank_and_stripes_rotate(n: int) -> None
 
 
 def test_striped_selection_searches_only_its_own_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, passes = [], host._above_in_blocks
+    seen, passes = [], host_choose.reaching_in_blocks
 
-    def note(whole: np.ndarray, rest: np.ndarray, bound: np.floating) -> host.Found:
+    def note(whole: np.ndarray, rest: np.ndarray, bound: np.floating) -> host_arrays.Found:
         seen.append(whole.size + rest.size)
         return passes(whole, rest, bound)
 
-    monkeypatch.setattr(host, "_above_in_blocks", note)
+    monkeypatch.setattr(host_choose, "reaching_in_blocks", note)
     for n in (1, 2, 4, 8):
         list(ls.simulate(stream(1, n, 81_920), sparsifier="striped_topk", density=0.01))
         assert seen == [81_920 // n] * n

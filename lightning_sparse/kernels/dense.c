@@ -1,5 +1,6 @@
-// Passes over whole groups: the CPU formulations of host.py for float32, without Python. They are called through ctypes,
-// which releases the GIL meanwhile. Results equal those of host.py bit for bit. Built by library.py.
+// What is formed of a whole gradient, and what of a vector reaches a bound: the CPU formulations of host_dense.py and
+// host_reach.py for float32, without Python. They are called through ctypes, which releases the GIL meanwhile. Results
+// equal those in Python bit for bit. Built by library.py.
 //
 // Each function exists once, as inline code, and is compiled for the instruction sets that this processor may have.
 #include "common.h"
@@ -7,8 +8,6 @@
 #define STRIP 64       // elements that are worked on in registers
 #define BLOCK 2048     // and in the first-level cache
 #define STRIPS (BLOCK / STRIP)
-#define CHUNK 65536    // as in host.py
-#define LANES 1024     // as in host.py
 #define STREAM (1 << 20)  // from so many elements on, what is written goes past the caches
 #define FAR 2048       // elements to ask for ahead in a row
 
@@ -226,7 +225,7 @@ typedef struct {
   float least, quickest;  // what roots have added, and what magnitudes are multiplied by
 } weights;
 
-// Of 64 coordinates: acc, the next second moment, and the score; see host.py.
+// Of 64 coordinates: acc, the next second moment, and the score; see host_dense.py.
 INLINE uint32_t weigh_strip(const float *restrict residual, const float *restrict grad, const float *restrict now,
                             float *restrict acc, float *restrict second, float *restrict score, const weights by) {
   uint32_t largest = 0;
@@ -309,84 +308,6 @@ INLINE int64_t above(const float *x, int64_t rows, int64_t columns, int64_t stri
   return found;
 }
 
-// Sums: lanes of a chunk from its first row on, chunk by chunk, and the lanes at the end.
-INLINE double folded(double *lanes) {
-  for (int64_t half = LANES / 2; half; half /= 2)
-    for (int64_t i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  return lanes[0];
-}
-
-#define SUM(n, value, square, hit, each_chunk)                                      \
-  double total[LANES], squares[LANES], hits[LANES], part[LANES], second[LANES];     \
-  memset(total, 0, sizeof total), memset(squares, 0, sizeof squares);               \
-  memset(hits, 0, sizeof hits);                                                     \
-  for (int64_t chunk = 0; chunk < n; chunk += CHUNK) {                              \
-    int64_t size = n - chunk < CHUNK ? n - chunk : CHUNK, whole = size / LANES;     \
-    int64_t row = 0;                                                                \
-    each_chunk(x + chunk, size);                                                    \
-    memset(part, 0, sizeof part), memset(second, 0, sizeof second);                 \
-    for (; row + ROWS <= whole; row += ROWS) ADD_ROWS(value, square, hit, ROWS)     \
-    for (; row < whole; row++) ADD_ROWS(value, square, hit, 1)                      \
-    for (int64_t j = 0; whole && j < LANES; j++) {                                  \
-      total[j] += part[j];                                                          \
-      if (square) squares[j] += second[j];                                          \
-    }                                                                               \
-    for (int64_t j = 0; j < size % LANES; j++) {                                    \
-      double z = value(x[chunk + whole * LANES + j]);                               \
-      total[j] += z;                                                                \
-      if (square) squares[j] += z * z;                                              \
-      hits[j] += hit(x[chunk + whole * LANES + j]);                                 \
-    }                                                                               \
-  }
-
-#define ROWS 8  // that are added up in registers
-#define ADD_ROWS(value, square, hit, rows)                                          \
-  for (int64_t j = 0; j < LANES; j++) {                                             \
-    const float *column = x + chunk + row * LANES + j;                              \
-    double sum = part[j], sum_of_squares = second[j], reached = hits[j];            \
-    for (int i = 0; i < rows; i++) {                                                \
-      double z = value(column[i * LANES]);                                          \
-      sum += z;                                                                     \
-      if (square) sum_of_squares += z * z;                                          \
-      reached += hit(column[i * LANES]);                                            \
-    }                                                                               \
-    part[j] = sum, hits[j] = reached;                                               \
-    if (square) second[j] = sum_of_squares;                                         \
-  }
-#define NO_HIT(x) 0.0
-#define NOTHING(x, n)
-
-INLINE uint32_t largest_of(const float *x, int64_t n) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; i++) {
-    uint32_t m = bits_of(x[i]) & MAGNITUDE;
-    largest = m > largest ? m : largest;
-  }
-  return largest;
-}
-
-INLINE void excess(const float *x, int64_t n, double level, float bound, double *out) {
-  const double least = bound;
-#define REACHES(x) ((double)fabsf(x) >= least ? 1.0 : 0.0)
-#define BEYOND(x) ((double)fabsf(x) - level > 0.0 ? (double)fabsf(x) - level : 0.0)
-  SUM(n, BEYOND, 1, REACHES, NOTHING)
-  out[0] = folded(hits), out[1] = folded(total), out[2] = folded(squares);
-}
-
-INLINE void moments(const float *x, int64_t n, double *out) {
-#define ITSELF(x) ((double)(x))
-  SUM(n, ITSELF, 1, NO_HIT, NOTHING)
-  out[0] = folded(total), out[1] = folded(squares);
-}
-
-INLINE void sum_and_maximum(const float *x, int64_t n, double *out) {
-  uint32_t largest = 0, found;
-#define MAXIMUM(x, n) found = largest_of(x, n), largest = found > largest ? found : largest
-#define WITHOUT_SIGN(x) ((double)fabsf(x))
-  SUM(n, WITHOUT_SIGN, 0, NO_HIT, MAXIMUM)
-  out[0] = folded(total), out[1] = (double)float_of(largest);
-}
-
 #define VARIANTS(name, target, s)                                                                                   \
   target static int64_t accumulate_##name(float *acc, const float *residual, void *const *runs,                     \
                                           const int64_t *ends, int64_t count, int kind, float bound,                \
@@ -412,37 +333,13 @@ INLINE void sum_and_maximum(const float *x, int64_t n, double *out) {
   target static int64_t above_##name(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound,    \
                                      int64_t first, int32_t *indices, float *magnitudes, int64_t room) {            \
     return above(x, rows, columns, stride, bound, first, indices, magnitudes, room, s);                             \
-  }                                                                                                                 \
-  target static int32_t all_finite_##name(const float *x, int64_t n) { return largest_of(x, n) < INFINITE; }        \
-  target static void excess_##name(const float *x, int64_t n, double level, float bound, double *out) {             \
-    excess(x, n, level, bound, out);                                                                                \
-  }                                                                                                                 \
-  target static void moments_##name(const float *x, int64_t n, double *out) { moments(x, n, out); }                 \
-  target static void sum_and_maximum_##name(const float *x, int64_t n, double *out) { sum_and_maximum(x, n, out); }
+  }
 
 VARIANTS(portable, , PORTABLE)
 #ifdef STREAMS
 VARIANTS(avx2, AVX2, OF_AVX2)
 VARIANTS(avx512, AVX512, OF_AVX512)
 #endif
-
-int instructions = -1;
-
-// Choose instructions, at most those of a level; the level that is used. Called once, before anything else.
-EXPORT int ls_choose(int most) {
-  instructions = 0;
-#ifdef STREAMS
-  __builtin_cpu_init();
-  if (most > 0 && __builtin_cpu_supports("avx2")) instructions = 1;
-  if (most > 1 && instructions && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2"))
-    instructions = 2;
-#endif
-  (void)most;
-  return instructions;
-}
-
-EXPORT const char *ls_source(void) { return SOURCE; }
 
 // The gradient lies in runs, of which each ends at a coordinate.
 EXPORT int64_t ls_accumulate(float *acc, const float *residual, void *const *runs, const int64_t *ends, int64_t count,
@@ -460,9 +357,3 @@ EXPORT int64_t ls_above(const float *x, int64_t rows, int64_t columns, int64_t s
                         int32_t *indices, float *magnitudes, int64_t room) {
   return PICK(above)(x, rows, columns, stride, bound, first, indices, magnitudes, room);
 }
-EXPORT int32_t ls_all_finite(const float *x, int64_t n) { return PICK(all_finite)(x, n); }
-EXPORT void ls_excess(const float *x, int64_t n, double over, float bound, double *out) {
-  PICK(excess)(x, n, over, bound, out);
-}
-EXPORT void ls_moments(const float *x, int64_t n, double *out) { PICK(moments)(x, n, out); }
-EXPORT void ls_sum_and_maximum(const float *x, int64_t n, double *out) { PICK(sum_and_maximum)(x, n, out); }

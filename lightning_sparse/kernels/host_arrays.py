@@ -1,0 +1,77 @@
+"""Vectors on the CPU as numpy sees them: views, pieces that stay in cache, and buffers of each thread.
+
+Page faults of what is allocated anew double every pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_sparse.kernels import native
+
+CHUNK = 1 << 16
+"""Elements per chunk: 256 KiB of float32, which fits into a second-level cache."""
+
+Found = tuple[NDArray[np.int32], NDArray[np.floating]]
+"""Ascending coordinates and their magnitudes."""
+
+_buffers = threading.local()
+
+
+def compiled_for(first: NDArray[Any], *others: NDArray[Any]) -> native.Native | None:
+    """The compiled kernels, where there are some for these vectors."""
+    if native.library is None or first.dtype != np.float32 or not first.flags.c_contiguous:
+        return None
+    if any(x.dtype not in native.KINDS or not x.flags.c_contiguous for x in others):
+        return None
+    return native.library
+
+
+def bits_of(x: Tensor) -> NDArray[Any]:
+    """A view of a vector; bfloat16, which numpy does not know, as integers."""
+    return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def written(*tensors: Tensor) -> None:
+    """Let torch count that these were written to, past it."""
+    for x in tensors:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+
+
+def chunks(runs: Sequence[NDArray[Any]]) -> Iterator[tuple[slice, NDArray[Any]]]:
+    """Pieces of runs that stay in cache, and which coordinates they hold."""
+    start = 0
+    for run in runs:
+        for at in range(0, run.size, CHUNK):
+            piece = run[at : at + CHUNK]
+            yield slice(start, start + piece.size), piece
+            start += piece.size
+
+
+def magnitudes_of(chunk: NDArray[np.floating]) -> tuple[NDArray[np.floating], NDArray[np.bool_]]:
+    """The magnitudes of at most a chunk, one after another, and as many places for flags; in buffers of this thread."""
+    magnitudes = buffer("magnitudes", chunk.dtype)[: chunk.size]
+    np.abs(chunk, out=magnitudes.reshape(chunk.shape))
+    return magnitudes, buffer("mask", np.dtype(bool))[: chunk.size]
+
+
+def buffer(use: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """(CHUNK,) for one use, the same again in each call of a thread."""
+    buffers: dict[str, NDArray[Any]] = _buffers.__dict__
+    key = dtype.char + use
+    if key not in buffers:
+        buffers[key] = np.empty(CHUNK, dtype=dtype)
+    return buffers[key]
+
+
+def joined(parts: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Vectors behind each other; there may be none."""
+    return np.concatenate(parts) if parts else np.empty(0, dtype=dtype)

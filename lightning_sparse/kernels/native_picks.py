@@ -1,0 +1,246 @@
+"""The functions of picks.c and unite.c, compiled: telling picks, reading what is told, uniting, rounding values."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_sparse.kernels.native_buffers import at, long, space, zeros
+
+
+class Heard(NamedTuple):
+    """Messages of all ranks, read."""
+
+    picks: list[Tensor]
+    """(c,) int64 coordinates of each rank, ascending."""
+    spares: list[Tensor]
+    """(c,) bool: which of them are spare."""
+    levels: Tensor
+    """int64 levels of all of them, one rank after another."""
+    lowest: int
+    """The largest of all ranks' lowest levels; -1 - r where the message of rank r cannot be."""
+
+
+class Met(NamedTuple):
+    """The union of what all ranks have told."""
+
+    indices: Tensor
+    """(u,) int64 coordinates, ascending."""
+    levels: Tensor
+    """(u,) int32: the largest level that a rank gave each."""
+    named: int
+    """Different coordinates before the limit."""
+    lowest: int
+    """The largest of all ranks' lowest levels."""
+    trouble: bool
+    """Whether a rank has a value that is not finite."""
+
+
+class Rounded(NamedTuple):
+    """Values in steps of powers of two."""
+
+    words: Tensor
+    """int32, two integers in each."""
+    units: Tensor
+    """(u,) the steps."""
+    sent: Tensor
+    """(s,) int64 coordinates of those that are not rounded to zero."""
+    values: Tensor
+    """(s,) what of them travels."""
+    left: Tensor
+    """(s,) what of them does not."""
+
+
+class NativePicks:
+    """The functions on picks of the library; what messages hold: :mod:`~lightning_sparse.exchanges.packed_union`.
+
+    Args:
+        library: as :func:`~lightning_sparse.kernels.library.load` gives it.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name in ("ls_round", "ls_unite", "ls_meet", "ls_add_up", "ls_average_pairs", "ls_table"):
+            getattr(library, name).restype = ctypes.c_int64
+
+    def take(self, values: NDArray[np.float32], indices: NDArray[np.int64]) -> NDArray[np.float32]:
+        """``values[indices]``."""
+        out = np.empty(indices.size, np.float32)
+        if self._library.ls_take(at(values), long(values.size), at(indices), long(indices.size), at(out)):
+            raise IndexError(f"an index is outside of a vector of {values.size}")
+        return out
+
+    def put(self, values: NDArray[np.float32], indices: NDArray[np.int64], new: NDArray[np.float32]) -> None:
+        """``values[indices] = new``."""
+        if self._library.ls_put(at(values), long(values.size), at(indices), long(indices.size), at(new)):
+            raise IndexError(f"an index is outside of a vector of {values.size}")
+
+    def tell(self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int) -> Tensor:
+        """The message of one rank, see :mod:`~lightning_sparse.exchanges.packed_union`; int32 words.
+
+        Args:
+            acc: (numel + 1,) values.
+            indices: (c,) integers, ascending, up to numel.
+            spare: (c,) bool.
+            count: how many of the indices are picks.
+            most: steps of the largest value.
+            blocks: of 65 536 coordinates, if offsets in these are told; 0: whole coordinates.
+        """
+        indices, spare = indices.long().contiguous(), None if spare is None else spare.contiguous()
+        slots = indices.numel()
+        words = torch.zeros(2 + _body(slots, blocks) + (slots + 7) // 8, dtype=torch.int32, device="cpu")
+        magnitudes = np.empty(slots, np.float32)
+        if self._library.ls_tell(
+            at(acc), long(acc.numel()), at(indices), None if spare is None else at(spare), long(slots),
+            ctypes.c_int32(count), ctypes.c_float(most), long(blocks), at(words), at(magnitudes),
+        ):  # fmt: skip
+            raise IndexError(f"an index is outside of a vector of {acc.numel()}")
+        return words
+
+    def hear(self, rows: Tensor, ends: list[int], slots: int, blocks: int, padding: int) -> Heard:
+        """Read what :meth:`tell` has written.
+
+        Args:
+            rows: (n, words) int32, contiguous in words.
+            ends: how many indices of each rank are picks, from 0 to ``slots``.
+            slots: indices of each rank.
+            blocks: see :meth:`tell`.
+            padding: what coordinates are limited to.
+        """
+        places = torch.empty(sum(ends), dtype=torch.int64, device="cpu")
+        levels, spare = torch.empty_like(places), torch.empty(sum(ends), dtype=torch.bool, device="cpu")
+        lengths = np.array(ends, np.int64)
+        lowest: int = self._library.ls_hear(
+            at(rows), long(len(ends)), long(rows.stride(0)), long(slots), at(lengths),
+            long(blocks), long(padding), at(places), at(levels), at(spare),
+        )  # fmt: skip
+        return Heard(list(torch.split(places, ends)), list(torch.split(spare, ends)), levels, lowest)
+
+    def unite(
+        self,
+        places: Sequence[Tensor],
+        levels: Tensor | None,
+        spare: Sequence[Tensor] | None,
+        padding: int,
+        limit: int | None,
+        phase: int,
+    ) -> tuple[Tensor, Tensor, int] | None:
+        """The union of ascending lists below the padding index, thinned to a limit; its levels; its size before that.
+
+        None where one does not ascend. See :func:`~lightning_sparse.exchanges.reduce_union.union_of`.
+        """
+        joined = torch.cat(list(places))
+        flags = None if spare is None else torch.cat(list(spare))
+        lengths, named = np.array([len(part) for part in places], np.int64), ctypes.c_int64()
+        union, largest, said = _space_for_union(len(joined))
+        size = self._library.ls_unite(
+            at(joined), None if levels is None else at(levels), None if flags is None else at(flags), at(lengths),
+            long(len(places)), long(padding), long(_limit(limit)), long(phase),
+            at(self._table()), at(space("at", 2 * len(places), np.int64)), at(union), at(said), at(largest),
+            ctypes.byref(named),
+        )  # fmt: skip
+        return None if size < 0 else (union[:size], largest[:size], named.value)
+
+    def meet(
+        self, rows: Tensor, slots: int, blocks: int, padding: int, limit: int | None, phase: int
+    ) -> Met | int | None:
+        """:meth:`hear` and :meth:`unite` in one; None where a list does not ascend, a rank whose message cannot be.
+
+        Args:
+            rows: (n, words) int32, contiguous in words.
+            slots: indices of each rank.
+            blocks: see :meth:`tell`.
+            padding: coordinates from here on do not count.
+            limit: see :meth:`unite`, as the phase.
+            phase: see there.
+        """
+        n, numbers = len(rows), (ctypes.c_int64 * 3)()
+        union, levels, said = _space_for_union(n * slots)
+        size = self._library.ls_meet(
+            at(rows), long(n), long(rows.stride(0)), long(slots), long(blocks), long(padding),
+            long(_limit(limit)), long(phase), at(self._table()), at(space("at", 6 * n, np.int64)), at(union),
+            at(said), at(levels), numbers,
+        )  # fmt: skip
+        if size < 0:
+            return None if size == -1 - n else -1 - size
+        return Met(union[:size], levels[:size], numbers[0], numbers[1], bool(numbers[2]))
+
+    def add_up(
+        self, coordinates: NDArray[np.int64], values: NDArray[np.float32], lengths: NDArray[np.int64], padding: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Sums of sparse vectors; None where one does not ascend."""
+        union, totals = np.empty(coordinates.size + 1, np.int64), np.empty(coordinates.size + 1, np.float32)
+        found = self._library.ls_add_up(
+            at(coordinates), at(values), at(lengths), long(lengths.size), long(padding), at(self._table()),
+            at(space("at", 2 * lengths.size, np.int64)), at(union), at(totals),
+        )  # fmt: skip
+        return None if found < 0 else (union[:found], totals[:found])
+
+    def average_pairs(self, rows: Tensor, slots: int, padding: int) -> tuple[Tensor, Tensor] | None:
+        """The mean of sparse vectors over ranks, summed from zero in their order; None where one does not ascend.
+
+        Args:
+            rows: (n, 1 + 2 * slots) int32, contiguous in words: a count, coordinates, bits of values.
+            slots: see there.
+            padding: coordinates from here on do not count.
+        """
+        n = len(rows)
+        union, means = np.empty(n * slots + 1, np.int64), np.empty(n * slots + 1, np.float32)
+        found = self._library.ls_average_pairs(
+            at(rows), long(n), long(rows.stride(0)), long(slots), long(padding), at(self._table()),
+            at(space("at", 2 * n, np.int64)), at(union), at(means),
+        )  # fmt: skip
+        return None if found < 0 else (torch.from_numpy(union[:found]), torch.from_numpy(means[:found]))
+
+    def _table(self) -> NDArray[np.uint8]:
+        return zeros("table", self._library.ls_table())
+
+    def round(self, acc: Tensor, union: Tensor, levels: Tensor, lowest: int, raise_by: int, most: int) -> Rounded:
+        """Values at a union in steps of powers of two.
+
+        Args:
+            acc: (numel + 1,) values.
+            union: (u,) int64 coordinates.
+            levels: (u,) integers, of which the steps follow.
+            lowest: level towards which they are raised, by at most ``raise_by``.
+            raise_by: see there.
+            most: largest number of steps.
+        """
+        size, levels = union.numel(), levels.int()
+        words = torch.empty((size + 1) // 2, dtype=torch.int32, device="cpu")
+        sent = torch.empty_like(union)
+        units, rounded, left = (torch.empty(size, dtype=torch.float32, device="cpu") for _ in range(3))
+        found = self._library.ls_round(
+            at(acc), long(acc.numel()), at(union), at(levels), long(size), long(lowest), long(raise_by),
+            ctypes.c_float(most), at(words), at(units), at(sent), at(rounded), at(left),
+        )  # fmt: skip
+        if found < 0:
+            raise IndexError(f"an index is outside of a vector of {acc.numel()}")
+        return Rounded(words, units, sent[:found], rounded[:found], left[:found])
+
+    def average(self, words: Tensor, units: Tensor, n: int) -> Tensor:
+        """Means over n ranks from the sums of their words."""
+        values = torch.empty_like(units)
+        self._library.ls_average(at(words), at(units), long(units.numel()), ctypes.c_float(n), at(values))
+        return values
+
+
+def _body(slots: int, blocks: int) -> int:
+    """Words that coordinates take."""
+    return blocks + (slots + 1) // 2 if blocks else slots
+
+
+def _limit(limit: int | None) -> int:
+    return 1 << 62 if limit is None else limit
+
+
+def _space_for_union(total: int) -> tuple[Tensor, Tensor, NDArray[np.uint16]]:
+    """For coordinates and levels of at most so many picks, and what is said of them."""
+    union = torch.empty(total + 1, dtype=torch.int64, device="cpu")
+    return union, torch.empty(total + 1, dtype=torch.int32, device="cpu"), space("said", total + 1, np.uint16)
