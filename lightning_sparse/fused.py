@@ -97,7 +97,7 @@ def serves(
     numel, lanes = acc.numel() - 1, Lanes.of(n, False)
     if acc.dtype != torch.float32 or not 1 < numel <= MOST_NUMEL or n == 1 or lanes.most < lanes.fewest:
         return False
-    if count(ctx.density, numel) == numel or not grad.is_contiguous():
+    if not grad.is_contiguous():
         return False
     return on_cuda.tried((grad.dtype, grad.device, sparsifier), lambda: _rehearse(grad, memory, sparsifier, plain))
 

@@ -16,13 +16,17 @@ from lightning_sparse import fused
 from lightning_sparse.candidates import Candidates
 from lightning_sparse.clock import Stamp
 from lightning_sparse.core import Agreement, Context, GroupState, Selection, Update
-from lightning_sparse.exchanges import Exchange
+from lightning_sparse.density import count
+from lightning_sparse.exchanges import Dense, Exchange
 from lightning_sparse.kernels import all_finite, choose, fill_if_, put_in_runs_, scatter_, static_shapes
 from lightning_sparse.layout import Gradient
 from lightning_sparse.memory import Memory
 from lightning_sparse.messages import Meter, Steps, resolve
 from lightning_sparse.metrics import Statistics, measure
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.sparsifiers import Everything, Sparsifier
+
+EVERYTHING, DENSE = Everything(), Dense()
+"""What takes the place of sparsifier and exchange where everything is sent."""
 
 
 def init_group(
@@ -80,9 +84,13 @@ def exchange_group(
     exchange: Exchange,
     scale: Tensor | None = None,
     unused: Sequence[slice] = (),
+    flush: bool = False,
     kernels: bool = True,
 ) -> Steps[tuple[GroupState, Statistics, Tensor]]:
     """Exchange a group's gradient, and leave it to :func:`commit_group` whether the step counts.
+
+    At a density of 1, and where it is flushed, the group is exchanged as DDP does it: whatever the sparsifier and the
+    exchange are, they are not asked and learn nothing.
 
     Args:
         grad: (numel,) of this rank, overwritten with the average; one run where shapes are static.
@@ -93,6 +101,7 @@ def exchange_group(
         exchange: how picks travel.
         scale: () factor that the loss was multiplied by; what is remembered is free of it, the average has it again.
         unused: coordinates of parameters that no rank used: nothing of them is sent.
+        flush: send everything, whatever the density is.
         kernels: whether :mod:`~lightning_sparse.fused` may take the step over, where it can.
 
     Returns:
@@ -101,9 +110,13 @@ def exchange_group(
     """
     if isinstance(grad, Tensor):
         grad = Gradient([grad])
+    agreement = Agreement.EVERYTHING if flush else sparsifier.agreement
+    whole = flush or sends_everything(sparsifier, ctx.density, grad.numel)
+    if whole:
+        sparsifier, exchange = EVERYTHING, DENSE
     disjoint = sparsifier.agreement is Agreement.DISJOINT
     ctx, meter = ctx._replace(counts=state.counts, union=state.union, disjoint=disjoint), Meter(ctx.world_size)
-    if not unused and kernels:
+    if not unused and not whole and kernels:
         plain = partial(exchange_group, exchange=exchange, kernels=False)
         flat = grad.runs[0]
         if fused.serves(flat, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, plain=plain):
@@ -137,9 +150,16 @@ def exchange_group(
     _scatter_(grad, update, values, void, ctx.candidates)
     stamps = begin, selected, Stamp.now(grad.device)
     numel = acc.numel() - 1
-    statistics = measure(grad.dtype, numel, sparsifier.agreement, selection, update, ctx, meter.bytes_sent, stamps)
+    statistics = measure(grad.dtype, numel, agreement, selection, update, ctx, meter.bytes_sent, stamps)
+    if whole:
+        return state, statistics, void
     named = update.union if update.named is None else update.named
     return GroupState(state.memory, selector, update.counts, named, state.candidates), statistics, void
+
+
+def sends_everything(sparsifier: Sparsifier, density: float, numel: int) -> bool:
+    """Whether a group is exchanged as DDP does it, because the density asks for all of its coordinates."""
+    return sparsifier.follows_density and count(density, numel) == numel
 
 
 def commit_group(
@@ -160,8 +180,7 @@ def commit_group(
     if isinstance(void, bool):
         return (before if void else after)._replace(memory=remembered, candidates=before.candidates)
     counts, union = before.counts, before.union
-    if counts is None and static_shapes(void.device):
-        assert after.counts is not None and after.union is not None
+    if counts is None and after.counts is not None and after.union is not None and static_shapes(void.device):
         counts, union = torch.full_like(after.counts, -1), torch.full_like(after.union, -1)
     old = GroupState(None, before.selector, counts, union)
     new = GroupState(None, after.selector, after.counts, after.union)

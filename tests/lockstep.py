@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from lightning_sparse import pipeline
 from lightning_sparse.collective import drive_ranks
 from lightning_sparse.core import Context, GroupState, Selection, Update
-from lightning_sparse.exchanges import as_exchange
+from lightning_sparse.exchanges import Exchange, as_exchange
 from lightning_sparse.memory import Memory, Residual
 from lightning_sparse.messages import AllReduce, Broadcast, Steps, resolve
 from lightning_sparse.metrics import Statistics
@@ -75,6 +77,7 @@ class Ranks:
         dtype: torch.dtype = torch.float64,
     ) -> None:
         self.n, self.density, self.steps = n, density, 0
+        self._seen: dict[int, tuple[Tensor, Selection, Update]] = {}
         self.memory = Residual() if memory is None else memory
         self.sparsifier, self.exchange = sparsifier, as_exchange(exchange, sparsifier, self.memory)
         self.states = [
@@ -97,7 +100,8 @@ class Ranks:
         """One step; ``number`` is the step's number where it is not the next one."""
         self.steps = self.steps if number is None else number
         before = self.residuals()
-        done = drive_ranks([strict(self._steps(rank, row)) for rank, row in enumerate(gradients)])
+        with patch.object(pipeline, "DENSE", self._watched(pipeline.DENSE)):
+            done = drive_ranks([strict(self._steps(rank, row)) for rank, row in enumerate(gradients)])
         number, self.steps = self.steps, self.steps + 1
         grads, states, statistics, seen = zip(*done, strict=True)
         self.states = list(states)
@@ -118,18 +122,22 @@ class Ranks:
     def _steps(self, rank: int, row: Tensor) -> Steps[tuple[Tensor, GroupState, Statistics, Any]]:
         grad = row.clone()
         ctx = Context(step=self.steps, density=self.density, rank=rank, world_size=self.n)
-        seen = []
-
-        def exchange(acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
-            before = acc[:-1].clone()
-            update = yield from resolve(self.exchange(acc, selection, ctx))
-            seen.append((before, selection, update))
-            return update
-
+        exchange = self._watched(self.exchange)
         state, statistics = yield from reduce_group(
             grad, self.states[rank], ctx, memory=self.memory, sparsifier=self.sparsifier, exchange=exchange
         )
-        return grad, state, statistics, seen[0]
+        return grad, state, statistics, self._seen.pop(rank)
+
+    def _watched(self, exchange: Exchange) -> Any:
+        """The same exchange; what it is given and gives is noted by rank."""
+
+        def watched(acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
+            before = acc[:-1].clone()
+            update = yield from resolve(exchange(acc, selection, ctx))
+            self._seen[ctx.rank] = before, selection, update
+            return update
+
+        return watched
 
 
 def equal_states(a: Any, b: Any) -> bool:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
-from lightning_sparse.density import count
 from lightning_sparse.exchanges.base import (
     EXCHANGES,
     Exchange,
@@ -70,7 +69,7 @@ class PackedUnion(Exchange):
     <lightning_sparse.core.Selection.spare>`. Together ``2.5 (n - 1) m`` bytes of indices for the longest selection m
     and ``4 (n - 1) / n |U|`` of values, plus a few words.
 
-    At density 1, with a single rank, and from 512 ranks on (too few levels), values travel unrounded.
+    With a single rank, and from 512 ranks on (too few levels), values travel unrounded.
 
     Where second values are averaged, too (:attr:`Context.second <lightning_sparse.core.Context.second>`), each pick
     tells the power of two above its own one, in one byte, and at each coordinate all ranks round theirs to multiples of
@@ -95,7 +94,7 @@ class PackedUnion(Exchange):
         picks, levels, lowest, trouble = yield from _gather(acc, selection, lanes.most, ctx)
         union = union_of(picks, selection, numel, ctx, levels)
         indices, named = union.indices, union.named
-        if _unrounded(numel, lanes.most, lanes.fewest, ctx):
+        if n == 1 or lanes.most < lanes.fewest:
             mean, second = yield from reduce_at(acc, indices, ctx)
             return Update(indices, mean, indices, None, picks.counts, union.size, named, second)
         unit = _step_of(_raised(union.levels, lowest, lanes.most), acc.dtype)
@@ -121,11 +120,6 @@ class PackedUnion(Exchange):
         return Update(indices, values, sent, rounded, picks.counts, union.size, named, second)
 
 
-def _unrounded(numel: int, most: int, fewest: int, ctx: Context) -> bool:
-    """Whether values travel as they are."""
-    return ctx.world_size == 1 or count(ctx.density, numel) == numel or most < fewest
-
-
 def _compiled(library: NativePicks, acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps[Update]:
     """The whole exchange in functions of the library, without second values."""
     n, numel = ctx.world_size, acc.numel() - 1
@@ -147,7 +141,7 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, most: int
     if size == met.named:
         indices, levels = indices[: selection.total], levels[: selection.total]
     about = rows[:, 0].long(), torch.tensor(size, device="cpu"), torch.tensor(met.named, device="cpu")
-    if _unrounded(numel, most, FEWEST_LEVELS, ctx):
+    if n == 1 or most < FEWEST_LEVELS:
         mean, _ = yield from reduce_at(acc, indices, ctx)
         return Update(indices, mean, indices, None, *about)
     made = library.round(acc, indices, levels, met.lowest, _most_raised(most), most)

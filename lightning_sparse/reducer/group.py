@@ -156,13 +156,12 @@ class GroupReducer:
             self.state,
             ctx,
             memory=self.memory,
-            sparsifier=Everything() if flush else self.sparsifier,
-            exchange=Dense() if flush else self.exchange,
+            sparsifier=self.sparsifier,
+            exchange=self.exchange,
             scale=scale,
             unused=spans,
+            flush=flush,
         )
-        if flush:  # nothing to be learned from it
-            after = self.state
         places = None if static_shapes(self.device) else statistics.indices
         self._exchanged = _Exchanged(ctx.step, after, void, grad, spans, places)
         self.statistics = statistics

@@ -28,6 +28,9 @@ class Sparsifier(ABC):
     """How the picks of different ranks relate."""
     exchange: ClassVar[str]
     """Name of the natural exchange, used where the user asks for none."""
+    follows_density: ClassVar[bool] = True
+    """Whether a density of 1 means everything. The sparsifier is then not asked, and the group is exchanged as DDP does
+    it, whatever the exchange: see :func:`~lightning_sparse.pipeline.exchange_group`."""
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> Any:
         """State for one group of ``numel`` coordinates before its first step; None if there is none.

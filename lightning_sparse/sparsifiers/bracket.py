@@ -174,10 +174,3 @@ def picked(acc: Tensor, indices: Tensor) -> Selection:
     """These coordinates; the threshold is the smallest magnitude among them."""
     picks = torch.full((), indices.numel(), device=acc.device)
     return Selection(indices, picks, take(acc, indices).abs().min().double())
-
-
-def everything(acc: Tensor) -> Selection:
-    """All coordinates, for a density of 1."""
-    indices = torch.arange(acc.numel(), device=acc.device)
-    nothing = torch.zeros((), dtype=torch.float64, device=acc.device)
-    return Selection(indices, torch.full((), acc.numel(), device=acc.device), nothing, aligned=True)

@@ -13,7 +13,7 @@ from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import check_density, count
 from lightning_sparse.kernels import top_k
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.sparsifiers.bracket import Bracket, Number, Survivors, either, everything, narrow, number, picked
+from lightning_sparse.sparsifiers.bracket import Bracket, Number, Survivors, either, narrow, number, picked
 from lightning_sparse.sparsifiers.estimation import check_variant
 
 ROUNDS = 11
@@ -82,8 +82,6 @@ class DGC(Sparsifier):
         numel = acc.numel()
         k = count(ctx.density, numel)
         published = self.variant == "published"
-        if k == numel:
-            return everything(acc), state
         samples = min(numel, math.ceil(max(self.sample * numel, HITS[self.variant] * numel / k)))
         stride = (numel // samples - 1) | 1  # odd, so as not to keep to a few columns of a weight matrix
         if not published and (numel < self.exact_below or stride == 1):

@@ -19,7 +19,6 @@ from lightning_sparse.sparsifiers.bracket import (
     Number,
     Survivors,
     either,
-    everything,
     narrow,
     next_above,
     number,
@@ -81,8 +80,6 @@ class GaussianK(Sparsifier):
         """What reaches the threshold found; no state."""
         numel = acc.numel()
         k = count(ctx.density, numel)
-        if k == numel:
-            return everything(acc), state
         z = -NormalDist().inv_cdf(k / numel / 2)
         most = 4 * k // 3
         survivors = Survivors(acc, most, ctx.candidates)

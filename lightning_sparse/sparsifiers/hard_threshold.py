@@ -53,6 +53,7 @@ class HardThreshold(Sparsifier):
 
     agreement: ClassVar[Agreement] = Agreement.INDEPENDENT
     exchange: ClassVar[str] = "reduce_union"
+    follows_density: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.threshold is not None and not (self.threshold > 0 and math.isfinite(self.threshold)):

@@ -15,7 +15,6 @@ from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import above, static_shapes, top_k
 from lightning_sparse.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.sparsifiers.bracket import everything
 
 CAPACITY = 2
 """Device slots in multiples of k. On the CPU, selections are as long as they come."""
@@ -90,11 +89,9 @@ class OkTopK(Sparsifier):
         )
 
     def select(self, acc: Tensor, state: OkTopKState, ctx: Context) -> tuple[Selection, OkTopKState]:
-        """All that reach the threshold; everything at density 1."""
+        """All that reach the threshold."""
         numel, on_device = acc.numel(), static_shapes(acc.device)
         k = count(ctx.density, numel)
-        if k == numel:
-            return everything(acc), state
         threshold = self._threshold(acc, state, k, ctx)
         # Zeros reach a threshold of zero, but there is nothing to send of them.
         applied = threshold.clamp(min=torch.finfo(acc.dtype).tiny)

@@ -16,7 +16,6 @@ from lightning_sparse.sparsifiers.bracket import (
     Number,
     Survivors,
     either,
-    everything,
     lesser,
     narrow,
     next_above,
@@ -78,8 +77,6 @@ class RedSync(Sparsifier):
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
         """What reaches the threshold found; no state."""
         k = count(ctx.density, acc.numel())
-        if k == acc.numel():
-            return everything(acc), state
         mean, largest = map(number, mean_and_maximum(acc))
         survivors = Survivors(acc, 2 * k, ctx.candidates)
         if self.variant == "published":

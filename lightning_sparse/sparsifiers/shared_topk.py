@@ -27,8 +27,7 @@ class SharedTopK(Sparsifier):
     Unlike methods of exclusive ranges, each rank brings up what matters most to it at every step, not only when its
     turn at a range comes; unlike CLT-k, all ranks contribute at every step.
 
-    Where ranks agree on what is large, the picks overlap and the union is smaller than k. At density 1 there is nothing
-    to choose, and every rank names its n-th part of the group.
+    Where ranks agree on what is large, the picks overlap and the union is smaller than k.
 
     Example:
         >>> import torch, lightning_sparse as ls
@@ -50,10 +49,7 @@ class SharedTopK(Sparsifier):
         numel, n = acc.numel(), ctx.world_size
         k = count(ctx.density, numel)
         share, turn = k // n, (ctx.rank - ctx.step) % n
-        if k == numel:
-            picked = torch.arange(numel, device=acc.device)[turn::n]
-            slots, total = -(-numel // n), numel
-        elif share:
+        if share:
             picked = top_k(acc, share, ctx.candidates)
             slots, total = share, share * n
         else:

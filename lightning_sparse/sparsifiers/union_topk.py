@@ -109,15 +109,11 @@ class UnionTopK(Sparsifier):
         k, turn = count(ctx.density, numel), (ctx.rank - ctx.step) % n
         after, most = self._follow(state, ctx, k), self._most
         share, slots = (k + turn) // n, -(-k // n)  # over n ranks the shares add up to k
-        # Spare picks go round in the opposite order of the shares. At k = numel there is nothing to choose, and every
-        # rank names its stripe; a rank alone has nobody to agree with.
-        if k == numel:
-            share, slots = 0, 0
+        # Spare picks go round in the opposite order of the shares; a rank alone has nobody to agree with.
         if static_shapes(acc.device):
             fill = after.fill
-            if k == numel or n == 1:
-                most = float(k == numel)
-                fill = torch.full_like(fill, most)
+            if n == 1:
+                most, fill = 0.0, torch.zeros_like(fill)
             spare = torch.floor((fill * k + n - 1 - turn) / n).long()
             room = math.floor((most * k + n - 1) / n)
             # Shares differ by one, and a stripe may have nothing else left.
@@ -125,7 +121,7 @@ class UnionTopK(Sparsifier):
             indices, spares = keys >> 1, (keys & 1).bool()
             picks = (indices < numel).sum()
         else:
-            wanted = float(k == numel) if k == numel or n == 1 else float(after.fill)
+            wanted = 0.0 if n == 1 else float(after.fill)
             room = int((wanted * k + n - 1) / n)
             own = int((wanted * k + n - 1 - turn) / n)
             indices, spares = top_k_and_stripe(acc, share, own, turn, n, ctx.candidates)

@@ -20,6 +20,10 @@ class Case(NamedTuple):
     private: bool = False
     """True if each rank keeps its own state and threshold, found from its own data alone."""
 
+    def is_dense(self, numel: int, density: float) -> bool:
+        """Whether the density asks for all coordinates, so that neither the sparsifier nor the exchange is asked."""
+        return self.name not in ("hard_threshold", "everything") and max(1, int(density * numel)) == numel
+
 
 def _published_micro_serves(n: int, numel: int, density: float) -> bool:
     """Its k = int(density * numel) must not be 0, and no rank's range may be empty."""

@@ -134,19 +134,20 @@ def test_each_release_rule_takes_what_it_says(
 ) -> None:
     twice = case.sparsifier.agreement is Agreement.SHARED
     for outcome in outcomes + forgetful:
-        RELEASES[exchange](Step.of(outcome, DENSITY, may_travel_twice=twice))
+        dense = case.is_dense(outcome.gradients.shape[1], DENSITY)
+        RELEASES["dense" if dense else exchange](Step.of(outcome, DENSITY, may_travel_twice=twice))
 
 
 @on_all_runs
 def test_all_ranks_hold_the_same_bit_for_bit(outcomes: list[Outcome], case: Case) -> None:
     for outcome in outcomes:
-        first = outcome.statistics[0]
+        first, dense = outcome.statistics[0], case.is_dense(outcome.gradients.shape[1], DENSITY)
         for rank, statistics in enumerate(outcome.statistics):
             assert torch.equal(outcome.averages[rank], outcome.averages[0])
             assert torch.equal(statistics.counts, first.counts)
             assert torch.equal(statistics.union, first.union)
             assert equal_states(statistics.indices, first.indices)
-            assert equal_states(outcome.states[rank].counts, first.counts)
+            assert equal_states(outcome.states[rank].counts, None if dense else first.counts)
             if not case.private:
                 assert equal_states(statistics.threshold, first.threshold)
                 assert equal_states(outcome.states[rank].selector, outcome.states[0].selector)
@@ -161,7 +162,7 @@ def test_selections_are_ascending_coordinates_and_then_padding(outcomes: list[Ou
             assert indices.dtype == count.dtype == torch.int64
             assert indices.dim() == 1
             assert count.dim() == 0
-            if case.name == "everything":
+            if case.name == "everything" or case.is_dense(numel, DENSITY):
                 assert (indices.numel(), int(count)) == (0, numel)
                 continue
             picked, padding = indices[: int(count)], indices[int(count) :]
@@ -186,17 +187,20 @@ def test_what_selections_promise_about_other_ranks_is_true(outcomes: list[Outcom
 
 
 @on_all_runs
-def test_counts_and_union_describe_the_update(outcomes: list[Outcome], exchange: str) -> None:
+def test_counts_and_union_describe_the_update(outcomes: list[Outcome], case: Case, exchange: str) -> None:
     for outcome in outcomes:
         numel, statistics = outcome.gradients.shape[1], outcome.statistics[0]
+        dense = exchange == "dense" or case.is_dense(numel, DENSITY)
         union = torch.arange(numel) if statistics.indices is None else statistics.indices.unique()
         union = union[union < numel]
         assert int(statistics.union) == union.numel()
         elsewhere = torch.ones(numel, dtype=torch.bool)
         elsewhere[union] = False
         assert bool((outcome.averages[0][elsewhere] == 0).all())
-        picks = [numel if exchange == "dense" else int(selection.count) for selection in outcome.selections]
-        if exchange == "follow_leader":  # the others picked nothing, and the leader's picks count for them
+        picks = [numel if dense else int(selection.count) for selection in outcome.selections]
+        if (
+            exchange == "follow_leader" and not dense
+        ):  # the others picked nothing, and the leader's picks count for them
             leader = outcome.step % len(picks)
             assert sum(picks) == picks[leader]
             picks = [picks[leader]] * len(picks)
@@ -275,7 +279,6 @@ def test_nothing_comes_of_nothing(case: Case, exchange: str, n: int) -> None:
 def test_full_density_is_the_dense_mean_and_leaves_no_residual(case: Case, exchange: str, n: int) -> None:
     # A threshold that does not follow k is put below everything instead, or starts there: 1 / (2 sqrt(k)) < 1.
     sparsifier = ls.HardThreshold(1.0) if case.name == "hard_threshold" else case.sparsifier
-    exclusive = case.sparsifier.agreement is Agreement.DISJOINT
     sizes = [numel for numel in (1, 2, 7, 257, 512) if case.serves(n, numel, 1.0)]
     assert sizes
     for numel in sizes:
@@ -284,12 +287,30 @@ def test_full_density_is_the_dense_mean_and_leaves_no_residual(case: Case, excha
         for _ in range(2):
             outcome = ranks.step(gradients)
             assert int(outcome.statistics[0].union) == numel
-            if exclusive and exchange != "dense":
-                assert int(outcome.statistics[0].counts.sum()) == numel
-            if exclusive and exchange == "gather_pairs":
-                continue  # own release of exclusive picks: the other ranks keep their values there
+            if case.name != "hard_threshold":
+                assert outcome.statistics[0].counts.tolist() == [numel] * n
             torch.testing.assert_close(outcome.averages[0], gradients.sum(0) / n, **close(n))
             assert all(bool((residual == 0).all()) for residual in outcome.after)
+
+
+@in_one_test("case, exchange, n", in_runs_of_their_own([3]))
+def test_a_dense_step_in_between_is_the_mean_and_teaches_nothing(case: Case, exchange: str, n: int) -> None:
+    if case.name in ("hard_threshold", "everything"):
+        return  # these do not follow the density
+    numel = 512
+    ranks = Ranks(n, numel, sparsifier=case.sparsifier, exchange=exchange, density=DENSITY)
+    for number, density in enumerate((1.0, DENSITY, DENSITY, 1.0, 1.0, DENSITY, DENSITY)):
+        ranks.density, before = density, ranks.states
+        outcome = ranks.step(noise(n, numel, seed=number))
+        offered = sum(outcome.before) + outcome.gradients.sum(0)
+        torch.testing.assert_close(n * outcome.averages[0] + sum(outcome.after), offered, rtol=0, atol=THIRDS)
+        assert all(torch.equal(average, outcome.averages[0]) for average in outcome.averages)
+        if density == 1:
+            assert not any(bool(residual.any()) for residual in outcome.after)
+            for then, now in zip(before, outcome.states, strict=True):
+                assert equal_states((then.selector, then.counts, then.union), (now.selector, now.counts, now.union))
+        elif exchange != "dense" and "published" not in case.name:
+            assert int(outcome.statistics[0].union) < numel
 
 
 @in_one_test("case, exchange, n, kind", in_runs_of_their_own([4], ["noise", "one idle rank", "fewer picks than ranks"]))

@@ -96,8 +96,10 @@ def test_small_groups_are_served_with_at_least_one_pick_and_exactly_k(
 ) -> None:
     # k < n, numel < n, k = numel: the published rule fails or overshoots at all of these.
     for density in (0.001, 0.3, 1.0):
+        k = count(density, numel)
         for trace in ls.simulate(normal(3, n, numel), sparsifier=sparsifier, density=density):
-            assert trace.counts.sum() == count(density, numel)
+            assert len(trace.indices) == k
+            assert trace.counts.sum() == (k if k < numel else n * numel)
 
 
 @each_method

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.core import Context
-from lightning_sparse.sparsifiers.sidco import SIDCoState, gamma_quantile, pareto_quantile, threshold
+from lightning_sparse.sparsifiers.fitted import gamma_quantile, pareto_quantile, threshold
+from lightning_sparse.sparsifiers.sidco import SIDCoState
 from tests.covering import covering, in_one_test
 from tests.reference.sidco import reference_sidco, reference_threshold
 
@@ -244,11 +245,6 @@ class TestEdges:
         assert select(method(variant=variant), x, 0.1)[0] == list(range(100))
         x[5] = 0
         assert 5 not in select(method(variant=variant), x, 0.1)[0]
-
-    @pytest.mark.parametrize("numel", [1, 2, 7, 100])
-    def test_full_density_picks_zeros_too(self, method: type, variant: str, dtype: torch.dtype, numel: int) -> None:
-        picks, eta, after = select(method(variant=variant), torch.zeros(numel, dtype=dtype), 1.0)
-        assert (picks, eta, int(after.calls)) == (list(range(numel)), 0, 0)
 
     def test_large_and_small_magnitudes(self, method: type, variant: str, dtype: torch.dtype) -> None:
         x = torch.from_numpy(sample("laplace", 4000)).to(dtype)
