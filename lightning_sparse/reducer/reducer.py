@@ -88,7 +88,7 @@ class Reducer:
         self.totals = Totals()
         """What was sent in all steps so far."""
         self._parameters, self._names = parameters, names
-        self._settings, self._comm, self._device = settings, comm, device
+        self.settings, self._comm, self._device = settings, comm, device
         self._loss_scale, self._before_exchange = loss_scale, before_exchange
         self._usage = Usage(parameters, comm) if watch_usage else None
         self._sparse_gradients = SparseGradients(parameters, lambda: self.failing_together("in backward"))
@@ -134,9 +134,9 @@ class Reducer:
             step: at which it starts; None: the current one.
         """
         step = self.step if step is None else step
-        density = group.density or self._settings.density(step)
+        density = group.density or self.settings.density(step)
         ctx = Context(step, density, self._comm.rank, self._comm.world_size)
-        return GroupReducer(group, self._parameters, self._settings, ctx, flush)
+        return GroupReducer(group, self._parameters, self.settings, ctx, flush)
 
     def adopt(self, groups: list[GroupReducer], counts: Counts) -> None:
         """Go on with these groups, between two steps."""
@@ -147,7 +147,7 @@ class Reducer:
         self.groups = groups
         self.group_of = {p.name: group for group in groups for p in group.plan.parameters}
         self._model_numel = sum(g.plan.numel for g in groups if not g.plan.dense) or None
-        self._digest = digest_of(self._settings, [group.plan for group in groups])
+        self._digest = digest_of(self.settings, [group.plan for group in groups])
         self._all_dense = all(group.sparsifier.agreement is Agreement.EVERYTHING for group in groups)
 
     def regroup(self, plan: Sequence[Group], messages: Messages) -> None:
@@ -165,7 +165,7 @@ class Reducer:
 
     def remember_by(self, settings: SparsificationConfig) -> None:
         """Go on with settings that differ in the memory; between two steps."""
-        self._settings = settings
+        self.settings = settings
         self.regroup([group.plan for group in self.groups], self.messages)
 
     def receive(self, bucket: Any) -> Future[Tensor]:
@@ -236,7 +236,7 @@ class Reducer:
             rank=self._comm.rank,
             world_size=self._comm.world_size,
             model_numel=self._model_numel,
-            parameters=self._parameters_of(group) if self._settings.memory.reads_parameters else None,
+            parameters=self._parameters_of(group) if self.settings.memory.reads_parameters else None,
             surplus=self.rates.surplus_of({p.name: p.numel for p in group.plan.parameters}, self.step, density),
         )
         self._batches.add(group, ctx, self._loss_scale(), self._flushes)
@@ -292,7 +292,7 @@ class Reducer:
                 for bucket in pending:
                     bucket.fill_nan_(skipped, unused, self._positions)
             # On a device, with nonfinite="nan" and without a loss scale, nobody asks.
-            asked = self.on_stream.host_knows or self._settings.nonfinite == "skip" or self._loss_scale() is not None
+            asked = self.on_stream.host_knows or self.settings.nonfinite == "skip" or self._loss_scale() is not None
             flag = SkipFlag(
                 skipped if asked else None, self.on_stream.stream, self._comm.wait_until, self._batches.headers
             )
@@ -301,7 +301,7 @@ class Reducer:
 
     def _conclude_direct(self) -> None:
         """All averages are on their way; with a loss scale, the scaler looks whether they are finite."""
-        names, skipped = self._bypass.end_step(self._settings.nonfinite == "skip" and self._loss_scale() is None)
+        names, skipped = self._bypass.end_step(self.settings.nonfinite == "skip" and self._loss_scale() is None)
         stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self._device)
         flag = SkipFlag(skipped, stream, self._comm.wait_until)
         self._commit([group.version for group in self.groups], flag, names)

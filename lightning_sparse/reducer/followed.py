@@ -1,0 +1,116 @@
+"""The optimizers that apply an engine's averages: which memory suits them, what they step by themselves, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_sparse.console import say
+from lightning_sparse.core import Agreement
+from lightning_sparse.density import Constant
+from lightning_sparse.memory import Adapting, Memory, named_in
+from lightning_sparse.optim import made_for
+from lightning_sparse.reducer.adam_steps import AdamSteps
+from lightning_sparse.reducer.clipping import Clipping
+from lightning_sparse.reducer.group import GroupReducer
+from lightning_sparse.reducer.reducer import Reducer
+
+
+class Followed:
+    """What the optimizers of an engine mean for its reducer.
+
+    Args:
+        reducer: whose averages they apply; it is told of memories, rates and clipping.
+        parameters: by name.
+        rank: of this process.
+        world_size: n.
+    """
+
+    def __init__(self, reducer: Reducer, parameters: Mapping[str, Parameter], rank: int, world_size: int) -> None:
+        self.optimizers: list[Optimizer] = []
+        """Those that :meth:`follow` was given last."""
+        self._reducer, self._parameters, self._rank = reducer, parameters, rank
+        self._chosen_memory = reducer.settings.memory
+        self._told: set[str] = set()
+        names = {id(p): name for name, p in parameters.items()}
+        record = reducer.record
+        self.adam_steps = AdamSteps(names, self._sparse_group, lambda: record.waiting, world_size)
+
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
+        """See :meth:`.Engine.follow`."""
+        chosen, reducer = list(optimizers), self._reducer
+        self.suit(chosen)
+        for optimizer in chosen:
+            reducer.settings.memory.check_optimizer(optimizer)
+        if reducer.settings.lr_aware:
+            reducer.rates.follow(chosen)
+        self.optimizers = chosen
+        for optimizer in chosen:
+            reducer.record.hold(optimizer)
+
+    def find(self) -> None:
+        """Where none is followed, those of this package that hold the parameters choose the memory."""
+        if not self.optimizers:
+            self.suit(made_for({id(p) for p in self._parameters.values()}))
+
+    def suit(self, optimizers: Sequence[Optimizer]) -> None:
+        """Choose the memory that suits optimizers, where that was left open; between two steps."""
+        settings = self._reducer.settings
+        if not isinstance(self._chosen_memory, Adapting) or not settings.exchange.carries_second:
+            return
+        sparsified = {
+            id(self._parameters[name])
+            for group in self._reducer.groups
+            if not group.plan.dense and group.sparsifier.agreement is not Agreement.EVERYTHING
+            for name in group.spans
+        }
+        if not sparsified:  # for a while, maybe
+            return
+        memory: Memory = self._chosen_memory
+        if settings.density != Constant(1.0):
+            memory = self._chosen_memory.suited(optimizers, sparsified, self._warn_once)
+        if memory != settings.memory:
+            self._remember_by(memory)
+            if memory.needs_second and self._rank == 0:
+                say(
+                    "Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' "
+                    "own gradients and without a first moment, at the optimizer's learning rate (docs/adam.md). "
+                    "memory='residual' leaves them to the optimizer."
+                )
+
+    def suit_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with the memory that a state was saved with, where nothing else says which one is meant."""
+        if type(self._chosen_memory) is Adapting and not self.optimizers:
+            memory = named_in(state.get("settings"))
+            if memory:
+                self._remember_by(memory)
+
+    def _remember_by(self, memory: Memory) -> None:
+        self._reducer.remember_by(replace(self._reducer.settings, memory=memory))
+
+    def clip(self, limit: float, algorithm: str, optimizer: Optimizer | None) -> None:
+        """See :meth:`.Engine.clip_gradients`."""
+        clipping = Clipping(limit, algorithm)
+        clipping.check()
+        held = self._parameters.keys() if optimizer is None else self._reducer.record.hold(optimizer)
+        names = frozenset(name for name in held if self._parameters[name].numel())
+        if names:
+            self._reducer.clippings[None if optimizer is None else id(optimizer)] = clipping, names
+
+    def close(self) -> None:
+        """Leave optimizers alone."""
+        self.adam_steps.close()
+
+    def _sparse_group(self, name: str) -> GroupReducer | None:
+        return None if self._reducer.direct else self._reducer.group_of.get(name)
+
+    def _warn_once(self, sentence: str) -> None:
+        """Tell the user on rank zero, which is one rank also where nobody has told processes their ranks."""
+        if self._rank == 0 and sentence not in self._told:
+            self._told.add(sentence)
+            rank_zero_warn(sentence)
