@@ -57,6 +57,17 @@ def fit_laws(x: Tensor) -> list[Law]:
     return [_exponential(x), _gamma(x), _pareto(x)]
 
 
+def gamma_shape(gap: Tensor) -> Tensor:
+    """Shape of a gamma law from ``ln mean - mean ln``, above 0: an approximation of the maximum likelihood."""
+    return (3 - gap + ((gap - 3).square() + 24 * gap).sqrt()) / (12 * gap)
+
+
+def pareto_moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Shape, below 1/2, and scale of a generalised Pareto law of these moments."""
+    odds = mean.square() / variance
+    return (1 - odds) / 2, mean * (odds + 1) / 2
+
+
 def _exponential(x: Tensor) -> Law:
     mean = float(x.mean())
     return Law("exponential", {"scale": mean}, lambda t: torch.exp(-t / mean), lambda t: torch.exp(-t / mean) / mean)
@@ -65,7 +76,7 @@ def _exponential(x: Tensor) -> Law:
 def _gamma(x: Tensor) -> Law:
     mean = x.mean()
     gap = (mean.log() - x.log().mean()).clamp(min=1e-12)
-    shape = (3 - gap + ((gap - 3).square() + 24 * gap).sqrt()) / (12 * gap)
+    shape = gamma_shape(gap)
     scale = mean / shape
 
     def density(t: Tensor) -> Tensor:
@@ -79,9 +90,7 @@ def _gamma(x: Tensor) -> Law:
 
 
 def _pareto(x: Tensor) -> Law:
-    mean = x.mean()
-    odds = float(mean.square() / x.var(correction=0))
-    shape, scale = (1 - odds) / 2, float(mean) * (odds + 1) / 2
+    shape, scale = map(float, pareto_moments(x.mean(), x.var(correction=0)))
     if abs(shape) < 1e-9:  # is the exponential law
         return _exponential(x)._replace(name="pareto", parameters={"shape": 0.0, "scale": scale})
 

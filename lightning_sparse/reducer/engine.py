@@ -17,7 +17,6 @@ from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.memory import NoMemory
 from lightning_sparse.plan import Group, Messages
 from lightning_sparse.reducer.agreement import check_equal_on_ranks
-from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.copied import CopiedEngine
 from lightning_sparse.reducer.flush import average_residuals
 from lightning_sparse.reducer.followed import Followed
@@ -145,11 +144,6 @@ class Engine(EngineView):
             ValueError: for a limit or an algorithm that cannot be.
         """
         self._followed.clip(limit, algorithm, optimizer)
-
-    def clipping_of(self, optimizer: torch.optim.Optimizer | None = None) -> Clipping | None:
-        """What the gradients of an optimizer's parameters are clipped to before the exchange from the next step on."""
-        found = self._reducer.clippings.get(None if optimizer is None else id(optimizer))
-        return None if found is None else found[0]
 
     def clipped(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the gradients of an optimizer's parameters were clipped before the latest exchange."""

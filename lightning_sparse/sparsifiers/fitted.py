@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.candidates import Candidates
 from lightning_sparse.kernels import excess, log_sum, static_shapes, tail
+from lightning_sparse.laws import gamma_shape, pareto_moments
 
 Fit = Literal["exponential", "gamma", "pareto"]
 
@@ -128,8 +129,7 @@ def _scalar(x: float) -> Tensor:
 
 def pareto_quantile(mean: Tensor, variance: Tensor, ratio: Tensor) -> Tensor:
     """What a share of a generalised Pareto distribution exceeds, by the method of moments; all () float64."""
-    odds = mean.square() / variance
-    shape, scale = (1 - odds) / 2, mean * (odds + 1) / 2
+    shape, scale = pareto_moments(mean, variance)
     exponent = -shape * ratio.log()
     # (r^-A - 1) / A, which goes to ln(1/r) where A goes to 0.
     growth = torch.where(exponent.abs() < 1e-9, 1.0, torch.expm1(exponent) / exponent)
@@ -143,7 +143,7 @@ def gamma_quantile(mean: Tensor, mean_log: Tensor, ratio: Tensor) -> Tensor:
     Gamma(A + 1)`` bounds the distribution function, and ``A + sqrt(2 A L) + L`` with ``L = ln(1/r)`` the quantile.
     """
     gap = (mean.log() - mean_log).clamp(min=CONSTANT)
-    shape = (3 - gap + ((gap - 3).square() + 24 * gap).sqrt()) / (12 * gap)
+    shape = gamma_shape(gap)
     depth = -ratio.log()
     low = (torch.log1p(-ratio) + torch.lgamma(shape + 1)) / shape
     high = (shape + (2 * shape * depth).sqrt() + depth).log()
