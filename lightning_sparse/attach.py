@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import Module, Parameter, SyncBatchNorm
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.collective import TorchCollective
@@ -153,7 +153,8 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
             "for ever. Leave it at False: find_unused_parameters=True sends nothing of groups that no rank used."
         )
     for name, module in ddp.module.named_modules():
-        if getattr(module, "sparse", False) is True:
+        # Other layers may mean anything by the word; what they make is looked at in the first backward.
+        if isinstance(module, Embedding | EmbeddingBag) and module.sparse:
             raise ValueError(
                 f"The gradients of {name or type(module).__name__!r} are sparse tensors (sparse=True), which cannot be "
                 "looked at as flat vectors. Set sparse=False: what is sent is sparsified anyway."

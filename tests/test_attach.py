@@ -258,8 +258,7 @@ def wrong_models() -> list[str]:
     for kind in ("sparse", "complex", "hook", "state"):
         # DDP itself compares shapes alone, and those only with init_sync.
         dtype = on_rank(1, torch.complex64, torch.float64) if kind == "complex" else torch.float32
-        first = nn.Linear(20, 20)
-        first.sparse = kind == "sparse" and dist.get_rank() == 0
+        first = nn.Embedding(20, 20, sparse=kind == "sparse" and dist.get_rank() == 0)
         model = nn.Sequential(first, nn.Linear(20, 20, dtype=dtype))
         ddp = DistributedDataParallel(model, init_sync=kind != "complex")
         if kind == "hook" and dist.get_rank() == 1:

@@ -85,7 +85,8 @@ class Followed:
 
     def suit_state(self, state: Mapping[str, Any]) -> None:
         """Go on with the memory that a state was saved with, where nothing else says which one is meant."""
-        if type(self._chosen_memory) is Adapting and not self.optimizers:
+        carries = self._reducer.settings.exchange.carries_second
+        if type(self._chosen_memory) is Adapting and carries and not self.optimizers:
             memory = named_in(state.get("settings"))
             if memory:
                 self._remember_by(memory)

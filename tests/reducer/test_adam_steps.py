@@ -426,6 +426,30 @@ def other_ranks_state() -> list[str]:
     return told
 
 
+def state_in_another_exchange() -> tuple[list[str], float]:
+    """What misfits where second moments can not be averaged, and how much of the residual arrives."""
+    before = Training()
+    before.step(0)
+    state = before.engine.state_dict()
+    before.engine.close()
+    after = Training(follow=False, sparsifier="topk")
+    told = after.engine.load_state_dict(state)
+    after.engine.follow([after.optimizer])
+    differences = [
+        float((after.engine.state_dict()["parameters"][name]["residual"] - kept["residual"]).abs().max())
+        for name, kept in state["parameters"].items()
+        if "residual" in kept
+    ]
+    after.engine.close()
+    return told, max(differences)
+
+
+def test_residuals_go_on_where_second_moments_cannot(two_ranks: Ranks) -> None:
+    told, difference = two_ranks(state_in_another_exchange)[0]
+    assert difference == 0
+    assert any("SecondMoment" in sentence for sentence in told)
+
+
 def test_another_number_of_ranks_goes_on_with_the_means(two_ranks: Ranks) -> None:
     assert two_ranks(other_ranks_state)[0] == []
 

@@ -645,6 +645,13 @@ def test_gradients_that_are_no_flat_vectors_are_refused(tmp_path: Any) -> None:
         dist.destroy_process_group()
 
 
+def test_what_a_model_calls_sparse_itself_is_no_gradient(one_rank: None) -> None:
+    attention = nn.Sequential(nn.Linear(20, 20))
+    attention.sparse = True
+    engine = ls.attach(DistributedDataParallel(attention))
+    engine.close()
+
+
 def test_reducers_that_bypass_buckets_are_refused(tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
