@@ -36,6 +36,7 @@ class Watch:
     - *Saturation*: far more is selected than the density asks for.
     - *Shortage*: far less is selected than the density asks for, although the residual is not empty.
     - *Void steps*: many steps in a row were skipped, because a gradient was not finite on some rank.
+    - *Parameters without an optimizer*: they need gradients, which compete for the density, and nobody steps them.
     - *Adam's first moment*: an optimizer of Adam's family keeps a first moment of sparsified parameters; docs/adam.md.
 
     At first, residuals grow by themselves, because a coordinate waits for about ``1 / density`` steps until it is sent

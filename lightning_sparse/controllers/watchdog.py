@@ -57,6 +57,8 @@ class Watchdog:
             self._check_optimizers(engine)
         if self._is_due(now):
             self._check(engine)
+            if now > 1 or engine.optimizers:  # else others may not have taken their first step
+                self._check_that_all_are_held(engine)
         if self._is_due(now + 1):
             for group in self._sparse_groups(engine):
                 self._histories[group].note(group)
@@ -79,12 +81,23 @@ class Watchdog:
             self._stepped.add(optimizer)
             self._check_optimizer(optimizer, engine)
 
+    def _check_that_all_are_held(self, engine: Engine) -> None:
+        held = engine.held
+        names = [p.name for g in self._selecting(engine) for p in g.plan.parameters if p.name not in held]
+        if held and names:
+            self._tell(
+                engine,
+                "unheld",
+                f"no optimizer holds {names[0]!r}{others(names)}, which needs gradients all the same. These compete "
+                "with those of other parameters for the density, and nothing sets them to zero. Freeze what is not "
+                "trained, with requires_grad_(False), before the model is wrapped.",
+            )
+
     def _check_optimizer(self, optimizer: Optimizer, engine: Engine) -> None:
         if not of_adams_family(optimizer) or engine.takes_steps_of(optimizer):
             return
         # Where nothing waits in a residual, or is averaged there already, nothing comes too late.
-        groups = [g for g in self._sparse_groups(engine) if g.sparsifier.agreement is not Agreement.EVERYTHING]
-        groups = [g for g in groups if g.density(engine.step) < 1 and not g.memory.has_momentum]
+        groups = [g for g in self._selecting(engine) if not g.memory.has_momentum]
         groups = [g for g in groups if g.memory.residual(g.state.memory) is not None]
         parameters = engine.parameters
         found = first_moment(optimizer, {id(parameters[p.name]) for g in groups for p in g.plan.parameters})
@@ -101,6 +114,11 @@ class Watchdog:
         for group in groups:
             self._histories.setdefault(group, GroupHistory(group))
         return groups
+
+    def _selecting(self, engine: Engine) -> list[GroupReducer]:
+        """Groups of which not everything is sent."""
+        groups = [g for g in self._sparse_groups(engine) if g.sparsifier.agreement is not Agreement.EVERYTHING]
+        return [g for g in groups if g.density(engine.step) < 1]
 
     def _is_due(self, step: int) -> bool:
         return step == 1 or (step > 0 and step % self._settings.every == 0)

@@ -141,7 +141,7 @@ class Record:
         """Held while a state is read, and while buffers of an old version are given free to be written to."""
         self._parameters = parameters
         self._names = names
-        self._held: Set[str] = frozenset()
+        self.held: Set[str] = frozenset()
         """Parameters that optimizers hold, as far as they have been seen."""
         self.waiting: Set[str] = frozenset()
         """Parameters that got an average, also in an earlier exchange, and that no optimizer has stepped since."""
@@ -157,7 +157,7 @@ class Record:
 
         The history is the caller's, who may look while another thread replaces it.
         """
-        return history.numbers(self._parameters, self._held)
+        return history.numbers(self._parameters, self.held)
 
     def restart(
         self, groups: Sequence[GroupVersion], rates: Mapping[str, float], surplus: Surplus, start: Counts
@@ -208,8 +208,8 @@ class Record:
         """An optimizer holds parameters; their names."""
         found = {self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
         names = {name for name in found if name is not None}
-        if not names <= self._held:
-            self._held = self._held | names
+        if not names <= self.held:
+            self.held = self.held | names
         return names
 
     def stepped(self, optimizer: Optimizer) -> None:

@@ -420,6 +420,21 @@ def test_what_was_sent_in_full_is_not_judged(alone: None) -> None:
     training.engine.close()
 
 
+@pytest.mark.parametrize(("shown", "exchange"), [(True, 2), (False, 6)])
+def test_a_parameter_without_an_optimizer_is_noticed(alone: None, shown: bool, exchange: int) -> None:
+    training = Training(watch=ls.Watch(every=5))
+    optimizer = torch.optim.SGD([training.model.module.get_parameter(name) for name in "ac"], lr=0.0)
+    if shown:
+        training.engine.follow([optimizer])
+    seen = []
+    for _ in range(8):
+        seen.append(training.run(1, noise()))
+        optimizer.step()
+    training.engine.close()
+    assert "no optimizer holds 'b', which needs gradients" in one_warning([[text for texts in seen for text in texts]])
+    assert len(seen[exchange - 1]) == 1
+
+
 def test_none_looks_at_nothing(alone: None) -> None:
     training = Training(sparsifier=ls.HardThreshold(1e9), watch=None)
     assert not any(isinstance(observer, Watchdog) for observer in training.engine.observers)
