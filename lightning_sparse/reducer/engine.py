@@ -122,11 +122,6 @@ class Engine(EngineView):
         """
         self._followed.follow(optimizers)
 
-    @property
-    def held(self) -> Set[str]:
-        """Names of the parameters that an optimizer holds which was shown or has taken a step; none: nobody knows."""
-        return self._record.held
-
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
         return self._followed.adam_steps.takes(optimizer)

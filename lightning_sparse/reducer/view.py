@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -72,6 +74,11 @@ class EngineView:
         exchange; with ``nonfinite="nan"`` and no loss scale, nobody asks, and the answer there is always False.
         """
         return self._record.latest.void
+
+    @property
+    def held(self) -> Set[str]:
+        """Names of the parameters that an optimizer holds which was shown or has taken a step; none: nobody knows."""
+        return self._record.held
 
     @property
     def memory_bytes(self) -> int:
