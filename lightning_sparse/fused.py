@@ -1,9 +1,9 @@
-"""A step of the default, UnionTopK with packed_union and a plain residual, in 20 launches on a GPU, for any n.
+"""A step of the default, UnionTopK with packed_union, in 20 to 25 launches on a GPU, for any n.
 
 The same journey as in :mod:`~lightning_sparse.pipeline`, whose operations of torch give the same bits, with kernels in
-Triton that do together what belongs together. 16 bytes a coordinate are read and written, 2 to 3 more for bitmaps and
-counts, and about 430 for each one that is sent. The host waits for nothing and decides nothing, and a void step costs a
-copy only when it occurs.
+Triton that do together what belongs together. With a plain residual 16 bytes a coordinate are read and written, with
+:class:`~lightning_sparse.SecondMoment` 24, 2 to 3 more for bitmaps and counts, and about 430 and 600 for each one that
+is sent. The host waits for nothing and decides nothing, and a void step costs copies only when it occurs.
 
 Everything that changes from step to step is an argument that kernels are not specialised for, or lies on the device.
 """
@@ -24,8 +24,9 @@ from lightning_sparse.density import count
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.exchanges.packed_union import Lanes, PackedUnion
 from lightning_sparse.kernels.on_cuda import on_cuda
-from lightning_sparse.memory import Memory, Residual
-from lightning_sparse.memory.second_moment import Adapting
+from lightning_sparse.memory import Memory, Residual, SecondMoment
+from lightning_sparse.memory.base import FeedbackState
+from lightning_sparse.memory.second_moment import LONGEST, Adapting, SecondMomentState
 from lightning_sparse.messages import AllGather, AllReduce, Meter, Steps
 from lightning_sparse.metrics import Statistics, measure
 from lightning_sparse.sparsifiers import Sparsifier, UnionTopK
@@ -91,15 +92,18 @@ def serves(
     """
     if not on_cuda.takes(grad) or grad.dtype not in GRADIENTS or type(sparsifier) is not UnionTopK:
         return False
-    if type(exchange) is not PackedUnion or type(memory) not in (Residual, Adapting):
+    if type(exchange) is not PackedUnion or type(memory) not in (Residual, Adapting, SecondMoment):
         return False
+    from lightning_sparse.kernels.triton_values import MOST_RANKS
+
     acc, n = state.memory.residual.following, ctx.world_size
-    numel, lanes = acc.numel() - 1, Lanes.of(n, False)
-    if acc.dtype != torch.float32 or not 1 < numel <= MOST_NUMEL or n == 1 or lanes.most < lanes.fewest:
+    numel, lanes = acc.numel() - 1, Lanes.of(n, memory.needs_second)
+    if acc.dtype != torch.float32 or not 1 < numel <= MOST_NUMEL or not 1 < n <= MOST_RANKS:
         return False
-    if not grad.is_contiguous():
+    if lanes.most < lanes.fewest or not grad.is_contiguous():
         return False
-    return on_cuda.tried((grad.dtype, grad.device, sparsifier), lambda: _rehearse(grad, memory, sparsifier, plain))
+    what = grad.dtype, grad.device, sparsifier, memory.needs_second
+    return on_cuda.tried(what, lambda: _rehearse(grad, memory, sparsifier, plain))
 
 
 def exchange_group(
@@ -117,16 +121,24 @@ def exchange_group(
         grad: (numel,) or more; no spare slot is needed.
         state: of this group on this rank.
         ctx: the step.
-        memory: with a residual and a decay.
+        memory: a plain residual, or with a second moment.
         sparsifier: who picks.
         scale: of the loss.
     """
-    from lightning_sparse.kernels import triton_dense, triton_lanes, triton_need, triton_select, triton_union
+    from lightning_sparse.kernels import (
+        triton_dense,
+        triton_lanes,
+        triton_need,
+        triton_second,
+        triton_select,
+        triton_union,
+        triton_values,
+    )
 
     residual, acc = state.memory.residual
     numel, n = acc.numel() - 1, ctx.world_size
-    assert isinstance(sparsifier, UnionTopK) and isinstance(memory, Residual)
-    k, turn, lanes = count(ctx.density, numel), (ctx.rank - ctx.step) % n, Lanes.of(n, False)
+    assert isinstance(sparsifier, UnionTopK) and isinstance(memory, (Residual, SecondMoment))
+    k, turn, lanes = count(ctx.density, numel), (ctx.rank - ctx.step) % n, Lanes.of(n, memory.needs_second)
     share, slots = (k + turn) // n, -(-k // n)
     room = math.floor((sparsifier._most * k + n - 1) / n)
     scratch, meter, start = _scratch_of(state, numel, n, grad.device), Meter(n), Stamp.now(grad.device)
@@ -138,23 +150,36 @@ def exchange_group(
         scratch.emptied, void, state.selector, state.union, k, turn, n,
         most=sparsifier._most, margin=MARGIN, window=WINDOW,
     )  # fmt: skip
-    search = scratch.search
-    triton_dense.accumulate_(
-        acc, residual, grad, memory.decay, scale, search.words, search.counts, search.broken, scratch.bound
-    )
-    found = triton_select.pick(acc[:numel], search, scratch.bound, share, slots + room, spare, turn, n)
+    search, weighed, beside, second = scratch.search, None, None, None
+    noted = search.words, search.counts, search.broken, scratch.bound
+    if isinstance(memory, Residual):
+        triton_dense.accumulate_(acc, residual, grad, memory.decay, scale, *noted)
+    else:
+        moments: SecondMomentState = state.memory
+        now, second = moments.second
+        power = memory.power(moments)
+        weighed = triton_second.Weighed(second, acc.new_empty(2))
+        beside = triton_values.Beside(
+            second, lanes.low, lanes.wide, lanes.parts, (ctx.rank + 0.5) / n, power, moments.longest, moments.divisor,
+            memory.eps,
+        )  # fmt: skip
+        triton_second.weigh_(acc, weighed, residual, now, grad, scale, power, memory.beta2, memory.eps, LONGEST, *noted)
+    found = triton_select.pick(acc[:numel], search, scratch.bound, share, slots + room, spare, turn, n, weighed)
     selected = Stamp.now(grad.device)
 
-    form = triton_lanes.Form.of(numel, slots + room)
-    message = triton_lanes.tell(acc, found.keys, found.number, found.largest, search.broken, form, lanes.most)
+    form = triton_lanes.Form.of(numel, slots + room, weighed is not None)
+    message = triton_lanes.tell(acc, found.keys, found.number, found.largest, search.broken, form, lanes.most, second)
     rows = yield from meter.watch(_ask(AllGather(message)))
     heard = triton_lanes.hear(rows, form, scratch.named, scratch.first, scratch.lowest, scratch.trouble)
-    levels = message.new_empty(k)
+    levels = message.new_empty(k) if beside is None else message.new_empty((2, k))
     indices, sizes = triton_union.listed(scratch.named, numel, k, ctx.step, first=scratch.first, levels=levels)
     triton_union.raise_levels_(levels, indices, heard.places, heard.levels, numel)
-    rounded = triton_lanes.round_to_lanes(acc, indices, levels, scratch.lowest, lanes.most, n)
+    rounded = triton_values.round_to_lanes(acc, indices, levels, scratch.lowest, lanes.most, n, beside)
     total = yield from meter.watch(_ask(AllReduce(rounded.words)))
-    values = triton_lanes.settle_(acc, grad, indices, total, rounded, scratch.trouble, scale, void, n)
+    codes = None if beside is None else levels[1]
+    values = triton_values.settle_(
+        acc, grad, indices, total, rounded, scratch.trouble, scale, void, n, codes, beside
+    )  # fmt: skip
     triton_dense.fill_if_(grad, void, math.nan)
 
     named, size = sizes.unbind()
@@ -186,6 +211,8 @@ def _rehearse(grad: Tensor, memory: Memory, sparsifier: UnionTopK, plain: Plain)
         RuntimeError: if they differ from operations of torch. Whatever compilers and drivers raise comes through.
     """
     numel, n, device = 4096, 2, grad.device
+    if isinstance(memory, SecondMoment):  # products of these numbers are exact, however torch rounds them
+        memory = SecondMoment(1 - 2**-10, memory.eps)
     places = torch.arange(numel, device=device)
     # Magnitudes of sums are different, so that there is no choice between equal ones.
     signs = 1 - 2 * (places % 2)
@@ -205,11 +232,17 @@ def _rehearse(grad: Tensor, memory: Memory, sparsifier: UnionTopK, plain: Plain)
             own = exchange_group(grads[1], states[1], now, memory=memory, sparsifier=sparsifier, scale=scale)
             states, voids = zip(*(_alone(steps, n) for steps in (of_torch, own)), strict=True)
             results = [
-                (x, *s.memory.residual, *s.selector, s.counts, s.union, void)
+                (x, *_left_in(s.memory), *s.selector, s.counts, s.union, void)
                 for x, s, void in zip(grads, states, voids, strict=True)
             ]
             if not all(map(torch.equal, *results)):
                 raise RuntimeError("they compute something else than operations of torch")
+
+
+def _left_in(state: FeedbackState) -> list[Tensor]:
+    """What a step may write to."""
+    vectors = [vector for pair in state.pairs.values() for vector in pair]
+    return [*vectors, state.divisor[:-1]] if isinstance(state, SecondMomentState) else vectors
 
 
 def _alone(steps: Steps[tuple[GroupState, Statistics, Tensor]], n: int) -> tuple[GroupState, Tensor]:

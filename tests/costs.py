@@ -47,7 +47,7 @@ class Costs(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)] or written_by(func, args, kwargs)
         on_device = any(t.device == self.device for t in results)
         if on_device and name not in FREE and not func.is_view:
             self.operations[name] += 1

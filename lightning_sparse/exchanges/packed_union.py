@@ -109,15 +109,19 @@ class PackedUnion(Exchange):
             words = yield AllReduce(lanes.join(whole.int(), parts.int()))
             total, parts_sum = lanes.split(words, indices.numel())
             # Whoever has told has a quarter of the top there at least, also where that rounds to nothing.
-            second = torch.maximum(parts_sum * (top / (n * lanes.parts)), top / (4 * n))
-        # By a tensor: torch multiplies by the reciprocal of a number on CUDA, and some ranks may divide in kernels.
-        values = (total * unit / torch.full_like(unit[:1], n)).masked_fill(trouble, float("nan"))
+            second = torch.maximum(parts_sum * _divided(top, n * lanes.parts), _divided(top, 4 * n))
+        values = _divided(total * unit, n).masked_fill(trouble, float("nan"))
         given, rounded = whole != 0, whole * unit
         if static_shapes(acc.device):
             sent = torch.where(given, indices, numel)
         else:
             sent, rounded = indices[given], rounded[given]
         return Update(indices, values, sent, rounded, picks.counts, union.size, named, second)
+
+
+def _divided(x: Tensor, by: int) -> Tensor:
+    """By a tensor: torch multiplies by the reciprocal of a number on CUDA, and some ranks may divide in kernels."""
+    return x / torch.full_like(x[:1], by)
 
 
 def _compiled(library: NativePicks, acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps[Update]:

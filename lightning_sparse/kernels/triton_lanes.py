@@ -1,7 +1,7 @@
-"""The messages of ``packed_union``: what a rank tells of its picks, and its values as 16-bit integers.
+"""The first messages of ``packed_union``: what a rank tells of its picks.
 
 What the numbers mean is said in :mod:`~lightning_sparse.exchanges.packed_union`, whose tensor operations give the same
-messages and the same averages, bit for bit.
+messages, bit for bit. The values follow in :mod:`~lightning_sparse.kernels.triton_values`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from lightning_sparse.kernels.triton_union import PICKS, Bitmap, _set
 LOWEST, TROUBLE = tl.constexpr(-1100), tl.constexpr((1 << 20) - 1)
 LEVELS_END = tl.constexpr(1 << 20)
 SILENT = tl.constexpr(0)
-MOST_RANKS = 512
-"""Ranks that a program adds up at once."""
+CODE_ZERO = tl.constexpr(128)
 
 
 @triton.jit
@@ -29,12 +28,6 @@ def _exponent(x):
     small = x < 1.1754943508222875e-38
     bits = tl.where(small, x * 16777216.0, x).to(tl.int32, bitcast=True)
     return (bits >> 23) - 126 - tl.where(small, 24, 0), bits & 0x7FFFFF
-
-
-@triton.jit
-def _power_of_two(level):
-    """The step that a level stands for, none of them subnormal."""
-    return (tl.minimum(tl.maximum(level + (LOWEST + 127), 1), 254) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -57,10 +50,17 @@ def _signed(offset):
     return ((offset & 0xFFFF) ^ 0x8000) - 0x8000
 
 
+@triton.jit
+def _code(second):
+    """Of the power of two above a second value."""
+    exponent, _ = _exponent(second)
+    return tl.minimum(tl.maximum(tl.where(second > 0, exponent + CODE_ZERO, 1), 1), 255)
+
+
 @triton.jit(do_not_specialize=["parts", "slots", "blocks", "most", "numel"])
 def _tell(
-    acc, keys, number, largest, broken, message, parts, slots, blocks, most, numel,
-    SHORT: tl.constexpr, PICKS: tl.constexpr, PARTS: tl.constexpr,
+    acc, beside, keys, number, largest, broken, message, parts, slots, blocks, most, numel,
+    SHORT: tl.constexpr, CODES: tl.constexpr, PICKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     part = tl.arange(0, PARTS)
@@ -110,13 +110,22 @@ def _tell(
     told = tl.minimum(tl.maximum(halvings, 0) // 3, 7) | ((key & 1) << 3)
     told = tl.where(inside, told, 0)
     tl.store(message + 2 + body + row, tl.sum(told << (4 * eight)[None, :], axis=1), mask=row * 8 < slots)
+    if CODES:
+        four = tl.arange(0, 4)
+        row = pid * (PICKS // 4) + tl.arange(0, PICKS // 4)
+        slot = row[:, None] * 4 + four[None, :]
+        key = tl.load(keys + slot, mask=slot < slots, other=0)
+        code = _code(tl.load(beside + (key >> 1), mask=slot < slots, other=0.0))
+        code = tl.where(slot < slots, code, 0)
+        end = message + 2 + body + (slots + 7) // 8
+        tl.store(end + row, tl.sum(code << (8 * four)[None, :], axis=1), mask=row * 4 < slots)
 
 
 @triton.jit(do_not_specialize=["slots", "blocks", "width", "tiles", "block", "numel"])
 def _hear(
     rows, words, counts, first_words, first_counts, lowest, trouble, places, levels, numbers,
     slots, blocks, width, tiles, block, numel,
-    SHORT: tl.constexpr, PICKS: tl.constexpr,
+    SHORT: tl.constexpr, CODES: tl.constexpr, PICKS: tl.constexpr,
 ):  # fmt: skip
     rank = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
@@ -150,78 +159,16 @@ def _hear(
     told = (nibbles >> (4 * (slot & 7))) & 15
     level = tl.maximum(top - (told & 7) * 3, SILENT)
     tl.store(places + rank * slots + slot, place, mask=inside)
-    tl.store(levels + rank * slots + slot, level, mask=inside)
+    said = level
+    if CODES:
+        codes = tl.load(own + 2 + body + (slots + 7) // 8 + (slot >> 2), mask=inside, other=0)
+        said = (level << 8) | ((codes >> (8 * (slot & 3))) & 255)
+    tl.store(levels + rank * slots + slot, said, mask=inside)
     reached = tl.min(tl.where(inside & (slot < number), level, top))
     tl.atomic_max(lowest + rank, LEVELS_END - reached)
     live = inside & (place < numel)
     _set(words, counts, place, live, block)
     _set(first_words, first_counts, place, live & (told < 8), block)
-
-
-@triton.jit(do_not_specialize=["slots", "most", "raise_by", "n"])
-def _round(
-    acc, indices, levels, lowest, words, lanes, units, slots, most, raise_by, n,
-    RANKS: tl.constexpr, PICKS: tl.constexpr,
-):  # fmt: skip
-    rank = tl.arange(0, RANKS)
-    reach = tl.max(tl.where(rank < n, LEVELS_END - tl.load(lowest + rank, mask=rank < n, other=0), 0))
-    pair = tl.program_id(0) * PICKS + tl.arange(0, PICKS)
-    limit = most.to(tl.float32)
-    low = tl.zeros((PICKS,), tl.int32)
-    high = low
-    for odd in tl.static_range(2):
-        slot = 2 * pair + odd
-        inside = slot < slots
-        level = tl.load(levels + slot, mask=inside, other=0)
-        raised = tl.where(level == SILENT, TROUBLE, level) + raise_by
-        unit = _power_of_two(tl.maximum(level, tl.minimum(raised, reach)))
-        parts = tl.div_rn(tl.load(acc + tl.load(indices + slot, mask=inside, other=0), mask=inside, other=0.0), unit)
-        parts = tl.where(parts > limit, limit, tl.where(parts < -limit, -limit, parts))
-        # To the nearest integer, of two the even one: behind the point of 1.5 * 2**23 there is nothing left.
-        lane = tl.where(parts == parts, (parts + 12582912.0) - 12582912.0, 0.0).to(tl.int32)
-        tl.store(lanes + slot, lane.to(tl.int16), mask=inside)
-        tl.store(units + slot, unit, mask=inside)
-        if odd == 0:
-            low = lane
-        else:
-            high = tl.where(inside, lane, 0)
-    tl.store(words + pair, _join(low, high), mask=2 * pair < slots)
-
-
-@triton.jit(do_not_specialize=["slots", "n", "numel"])
-def _settle(
-    acc, grad, indices, words, lanes, units, trouble, scale, values, void, slots, n, numel, largest,
-    SCALED: tl.constexpr, NARROW: tl.constexpr, PICKS: tl.constexpr,
-):  # fmt: skip
-    slot = tl.program_id(0) * PICKS + tl.arange(0, PICKS)
-    inside = slot < slots
-    place = tl.load(indices + slot, mask=inside, other=0)
-    unit = tl.load(units + slot, mask=inside, other=1.0)
-    total = _part(tl.load(words + (slot >> 1), mask=inside, other=0), (slot & 1) != 0)
-    broken = tl.load(trouble) != 0
-    value = tl.where(broken, float("nan"), tl.div_rn(total.to(tl.float32) * unit, n.to(tl.float32)))
-    given = value
-    if SCALED:
-        given = value * tl.load(scale)
-    if NARROW:
-        given = tl.where(given > largest, largest, tl.where(given < -largest, -largest, given))
-    given = given.to(grad.dtype.element_ty)
-    live = inside & (place < numel)
-    tl.store(grad + place, given, mask=live)
-    tl.store(values + slot, value, mask=inside)
-    lane = tl.load(lanes + slot, mask=inside, other=0).to(tl.float32)
-    left = tl.load(acc + place, mask=live, other=0.0)
-    left = tl.where(lane != 0, left - lane * unit, left)
-    checked = given.to(tl.float32)
-    if NARROW:
-        sent = checked
-        if SCALED:
-            sent = tl.div_rn(checked, tl.load(scale))
-        left = left + (value - sent)
-        checked = value
-    tl.store(acc + place, left, mask=live)
-    if tl.sum((inside & ((tl.abs(checked) < float("inf")) == 0)).to(tl.int32)) > 0:
-        tl.store(void, 1)
 
 
 class Form(NamedTuple):
@@ -234,21 +181,32 @@ class Form(NamedTuple):
     """Blocks of 65 536 coordinates."""
     short: bool
     """Whether coordinates travel as 16-bit offsets in blocks."""
+    codes: bool
+    """Whether there is a byte for the second value of each pick."""
 
     @classmethod
-    def of(cls, numel: int, slots: int) -> Form:
+    def of(cls, numel: int, slots: int, codes: bool = False) -> Form:
         """For a group."""
         blocks = -(-numel // 65536)
-        return cls(numel, slots, blocks, blocks + (slots + 1) // 2 < slots)
+        return cls(numel, slots, blocks, blocks + (slots + 1) // 2 < slots, codes)
 
     @property
     def width(self) -> int:
         """Words of a message."""
         body = self.blocks + (self.slots + 1) // 2 if self.short else self.slots
-        return 2 + body + -(-self.slots // 8)
+        return 2 + body + -(-self.slots // 8) + self.codes * -(-self.slots // 4)
 
 
-def tell(acc: Tensor, keys: Tensor, number: Tensor, largest: Tensor, broken: Tensor, form: Form, most: int) -> Tensor:
+def tell(
+    acc: Tensor,
+    keys: Tensor,
+    number: Tensor,
+    largest: Tensor,
+    broken: Tensor,
+    form: Form,
+    most: int,
+    second: Tensor | None = None,
+) -> Tensor:
     """A rank's message: how many picks, how large the largest is, where they are and how large.
 
     Args:
@@ -259,14 +217,16 @@ def tell(acc: Tensor, keys: Tensor, number: Tensor, largest: Tensor, broken: Ten
         broken: (1,) int32: 1 if the rank is in trouble.
         form: of the message.
         most: largest integer that a value becomes.
+        second: (numel + 1,) float32, where there are codes.
 
     Returns:
         (:attr:`Form.width`,) int32.
     """
     message = keys.new_empty(form.width)
     launch(
-        _tell, max(1, -(-form.slots // PICKS)), acc, keys, number, largest, broken, message, largest.numel(),
-        form.slots, form.blocks, most, form.numel, SHORT=form.short, PICKS=PICKS, PARTS=1024, warps=4,
+        _tell, max(1, -(-form.slots // PICKS)), acc, acc if second is None else second, keys, number, largest, broken,
+        message, largest.numel(), form.slots, form.blocks, most, form.numel,
+        SHORT=form.short, CODES=form.codes, PICKS=PICKS, PARTS=1024, warps=4,
     )  # fmt: skip
     return message
 
@@ -277,7 +237,7 @@ class Heard(NamedTuple):
     places: Tensor
     """(n slots,) int32 coordinates, and numel."""
     levels: Tensor
-    """(n slots,) int32 levels."""
+    """(n slots,) int32 levels; with codes, ``level << 8 | code``."""
     numbers: Tensor
     """(n,) int64 picks of each rank."""
 
@@ -299,75 +259,6 @@ def hear(rows: Tensor, form: Form, named: Bitmap, first: Bitmap, lowest: Tensor,
     launch(
         _hear, n * tiles, rows, named.words, named.counts, first.words, first.counts, lowest, trouble, places, levels,
         numbers, form.slots, form.blocks, form.width, tiles, Share.of(form.numel).block, form.numel,
-        SHORT=form.short, PICKS=PICKS, warps=4,
+        SHORT=form.short, CODES=form.codes, PICKS=PICKS, warps=4,
     )  # fmt: skip
     return Heard(places, levels, numbers)
-
-
-class Rounded(NamedTuple):
-    """A rank's values at the union."""
-
-    words: Tensor
-    """((u + 1) // 2,) int32 pairs of integers, to be added up over ranks."""
-    lanes: Tensor
-    """(u,) int16 the same integers."""
-    units: Tensor
-    """(u,) float32 what they are multiples of."""
-
-
-def round_to_lanes(acc: Tensor, indices: Tensor, levels: Tensor, lowest: Tensor, most: int, n: int) -> Rounded:
-    """Values at coordinates as integers of a power of two each.
-
-    Args:
-        acc: (numel + 1,) float32.
-        indices: (u,) int64 up to numel.
-        levels: (u,) int32 largest level that was told.
-        lowest: as :func:`hear` has left it.
-        most: largest integer.
-        n: number of ranks.
-    """
-    slots = indices.numel()
-    words = levels.new_empty((slots + 1) // 2)
-    lanes, units = levels.new_empty(slots, dtype=torch.int16), acc.new_empty(slots)
-    raise_by = max(0, most.bit_length() - 7)
-    launch(
-        _round, -(-slots // (2 * PICKS)), acc, indices, levels, lowest, words, lanes, units, slots, most, raise_by, n,
-        RANKS=MOST_RANKS, PICKS=PICKS, warps=4,
-    )  # fmt: skip
-    return Rounded(words, lanes, units)
-
-
-def settle_(
-    acc: Tensor,
-    grad: Tensor,
-    indices: Tensor,
-    total: Tensor,
-    rounded: Rounded,
-    trouble: Tensor,
-    scale: Tensor | None,
-    void: Tensor,
-    n: int,
-) -> Tensor:
-    """Put the average into the gradient, which is zero elsewhere, and leave in acc what did not travel.
-
-    Args:
-        acc: (numel + 1,) float32.
-        grad: (numel,) or more, float32, bfloat16 or float16.
-        indices: (u,) int64 different coordinates, and numel.
-        total: sums of :attr:`Rounded.words` over ranks.
-        rounded: of this rank.
-        trouble: (1,) int32: 1 where some rank is in trouble; all averages are NaN then.
-        scale: () float32 of the loss, or None.
-        void: () uint8, set to 1 if an average is not finite.
-        n: number of ranks.
-
-    Returns:
-        (u,) float32 averages without the scale.
-    """
-    slots, values = indices.numel(), acc.new_empty(indices.numel())
-    launch(
-        _settle, -(-slots // PICKS), acc, grad, indices, total, rounded.lanes, rounded.units, trouble,
-        trouble if scale is None else scale, values, void, slots, n, acc.numel() - 1, torch.finfo(grad.dtype).max,
-        SCALED=scale is not None, NARROW=grad.dtype != acc.dtype, PICKS=PICKS, warps=4,
-    )  # fmt: skip
-    return values

@@ -3,7 +3,8 @@
 A magnitude is the 31 bits of a float32 without its sign, which order like the number. The k-th largest is found digit
 by digit from the top: a histogram of 2048 counts, then one of those with this first digit, then one of 512. Each kernel
 begins by reading what the histogram of the one before it says. All of this looks at the coordinates that the pass
-before has noted, or, where these are too few or too many, at all of them: that is decided on the device.
+before has noted, or, where these are too few or too many, at all of them: that is decided on the device. With
+:class:`~lightning_sparse.SecondMoment`, magnitudes are those of scores.
 
 *Share*: the largest of all. *Stripe*: the coordinates j with ``j mod n == turn``, of which the largest others are
 picked, too. Those of a stripe that are picked at all are its largest ones: as many as have a share in it, and the
@@ -20,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_sparse.kernels.triton_launch import PROGRAMS, TILE, Share, launch
+from lightning_sparse.kernels.triton_second import Weighed, _magnitude
 
 FIRST, LAST = tl.constexpr(2048), tl.constexpr(512)
 """Digits: 11, 11 and 9 bits."""
@@ -40,8 +42,8 @@ WIDTH = tl.constexpr(4)
 
 @triton.jit(do_not_specialize=["need", "capacity", "turn", "n", "numel", "per"])
 def _collect(
-    x, words, counts, control, places, magnitudes, need, capacity, turn, n, numel, per,
-    TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    x, second, by, words, counts, control, places, magnitudes, need, capacity, turn, n, numel, per,
+    WEIGHED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """List the noted coordinates in order, with the bits of their magnitudes, unless they are too few or too many."""
     pid = tl.program_id(0)
@@ -66,7 +68,7 @@ def _collect(
                 ordinal = at + (tl.cumsum(in_row) - in_row)[:, None] + tl.cumsum(flag, axis=1) - 1
                 i = tile * TILE + row[:, None] * 32 + lane[None, :]
                 chosen = flag != 0
-                bits = tl.load(x + i, mask=chosen, other=0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+                bits = _magnitude(x, second, by, i, chosen, WEIGHED)
                 tl.store(places + ordinal, i, mask=chosen)
                 tl.store(magnitudes + ordinal, bits, mask=chosen)
                 own += tl.sum((chosen & (i % n == turn)).to(tl.int32))
@@ -86,13 +88,13 @@ def _span(control, listed, numel, TILE: tl.constexpr):
 
 
 @triton.jit
-def _candidates(x, places, magnitudes, listed, i, inside):
+def _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED: tl.constexpr):
     """Coordinates and bits of magnitudes."""
     from_list = inside & listed
     place = tl.load(places + i, mask=from_list, other=0)
     bits = tl.load(magnitudes + i, mask=from_list, other=0)
-    value = tl.load(x + i, mask=inside & (listed == 0), other=0.0)
-    return tl.where(listed, place, i), tl.where(listed, bits, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    found = _magnitude(x, second, by, i, inside & (listed == 0), WEIGHED)
+    return tl.where(listed, place, i), tl.where(listed, bits, found)
 
 
 @triton.jit
@@ -125,8 +127,9 @@ def _ties_before(rows, bits, SEARCH: tl.constexpr, PROGRAMS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["share", "turn", "n", "numel"])
 def _count_digits(
-    x, places, magnitudes, control, histograms, rows, spare, share, turn, n, numel,
-    DIGIT: tl.constexpr, SEARCH: tl.constexpr, STRIPED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    x, second, by, places, magnitudes, control, histograms, rows, spare, share, turn, n, numel,
+    DIGIT: tl.constexpr, SEARCH: tl.constexpr, STRIPED: tl.constexpr, WEIGHED: tl.constexpr, TILE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Histogram of the first, second or third digit, of all (SEARCH 0) or of the stripe (SEARCH 1)."""
     pid = tl.program_id(0)
@@ -146,7 +149,7 @@ def _count_digits(
             for tile in range(first, last):
                 i = tile * TILE + tl.arange(0, TILE)
                 inside = i < end
-                place, bits = _candidates(x, places, magnitudes, listed, i, inside)
+                place, bits = _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED)
                 equal = inside & (bits == kth)
                 ordinal = ties + tl.cumsum(equal.to(tl.int32))
                 picked = (inside & (bits > kth)) | (equal & (ordinal <= left))
@@ -182,7 +185,7 @@ def _count_digits(
     for tile in range(first, last):
         i = tile * TILE + tl.arange(0, TILE)
         inside = i < end
-        place, bits = _candidates(x, places, magnitudes, listed, i, inside)
+        place, bits = _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED)
         if SEARCH == 1:
             inside = inside & (place % n == turn)
         if DIGIT == 1:
@@ -204,8 +207,8 @@ def _count_digits(
 
 @triton.jit(do_not_specialize=["turn", "n", "numel"])
 def _count_picks(
-    x, places, magnitudes, control, histograms, rows, counts, turn, n, numel,
-    STRIPED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    x, second, by, places, magnitudes, control, histograms, rows, counts, turn, n, numel,
+    STRIPED: tl.constexpr, WEIGHED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """How many picks each program will write, and where those equal to the last one end."""
     SEARCH: tl.constexpr = 1 if STRIPED else 0
@@ -219,7 +222,7 @@ def _count_picks(
     for tile in range(first, last):
         i = tile * TILE + tl.arange(0, TILE)
         inside = i < end
-        place, bits = _candidates(x, places, magnitudes, listed, i, inside)
+        place, bits = _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED)
         eligible = inside
         if STRIPED:
             eligible = inside & (place % n == turn)
@@ -236,8 +239,9 @@ def _count_picks(
 
 @triton.jit(do_not_specialize=["room", "slots", "turn", "n", "numel"])
 def _write_picks(
-    x, places, magnitudes, control, histograms, counts, keys, number, largest, bound, room, slots, turn, n, numel,
-    STRIPED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    x, second, by, places, magnitudes, control, histograms, counts, keys, number, largest, bound, room, slots,
+    turn, n, numel,
+    STRIPED: tl.constexpr, WEIGHED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Keys ``2 j`` and, of the stripe's others, ``2 j + 1``, ascending, then ``2 numel``."""
     pid = tl.program_id(0)
@@ -255,7 +259,7 @@ def _write_picks(
     for tile in range(first, last):
         i = tile * TILE + tl.arange(0, TILE)
         inside = i < end
-        place, bits = _candidates(x, places, magnitudes, listed, i, inside)
+        place, bits = _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED)
         of_all = inside & ((bits > kth) | ((bits == kth) & (place < cut)))
         picked = of_all
         if STRIPED:
@@ -263,6 +267,8 @@ def _write_picks(
             picked = of_all | (inside & (place % n == turn) & reached)
         slot = at + tl.cumsum(picked.to(tl.int32)) - 1
         tl.store(keys + slot, 2 * place + (of_all == 0).to(tl.int32), mask=picked & (slot < slots))
+        if WEIGHED:
+            bits = _magnitude(x, second, by, place, picked, False)
         most = tl.maximum(most, tl.max(tl.where(picked, bits, 0)))
         at += tl.sum(picked.to(tl.int32))
     tl.store(largest + pid, most)
@@ -309,11 +315,19 @@ class Found(NamedTuple):
     number: Tensor
     """() int64: how many."""
     largest: Tensor
-    """(p,) int32 bits of magnitudes, of which the largest is the largest of all picks."""
+    """(p,) int32 bits of magnitudes of x, of which the largest is the largest of all picks."""
 
 
 def pick(
-    x: Tensor, scratch: Scratch, bound: Tensor, share: int, slots: int, spare: Tensor | None, turn: int, n: int
+    x: Tensor,
+    scratch: Scratch,
+    bound: Tensor,
+    share: int,
+    slots: int,
+    spare: Tensor | None,
+    turn: int,
+    n: int,
+    weighed: Weighed | None = None,
 ) -> Found:
     """The largest of all, and the largest others of a stripe, of what a pass has looked through.
 
@@ -326,6 +340,7 @@ def pick(
         spare: () int32: how many others of the stripe, fewer where there are not so many; None: no stripe.
         turn: which stripe.
         n: number of stripes.
+        weighed: what gives the scores of x that are compared; None: x is compared itself.
 
     Returns:
         The picks.
@@ -335,12 +350,14 @@ def pick(
     capacity = min(numel, 4 * max(1, share) * (1 if spare is None else n) + TILE)
     places, magnitudes = x.new_empty((2, capacity), dtype=torch.int32)
     rows = x.new_empty((1 + striped) * PROGRAMS * LAST.value, dtype=torch.int32)
-    of_list = x, places, magnitudes, scratch.control
+    looked_at = x, *((x, x) if weighed is None else weighed)
+    of_list = *looked_at, places, magnitudes, scratch.control
+    both = {"WEIGHED": weighed is not None, "TILE": TILE, "PROGRAMS": PROGRAMS}
     launch(
-        _collect, share_out.programs, x, scratch.words, scratch.counts, scratch.control, places, magnitudes, share,
-        capacity, turn, n, numel, share_out.per, TILE=TILE, PROGRAMS=PROGRAMS,
+        _collect, share_out.programs, *looked_at, scratch.words, scratch.counts, scratch.control, places, magnitudes,
+        share, capacity, turn, n, numel, share_out.per, **both,
     )  # fmt: skip
-    constants = {"STRIPED": striped, "TILE": TILE, "PROGRAMS": PROGRAMS}
+    constants = {"STRIPED": striped, **both}
     named = scratch.control if spare is None else spare
     for search in range(1 + striped):
         for digit in (1, 2, 3):

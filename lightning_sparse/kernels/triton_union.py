@@ -126,21 +126,24 @@ def _list(
                 spare_sum -= tl.where(spare_kept, spares_or_1, 0)
                 either = kept | spare_kept
                 tl.store(indices + slot, ((start + row) * 32 + b).to(tl.int64), mask=either)
-                if LEVELS:
-                    tl.store(levels + slot, tl.zeros((WORDS,), tl.int32), mask=either)
+                for vector in tl.static_range(LEVELS):
+                    tl.store(levels + vector * limit + slot, tl.zeros((WORDS,), tl.int32), mask=either)
                 slot += either.to(tl.int64)
             at += tl.sum(of_first)
             spare_at += tl.sum(of_spare)
     for start in range(size.to(tl.int32) + pid * WORDS, limit, tl.num_programs(0) * WORDS):
         slot32 = start + row
         tl.store(indices + slot32, tl.zeros((WORDS,), tl.int64) + numel, mask=slot32 < limit)
-        if LEVELS:
-            tl.store(levels + slot32, tl.zeros((WORDS,), tl.int32), mask=slot32 < limit)
+        for vector in tl.static_range(LEVELS):
+            tl.store(levels + vector * limit + slot32, tl.zeros((WORDS,), tl.int32), mask=slot32 < limit)
 
 
 @triton.jit(do_not_specialize=["total", "limit", "numel"])
-def _raise_levels(places, told, indices, levels, total, limit, numel, PICKS: tl.constexpr):
-    """The largest level that was told for each coordinate of an ascending list."""
+def _raise_levels(
+    places, told, indices, levels, total, limit, numel,
+    CODES: tl.constexpr, PICKS: tl.constexpr,
+):  # fmt: skip
+    """The largest level, and the largest code, that was told for each coordinate of an ascending list."""
     at = tl.program_id(0) * PICKS + tl.arange(0, PICKS)
     place = tl.load(places + at, mask=at < total, other=numel)
     live = (at < total) & (place < numel)
@@ -156,7 +159,11 @@ def _raise_levels(places, told, indices, levels, total, limit, numel, PICKS: tl.
         width = width >> 1
     within = live & (low < limit)
     hit = within & (tl.load(indices + low, mask=within, other=0) == place)
-    tl.atomic_max(levels + low, tl.load(told + at, mask=hit, other=0), mask=hit)
+    level = tl.load(told + at, mask=hit, other=0)
+    if CODES:
+        tl.atomic_max(levels + limit + low, level & 255, mask=hit)
+        level = level >> 8
+    tl.atomic_max(levels + low, level, mask=hit)
 
 
 def mark_(indices: Tensor, bitmap: Bitmap, numel: int) -> None:
@@ -180,7 +187,7 @@ def listed(
         limit: slots of the result.
         phase: rotates which ones are left out.
         first: those that are left out only if there is not even room for them; None: no one goes before the others.
-        levels: (limit,) int32, set to zero.
+        levels: (limit,) or (2, limit) int32, set to zero.
 
     Returns:
         indices: (limit,) int64, then numel; and (2,) int64: how many there were, and how many there are.
@@ -191,7 +198,8 @@ def listed(
     launch(
         _list, share.programs, bitmap.words, other.words, bitmap.counts, other.counts, indices,
         indices if levels is None else levels, sizes, limit, phase, share.block, bitmap_words(numel), numel,
-        SPARES=first is not None, LEVELS=levels is not None, WORDS=WORDS, PROGRAMS=PROGRAMS, warps=2,
+        SPARES=first is not None, LEVELS=0 if levels is None else levels.numel() // limit, WORDS=WORDS,
+        PROGRAMS=PROGRAMS, warps=2,
     )  # fmt: skip
     return indices, sizes
 
@@ -200,13 +208,13 @@ def raise_levels_(levels: Tensor, indices: Tensor, places: Tensor, told: Tensor,
     """Make each level the largest that was told for its coordinate.
 
     Args:
-        levels: (u,) int32, at least 0.
+        levels: (u,) int32, at least 0; or (2, u), levels and codes.
         indices: (u,) int64 ascending coordinates that they belong to, then numel.
         places: (c,) int32 coordinates; numel and those that are not among the indices count for nothing.
-        told: (c,) int32 what is told for them.
+        told: (c,) int32 what is told for them; with codes, ``level << 8 | code``.
         numel: length of the group.
     """
     launch(
         _raise_levels, -(-places.numel() // PICKS), places, told, indices, levels, places.numel(), indices.numel(),
-        numel, PICKS=PICKS, warps=4,
+        numel, CODES=levels.dim() > 1, PICKS=PICKS, warps=4,
     )  # fmt: skip

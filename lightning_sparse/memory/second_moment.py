@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_sparse.checks import check_positive, check_share
 from lightning_sparse.core import Context, Update
 from lightning_sparse.kernels import Weights, weigh_
+from lightning_sparse.kernels.device_second import form_, score_
 from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
 from lightning_sparse.memory.residual import Residual
@@ -29,7 +30,7 @@ class SecondMomentState(CountedState):
     """(numel + 1,) ``sqrt(v) + eps`` where the latest averages arrived, at other coordinates older ones or 1. Not
     remembered: it belongs to the averages in the gradients."""
     longest: Tensor
-    """() largest quotient in the step that goes on."""
+    """() float64 :data:`LONGEST`, on the device."""
 
 
 LONGEST = 100.0
@@ -106,15 +107,13 @@ class SecondMoment(CountedFeedback):
         """Five vectors of ``numel + 1`` slots."""
         residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
         divisor = torch.ones(numel + 1, device=device, dtype=dtype)
-        steps, longest = (torch.zeros((), device=device, dtype=torch.float64) for _ in range(2))
+        steps, longest = (torch.full((), x, device=device, dtype=torch.float64) for x in (0.0, LONGEST))
         return SecondMomentState(residual, steps, second, divisor, longest)
 
     def accumulate_(self, state: SecondMomentState, grad: Gradient, ctx: Context) -> Tensor:
         """``acc = residual + grad``, and the next second moment."""
         residual, acc = state.residual
         now, following = state.second
-        largest = torch.finfo(acc.dtype).max
-        state.longest.fill_(LONGEST)
         for vector in (following, acc):
             vector[-1:].zero_()
         if ctx.candidates is not None:  # the score, too, in the same pass
@@ -123,10 +122,7 @@ class SecondMoment(CountedFeedback):
             weigh_(*vectors, grad.runs, by, ctx.candidates)
             return acc
         for piece, run in pieces(grad):
-            given = run.to(acc.dtype)
-            torch.add(given, residual[piece], out=acc[piece])
-            torch.mul(now[piece], self.beta2, out=following[piece]).addcmul_(given, given, value=1 - self.beta2)
-            following[piece].clamp_(max=largest)  # squares overflow where gradients do not
+            form_(acc[piece], following[piece], residual[piece], now[piece], run, self.beta2)
         return acc
 
     def score_(self, state: SecondMomentState, acc: Tensor, grad: Gradient, ctx: Context) -> Tensor:
@@ -134,11 +130,9 @@ class SecondMoment(CountedFeedback):
         score = grad.room(acc.dtype)
         if ctx.candidates is not None:
             return score
-        least = self._least(state)
+        second, power = state.second.following, self.power(state)
         for piece, part in pieces(Gradient([score])):
-            root = state.second.following[piece].sqrt().add_(least)
-            root = torch.maximum(root, acc[piece].abs().mul_(1 / LONGEST), out=root).sqrt_()
-            torch.div(acc[piece], root, out=part)
+            score_(part, acc[piece], second[piece], power, self.eps, LONGEST)
         return score
 
     def second(self, state: SecondMomentState) -> Tensor:
@@ -170,6 +164,10 @@ class SecondMoment(CountedFeedback):
         if "second" not in names:
             torch.square(state.residual.now[span], out=state.second.now[span]).mul_(1 - self.beta2)
 
+    def power(self, state: SecondMomentState) -> Tensor:
+        """() float64 ``beta2^t`` in the step that goes on, with t its number from 1."""
+        return torch.pow(self.beta2, state.steps + 1)
+
     def _least(self, state: SecondMomentState) -> Tensor:
         """What stands for Adam's eps beside roots that are not corrected, in the step that goes on."""
         least: Tensor = self.eps * self._correction(state).sqrt()
@@ -177,13 +175,13 @@ class SecondMoment(CountedFeedback):
 
     def _correction(self, state: SecondMomentState) -> Tensor:
         """Adam's ``1 - beta2^t`` in the step that goes on."""
-        correction: Tensor = 1 - torch.pow(self.beta2, state.steps + 1)
+        correction: Tensor = 1 - self.power(state)
         return correction
 
     def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, longest: Tensor) -> Tensor:
         """By what averages are divided, from means of second moments at the same coordinates."""
         root = (second / correction.to(second.dtype)).sqrt_().add_(self.eps)
-        shortest = average.abs().to(root.dtype) / longest.clamp(min=LONGEST).to(root.dtype)
+        shortest = average.abs().to(root.dtype) / longest.to(root.dtype)
         # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.
         return torch.maximum(root.nan_to_num_(nan=1.0, posinf=math.inf), shortest.nan_to_num_(nan=0.0))
 

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_sparse.kernels.adam import Moved, Step, Steps
 from lightning_sparse.layout import shaped
 from lightning_sparse.optim import refusal, stepping
 from lightning_sparse.reducer.group import GroupReducer
@@ -44,6 +45,7 @@ class AdamSteps:
         self._names, self._group_of, self._handed_out = names, group_of, handed_out
         _owners.update(dict.fromkeys(names, self))
         self._factor = math.sqrt(world_size)
+        self._steps = Steps()
         self._aside: list[tuple[Parameter, Tensor]] = []
         """Gradients that were taken from parameters while an optimizer steps."""
         this = weakref.ref(self)  # torch keeps hooks for ever
@@ -84,29 +86,25 @@ class AdamSteps:
         if stepping(optimizer) is not optimizer or not self.takes(optimizer):
             return
         names = self._handed_out()
-        for group in optimizer.param_groups:
-            for parameter, divisor in self._served(group, names):
-                assert parameter.grad is not None
-                self._aside.append((parameter, parameter.grad))
-                self._step(parameter, parameter.grad, divisor, group, optimizer)
-                parameter.grad = None
-
-    def _step(
-        self, parameter: Parameter, grad: Tensor, divisor: Tensor, group: Mapping[str, Any], optimizer: Optimizer
-    ) -> None:
-        rate = group["lr"] * self._factor * (-1 if group.get("maximize") else 1)
-        keep = 1 - group["lr"] * group["weight_decay"]
         # As a GradScaler hands them over to fused optimizers: gradients are still scaled, and the step may be none.
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        if scale is not None:
-            grad = grad / scale
-        if isinstance(rate, Tensor) or not grad.dtype == divisor.dtype == parameter.dtype:
-            stepped = parameter * keep - grad / divisor * rate
-        else:
-            stepped = parameter * keep if skip is not None else parameter.mul_(keep)
-            stepped.addcdiv_(grad, divisor, value=-rate)
-        if stepped is not parameter:
-            parameter.copy_(stepped if skip is None else torch.where(skip > 0, parameter, stepped))
+        for group in optimizer.param_groups:
+            moved = []
+            for parameter, divisor in self._served(group, names):
+                assert parameter.grad is not None
+                moved.append(Moved(parameter, parameter.grad, divisor))
+                self._aside.append((parameter, parameter.grad))
+                parameter.grad = None
+            if moved:
+                self._steps.take_(moved, Step(*self._rates(group), scale, skip))
+
+    def _rates(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
+        """Learning rate, and what decay leaves of a parameter: numbers, or () on the device where only it knows."""
+        rate = group["lr"]
+        if isinstance(rate, Tensor):
+            rate = float(rate) if rate.device.type == "cpu" else rate.view(())
+        sign = -1 if group.get("maximize") else 1
+        return rate * (self._factor * sign), 1 - rate * group["weight_decay"]
 
     def _served(self, group: Mapping[str, Any], handed_out: Set[str]) -> Iterator[tuple[Parameter, Tensor]]:
         for parameter in group["params"]:

@@ -21,6 +21,7 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)  # which importing the tests has set
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -31,27 +32,35 @@ for name in ("lightning_sparse", "lightning_sparse.kernels"):
     sys.modules[name] = package
 
 from lightning_sparse.kernels import (  # noqa: E402
+    triton_adam,
     triton_dense,
     triton_lanes,
     triton_launch,
     triton_need,
+    triton_second,
     triton_select,
     triton_sums,
     triton_union,
+    triton_values,
 )
 
 TARGET = GPUTarget("cuda", 90, 32)
-FLOATS = ["acc", "residual", "grad", "bound", "scale", "x", "units", "values", "target", "source"]
+FLOATS = [
+    "acc", "residual", "grad", "bound", "scale", "x", "units", "values", "target", "source", "second", "beside", "by",
+    "following", "now", "out", "divisor",
+]  # fmt: skip
 LONGS = ["number", "numbers", "indices", "sizes", "union"]
 TYPES = (
     dict.fromkeys(FLOATS, "*fp32")
     | dict.fromkeys(LONGS, "*i64")
     | {"decay": "fp32", "value": "fp32", "flag": "*i1", "void": "*u8", "lanes": "*i16", "after": "*fp64"}
-    | {"threshold": "*fp64", "parts": "*fp64", "sums": "*fp64", "state": ("*fp64",) * 5}
+    | {"threshold": "*fp64", "parts": "*fp64", "sums": "*fp64", "state": ("*fp64",) * 5, "power": "*fp64"}
+    | {"longest": "*fp64", "keep": "fp32", "add": "fp32", "quickest": "fp32", "offset": "fp32"}
 )
 NUMBERS = [
     "numel", "per", "need", "capacity", "turn", "n", "share", "slots", "room", "total", "limit", "phase", "block",
     "end", "blocks", "most", "width", "tiles", "raise_by", "k", "programs",
+    "most_parts",
 ]  # fmt: skip
 """Arguments that are int32; all others are pointers to int32."""
 
@@ -67,35 +76,58 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
         yield "form_bf16", triton_dense._form, tile | {"FORM": True, "SCALED": True}, {"grad": "*bf16"}, 8
     if "look" in what:
         yield "look", triton_dense._form, tile | {"FORM": False, "SCALED": False}, {}, 8
+    adam = tile | {"EPS": 1e-8}
+    if "weigh" in what:
+        yield "weigh", triton_second._weigh, adam | {"SCALED": False}, {}, 8
+    if "second" in what:
+        yield "weigh_bf16", triton_second._weigh, adam | {"SCALED": True}, {"grad": "*bf16"}, 8
+        yield "moments", triton_second._form_moments, tile, {}, 8
+        yield "scores", triton_second._store_scores, adam, {}, 8
+    if "adam" in what:
+        for numbers, grad in ((True, "fp32"), (False, "bf16")):
+            types = {"ALIGNED": True, "NUMBERS": numbers, "DECAYS": True, "SCALED": not numbers, "SKIPS": not numbers}
+            types |= {"WEIGHT": tl.float32, "GRAD": getattr(tl, {"fp32": "float32", "bf16": "bfloat16"}[grad])}
+            given = {"table": "*i64", "skip": "*fp32"} | dict.fromkeys(("rate", "keep"), "fp32" if numbers else "*fp32")
+            yield f"adam_{grad}", triton_adam._step, tile | types, given, 8
     if "flags" in what:
         yield "fill", triton_dense._fill_if, tile, {}, 8
         yield "copy", triton_dense._copy_if, tile, {}, 8
         parts: dict[str, Any] = dict.fromkeys(("yes", "no", "out"), ("*fp64", "*i64"))
         yield "choose", triton_dense._choose, {"SIZE": 8}, parts | {"sizes": ("i32", "i32")}, 4
-    if "select" in what:
-        yield "collect", triton_select._collect, both, {}, 8
+    for weighed in (False, True):
+        if "select" not in what:
+            continue
+        about = "_weighed" if weighed else ""
+        of_all = both | {"WEIGHED": weighed}
+        yield f"collect{about}", triton_select._collect, of_all, {}, 8
         for striped in (False, True):
-            ending = "_striped" if striped else ""
+            ending = f"{about}_striped" if striped else about
             for search in range(1 + striped):
                 for digit in (1, 2, 3):
-                    constants = both | {"DIGIT": digit, "SEARCH": search, "STRIPED": striped}
+                    constants = of_all | {"DIGIT": digit, "SEARCH": search, "STRIPED": striped}
                     yield f"digit{digit}_{search}{ending}", triton_select._count_digits, constants, {}, 8
-            yield f"count{ending}", triton_select._count_picks, both | {"STRIPED": striped}, {}, 8
-            yield f"write{ending}", triton_select._write_picks, both | {"STRIPED": striped}, {}, 8
+            yield f"count{ending}", triton_select._count_picks, of_all | {"STRIPED": striped}, {}, 8
+            yield f"write{ending}", triton_select._write_picks, of_all | {"STRIPED": striped}, {}, 8
     if "union" in what:
         yield "mark", triton_union._mark, picks, {}, 4
         words = {"WORDS": triton_union.WORDS, "PROGRAMS": triton_launch.PROGRAMS}
-        for spares in (False, True):
-            yield f"list_{spares}", triton_union._list, words | {"SPARES": spares, "LEVELS": spares}, {}, 2
-        yield "raise", triton_union._raise_levels, picks, {}, 4
+        for spares, levels in ((False, 0), (True, 1), (True, 2)):
+            yield f"list_{levels}", triton_union._list, words | {"SPARES": spares, "LEVELS": levels}, {}, 2
+        for codes in (False, True):
+            yield f"raise_{codes}", triton_union._raise_levels, picks | {"CODES": codes}, {}, 4
     if "lanes" in what:
-        for short in (False, True):
-            yield f"tell_{short}", triton_lanes._tell, picks | {"SHORT": short, "PARTS": 1024}, {"parts": "i32"}, 4
-            yield f"hear_{short}", triton_lanes._hear, picks | {"SHORT": short}, {}, 4
-        yield "round", triton_lanes._round, picks | {"RANKS": triton_lanes.MOST_RANKS}, {}, 4
-        for narrow in (False, True):
-            types = {"largest": "fp32", "grad": "*fp16" if narrow else "*fp32"}
-            yield f"settle_{narrow}", triton_lanes._settle, picks | {"NARROW": narrow, "SCALED": narrow}, types, 4
+        for codes in (False, True):
+            for short in (False, True):
+                constants, ending = picks | {"SHORT": short, "CODES": codes}, f"{short}_{codes}"
+                yield f"tell_{ending}", triton_lanes._tell, constants | {"PARTS": 1024}, {"parts": "i32"}, 4
+                yield f"hear_{ending}", triton_lanes._hear, constants, {}, 4
+        for low, wide in ((0, False), (5, False), (12, True)):
+            beside = picks | {"LOW": low, "WIDE": wide}
+            yield f"round_{low}", triton_values._round, beside | {"RANKS": triton_values.MOST_RANKS}, {}, 4
+            for narrow in (False, True):
+                types = {"largest": "fp32", "grad": "*fp16" if narrow else "*fp32"}
+                constants = beside | {"NARROW": narrow, "SCALED": narrow, "EPS": 1e-8}
+                yield f"settle_{low}_{narrow}", triton_values._settle, constants, types, 4
     if "begin" in what:
         constants = tile | {"MOST": 1.0, "MARGIN": 0.05, "WINDOW": 64}
         for known in (False, True):

@@ -42,16 +42,21 @@ def walk(
     scaled: bool,
     device: str = "cpu",
     count: int = 3,
-    decay: float = 1.0,
+    memory: ls.Memory = PARTS["memory"],
 ) -> list[list[Tensor]]:
-    """Everything that a few steps leave behind, one of them void; ranks agree on half of what is large."""
-    parts = PARTS | {"memory": ls.Residual(decay)}
+    """Everything that a few steps leave behind, one of them void; ranks agree on half of what is large.
+
+    Squares of gradients are exact in float32, and so is a second beta of ``1 - 2**-i`` and what it leaves, however
+    torch rounds products and sums.
+    """
+    parts = PARTS | {"memory": memory}
     states, left = groups(n, numel, density, dtype, device, parts["memory"]), []
     scale = torch.full((), 1024.0, device=device) if scaled else None
     for step in range(count):
         generator = torch.Generator().manual_seed(step)
         common = 3 * torch.randn(numel, generator=generator)
         grads = [(common + torch.randn(numel, generator=generator)).to(dtype) for _ in range(n)]
+        grads = [(grad * 256).round() / 256 for grad in grads]
         if step == VOID:
             grads[n - 1][numel // 2] = float("inf")
         grads = [grad.to(device, copy=True) for grad in grads]
@@ -68,8 +73,11 @@ def walk(
             for before, (after, _, void) in zip(states, done, strict=True)
         ]
         for grad, state, (_, statistics, _) in zip(grads, states, done, strict=True):
-            left.append([grad, state.memory.residual.now.clone(), *state.selector, state.counts, state.union])
+            vectors = [*memory.vectors(state.memory).values(), *memory.counters(state.memory).values()]
+            left.append([grad, *(x.clone() for x in vectors), *state.selector, state.counts, state.union])
             if step != VOID:  # what is picked in a step that counts for nothing is anybody's choice
                 left.append([statistics.indices, statistics.union, statistics.counts])
                 left.append([torch.tensor(statistics.bytes_sent)])
+                divisor, indices = memory.divisor(state.memory), statistics.indices
+                left.append([] if divisor is None else [divisor[indices[indices < numel]]])
     return left

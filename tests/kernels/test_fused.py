@@ -17,7 +17,7 @@ from lightning_sparse.collective import drive
 from lightning_sparse.core import Context
 from lightning_sparse.pipeline import commit_group, exchange_group
 from tests.kernels.fused_steps import PARTS, groups, walk
-from tests.kernels.interpreted import in_triton, interpret
+from tests.kernels.interpreted import ExactRoots, in_triton, interpret
 from tests.kernels.test_no_host_sync import no_waiting
 from tests.mirror import Mirror
 from tests.static_path import static_path
@@ -26,33 +26,49 @@ interpret()
 
 pytestmark = pytest.mark.usefixtures("silent")
 
-from lightning_sparse.kernels import triton_dense, triton_lanes, triton_need, triton_select, triton_union  # noqa: E402
+from lightning_sparse.kernels import (  # noqa: E402
+    triton_dense,
+    triton_lanes,
+    triton_need,
+    triton_second,
+    triton_select,
+    triton_union,
+    triton_values,
+)
 
-KERNELS: list[ModuleType] = [triton_dense, triton_lanes, triton_need, triton_select, triton_union]
+KERNELS: list[ModuleType] = [
+    triton_dense, triton_lanes, triton_need, triton_second, triton_select, triton_union, triton_values,
+]  # fmt: skip
 thorough = pytest.mark.thorough
+RESIDUAL, ADAM = ls.Residual(), ls.SecondMoment(1 - 2**-10)
 
 
 @pytest.mark.parametrize(
-    ("n", "numel", "density", "dtype", "scaled", "decay"),
+    ("n", "numel", "density", "dtype", "scaled", "memory"),
     [
-        (2, 900, 0.05, torch.float32, False, 1.0),
-        (2, 400, 0.05, torch.bfloat16, False, 0.9),
-        pytest.param(3, 2600, 0.05, torch.float32, False, 0.7, marks=thorough),
-        pytest.param(2, 1000, 0.004, torch.float16, True, 1.0, marks=thorough),  # coordinates travel as they are
-        pytest.param(5, 4000, 0.3, torch.float32, True, 1.0, marks=thorough),
+        (2, 900, 0.05, torch.float32, False, RESIDUAL),
+        (2, 400, 0.05, torch.bfloat16, False, ls.Residual(0.9)),
+        pytest.param(3, 2600, 0.05, torch.float32, False, ls.Residual(0.7), marks=thorough),
+        pytest.param(2, 1000, 0.004, torch.float16, True, RESIDUAL, marks=thorough),  # coordinates travel as they are
+        pytest.param(5, 4000, 0.3, torch.float32, True, RESIDUAL, marks=thorough),
         pytest.param(
-            2, 66_000, 0.01, torch.float32, False, 1.0, marks=[thorough, pytest.mark.timeout(900)]
+            2, 66_000, 0.01, torch.float32, False, RESIDUAL, marks=[thorough, pytest.mark.timeout(900)]
         ),  # two blocks
+        (2, 300, 0.05, torch.bfloat16, False, ADAM),
+        pytest.param(5, 2600, 0.05, torch.float32, False, ls.SecondMoment(1 - 2**-4, 0.1), marks=thorough),
+        pytest.param(2, 1000, 0.004, torch.float16, True, ADAM, marks=thorough),
+        pytest.param(17, 300, 0.3, torch.float32, True, ls.SecondMoment(0.0), marks=thorough),  # in 32 bits
+        pytest.param(2, 66_000, 0.01, torch.float32, False, ADAM, marks=[thorough, pytest.mark.timeout(900)]),
     ],
 )
 def test_the_whole_step_equals_that_of_torch(
-    n: int, numel: int, density: float, dtype: torch.dtype, scaled: bool, decay: float
+    n: int, numel: int, density: float, dtype: torch.dtype, scaled: bool, memory: ls.Memory
 ) -> None:
-    with static_path():
-        expected = walk(n, numel, density, dtype, scaled, decay=decay)
+    with static_path(), ExactRoots():
+        expected = walk(n, numel, density, dtype, scaled, memory=memory)
     with in_triton() as chosen, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused, "_rehearse", lambda *_: None)  # it has a test of its own
-        found = walk(n, numel, density, dtype, scaled, decay=decay)
+        found = walk(n, numel, density, dtype, scaled, memory=memory)
         assert chosen.trouble is None
         assert {what[0] for what in chosen._tried if isinstance(what, tuple)} >= {dtype}
     for ours, theirs in zip(found, expected, strict=True):
@@ -61,24 +77,35 @@ def test_the_whole_step_equals_that_of_torch(
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("trouble", ["compiler", "difference", pytest.param(None, marks=thorough)])
+@pytest.mark.parametrize(
+    ("trouble", "memory"),
+    [
+        ("compiler", ADAM),
+        ("difference", RESIDUAL),
+        *(pytest.param(None, memory, marks=thorough) for memory in (RESIDUAL, ls.SecondMoment())),
+    ],
+)
 def test_where_kernels_do_not_work_training_goes_on_in_torch(
-    trouble: str | None, monkeypatch: pytest.MonkeyPatch
+    trouble: str | None, memory: ls.Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with in_triton() as chosen:
+    with in_triton() as chosen, ExactRoots():
         if trouble == "compiler":
             monkeypatch.setattr(triton_select, "launch", lambda *_, **__: 1 / 0)
         elif trouble == "difference":
-            settle = triton_lanes.settle_
+            settle = triton_values.settle_
 
             def wrong(acc: Tensor, *others: Any) -> Tensor:
                 values = settle(acc, *others)
                 acc[5] += 1
                 return values
 
-            monkeypatch.setattr(triton_lanes, "settle_", wrong)
-        [state] = groups(2, 300, 0.1, torch.float32)[:1]
-        served = {**PARTS, "plain": lambda *a, **k: exchange_group(*a, **k, exchange=PARTS["exchange"], kernels=False)}
+            monkeypatch.setattr(triton_values, "settle_", wrong)
+        [state] = groups(2, 300, 0.1, torch.float32, memory=memory)[:1]
+        served = {
+            **PARTS,
+            "memory": memory,
+            "plain": lambda *a, **k: exchange_group(*a, **k, exchange=PARTS["exchange"], kernels=False),
+        }
         grad, ctx = torch.ones(300), Context(0, 0.1, 0, 2)
         if trouble is None:
             assert fused.serves(grad, state, ctx, **served)
@@ -95,7 +122,7 @@ def test_what_the_kernels_do_not_serve_is_left_to_torch() -> None:
         patch.setattr(fused, "_rehearse", lambda *_: None)
 
         def serves(n: int = 2, density: float = 0.1, dtype: torch.dtype = torch.float32, **others: Any) -> bool:
-            [state] = groups(n, 300, density, dtype)[:1]
+            [state] = groups(n, 300, density, dtype, memory=others.get("memory", RESIDUAL))[:1]
             ctx = Context(0, density, 0, n)
             return fused.serves(torch.ones(300, dtype=dtype), state, ctx, **{**PARTS, **others}, plain=exchange_group)
 
@@ -103,7 +130,10 @@ def test_what_the_kernels_do_not_serve_is_left_to_torch() -> None:
         assert serves(dtype=torch.bfloat16)
         assert not serves(n=1)
         assert not serves(n=600)
-        assert not serves(density=1.0)
+        assert serves(memory=ADAM)
+        assert serves(n=40, memory=ADAM)
+        assert not serves(n=600, memory=ADAM)
+        assert not serves(memory=ls.ClipByNorm(1.0, ADAM))
         assert not serves(dtype=torch.float64)
         assert not serves(sparsifier=ls.SharedTopK())
         assert not serves(exchange=ls.EXCHANGES.resolve("reduce_union"))
@@ -141,21 +171,23 @@ class Launch(NamedTuple):
 
         Of lists of candidates, half is counted: to that the bound is steered.
         """
+        weighed, codes = self.constants.get("WEIGHED", False), self.constants.get("LOW", 0) > 0
         tensors = [x for arg in self.args for x in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(x, Tensor)]
         total = float(sum(x.nbytes for x in {id(x): x for x in tensors}.values() if x.numel() < numel))
-        if self.name == "_form":
-            total += 16 * numel
-        lists = self.args[4:6] if self.name == "_collect" else self.args[1:3]
+        total += {"_form": 16, "_weigh": 24}.get(self.name, 0) * numel
+        lists = self.args[6:8] if self.name == "_collect" else self.args[3:5]
         if self.name in ("_collect", "_count_digits", "_count_picks", "_write_picks"):
             total -= sum(x.nbytes for x in lists) / 2
         if self.name == "_count_digits" and self.constants["SEARCH"] == 0 and self.constants["DIGIT"] < 3:
             total -= lists[0].nbytes / 2  # where candidates lie does not matter yet
         if self.name == "_collect":
-            total += SECTOR * lists[0].numel() / 2
+            total += (1 + weighed) * SECTOR * lists[0].numel() / 2
+        if self.name == "_write_picks" and weighed:
+            total += SECTOR * self.args[8].numel()
         if self.name in ("_tell", "_round"):
-            total += SECTOR * self.args[1].numel()
+            total += (1 + (codes or self.constants.get("CODES", False))) * SECTOR * self.args[2].numel()
         if self.name == "_settle":  # acc is read and written
-            total += 3 * SECTOR * self.args[2].numel()
+            total += (3 + codes) * SECTOR * self.args[2].numel()
         return total
 
 
@@ -177,19 +209,28 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
 
 @pytest.mark.parametrize("density", [0.01, 0.001])
 @pytest.mark.parametrize("n", [2, 8, 64])
-def test_a_step_takes_20_launches_and_24_bytes_a_coordinate(n: int, density: float, launched: list[Launch]) -> None:
-    numel = 25_000_000
-    [state] = groups(n, numel, density, torch.float32, "meta")[:1]
+@pytest.mark.parametrize("memory", [RESIDUAL, ADAM], ids=["residual", "second moment"])
+def test_launches_and_bytes_stay_within_their_budget(
+    n: int, density: float, memory: ls.Memory, launched: list[Launch]
+) -> None:
+    numel, parts = 25_000_000, PARTS | {"memory": memory}
+    [state] = groups(n, numel, density, torch.float32, "meta", memory)[:1]
     for step in range(2):
         grad, ctx = torch.empty(numel, device="meta"), Context(step, density, 0, n)
         launched.clear()
         with no_waiting(), Counted() as counted:
-            after, _, void = drive(exchange_group(grad, state, ctx, **PARTS), Mirror(0, n))
+            after, _, void = drive(exchange_group(grad, state, ctx, **parts), Mirror(0, n))
             exchanged = len(launched)
-            state = commit_group(state, after, void, PARTS["memory"])
+            state = commit_group(state, after, void, memory)
     assert exchanged == 18
-    # When all groups have run, a flag decides whether to copy, and which numbers count.
-    assert [launch.name for launch in launched[18:]] == ["_copy_if", "_choose"]
-    assert counted.names == ["clone", "mul_"]  # the network's
+    network = ["clone", "mul_"]
     moved = sum(launch.bytes_moved(numel) for launch in launched) / numel
-    assert 16 < moved <= {0.01: 24, 0.001: 19}[density]
+    # When all groups have run, a flag decides whether to copy, and which numbers count.
+    if memory is RESIDUAL:
+        assert [launch.name for launch in launched[18:]] == ["_copy_if", "_choose"]
+        assert counted.names == network
+        assert 16 < moved <= {0.01: 24, 0.001: 19}[density]
+    else:
+        assert [launch.name for launch in launched[18:]] == ["_copy_if", "_copy_if", "_choose"]
+        assert counted.names == ["add", "pow", *network, "bitwise_not", "add"]  # of single numbers
+        assert 24 < moved <= {0.01: 34, 0.001: 27}[density]

@@ -1,4 +1,4 @@
-"""The default's step in Triton on a GPU, against the one in torch on the same GPU, bit for bit."""
+"""The default's step, and steps of Adam, in Triton on a GPU, against those in torch on the same GPU, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+import lightning_sparse as ls
+from lightning_sparse.kernels import adam
+from lightning_sparse.kernels.adam import Moved, Step, Steps
 from lightning_sparse.kernels.on_cuda import on_cuda
 from tests.kernels.fused_steps import walk
 
@@ -17,17 +20,41 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("memory", [ls.Residual(), ls.SecondMoment(1 - 2**-10)], ids=["residual", "second moment"])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
     ("n", "numel", "density"),
-    [(2, 5003, 0.05), (3, 70_001, 0.001), (3, 3_000_017, 0.01), (8, 1_000_000, 0.3)],
+    [(2, 5003, 0.05), (3, 70_001, 0.001), (3, 3_000_017, 0.01), (8, 1_000_000, 0.3), (20, 50_003, 0.1)],
 )
-def test_the_step_equals_that_of_torch(n: int, numel: int, density: float, scaled: bool) -> None:
-    found = walk(n, numel, density, torch.float32, scaled, "cuda", count=4)
+def test_the_step_equals_that_of_torch(n: int, numel: int, density: float, scaled: bool, memory: ls.Memory) -> None:
+    found = walk(n, numel, density, torch.float32, scaled, "cuda", count=4, memory=memory)
     assert on_cuda.trouble is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_cuda, "trouble", "compared with torch")
-        expected = walk(n, numel, density, torch.float32, scaled, "cuda", count=4)
+        expected = walk(n, numel, density, torch.float32, scaled, "cuda", count=4, memory=memory)
     for ours, theirs in zip(found, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["numbers", "on the device", "scaled", "skipped"])
+def test_steps_of_adam_equal_those_of_torch(where: str, dtype: torch.dtype) -> None:
+    one = torch.ones((), device="cuda")
+    by = {
+        "numbers": Step(0.3, 0.96),
+        "on the device": Step(0.3 * one, 0.96 * one),
+        "scaled": Step(0.3, 1.0, 7 * one, 0 * one),
+        "skipped": Step(0.3, 0.96, 7 * one, one),
+    }[where]
+    moved = []
+    for numel in (1, 5003, 300_001, 1 << 20):
+        p, g, d = torch.randn(3, numel, device="cuda")
+        moved.append(Moved(p.to(dtype), g.where(g > 1, 0.0).to(dtype), d.abs() + 1e-8))
+    expected = [x._replace(parameter=x.parameter.clone()) for x in moved]
+    adam._in_torch(expected, by)
+    steps = Steps()
+    steps.take_(moved, by)
+    assert on_cuda.trouble is None and steps._tables
+    for found, other in zip(moved, expected, strict=True):
+        assert torch.equal(found.parameter, other.parameter)

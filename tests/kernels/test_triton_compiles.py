@@ -13,8 +13,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
-PLAIN = ["form"]
-EVERYTHING = ["form", "form_bf16", "look", "flags", "select", "union", "lanes", "begin", "sums"]
+PLAIN = ["form", "weigh"]
+EVERYTHING = [*PLAIN, "form_bf16", "second", "adam", "look", "flags", "select", "union", "lanes", "begin", "sums"]
 
 
 def compiled(what: list[str]) -> dict[str, dict[str, Any]]:
@@ -39,5 +39,9 @@ def test_kernels_are_compiled_for_hopper(what: list[str]) -> None:
             assert not numbers["fused"], f"{name} rounds a product and a sum together"
         if name.startswith("form"):  # gradient and residual, accumulator and gradient
             assert min(numbers["wide_loads"], numbers["wide_stores"]) >= 3, f"{name}: {numbers}"
-        if name.startswith(("look", "parts")):
+        if name.startswith("weigh"):  # gradient, residual, second moment; accumulator, second moment, gradient
+            assert min(numbers["wide_loads"], numbers["wide_stores"]) >= 5, f"{name}: {numbers}"
+        if name in ("moments", "scores"):
+            assert numbers["wide_stores"] >= 2, f"{name}: {numbers}"
+        if name.startswith(("look", "parts", "moments", "scores", "adam")):
             assert numbers["wide_loads"] >= 2, f"{name}: {numbers}"

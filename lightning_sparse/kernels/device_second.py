@@ -1,0 +1,100 @@
+"""What :class:`~lightning_sparse.SecondMoment` forms of a gradient on a device: by Triton, or by operations of torch.
+
+:mod:`~lightning_sparse.fused` needs neither: it forms both in one pass, and stores no scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.kernels.on_cuda import on_cuda
+
+MOST_NUMEL = (1 << 31) - (1 << 13)
+"""Longest vector: indices of a tile behind the end must fit into 31 bits."""
+FEW = 4099
+"""Values on which kernels are tried."""
+
+
+def form_(acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tensor, beta2: float) -> None:
+    """``acc = residual + g`` and ``second = beta2 now + (1 - beta2) g^2``, at most the largest number.
+
+    Args:
+        acc: (numel,) float32 or float64, overwritten.
+        second: the same.
+        residual: the same, not written to.
+        now: the same.
+        grad: (numel,) of the same dtype, or bfloat16 or float16.
+        beta2: decay.
+    """
+
+    def attempt() -> None:
+        given = _few(acc.device).to(grad.dtype)
+        old, squares, out = given.float() / 3, given.float().square(), acc.new_empty((4, FEW))
+        _form_in_triton(out[0], out[1], old, squares, given, beta2)
+        _form_in_torch(out[2], out[3], old, squares, given, beta2)
+        torch.testing.assert_close(out[:2], out[2:], rtol=1e-6, atol=0)
+
+    works = _takes((form_, grad.dtype, acc.device), attempt, acc, second, residual, now, grad)
+    (_form_in_triton if works else _form_in_torch)(acc, second, residual, now, grad, beta2)
+
+
+def score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, longest: float) -> None:
+    """``score = acc / sqrt(max(sqrt(second) + eps sqrt(1 - power), |acc| / longest))``.
+
+    Args:
+        score: (numel,) float32 or float64, overwritten.
+        acc: the same, not written to.
+        second: the same.
+        power: () float64 ``beta2^t``.
+        eps: Adam's.
+        longest: largest quotient of an average and its divisor.
+    """
+
+    def attempt() -> None:
+        x, out = _few(acc.device), acc.new_empty((2, FEW))
+        _score_in_triton(out[0], x, x.square() / 7, torch.full_like(power, 0.5), eps, longest)
+        _score_in_torch(out[1], x, x.square() / 7, torch.full_like(power, 0.5), eps, longest)
+        torch.testing.assert_close(out[0], out[1], rtol=1e-6, atol=0)
+
+    works = _takes((score_, eps, acc.device), attempt, score, acc, second)
+    (_score_in_triton if works else _score_in_torch)(score, acc, second, power, eps, longest)
+
+
+def _takes(what: object, attempt: Callable[[], None], *vectors: Tensor) -> bool:
+    """Whether kernels take vectors, of which the first one is no gradient."""
+    first, numel = vectors[0], vectors[0].numel()
+    fits = first.dtype == torch.float32 and vectors[-1].dtype != torch.float64 and 0 < numel <= MOST_NUMEL
+    return fits and on_cuda.takes(first) and all(map(Tensor.is_contiguous, vectors)) and on_cuda.tried(what, attempt)
+
+
+def _few(device: torch.device) -> Tensor:
+    places = torch.arange(FEW, device=device)
+    return ((1 + places * 1103 % FEW) * (1 - 2 * (places % 2))).float() / 512
+
+
+def _form_in_triton(acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tensor, beta2: float) -> None:
+    from lightning_sparse.kernels import triton_second
+
+    triton_second.form_(acc, second, residual, now, grad, beta2)
+
+
+def _form_in_torch(acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tensor, beta2: float) -> None:
+    given = grad.to(acc.dtype)
+    torch.add(given, residual, out=acc)
+    torch.mul(now, beta2, out=second).addcmul_(given, given, value=1 - beta2)
+    second.clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow where gradients do not
+
+
+def _score_in_triton(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, longest: float) -> None:
+    from lightning_sparse.kernels import triton_second
+
+    triton_second.score_(score, acc, second, power, eps, longest)
+
+
+def _score_in_torch(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, longest: float) -> None:
+    root = second.sqrt().add_(eps * (1 - power).sqrt())
+    root = torch.maximum(root, acc.abs().mul_(1 / longest), out=root).sqrt_()
+    torch.div(acc, root, out=score)
