@@ -34,7 +34,8 @@ SPARSIFIERS = ["union_topk", "shared_topk", "topk", "micro", "exdyna", "dgc"]
 
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
     for name in SPARSIFIERS:
-        yield Check(f"graph of two steps, {name}", partial(capture, name, device))
+        yield Check(f"graph of two steps, {name}", partial(capture, name, ls.Residual(), device))
+    yield Check("graph of two steps, union_topk with Adam", partial(capture, "union_topk", ls.SecondMoment(), device))
     with one_rank(device):
         for options in ({}, {"grouping": "model"}):
             yield Check(f"compiled model, {options or 'defaults'}", partial(compile_model, options, device))
@@ -43,8 +44,8 @@ def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
 class TwoSteps:
     """Two steps of a group whose state is always in the same memory."""
 
-    def __init__(self, name: str, device: torch.device, numel: int) -> None:
-        self.sparsifier, self.memory = ls.SPARSIFIERS.resolve(name), ls.Residual()
+    def __init__(self, name: str, memory: ls.Memory, device: torch.device, numel: int) -> None:
+        self.sparsifier, self.memory = ls.SPARSIFIERS.resolve(name), memory
         self.exchange = ls.EXCHANGES.resolve(self.sparsifier.exchange)
         self.ctx = Context(step=1, density=0.01, rank=1, world_size=RANKS)
         self.state = init_group(numel, torch.float32, device, self.ctx, memory=self.memory, sparsifier=self.sparsifier)
@@ -65,9 +66,9 @@ class TwoSteps:
         for kept, new in zip(self.small(self.state), self.small(found), strict=True):
             kept.copy_(new)
 
-    @staticmethod
-    def small(state: GroupState) -> list[Tensor]:
-        return list(tensors_in((state.selector, state.counts, state.union)))
+    def small(self, state: GroupState) -> list[Tensor]:
+        counters = tuple(self.memory.counters(state.memory).values())
+        return list(tensors_in((state.selector, state.counts, state.union, counters)))
 
     def outcome(self) -> list[Tensor]:
         return [self.grad, self.memory.residual(self.state.memory), *self.small(self.state)]
@@ -88,11 +89,11 @@ def captured(steps: Callable[[], None], device: torch.device) -> Callable[[], No
     return graph.replay
 
 
-def capture(name: str, device: torch.device) -> Numbers:
+def capture(name: str, memory: ls.Memory, device: torch.device) -> Numbers:
     """Replays do what the steps do."""
     with static_path():
         numel = NUMEL[device.type]
-        eager, steps = (TwoSteps(name, device, numel) for _ in range(2))
+        eager, steps = (TwoSteps(name, memory, device, numel) for _ in range(2))
         replay = captured(steps, device)
         if device.type == "cuda":
             eager()  # as the stream above; capturing itself computes nothing

@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 
 from lightning_sparse import kernels
-from lightning_sparse.kernels import static
+from lightning_sparse.kernels import device_second, static
+from lightning_sparse.kernels.adam import Moved, Step, Steps
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require
 from tests.gpu.machine import copy_rate, require_memory
 from tests.gpu.timing import seconds_of
@@ -36,6 +37,27 @@ class Pass(NamedTuple):
 def accumulate(device: torch.device, numel: int) -> Callable[[], Any]:
     acc, residual, grad = (torch.ones(numel, device=device) for _ in range(3))
     return lambda: kernels.accumulate_(acc, residual, [grad], 1.0, None)
+
+
+def form(device: torch.device, numel: int) -> Callable[[], Any]:
+    acc, second, residual, now, grad = (torch.ones(numel, device=device) for _ in range(5))
+    return lambda: device_second.form_(acc, second, residual, now, grad, 0.999)
+
+
+def score(device: torch.device, numel: int) -> Callable[[], Any]:
+    out, acc, second = (torch.ones(numel, device=device) for _ in range(3))
+    power = torch.full((), 0.5, dtype=torch.float64, device=device)
+    return lambda: device_second.score_(out, acc, second, power, 1e-8, 400.0)
+
+
+def step_of_adam(device: torch.device, numel: int) -> Callable[[], Any]:
+    """Of 64 parameters, where averages have arrived at one coordinate in 100."""
+    divisor, grad = torch.ones(numel, device=device), torch.zeros(numel, device=device)
+    grad[::100] = 1.0
+    parameters = torch.ones(numel, device=device).tensor_split(64)
+    moved = [Moved(*x) for x in zip(parameters, grad.tensor_split(64), divisor.tensor_split(64), strict=True)]
+    steps = Steps()
+    return lambda: steps.take_(moved, Step(1e-3, 0.9999))
 
 
 def look_at(compute: Callable[[torch.Tensor, int], Any], device: torch.device, numel: int) -> Callable[[], Any]:
@@ -71,6 +93,9 @@ def above(x: torch.Tensor, k: int) -> Any:
 
 PASSES = {
     "accumulate_": Pass(12, 12, accumulate),
+    "form_": Pass(20, 28, form),
+    "score_": Pass(12, 16, score),
+    "step of Adam": Pass(12, 24, step_of_adam),
     "all_finite": Pass(4, 8, partial(look_at, lambda x, k: kernels.all_finite(x))),
     "top_k in one go": Pass(4, 24, partial(look_at, by_cells(1 << 62))),
     "top_k by cells": Pass(4, 16, partial(look_at, by_cells(1))),

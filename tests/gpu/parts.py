@@ -62,7 +62,9 @@ PARTS = [
         75,
         (
             ("local step union_topk 25M 0.01", "times the floor"),
+            ("local step union_topk with Adam 25M 0.01", "times the floor"),
             ("launches union_topk", "launches"),
+            ("launches union_topk with Adam", "launches"),
             ("transformer, DDP", "ms"),
             ("transformer, bucket groups", "ms"),
         ),

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
+from lightning_sparse.kernels.on_cuda import on_cuda
 from tests.gpu.checks import Numbers, require
 from tests.gpu.one_training import Training, close, train
 
@@ -41,6 +43,19 @@ def adam_trains_in_half_precision(device: str) -> Numbers:
             training.engine.skip_void(training.optimizer)
 
     return _in_half_precision(device, give_up, optimizer=partial(torch.optim.AdamW, lr=0.01, fused=True))
+
+
+def adam_trains_alike_with_and_without_kernels(device: str) -> Numbers:
+    """AdamW with the default sparsifier: kernels in Triton, and operations of torch. Second moments may differ in their
+    last bits, and picks that hang on these.
+    """
+    results = []
+    for trouble in (on_cuda.trouble, "compared with torch"):
+        with mock.patch.object(on_cuda, "trouble", trouble):
+            adam = partial(torch.optim.AdamW, lr=0.01, fused=True)
+            results.append(train(device, {"density": 0.05}, dtype=torch.float32, steps=10, optimizer=adam))
+    close(*results, rtol=1e-2)
+    return {"bit for bit": torch.equal(results[0][1], results[1][1])}
 
 
 def _in_half_precision(

@@ -16,6 +16,8 @@ from lightning_sparse.core import Context
 from lightning_sparse.pipeline import init_group, reduce_group
 from tests.contract.cases import MEMORIES, PAIR_NAMES, PAIRS, Case, fit
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, sweep
+from tests.gpu.one_training import Training
+from tests.gpu.processes import one_rank
 from tests.mirror import Mirror
 
 NUMEL, RANKS = 10_007, 4
@@ -30,6 +32,30 @@ def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
                 f"all pairs, {memory!r}, {str(dtype).removeprefix('torch.')}",
                 partial(look, device, clock, pairs, memory, dtype),
             )
+    for fused in (False, True):
+        yield Check(f"steps of AdamW, fused={fused}", partial(steps_of_adam, device, fused))
+
+
+def steps_of_adam(device: torch.device, fused: bool) -> None:
+    """The optimizer's step behind an exchange, of parameters that are sparsified and of dense ones."""
+    with one_rank(device):
+        training = Training(
+            str(device), {"density": 0.05}, dtype=torch.float32, optimizer=partial(torch.optim.AdamW, fused=fused)
+        )
+        for step in range(4):
+            training.optimizer.zero_grad()
+            training.ddp(training.batch()).square().mean().backward()
+            training.engine.skip_void(training.optimizer)
+            before = training.parameters()
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")  # the first ones may load kernels
+            try:
+                training.optimizer.step()
+            finally:
+                if device.type == "cuda":
+                    torch.cuda.set_sync_debug_mode("default")
+            require(not torch.equal(training.parameters(), before), "the step moved nothing")
+        training.end([])
 
 
 def notice(device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 A local step is one rank's work on a group, from the gradient to the average, among ranks that all hold the same: what
 travels is answered at once. Its floor is one pass that reads gradient and residual and writes both, 16 bytes a
-coordinate in float32, at the rate of a copy on the same machine.
+coordinate in float32, at the rate of a copy on the same machine. With second moments, these are read and written, too.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 import lightning_sparse as ls
 from lightning_sparse.collective import drive
 from lightning_sparse.core import Context
+from lightning_sparse.memory import MEMORIES
 from lightning_sparse.pipeline import init_group, reduce_group
 from tests.gpu.checks import Check, Clock, Numbers, synchronize
 from tests.gpu.machine import copy_rate, require_memory
@@ -32,7 +33,7 @@ from tests.mirror import Mirror
 SIZES = {"cuda": {"25M": 25_000_000, "144M": 144_000_000, "1000M": 1_000_000_000}, "cpu": {"20k": 20_000}}
 SPARSIFIERS = ["union_topk", "shared_topk", "striped_topk", "topk", "exdyna", "micro", "dgc", "sidco_e"]
 RANKS = 4
-FLOOR = 16
+FLOOR = {"residual": 16, "second_moment": 24}
 """Bytes a coordinate."""
 GROUP = {"cuda": 25 * 2**20 // 4, "cpu": 5_000}
 """Coordinates of a group of DDP's usual bucket."""
@@ -40,6 +41,8 @@ GROUP = {"cuda": 25 * 2**20 // 4, "cpu": 5_000}
 TRAININGS: dict[str, dict[str, Any] | None] = {
     "no exchange": None,
     "DDP": None,
+    "DDP, AdamW": None,
+    "bucket groups, AdamW": {},
     "bucket groups": {},
     "25 MiB groups": {"bucket_cap_mb": 25.0},
     "model groups": {"grouping": "model"},
@@ -56,10 +59,16 @@ def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
             for density in (0.01, 0.001):
                 yield Check(
                     f"local step {name} {size} {density}",
-                    partial(time_local_step, name, density, device, numel, rate),
+                    partial(time_local_step, name, "residual", density, device, numel, rate),
                 )
+        for density in (0.01, 0.001):
+            yield Check(
+                f"local step union_topk with Adam {size} {density}",
+                partial(time_local_step, "union_topk", "second_moment", density, device, numel, rate),
+            )
     for name in SPARSIFIERS if device.type == "cuda" else SPARSIFIERS[:2]:
-        yield Check(f"launches {name}", partial(count_launches, name, device))
+        yield Check(f"launches {name}", partial(count_launches, name, "residual", device))
+    yield Check("launches union_topk with Adam", partial(count_launches, "union_topk", "second_moment", device))
     with one_rank(device):
         for name, options in TRAININGS.items():
             yield Check(f"transformer, {name}", partial(time_training, name, options, device))
@@ -75,10 +84,10 @@ def time_topk(device: torch.device, numel: int) -> Numbers:
     return {"ms": round(1e3 * seconds_of(lambda: torch.topk(x, numel // 100, sorted=False), device), 3)}
 
 
-def local_step(name: str, density: float, device: torch.device, numel: int) -> Callable[[], None]:
+def local_step(name: str, kept: str, density: float, device: torch.device, numel: int) -> Callable[[], None]:
     """A function that takes the next step of a group."""
-    require_memory(device, 60 * numel)
-    sparsifier, memory = ls.SPARSIFIERS.resolve(name), ls.Residual()
+    require_memory(device, (60 if kept == "residual" else 80) * numel)
+    sparsifier, memory = ls.SPARSIFIERS.resolve(name), MEMORIES.resolve(kept)
     ctx = Context(step=0, density=density, rank=1, world_size=RANKS)
     state = [init_group(numel, torch.float32, device, ctx, memory=memory, sparsifier=sparsifier)]
     exchange, comm = ls.EXCHANGES.resolve(sparsifier.exchange), Mirror(1, RANKS)
@@ -94,17 +103,19 @@ def local_step(name: str, density: float, device: torch.device, numel: int) -> C
     return take
 
 
-def time_local_step(name: str, density: float, device: torch.device, numel: int, rate: list[float]) -> Numbers:
-    seconds = seconds_of(local_step(name, density, device, numel), device, repeats=7)
+def time_local_step(
+    name: str, kept: str, density: float, device: torch.device, numel: int, rate: list[float]
+) -> Numbers:
+    seconds = seconds_of(local_step(name, kept, density, device, numel), device, repeats=7)
     numbers: Numbers = {"ms": round(1e3 * seconds, 3)}
     if rate:
-        numbers["times the floor"] = round(seconds * rate[0] / (FLOOR * numel), 1)
+        numbers["times the floor"] = round(seconds * rate[0] / (FLOOR[kept] * numel), 1)
     return numbers
 
 
-def count_launches(name: str, device: torch.device) -> Numbers:
+def count_launches(name: str, kept: str, device: torch.device) -> Numbers:
     """Of a group of usual size: milliseconds of the host, kernels and copies that it starts, operations of torch."""
-    take = local_step(name, 0.01, device, GROUP[device.type])
+    take = local_step(name, kept, 0.01, device, GROUP[device.type])
     host = host_seconds_of(take, device)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     with profile(activities=activities) as profiler:
@@ -127,7 +138,13 @@ def time_training(name: str, options: dict[str, Any] | None, device: torch.devic
     model = Transformer() if on_cuda else Transformer(layers=1, width=32, heads=2, words=50, length=9)
     ddp = DistributedDataParallel(model.to(device))
     engine = None if options is None else ls.attach(ddp, **options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=on_cuda)
+    optimizer: torch.optim.Optimizer
+    if name.endswith("AdamW"):
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, fused=on_cuda)
+    else:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=on_cuda)
+    if engine is not None:
+        engine.follow([optimizer])
     tokens = torch.randint(model.words, (8, model.length), device=device)
     times = []
     for _ in range(4 + (15 if on_cuda else 3)):
@@ -138,7 +155,7 @@ def time_training(name: str, options: dict[str, Any] | None, device: torch.devic
                 loss = ddp(tokens)
             loss.backward()
         if engine is not None and options is not None and options.get("nonfinite") != "nan":
-            engine.drop_void(optimizer)
+            engine.skip_void(optimizer)
         optimizer.step()
         optimizer.zero_grad()
         synchronize(device)

@@ -25,7 +25,12 @@ from lightning_sparse.plan import make_plan
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require
 from tests.gpu.models import Branches
 from tests.gpu.one_training import LAYOUTS, TOPK, Training, close, train
-from tests.gpu.precision import adam_trains_in_half_precision, half_precision_trains, steps_of_adam_are_those_of_the_cpu
+from tests.gpu.precision import (
+    adam_trains_alike_with_and_without_kernels,
+    adam_trains_in_half_precision,
+    half_precision_trains,
+    steps_of_adam_are_those_of_the_cpu,
+)
 from tests.gpu.processes import one_rank
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
@@ -248,6 +253,7 @@ JOBS: list[Callable[[str], Numbers | None]] = [
     half_precision_trains,
     steps_of_adam_are_those_of_the_cpu,
     adam_trains_in_half_precision,
+    adam_trains_alike_with_and_without_kernels,
     unused_parameters_keep_their_residual,
     accumulated_gradients_are_exchanged_once,
     groups_change_between_steps,
