@@ -160,8 +160,8 @@ def exchange_group(
         power = memory.power(moments)
         weighed = triton_second.Weighed(second, acc.new_empty(2))
         beside = triton_values.Beside(
-            second, lanes.low, lanes.wide, lanes.parts, (ctx.rank + 0.5) / n, power, moments.longest, moments.divisor,
-            memory.eps,
+            second, lanes.low, lanes.wide, lanes.parts, (ctx.rank + 0.5) / n, power, moments.divisor, memory.eps,
+            LONGEST,
         )  # fmt: skip
         triton_second.weigh_(acc, weighed, residual, now, grad, scale, power, memory.beta2, memory.eps, LONGEST, *noted)
     found = triton_select.pick(acc[:numel], search, scratch.bound, share, slots + room, spare, turn, n, weighed)

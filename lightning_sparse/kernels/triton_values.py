@@ -73,7 +73,7 @@ def _round(
 
 
 @triton.jit
-def _divisor(sum_of_parts, code, value, power, longest, n, most_parts, EPS: tl.constexpr):
+def _divisor(sum_of_parts, code, value, power, shortest, n, most_parts, EPS: tl.constexpr):
     """What an average is divided by, from the mean of second values, see :meth:`.SecondMoment._divisor`."""
     top = _top(code)
     part = tl.div_rn(top, (n * most_parts).to(tl.float32))
@@ -82,15 +82,14 @@ def _divisor(sum_of_parts, code, value, power, longest, n, most_parts, EPS: tl.c
     second = tl.where(second > fewest, second, fewest)
     correction = (1.0 - tl.load(power)).to(tl.float32)
     root = tl.sqrt_rn(tl.div_rn(second, correction)) + EPS
-    shortest = tl.div_rn(tl.abs(value), tl.load(longest).to(tl.float32))
-    shortest = tl.where(shortest < 3.4028234663852886e38, shortest, 3.4028234663852886e38)
-    return tl.where((value == value) & (shortest > root), shortest, root)
+    least = tl.abs(value) * shortest
+    return tl.where(least > root, least, root)
 
 
 @triton.jit(do_not_specialize=["slots", "n", "numel", "most_parts"])
 def _settle(
-    acc, grad, indices, words, lanes, units, trouble, scale, values, void, codes, power, longest, divisor,
-    slots, n, numel, most_parts, largest,
+    acc, grad, indices, words, lanes, units, trouble, scale, values, void, codes, power, divisor,
+    slots, n, numel, most_parts, shortest, largest,
     LOW: tl.constexpr, WIDE: tl.constexpr, EPS: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr,
     PICKS: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +116,7 @@ def _settle(
     tl.store(values + slot, value, mask=inside)
     if LOW > 0:
         code = tl.load(codes + slot, mask=inside, other=0)
-        tl.store(divisor + place, _divisor(below, code, value, power, longest, n, most_parts, EPS), mask=live)
+        tl.store(divisor + place, _divisor(below, code, value, power, shortest, n, most_parts, EPS), mask=live)
     lane = tl.load(lanes + slot, mask=inside, other=0).to(tl.float32)
     left = tl.load(acc + place, mask=live, other=0.0)
     left = tl.where(lane != 0, left - lane * unit, left)
@@ -148,11 +147,11 @@ class Beside(NamedTuple):
     """Added before second values are rounded down, in [0, 1); each rank has its own."""
     power: Tensor
     """() float64 ``beta2^t``."""
-    longest: Tensor
-    """() float64 largest quotient of an average and its divisor."""
     divisor: Tensor
     """(numel + 1,) float32, written to where averages arrive."""
     eps: float
+    longest: float
+    """Largest quotient of an average and its divisor."""
 
 
 class Rounded(NamedTuple):
@@ -225,13 +224,13 @@ def settle_(
         (u,) float32 averages without the scale.
     """
     slots, values = indices.numel(), acc.new_empty(indices.numel())
-    adam = (trouble, trouble, trouble, acc) if beside is None else (codes, beside.power, beside.longest, beside.divisor)
-    low, wide, parts, eps = (
-        (0, False, 0, 0.0) if beside is None else (beside.low, beside.wide, beside.parts, beside.eps)
-    )
+    adam = (trouble, trouble, acc) if beside is None else (codes, beside.power, beside.divisor)
+    low, wide, parts, eps, longest = (0, False, 0, 0.0, 1.0)
+    if beside is not None:
+        low, wide, parts, eps, longest = beside.low, beside.wide, beside.parts, beside.eps, beside.longest
     launch(
         _settle, -(-slots // PICKS), acc, grad, indices, total, rounded.lanes, rounded.units, trouble,
-        trouble if scale is None else scale, values, void, *adam, slots, n, acc.numel() - 1, parts,
+        trouble if scale is None else scale, values, void, *adam, slots, n, acc.numel() - 1, parts, 1 / longest,
         torch.finfo(grad.dtype).max, LOW=low, WIDE=wide, EPS=eps, SCALED=scale is not None,
         NARROW=grad.dtype != acc.dtype, PICKS=PICKS, warps=4,
     )  # fmt: skip

@@ -29,8 +29,6 @@ class SecondMomentState(CountedState):
     divisor: Tensor
     """(numel + 1,) ``sqrt(v) + eps`` where the latest averages arrived, at other coordinates older ones or 1. Not
     remembered: it belongs to the averages in the gradients."""
-    longest: Tensor
-    """() float64 :data:`LONGEST`, on the device."""
 
 
 LONGEST = 100.0
@@ -107,8 +105,8 @@ class SecondMoment(CountedFeedback):
         """Five vectors of ``numel + 1`` slots."""
         residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
         divisor = torch.ones(numel + 1, device=device, dtype=dtype)
-        steps, longest = (torch.full((), x, device=device, dtype=torch.float64) for x in (0.0, LONGEST))
-        return SecondMomentState(residual, steps, second, divisor, longest)
+        steps = torch.zeros((), device=device, dtype=torch.float64)
+        return SecondMomentState(residual, steps, second, divisor)
 
     def accumulate_(self, state: SecondMomentState, grad: Gradient, ctx: Context) -> Tensor:
         """``acc = residual + grad``, and the next second moment."""
@@ -143,7 +141,7 @@ class SecondMoment(CountedFeedback):
         """As :class:`Residual`; note what the averages are to be divided by."""
         super().settle_(state, update, rounding)
         assert update.second is not None, "an exchange that does not carry second values"
-        divisor = self._divisor(update.second, self._correction(state), update.values, state.longest)
+        divisor = self._divisor(update.second, self._correction(state), update.values)
         if update.indices is None:
             state.divisor[: divisor.numel()].copy_(divisor)
         else:
@@ -157,7 +155,7 @@ class SecondMoment(CountedFeedback):
         """By the mean of what the ranks remember."""
         correction = 1 - torch.pow(self.beta2, state.steps.clamp(min=1))
         second = mean(state.second.now[:-1])
-        state.divisor[:-1].copy_(self._divisor(second, correction, average, state.longest))
+        state.divisor[:-1].copy_(self._divisor(second, correction, average))
 
     def complete_(self, state: SecondMomentState, span: slice, names: Collection[str]) -> None:
         """A residual without a second moment counts as one gradient of its size, so that steps start short."""
@@ -178,10 +176,10 @@ class SecondMoment(CountedFeedback):
         correction: Tensor = 1 - self.power(state)
         return correction
 
-    def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, longest: Tensor) -> Tensor:
+    def _divisor(self, second: Tensor, correction: Tensor, average: Tensor) -> Tensor:
         """By what averages are divided, from means of second moments at the same coordinates."""
         root = (second / correction.to(second.dtype)).sqrt_().add_(self.eps)
-        shortest = average.abs().to(root.dtype) / longest.to(root.dtype)
+        shortest = average.abs().to(root.dtype).mul_(1 / LONGEST)
         # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.
         return torch.maximum(root.nan_to_num_(nan=1.0, posinf=math.inf), shortest.nan_to_num_(nan=0.0))
 
