@@ -5,6 +5,9 @@ n simulated ranks in one process, on the code that trains. Ways to step:
 - `dense`: torch's AdamW on the mean gradient.
 - `second_moment`: what `sparse_ddp` does with AdamW, see `lightning_sparse.SecondMoment`.
 - `residual`: torch's AdamW behind plain error feedback; `residual_beta0` the same without a first moment.
+- `adam_correction`: Adam's directions formed on each rank before the exchange, see `lightning_sparse.AdamCorrection`.
+- `sgd`: momentum SGD on the mean gradient; `sgd_residual` behind plain error feedback, as `sparse_ddp` has it;
+  `sgd_score` the same, selected by the score of `SecondMoment`. Rates are multiples of 0.05.
 
 Parameters with fewer than 2 dimensions stay dense, as in the strategies. A seed decides initial parameters and batches.
 Warm-up over a tenth of the steps, at most 50, and cosine to a tenth, AdamW(0.9, beta2), decoupled weight decay 0.1.
@@ -18,6 +21,8 @@ Every finished training is a line of JSON in `--out`; the same command again doe
 
     OMP_NUM_THREADS=1 python benchmarks/adam.py --task gpt --train_files=[train.tokens] --valid_file valid.tokens
     OMP_NUM_THREADS=1 python benchmarks/adam.py --task cnn --train_files=[train.npz] --valid_file test.npz
+    OMP_NUM_THREADS=1 python benchmarks/adam.py --task cnn --ways=[sgd,sgd_residual,sgd_score] \
+        --train_files=[train.npz] --valid_file test.npz
     python benchmarks/adam.py --table true
 """
 
@@ -47,6 +52,12 @@ WORDS = {"gpt": 4096, "lstm": 2000}
 LENGTH = {"gpt": 64, "lstm": 16}
 RATE = {"gpt": 1e-3, "lstm": 3e-3, "cnn": 1e-3}
 BATCH = {"gpt": 8, "lstm": 8, "cnn": 16}
+SGD_RATE = 0.05
+DENSE = ("dense", "sgd")
+
+Way = Literal[
+    "dense", "second_moment", "residual", "residual_beta0", "adam_correction", "sgd", "sgd_residual", "sgd_score"
+]
 
 
 class Block(nn.Module):
@@ -190,12 +201,15 @@ def train(run: Run, data: Data) -> dict[str, float]:
     torch.manual_seed(run.seed)
     model = {"gpt": GPT, "lstm": LSTM, "cnn": cnn}[run.task]()
     parameters = list(model.parameters())
-    sparse = [p for p in parameters if p.dim() > 1] if run.way != "dense" else []
+    sparse = [p for p in parameters if p.dim() > 1] if run.way not in DENSE else []
     dense = [p for p in parameters if all(p is not other for other in sparse)]
     beta1 = 0.0 if run.way == "residual_beta0" else 0.9
     settings: dict[str, Any] = {"lr": 1.0, "betas": (beta1, run.beta2), "weight_decay": 0.1}
-    takes_steps = run.way == "second_moment"
-    optimizer = torch.optim.AdamW(dense if takes_steps else parameters, **settings)
+    takes_steps = run.way in ("second_moment", "adam_correction")
+    stepped = dense if takes_steps else parameters
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(stepped, **settings)
+    if run.way.startswith("sgd"):
+        optimizer = torch.optim.SGD(stepped, lr=1.0, momentum=0.9, weight_decay=5e-4)
     generator = torch.Generator().manual_seed(run.seed + 1)
     losses: list[float] = []
     sent = begin = 0.0
@@ -219,9 +233,15 @@ def train(run: Run, data: Data) -> dict[str, float]:
     def rate_at(step: int) -> float:
         warm = min(50, run.steps // 10)
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * step / run.steps))
-        return RATE[run.task] * run.rate * min(1.0, (step + 1) / warm) * cosine
+        full = SGD_RATE if run.way.startswith("sgd") else RATE[run.task]
+        return full * run.rate * min(1.0, (step + 1) / warm) * cosine
 
-    memory = ls.SecondMoment(run.beta2) if takes_steps else ls.Residual()
+    memories = {
+        "second_moment": ls.SecondMoment(run.beta2),
+        "sgd_score": ls.SecondMoment(run.beta2),
+        "adam_correction": ls.AdamCorrection(beta2=run.beta2),
+    }
+    memory = memories.get(run.way, ls.Residual())
     traces = ls.simulate(gradients(), sparsifier="union_topk", density=run.given_density, memory=memory)
     begin = time.perf_counter()
     for trace in traces:
@@ -232,12 +252,13 @@ def train(run: Run, data: Data) -> dict[str, float]:
             parameter.grad = mean
         parts = trace.update.split([p.numel() for p in sparse]) if sparse else ()
         if takes_steps:
-            assert trace.divisor is not None
-            divisors = trace.divisor.split([p.numel() for p in sparse])
+            longer, update = 1.0, trace.update
+            if run.way == "second_moment":
+                assert trace.divisor is not None
+                longer, update = math.sqrt(run.ranks), trace.update / trace.divisor
             with torch.no_grad():
-                for parameter, part, divisor in zip(sparse, parts, divisors, strict=True):
-                    step = (part / divisor).view_as(parameter)
-                    parameter.mul_(1 - rate * 0.1).sub_(step, alpha=rate * math.sqrt(run.ranks))
+                for parameter, part in zip(sparse, update.split([p.numel() for p in sparse]), strict=True):
+                    parameter.mul_(1 - rate * 0.1).sub_(part.view_as(parameter), alpha=rate * longer)
         else:
             for parameter, part in zip(sparse, parts, strict=True):
                 parameter.grad = part.view_as(parameter)
@@ -268,7 +289,7 @@ def main(
     task: Literal["gpt", "lstm", "cnn"] = "gpt",
     train_files: list[Path] | None = None,
     valid_file: Path | None = None,
-    ways: list[Literal["dense", "second_moment", "residual", "residual_beta0"]] | None = None,
+    ways: list[Way] | None = None,
     ranks: list[int] | None = None,
     densities: list[float] | None = None,
     rates: list[float] | None = None,
@@ -285,7 +306,7 @@ def main(
         task: a small GPT or LSTM on text, or a convolutional network on images.
         train_files: text, maybe compressed with xz, or arrays of numpy: images in 4 dimensions, labels in 1.
         valid_file: of the same kind, not trained on.
-        ways: to step; None: all but ``residual_beta0``.
+        ways: to step; None: dense, second_moment and residual.
         ranks: numbers of simulated ranks; None: 4.
         densities: of the exchange; None: 0.01.
         rates: in multiples of the user's; None: 1.
@@ -310,7 +331,7 @@ def main(
             for seed in seeds or [0]
             for rate in rates or [1.0]
             for way in ways or ["dense", "second_moment", "residual"]
-            for density in ([1.0] if way == "dense" else densities or [0.01])
+            for density in ([1.0] if way in DENSE else densities or [0.01])
             for given in [density * multiple if way == "second_moment" else density]
         ]
         for run in dict.fromkeys(wanted):
@@ -354,7 +375,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             for other, found in results.items()
             if Run(*other)._replace(rate=0, way="", density=0, given_density=0)
             == run._replace(rate=0, way="", density=0, given_density=0)
-            and Run(*other).way == "dense"
+            and Run(*other).way == ("sgd" if run.way.startswith("sgd") else "dense")
         }
         mean = fmean(values)
         ratios = [
