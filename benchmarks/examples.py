@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -50,8 +51,15 @@ EXAMPLES = {
 }
 
 
-def train(example: Example, density: float, seed: int, options: list[str]) -> dict[str, float]:
+def train(example: Example, density: float, seed: int, options: list[str], kept: Path | None) -> dict[str, float]:
     """The last validation's result, and megabytes that a rank has sent.
+
+    Args:
+        example: what is trained.
+        density: 1 is dense training.
+        seed: of parameters and order.
+        options: further ones of the example.
+        kept: folder that `metrics.csv` and `hparams.yaml` are copied to, for `lightning-sparse report`.
 
     Raises:
         CalledProcessError: the training failed.
@@ -62,8 +70,13 @@ def train(example: Example, density: float, seed: int, options: list[str]) -> di
     command += [f"--trainer.strategy.density={density}", f"--seed_everything={seed}", *example.options, *options]
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(command, cwd=folder, check=True)
-        with (Path(folder) / "lightning_logs" / "version_0" / "metrics.csv").open(newline="") as file:
+        log = Path(folder) / "lightning_logs" / "version_0"
+        with (log / "metrics.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
+        if kept is not None:
+            kept.mkdir(parents=True, exist_ok=True)
+            for name in ("metrics.csv", "hparams.yaml"):
+                shutil.copy(log / name, kept)
 
     def last(name: str) -> float:
         return [float(row[name]) for row in rows if row[name]][-1]
@@ -80,6 +93,7 @@ def main(
     base: Path | None = None,
     options: list[str] | None = None,
     out: Path = Path("examples.jsonl"),
+    logs: Path | None = None,
     table: bool = False,
 ) -> None:
     """Train what is missing, and print all that there is.
@@ -93,6 +107,7 @@ def main(
         base: what LoRA starts from, a checkpoint of `examples/gpt_wikitext2.py` in bytes.
         options: further ones of the examples, such as --fast.
         out: where results are kept, a line each.
+        logs: folder for the curves of each training, such as `gpt_0.01_seed0`.
         table: only print.
     """
     known = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
@@ -106,7 +121,8 @@ def main(
                     continue
                 option, path = given[name]
                 own = [] if path is None else [f"--{option}={path.resolve()}"]
-                found = train(EXAMPLES[name], density, seed, own + (options or []))
+                kept = logs and logs / f"{name}_{density:g}_seed{seed}"
+                found = train(EXAMPLES[name], density, seed, own + (options or []), kept)
                 row: dict[str, Any] = {"run": [name, density, seed], **found}
                 known.append(row)
                 with out.open("a") as file:

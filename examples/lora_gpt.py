@@ -66,6 +66,8 @@ class FineTunedGPT(GPT):
     def __init__(self, base: Path | None = None, rank: int = 8, alpha: float = 16.0, lr: float = 2e-3) -> None:
         settings = {"vocabulary": 256, "length": 128}
         if base is not None:
+            if not base.exists():
+                raise SystemExit(f"There is no checkpoint {base}. This file says at its top how to train one.")
             checkpoint = torch.load(base, map_location="cpu", weights_only=True)
             settings |= {name: checkpoint["hyper_parameters"][name] for name in ("width", "heads", "layers", *settings)}
         super().__init__(**settings, lr=lr, weight_decay=0.0)

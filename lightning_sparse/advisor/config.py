@@ -60,7 +60,9 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        raise ValueError(f"Expected config to be a file, but got {path}: {error.strerror}.") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"Expected config to be in YAML, but {path}: {_line(error)}.") from error
     sections = given.get("fit", given) if isinstance(given, dict) else None
     if not isinstance(sections, dict) or not isinstance(sections.get("trainer") or {}, dict):
@@ -89,7 +91,9 @@ def _read(sections: dict[str, Any], model: str | None, data: str | None, folder:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # classes are often in the folder that the command is called in
     model_class, data_class = _class(model, "--model"), _class(data, "--data")
-    command_line = importlib.import_module(f"{_package(model_class, sections)}.cli").LightningCLI
+    package = _package(model_class, sections)
+    command_line = importlib.import_module(f"{package}.cli").LightningCLI
+    misfit = importlib.import_module(f"{package}.utilities.exceptions").MisconfigurationException
 
     class Reader(command_line):  # type: ignore[misc, valid-type]
         def parse_arguments(self, parser: Any, _: Any) -> None:
@@ -110,7 +114,7 @@ def _read(sections: dict[str, Any], model: str | None, data: str | None, folder:
             parser_kwargs={"exit_on_error": False},
             run=False,
         )
-    except ArgumentError as error:
+    except (ArgumentError, misfit) as error:
         raise ValueError(f"Expected a configuration that LightningCLI accepts, but: {_line(error)}") from error
 
 

@@ -17,12 +17,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparse.console import Table
+from lightning_sparse.console import LOGGER, Table
 from lightning_sparse.report.catalog import DENSE_MB, DENSITY
 from lightning_sparse.report.wandb_file import read_wandb_file
 
 Points = Iterable[tuple[float, str, float]]
 """Steps, names and values, in any order."""
+
+
+class NothingLoggedError(ValueError):
+    """A run's files are there and hold no numbers."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(
+            f"Expected numbers in {file}, but nothing was logged there: the run has not come to its first logging step "
+            "(log_every_n_steps of the Trainer), or ended before it."
+        )
 
 
 class Series(NamedTuple):
@@ -98,13 +108,14 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path], names: Sequence[str] | None = None) -> list[Run]:
-    """Read the runs that some files or folders hold.
+    """Read the runs that some files or folders hold; of several, those that logged nothing are named and left out.
 
     Args:
         paths: of runs: folders of ``CSVLogger`` (``metrics.csv``), of W&B offline runs (``offline-run-*``) or of
             TensorBoard events, the files in them, or folders above several ones. Where a folder above holds several
             kinds, those of the first of these kinds are taken: loggers beside each other log the same run.
-        names: of the runs, in the order in which they are found; None: what distinguishes their paths.
+        names: of the runs that logged something, in the order in which they are found; None: what distinguishes their
+            paths.
 
     Raises:
         ValueError: where there is no run, its files are broken, names are too few or not distinct, or a package is
@@ -116,11 +127,21 @@ def read_runs(paths: Sequence[Path], names: Sequence[str] | None = None) -> list
         ...
         ValueError: Expected a run in no_such_folder, but there is no such file or folder.
     """
-    files = list(dict.fromkeys(found for path in paths for found in _files(path)))
+    runs, empty = [], []
+    for file in dict.fromkeys(found for path in paths for found in _files(path)):
+        try:
+            runs.append(_read(file))
+        except NothingLoggedError as error:
+            empty.append(error)
+    if not runs:
+        raise empty[0]
+    for why in empty:
+        LOGGER.warning("A run is left out. %s", why)
+    files = [run.path for run in runs]
     if names is not None and (len(names) != len(files) or len(set(names)) < len(names)):
         listed = ", ".join(str(file) for file in files)
         raise ValueError(f"Expected {len(files)} different names, for {listed}, but got {', '.join(names)}.")
-    return [_read(file, name) for file, name in zip(files, names or _distinct(files), strict=True)]
+    return [replace(run, name=name) for run, name in zip(runs, names or _distinct(files), strict=True)]
 
 
 def _files(path: Path) -> list[Path]:
@@ -135,7 +156,10 @@ def _files(path: Path) -> list[Path]:
         for pattern in READERS:
             if files := sorted(found(path, pattern)):
                 return files
-    raise ValueError(f"Expected a run in {path}, but found none of {', '.join(READERS)} there or below.")
+    raise ValueError(
+        f"Expected a run in {path}, but found none of {', '.join(READERS)} there or below: "
+        "name a folder that a CSVLogger, an offline WandbLogger or a TensorBoardLogger has written."
+    )
 
 
 def _distinct(files: Sequence[Path]) -> list[str]:
@@ -151,11 +175,10 @@ def _distinct(files: Sequence[Path]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name}/{f.name}" for name, f in zip(names, files, strict=True)]
 
 
-def _read(file: Path, name: str) -> Run:
-    read = next(reader for pattern, reader in READERS.items() if file.match(pattern))
-    run = replace(read(file), name=name)
+def _read(file: Path) -> Run:
+    run = next(reader for pattern, reader in READERS.items() if file.match(pattern))(file)
     if not run.series:
-        raise ValueError(f"Expected numbers in {file}, but nothing was logged there.")
+        raise NothingLoggedError(file)
     return run
 
 
@@ -179,7 +202,7 @@ def read_csv(file: Path) -> Run:
     if header and "step" not in header:
         raise ValueError(f"Expected {file} to have a column step, but its columns are: {', '.join(header)}.")
     if not lines:
-        raise ValueError(f"Expected {file} to have a complete row of numbers, but it has none.")
+        raise NothingLoggedError(file)
     place = header.index("step")
 
     def points() -> Iterator[tuple[float, str, float]]:

@@ -328,6 +328,19 @@ def test_bad_settings_are_refused_before_anything_is_trained(settings: dict[str,
     assert module._trainer is None
 
 
+class Missing(Numbers):
+    def prepare_data(self) -> None:
+        raise SystemExit("There is no data.")
+
+
+@pytest.mark.usefixtures("alone")
+def test_data_that_is_missing_is_said_before_other_ranks_are_started() -> None:
+    module = Untouched()
+    with pytest.raises(SystemExit, match=r"There is no data\."):
+        ls.advise(module, datamodule=Missing(), **ONE | {"trainer": {"accelerator": "cpu", "devices": 2}})
+    assert module._trainer is None
+
+
 @pytest.mark.parametrize("thing", [nn.Linear(2, 1), None, Toy, "module"])
 def test_only_modules_of_lightning_are_profiled(thing: Any) -> None:
     with pytest.raises(ValueError, match=f"Expected a LightningModule, but got {type(thing).__name__}"):

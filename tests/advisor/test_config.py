@@ -215,7 +215,7 @@ def test_settings_of_strategies() -> None:
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
-    (None, {}, "Expected config to be in YAML, but .*No such file"),
+    (None, {}, "Expected config to be a file, but got .*config.yaml: No such file or directory"),
     ("a: [1\n", {}, "Expected config to be in YAML, but .*config.yaml: while parsing"),
     (b"\xff\xfe\x80", {}, "Expected config to be in YAML, but .*config.yaml: 'utf-8' codec"),
     ("- 1\n- 2\n", {}, "Expected config to be a LightningCLI configuration with sections, but .*config.yaml is not"),
@@ -235,6 +235,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ({"model": {}}, {"model": "Toy"}, "Expected --model to be an import path such as package.module.Class"),
     ({"model": {}}, {"model": "tests.advisor.toys.Tyo"}, "Expected --model to be an import path .*'Tyo'"),
     ({"model": {}}, {"model": "nowhere.Toy"}, "Expected --model to be an import path .*'nowhere'"),
+    ({"model": {}}, {"model": "torch.nn.Linear"}, "LightningCLI accepts, but: .*subclass of: .*LightningModule"),
     ({"model": TOY}, {"data": "nowhere.Data"}, "Expected --data to be an import path .*'nowhere'"),
 ]
 

@@ -64,11 +64,11 @@ def test_a_step_that_was_logged_twice_counts_once(tmp_path: Path) -> None:
 
 
 BROKEN = {
-    "": "to have a complete row of numbers, but it has none.",
-    "step,lo": "to have a complete row of numbers, but it has none.",
-    "step,loss\n0,1.": "to have a complete row of numbers, but it has none.",
+    "": "but nothing was logged there: the run has not come to its first logging step (log_every_n_steps",
+    "step,lo": "but nothing was logged there",
+    "step,loss\n0,1.": "but nothing was logged there",
     "epoch,loss\n0,1\n": "to have a column step, but its columns are: epoch, loss.",
-    "step,loss\n0,\n": "but nothing was logged there.",
+    "step,loss\n0,\n": "but nothing was logged there",
     "step,loss\n0,1\n1,abc\n2,3\n": "but line 3 has 'abc' under 'loss' at step '1'.",
     "step,loss\n0,1\n1\n2,3\n": "Expected 2 cells in line 3 of",
     "step,loss\n\xff": "to be a readable text file, but got: ",
@@ -82,6 +82,19 @@ def test_a_broken_log_is_one_sentence(tmp_path: Path, text: str) -> None:
         read_runs([tmp_path])
     assert BROKEN[text] in str(error.value)
     assert str(tmp_path / "metrics.csv") in str(error.value)
+
+
+def test_of_several_runs_those_that_logged_nothing_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "c"):
+        write_csv(tmp_path / name, rows(30))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "metrics.csv").touch()
+    assert [run.name for run in read_runs([tmp_path])] == ["a", "c"]
+    [note] = caplog.messages
+    assert note.startswith(f"A run is left out. Expected numbers in {tmp_path / 'b' / 'metrics.csv'}, but nothing was")
+    assert [run.name for run in read_runs([tmp_path], ["first", "second"])] == ["first", "second"]
 
 
 def test_no_run_is_one_sentence(tmp_path: Path) -> None:
