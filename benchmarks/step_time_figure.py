@@ -15,54 +15,54 @@ from pathlib import Path
 
 from lightning_sparse.style import COLOURS, INK, PALE, panels, save
 
-SPARSE = ("sparse_ddp (UnionTopK, density 0.01)", COLOURS[0], "//")
+SPARSE = ("sparse_ddp, density 0.01", COLOURS[0], "")
+OTHERS = "#8C8C8C"
 VARIANTS = {
     "dense": ("plain DDP", INK, ""),
-    "fp16": ("DDP's fp16 hook", COLOURS[5], "\\\\"),
-    "powersgd 1": ("PowerSGD of rank 1", COLOURS[2], ".."),
+    "fp16": ("DDP's fp16 hook", OTHERS, ""),
+    "powersgd 1": ("PowerSGD, rank 1", OTHERS, ""),
     "sparse 0.01": SPARSE,
     "bucket step": SPARSE,
-    "compute": ("no exchange at all", PALE, ""),
+    "compute": ("no exchange at all", PALE, "//"),
 }
-"""Label, colour and hatch by variant; hatches tell bars apart in grey."""
+"""Name, colour and hatch by variant; names at the bars tell them apart."""
 
 
 def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
-    """A group of bars for each model, link and number of ranks.
+    """A panel for each number of ranks, model and link, with a bar for each variant, from 0 seconds on.
 
     Args:
         rows: with `model`, `mbit`, `ranks`, `parameters`, `variant` and `step_ms`; other variants are left out.
         path: of an SVG or PNG file.
     """
-    groups = sorted({(int(r["ranks"]), int(r["mbit"]), r["model"], int(r["parameters"])) for r in rows})
-    times = {(int(r["ranks"]), int(r["mbit"]), r["model"], r["variant"]): float(r["step_ms"]) for r in rows}
-    drawn = [name for name in VARIANTS if any(row["variant"] == name for row in rows)]
-    figure, [axes] = panels(1, 1, max(8.0, 0.42 * len(drawn) * len(groups)), 3.6)
-    axes.grid(axis="x", visible=False)
-    axes.set_axisbelow(True)
-    width = 0.85 / len(drawn)
-    for place, variant in enumerate(drawn):
-        label, colour, hatch = VARIANTS[variant]
-        known = [
-            (i, times[n, mbit, model, variant])
-            for i, (n, mbit, model, _) in enumerate(groups)
-            if (n, mbit, model, variant) in times
-        ]
-        left = [i + (place - (len(drawn) - 1) / 2) * width for i, _ in known]
-        heights = [ms for _, ms in known]
-        bars = axes.bar(left, heights, width, label=label, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
-        axes.bar_label(bars, [f"{ms / 1e3:.2g} s" for ms in heights], fontsize=8)
-    axes.set(yscale="log", ylabel="step time, ms (log scale)")
-    axes.margins(y=0.25)
-    names = [f"{model.upper()}, {numel / 1e6:.0f} M\n{mbit:,} Mbit/s" for _, mbit, model, numel in groups]
-    ranks = sorted({n for n, *_ in groups})
-    if len(ranks) > 1:
-        names = [f"{name}\n{group[0]} ranks" for name, group in zip(names, groups, strict=True)]
-    axes.set_xticks(range(len(groups)), names)
+    times: dict[tuple[int, int, str, int], dict[str, float]] = {}
+    for r in rows:
+        room = times.setdefault((int(r["ranks"]), int(r["mbit"]), r["model"], int(r["parameters"])), {})
+        room[r["variant"]] = float(r["step_ms"]) / 1e3
+    figure, places = panels(len(times), 5, 2.2, 2.3)
     cores = {row["cores"] for row in rows if row.get("cores")}
-    where = f"on the {cores.pop()} cores of one machine" if len(cores) == 1 else "on one machine"
-    axes.set_title(f"{', '.join(map(str, ranks))} ranks {where}, gloo: medians", fontsize=10)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    where = f"{cores.pop()} cores of one machine" if len(cores) == 1 else "one machine"
+    figure.suptitle(f"Seconds a step: medians, gloo, limited links between ranks on the {where}", fontsize=10)
+    for column, (panel, room) in enumerate(zip(places, sorted(times), strict=True)):
+        ranks, mbit, model, numel = room
+        shown = [name for name in VARIANTS if name in times[room]]
+        for height, name in enumerate(shown):
+            label, colour, hatch = VARIANTS[name]
+            bars = panel.barh(height, times[room][name], color=colour, hatch=hatch, edgecolor="white", linewidth=0)
+            bold = "bold" if label == SPARSE[0] else "normal"
+            panel.bar_label(bars, [f"{times[room][name]:.2g}"], padding=3, fontsize=9, fontweight=bold)
+        names = [VARIANTS[name][0] for name in shown]
+        panel.set_yticks(range(len(shown)), names if column % 5 == 0 else [""] * len(shown), fontsize=9)
+        for tick in panel.get_yticklabels():
+            tick.set_fontweight("bold" if tick.get_text() == SPARSE[0] else "normal")
+        panel.invert_yaxis()
+        panel.margins(x=0.25)
+        panel.grid(visible=False)
+        panel.spines["bottom"].set_visible(False)
+        panel.tick_params(length=0)
+        panel.set_xticks([])
+        link = f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit} Mbit/s"
+        panel.set_title(f"{link}, {ranks} ranks\n{model.upper()}, {numel / 1e6:.0f} million", fontsize=9, loc="left")
     save(figure, path)
 
 

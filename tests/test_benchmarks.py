@@ -189,7 +189,8 @@ def test_figures_of_the_documentation_are_drawn_from_its_tables(tmp_path: Path) 
     benchmark("step_time_figure").main([str(ROOT / "docs/step_time.csv"), str(tmp_path / "step_time.svg")])
     drawn = (tmp_path / "step_time.svg").read_text()
     assert "plain DDP" in drawn
-    assert "7.9 s" in drawn
+    assert "100 Mbit/s, 4 ranks" in drawn
+    assert ">7.9<" in drawn
     with (ROOT / "docs/comparison/judge.csv").open(newline="") as file:
         head, *lines = csv.reader(file)
     some = [line for line in lines if line[0] == "text" and line[3] in ("dense", "topk", "union_topk", "random_k")]
