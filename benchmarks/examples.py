@@ -9,7 +9,9 @@ Every finished training is a line of JSON in `--out`; the same command again doe
     OMP_NUM_THREADS=1 python benchmarks/examples.py --examples [gpt,lstm] --text data/wikitext-2
     OMP_NUM_THREADS=1 python benchmarks/examples.py --examples [resnet] --images data/cifar10 --seeds [0,1,2]
     OMP_NUM_THREADS=1 python benchmarks/examples.py --examples [lora] --base gpt_of_bytes.ckpt
-    python benchmarks/examples.py --table true
+    python benchmarks/examples.py --table true --logs logs --figure docs/examples.svg
+
+`--logs` keeps the curves of each training; `lightning-sparse report logs` draws all of them, `--figure` means of seeds.
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from jsonargparse import CLI
 from rich.console import Console
 from rich.table import Table
+
+from lightning_sparse.report.runs import Run, read_runs
+from lightning_sparse.style import label_ends, look, panels, plain_numbers, save
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -94,6 +100,7 @@ def main(
     options: list[str] | None = None,
     out: Path = Path("examples.jsonl"),
     logs: Path | None = None,
+    figure: Path | None = None,
     table: bool = False,
 ) -> None:
     """Train what is missing, and print all that there is.
@@ -108,8 +115,11 @@ def main(
         options: further ones of the examples, such as --fast.
         out: where results are kept, a line each.
         logs: folder for the curves of each training, such as `gpt_0.01_seed0`.
+        figure: SVG file of all curves in `logs`.
         table: only print.
     """
+    if figure is not None and logs is None:
+        raise SystemExit("Expected --logs with the curves that --figure draws.")
     known = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     done = {tuple(row["run"]) for row in known}
     given = {"gpt": ("data.dir", text), "lstm": ("data.dir", text), "resnet": ("data.dir", images)}
@@ -128,6 +138,41 @@ def main(
                 with out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
     show(known)
+    if figure is not None and logs is not None:
+        draw(read_runs([logs]), figure)
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    """Training loss against steps and against megabytes, a line of panels for each example.
+
+    Args:
+        runs: named as `--logs` names their folders; seeds are averaged, and 5 logged steps.
+        path: of an SVG or PNG file.
+    """
+    found: dict[str, dict[float, list[Run]]] = {}
+    for run in runs:
+        name, density, _ = run.name.rsplit("_", 2)
+        found.setdefault(name, {}).setdefault(float(density), []).append(run)
+    figure, places = panels(2 * len(found), 2, 5.5, 3.2)
+    for (name, densities), (left, right) in zip(
+        found.items(), zip(places[::2], places[1::2], strict=True), strict=True
+    ):
+        for place, (density, seeds) in enumerate(sorted(densities.items(), reverse=True)):
+            steps = seeds[0].series["train/loss"].steps
+            losses = np.mean([run.series["train/loss"].at(steps) for run in seeds], axis=0)
+            sent = np.mean([run.series["sparse/traffic/total_mb"].at(steps) for run in seeds], axis=0)
+            smooth = np.convolve(losses, np.full(5, 0.2), mode="valid")
+            for panel, across in ((left, steps + 1), (right, sent)):
+                label = "dense" if density == 1 else f"{density:g}"
+                panel.plot(across[4:], smooth, label=label, **look(place).line | {"markevery": 6})
+        seeds_of = " ".join(sorted({run.name.rpartition("seed")[2] for one in densities.values() for run in one}))
+        left.set_title(f"{name}: training loss, seeds {seeds_of}", loc="left", fontsize=10)
+        left.set_xlabel("steps")
+        right.set(xscale="log", xlabel="MB sent by a rank")
+        plain_numbers(right.xaxis)
+        for panel in (left, right):
+            label_ends(panel)
+    save(figure, path)
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -185,6 +185,23 @@ def test_a_fallback_is_compared_where_it_takes_no_minutes() -> None:
     assert [spec.fallback for spec in specs(1.0, 1000)].count("dense") == 1
 
 
+def test_curves_of_the_examples_are_means_of_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning_sparse.report.runs import read_runs
+    from tests.report.made_up import rows, write_csv
+
+    examples = benchmark("examples")
+    for density in (1, 0.01):
+        for seed in (0, 1):
+            write_csv(tmp_path / "logs" / f"gpt_{density}_seed{seed}", rows(seed=seed, density=density))
+    examples.draw(read_runs([tmp_path / "logs"]), tmp_path / "curves.svg")
+    drawn = (tmp_path / "curves.svg").read_text()
+    for text in ("gpt: training loss, seeds 0 1", "dense", "0.01", "MB sent by a rank"):
+        assert f">{text}<" in drawn
+    with pytest.raises(SystemExit, match="Expected --logs"):
+        examples.main(table=True, figure=tmp_path / "none.svg")
+    assert not capsys.readouterr().out
+
+
 def test_figures_of_the_documentation_are_drawn_from_its_tables(tmp_path: Path) -> None:
     benchmark("step_time_figure").main([str(ROOT / "docs/step_time.csv"), str(tmp_path / "step_time.svg")])
     drawn = (tmp_path / "step_time.svg").read_text()
