@@ -26,6 +26,7 @@ NEEDED = {
     "plotly": ("plotly", "cli"),
     "sklearn": ("scikit-learn", "cli"),
     "yaml": ("pyyaml", "cli"),
+    "wandb": ("wandb", "dashboard"),
     "wandb_workspaces": ("wandb-workspaces", "dashboard"),
 }
 """Modules that commands need, the packages that they come from, and the extra that has them."""
@@ -297,7 +298,7 @@ def dashboard(
         lightning-sparse dashboard --entity my-team --project my-project
         lightning-sparse dashboard --entity my-team --project my-project --results val/perplexity --publish
     """
-    need("wandb_workspaces")
+    need("wandb", "wandb_workspaces")
     from lightning_sparse.report.dashboard import publish_workspace, workspace, write_specification
 
     with _complaints("dashboard"):

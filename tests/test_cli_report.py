@@ -76,10 +76,11 @@ def test_a_missing_package_of_report_is_named(
         cli.main(["report", "somewhere"])
 
 
-def test_a_missing_package_of_dashboard_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("module", "package"), [("wandb", "wandb"), ("wandb_workspaces", "wandb-workspaces")])
+def test_a_missing_package_of_dashboard_is_named(monkeypatch: pytest.MonkeyPatch, module: str, package: str) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(commands, "find_spec", lambda name: None if name == "wandb_workspaces" else found(name))
-    with pytest.raises(SystemExit, match=r"needs wandb-workspaces\. .*'lightning-sparse\[dashboard\]'"):
+    monkeypatch.setattr(commands, "find_spec", lambda name: None if name == module else found(name) or found("json"))
+    with pytest.raises(SystemExit, match=rf"needs {package}\. .*'lightning-sparse\[dashboard\]'"):
         cli.main(["dashboard", "--entity", "a", "--project", "b"])
 
 
