@@ -267,9 +267,10 @@ def advise(
         options |= OWN_OPTIONS | {"max_steps": warmup + steps + 2, "strategy": strategy}
         profiler = package.Trainer(**options)
         wanted = scenarios(profiler.world_size, ranks, gbit)
-        if datamodule is not None and profiler.is_global_zero:
+        data = train_dataloaders if datamodule is None else datamodule
+        if isinstance(data, package.LightningDataModule) and profiler.is_global_zero:
             # Before other ranks are started: where data is missing, they would hide that under errors of their own.
-            datamodule.prepare_data()
+            data.prepare_data()
         with _put_back(module):
             profiler.fit(module, train_dataloaders, val_dataloaders, datamodule)
         if survey.result is None and path.exists():  # training ran in processes of its own

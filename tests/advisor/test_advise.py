@@ -334,10 +334,11 @@ class Missing(Numbers):
 
 
 @pytest.mark.usefixtures("alone")
-def test_data_that_is_missing_is_said_before_other_ranks_are_started() -> None:
+@pytest.mark.parametrize("name", ["datamodule", "train_dataloaders"])
+def test_data_that_is_missing_is_said_before_other_ranks_are_started(name: str) -> None:
     module = Untouched()
     with pytest.raises(SystemExit, match=r"There is no data\."):
-        ls.advise(module, datamodule=Missing(), **ONE | {"trainer": {"accelerator": "cpu", "devices": 2}})
+        ls.advise(module, **{name: Missing()}, **ONE | {"trainer": {"accelerator": "cpu", "devices": 2}})
     assert module._trainer is None
 
 
