@@ -6,6 +6,8 @@ Importing this package registers the strategy names ``sparse_ddp``, ``sparse_ddp
 file with its name.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from lightning_sparse import exchanges as _exchanges
 from lightning_sparse import memory as _memory
 from lightning_sparse import sparsifiers as _sparsifiers
@@ -19,7 +21,6 @@ from lightning_sparse.exchanges import *  # noqa: F403
 from lightning_sparse.flush import flush
 from lightning_sparse.integrations import packages as _packages  # registers the strategy names
 from lightning_sparse.memory import *  # noqa: F403
-from lightning_sparse.optim import Adam, AdamW
 from lightning_sparse.performance import HiddenDensity, OptimalMerge, TimeBudget
 from lightning_sparse.plan import GROUPINGS, Grouping, MergeBelow, Rules
 from lightning_sparse.reducer import Engine
@@ -47,6 +48,9 @@ else:
         SparseDDPStrategy,
         SparsityMonitor,
     )
+
+if TYPE_CHECKING:
+    from lightning_sparse.adam import Adam, AdamW
 
 __version__ = "0.1.0"
 
@@ -87,3 +91,12 @@ __all__ = [
     "simulate",
 ]
 __all__ += [*_sparsifiers.__all__, *_exchanges.__all__, *_memory.__all__]
+
+
+def __getattr__(name: str) -> Any:
+    """Optimizers, imported when they are used: see :mod:`lightning_sparse.adam`."""
+    if name in ("Adam", "AdamW"):
+        from lightning_sparse import adam
+
+        return getattr(adam, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

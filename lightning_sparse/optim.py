@@ -1,4 +1,4 @@
-"""Adam and AdamW that engines find by themselves, and which optimizers the sparse exchange can step for."""
+"""Which optimizers the sparse exchange can step for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 class Found(Optimizer):
-    """Is found by engines: made, copied or unpickled."""
+    """Is found by engines: made, copied or unpickled. Beside one of torch's, a base of :mod:`lightning_sparse.adam`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -24,47 +24,9 @@ class Found(Optimizer):
         _made.add(self)
 
 
-class Adam(Found, torch.optim.Adam):
-    """``torch.optim.Adam`` that also knows how to step behind a sparse exchange.
-
-    All arguments, parameter groups, states and files are torch's. On one device, in plain DDP, behind a dense exchange
-    and for parameters that stay dense, it *is* torch's. Of parameters that an engine of this package sparsifies, the
-    engine takes the steps, with this optimizer's learning rate, second beta and eps, see
-    :class:`~lightning_sparse.SecondMoment`; no first moment is kept of them.
-
-    Strategies for the Trainer and for Fabric do the same for torch's own classes. With :func:`~lightning_sparse.attach`
-    torch's classes have to be shown to the engine, ``engine.follow([optimizer])``, and these here are found.
-
-    Not served, and left to torch as they are: ``amsgrad``, ``differentiable``, and a ``weight_decay`` of ``Adam``,
-    which is added to gradients.
-
-    Example:
-        >>> import torch, lightning_sparse as ls
-        >>> weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
-        >>> for weight, optimizer in zip(weights, (ls.Adam([weights[0]]), torch.optim.Adam([weights[1]]))):
-        ...     weight.grad = torch.tensor([1.0, -2.0, 3.0])
-        ...     optimizer.step()
-        >>> torch.equal(*weights)
-        True
-    """
-
-
-class AdamW(Found, torch.optim.AdamW):
-    """``torch.optim.AdamW`` that also knows how to step behind a sparse exchange; see :class:`Adam`.
-
-    Its weight decay is decoupled from gradients, and acts on all coordinates at every step.
-
-    Example:
-        >>> import torch, lightning_sparse as ls
-        >>> model = torch.nn.Linear(8, 8)
-        >>> optimizer = ls.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-        >>> isinstance(optimizer, torch.optim.AdamW)
-        True
-    """
-
-
-SERVED = (torch.optim.Adam, torch.optim.AdamW, Adam, AdamW)
-"""Classes whose steps the engine can take; of subclasses nobody knows what their steps are."""
+def is_adam(kind: type[Optimizer]) -> bool:
+    """Whether it is torch's Adam or AdamW, or this package's; of other subclasses nobody knows what their steps are."""
+    return kind in (torch.optim.Adam, torch.optim.AdamW) or Found in kind.__bases__
 
 
 def stepping(optimizer: Optimizer) -> Optimizer:
@@ -116,7 +78,7 @@ def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
         parameters: ids of those that matter.
     """
     kind = type(stepping(optimizer))
-    if kind not in SERVED:
+    if not is_adam(kind):
         return f"{kind.__name__} is none of torch's Adam and AdamW"
     for group in optimizer.param_groups:
         if not any(id(parameter) in parameters for parameter in group["params"]):

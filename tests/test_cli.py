@@ -17,7 +17,7 @@ import pytest
 
 import lightning_sparse as ls
 from tests.forked import forked
-from tests.warm import warm_python
+from tests.warm import forgetting, warm_python
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "train_digits.py"
@@ -281,3 +281,25 @@ def test_the_sweep_gives_the_example_what_it_takes(parse: Any) -> None:
     [made] = trainer.loggers
     assert type(made).__name__ == "WandbLogger"
     assert not made._offline
+
+
+SHORT_NAMES = """
+from jsonargparse import ArgumentParser
+from torch.optim import Optimizer
+import lightning_sparse
+
+for given in ("AdamW", "Adam", "lightning_sparse.AdamW"):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"})
+    print(parser.parse_args([f"--optimizer={given}", "--optimizer.lr=0.1"]).optimizer.class_path)
+"""
+
+
+def test_short_names_of_torchs_optimizers_mean_torchs_where_the_package_is_imported() -> None:
+    pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
+    command = [warm_python(), "-c", forgetting("lightning_sparse") + SHORT_NAMES]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    torchs, adam, ours = found.stdout.split()
+    assert (torchs, adam) == ("torch.optim.AdamW", "torch.optim.Adam")
+    assert ours in ("lightning_sparse.AdamW", "lightning_sparse.adam.AdamW")

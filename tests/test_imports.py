@@ -14,7 +14,7 @@ PACKAGE = Path(lightning_sparse.__file__).parent
 FLOORS = [
     {"candidates"},
     {"checks", "clock", "core", "fields", "messages", "registry", "console", "interrupts", "layout", "optim", "style"},
-    {"gradients", "laws"},
+    {"adam", "gradients", "laws"},
     {"kernels"},
     {"density", "collective"},
     {"memory", "sparsifiers", "exchanges", "plan", "metrics"},

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.optim import SERVED
+from lightning_sparse.optim import is_adam
 from lightning_sparse.reducer.header import check
 
 
@@ -175,7 +175,8 @@ def heeds_found_inf(optimizer: Optimizer) -> bool:
 
     Not SGD with momentum in its first step: it makes the momenta in that step, and would leave them undefined.
     """
-    if type(optimizer) not in (*SERVED, SGD) or not all(group.get("fused") for group in optimizer.param_groups):
+    kind = type(optimizer)
+    if not (kind is SGD or is_adam(kind)) or not all(group.get("fused") for group in optimizer.param_groups):
         return False
     return all(
         group.get("momentum", 0) == 0
