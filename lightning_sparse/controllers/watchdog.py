@@ -18,6 +18,7 @@ from lightning_sparse.controllers.checksum import checksum
 from lightning_sparse.controllers.group_history import GroupHistory
 from lightning_sparse.core import Agreement
 from lightning_sparse.memory.first_moment import first_moment, of_adams_family
+from lightning_sparse.optim import made_for
 from lightning_sparse.reducer import Engine
 from lightning_sparse.reducer.group import GroupReducer
 
@@ -47,6 +48,7 @@ class Watchdog:
         # Weak: groups that are replaced must be free to go at once, with all that they remember.
         self._histories: WeakKeyDictionary[GroupReducer, GroupHistory] = WeakKeyDictionary()
         self._stepped: WeakSet[Optimizer] = WeakSet()
+        self._unheld: set[str] = set()
         self._handle: RemovableHandle | None = None
 
     def before_step(self, engine: Engine) -> None:
@@ -57,7 +59,7 @@ class Watchdog:
             self._check_optimizers(engine)
         if self._is_due(now):
             self._check(engine)
-            if now > 1 or engine.optimizers:  # else others may not have taken their first step
+            if now > 1:
                 self._check_that_all_are_held(engine)
         if self._is_due(now + 1):
             for group in self._sparse_groups(engine):
@@ -82,9 +84,16 @@ class Watchdog:
             self._check_optimizer(optimizer, engine)
 
     def _check_that_all_are_held(self, engine: Engine) -> None:
-        held = engine.held
-        names = [p.name for g in self._selecting(engine) for p in g.plan.parameters if p.name not in held]
-        if held and names:
+        """At two checks in a row: an optimizer that has not been shown may take its first step late."""
+        found = [
+            p.name
+            for group in self._selecting(engine)
+            for p in group.plan.parameters
+            if p.name not in engine.held and p.name not in group.untouched
+            if not made_for({id(engine.parameters[p.name])})
+        ]
+        names, self._unheld = [name for name in found if name in self._unheld], set(found)
+        if engine.held and names:
             self._tell(
                 engine,
                 "unheld",

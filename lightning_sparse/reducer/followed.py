@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from lightning_sparse.console import say
 from lightning_sparse.core import Agreement
-from lightning_sparse.density import Constant
 from lightning_sparse.memory import Adapting, Memory, named_in
 from lightning_sparse.optim import made_for
 from lightning_sparse.reducer.adam_steps import AdamSteps
@@ -63,16 +62,13 @@ class Followed:
         settings = self._reducer.settings
         if not isinstance(self._chosen_memory, Adapting) or not settings.exchange.carries_second:
             return
-        sparsified = {
-            id(self._parameters[name])
-            for group in self._reducer.groups
-            if not group.plan.dense and group.sparsifier.agreement is not Agreement.EVERYTHING
-            for name in group.spans
-        }
-        if not sparsified:  # for a while, maybe
+        groups = [group for group in self._reducer.groups if not group.plan.dense]
+        groups = [group for group in groups if group.sparsifier.agreement is not Agreement.EVERYTHING]
+        if not groups:  # for a while, maybe
             return
+        sparsified = {id(self._parameters[name]) for group in groups if not group.always_whole for name in group.spans}
         memory: Memory = self._chosen_memory
-        if settings.density != Constant(1.0):
+        if sparsified:
             memory = self._chosen_memory.suited(optimizers, sparsified, self._warn_once)
         if memory != settings.memory:
             self._remember_by(memory)
@@ -108,7 +104,9 @@ class Followed:
         self.adam_steps.close()
 
     def _sparse_group(self, name: str) -> GroupReducer | None:
-        return None if self._reducer.direct else self._reducer.group_of.get(name)
+        """The group whose averages are stepped here; torch steps what is always sent as a whole."""
+        group = None if self._reducer.direct else self._reducer.group_of.get(name)
+        return None if group is None or group.always_whole else group
 
     def _warn_once(self, sentence: str) -> None:
         """Tell the user on rank zero, which is one rank also where nobody has told processes their ranks."""

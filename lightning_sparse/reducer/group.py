@@ -41,6 +41,8 @@ class GroupReducer:
         self.spans = plan.offsets()
         schedule = settings.density if plan.density is None else Constant(plan.density)
         self.density = schedule.for_group()
+        self.always_whole = schedule == Constant(1.0)
+        """Whether a density of 1 is all that this group will ever have."""
         # A group that becomes dense must be able to send what it remembers.
         self.memory: Memory = settings.memory.for_dense() if plan.dense and not flush else settings.memory
         self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier

@@ -420,9 +420,9 @@ def test_what_was_sent_in_full_is_not_judged(alone: None) -> None:
     training.engine.close()
 
 
-@pytest.mark.parametrize(("shown", "exchange"), [(True, 2), (False, 6)])
-def test_a_parameter_without_an_optimizer_is_noticed(alone: None, shown: bool, exchange: int) -> None:
-    training = Training(watch=ls.Watch(every=5))
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_parameter_without_an_optimizer_is_noticed(alone: None, shown: bool) -> None:
+    training = Training(watch=ls.Watch(every=3))
     optimizer = torch.optim.SGD([training.model.module.get_parameter(name) for name in "ac"], lr=0.0)
     if shown:
         training.engine.follow([optimizer])
@@ -432,7 +432,26 @@ def test_a_parameter_without_an_optimizer_is_noticed(alone: None, shown: bool, e
         optimizer.step()
     training.engine.close()
     assert "no optimizer holds 'b', which needs gradients" in one_warning([[text for texts in seen for text in texts]])
-    assert len(seen[exchange - 1]) == 1
+    assert len(seen[6]) == 1  # the second time that it is found
+
+
+@pytest.mark.parametrize("why", ["steps late", "found by the engine", "not in the graph"])
+def test_parameters_that_an_optimizer_will_step_or_nobody_uses_are_not_told_of(alone: None, why: str) -> None:
+    ddp = {"find_unused_parameters": True}
+    training = Training(ddp, sparsifier="union_topk", watch=ls.Watch(every=3))
+    a, b, c = (training.model.module.get_parameter(name) for name in "abc")
+    first = torch.optim.SGD([a, c], lr=0.0)
+    kind = ls.AdamW if why == "found by the engine" else torch.optim.SGD
+    second = kind([b], lr=0.0) if why != "not in the graph" else None
+    gradients = noise(dict.fromkeys("ac" if second is None else "abc", 1.0))
+    told = []
+    for step in range(12):
+        told += training.run(1, gradients)
+        first.step()
+        if why == "steps late" and second is not None and step >= 4:
+            second.step()
+    training.engine.close()
+    assert not [text for text in told if "no optimizer holds" in text]
 
 
 def test_none_looks_at_nothing(alone: None) -> None:

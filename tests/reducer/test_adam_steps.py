@@ -247,7 +247,9 @@ def dense_runs(kind: str, options: dict[str, Any], hyper: dict[str, Any]) -> tup
 
 @pytest.mark.parametrize("kind", ["ours", "adam"])
 @pytest.mark.parametrize(
-    "options", [{"density": 1.0}, {"sparsifier": "everything"}, {"dense": ["*"]}], ids=["1", "everything", "dense"]
+    "options",
+    [{"density": 1.0}, {"rules": ls.Rules(densities={"*": 1.0})}, {"sparsifier": "everything"}, {"dense": ["*"]}],
+    ids=["1", "1 by rule", "everything", "dense"],
 )
 def test_behind_a_dense_exchange_it_is_torchs_bit_for_bit(two_ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
     for ours, theirs in two_ranks(dense_runs, kind, options, HYPER):
@@ -557,6 +559,24 @@ def test_two_backwards_before_the_steps_are_two_averages(at_the_end: bool) -> No
     assert not any(optimizer.state for optimizer in optimizers.values())
     norms = [float(layer.weight.detach().norm()) for layer in (pair.first, pair.second)]
     assert norms[0] == pytest.approx(norms[1], rel=0.3)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"density": 0.1, "rules": ls.Rules(densities={"0.weight": 1.0})},
+        {"density": 1.0, "rules": ls.Rules(densities={"2.weight": 0.1})},
+    ],
+)
+def test_what_is_always_sent_as_a_whole_is_stepped_by_torch_and_the_rest_is_not(options: dict[str, Any]) -> None:
+    training = Training(watch=None, **options)
+    for step in range(3):
+        training.step(step)
+    training.engine.close()
+    parameters = dict(training.module.named_parameters())
+    assert "exp_avg" in training.optimizer.state[parameters["0.weight"]]
+    assert parameters["2.weight"] not in training.optimizer.state
 
 
 class Mixed(torch.optim.SGD):
