@@ -100,3 +100,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(adam, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """With the optimizers."""
+    return sorted({*globals(), *__all__})
