@@ -6,8 +6,9 @@ n simulated ranks in one process, on the code that trains. Ways to step:
 - `second_moment`: what `sparse_ddp` does with AdamW, see `lightning_sparse.SecondMoment`.
 - `residual`: torch's AdamW behind plain error feedback; `residual_beta0` the same without a first moment.
 - `adam_correction`: Adam's directions formed on each rank before the exchange, see `lightning_sparse.AdamCorrection`.
-- `sgd`: momentum SGD on the mean gradient; `sgd_residual` behind plain error feedback, as `sparse_ddp` has it;
-  `sgd_score` the same, selected by the score of `SecondMoment`. Rates are multiples of 0.05.
+- `sgd`: momentum SGD on the mean gradient; `sgd_spent` what `sparse_ddp` does with it, see `docs/momentum.md`;
+  `sgd_residual` behind plain error feedback; `sgd_score` the same, selected by the score of `SecondMoment`;
+  `sgd_correction` DGC's momentum correction with factor masking. Rates are multiples of 0.05.
 
 Parameters with fewer than 2 dimensions stay dense, as in the strategies. A seed decides initial parameters and batches.
 Warm-up over a tenth of the steps, at most 50, and cosine to a tenth, AdamW(0.9, beta2), decoupled weight decay 0.1.
@@ -21,7 +22,7 @@ Every finished training is a line of JSON in `--out`; the same command again doe
 
     OMP_NUM_THREADS=1 python benchmarks/adam.py --task gpt --train_files=[train.tokens] --valid_file valid.tokens
     OMP_NUM_THREADS=1 python benchmarks/adam.py --task cnn --train_files=[train.npz] --valid_file test.npz
-    OMP_NUM_THREADS=1 python benchmarks/adam.py --task cnn --ways=[sgd,sgd_residual,sgd_score] \
+    OMP_NUM_THREADS=1 python benchmarks/adam.py --task cnn --ways=[sgd,sgd_spent,sgd_residual] \
         --train_files=[train.npz] --valid_file test.npz
     python benchmarks/adam.py --table true
 """
@@ -47,6 +48,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lightning_sparse as ls
+from lightning_sparse.momentum import Momentum, Stepped, spend_
 
 WORDS = {"gpt": 4096, "lstm": 2000}
 LENGTH = {"gpt": 64, "lstm": 16}
@@ -56,7 +58,16 @@ SGD_RATE = 0.05
 DENSE = ("dense", "sgd")
 
 Way = Literal[
-    "dense", "second_moment", "residual", "residual_beta0", "adam_correction", "sgd", "sgd_residual", "sgd_score"
+    "dense",
+    "second_moment",
+    "residual",
+    "residual_beta0",
+    "adam_correction",
+    "sgd",
+    "sgd_spent",
+    "sgd_residual",
+    "sgd_score",
+    "sgd_correction",
 ]
 
 
@@ -210,6 +221,12 @@ def train(run: Run, data: Data) -> dict[str, float]:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(stepped, **settings)
     if run.way.startswith("sgd"):
         optimizer = torch.optim.SGD(stepped, lr=1.0, momentum=0.9, weight_decay=5e-4)
+    if run.way == "sgd_correction":
+        groups = [
+            {"params": sparse, "momentum": 0.0, "weight_decay": 5e-3},
+            {"params": dense},
+        ]  # decay as far as before
+        optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9, weight_decay=5e-4)
     generator = torch.Generator().manual_seed(run.seed + 1)
     losses: list[float] = []
     sent = begin = 0.0
@@ -240,6 +257,7 @@ def train(run: Run, data: Data) -> dict[str, float]:
         "second_moment": ls.SecondMoment(run.beta2),
         "sgd_score": ls.SecondMoment(run.beta2),
         "adam_correction": ls.AdamCorrection(beta2=run.beta2),
+        "sgd_correction": ls.MomentumCorrection(0.9),
     }
     memory = memories.get(run.way, ls.Residual())
     traces = ls.simulate(gradients(), sparsifier="union_topk", density=run.given_density, memory=memory)
@@ -263,6 +281,12 @@ def train(run: Run, data: Data) -> dict[str, float]:
             for parameter, part in zip(sparse, parts, strict=True):
                 parameter.grad = part.view_as(parameter)
         optimizer.step()
+        if run.way == "sgd_spent":
+            by = Momentum.of(optimizer.param_groups[0])
+            assert by is not None
+            velocities = [optimizer.state[p]["momentum_buffer"] for p in sparse]
+            waited = [Stepped(p, part.view_as(p), v) for p, part, v in zip(sparse, parts, velocities, strict=True)]
+            spend_(waited, by, trace.density)
         sent += float(trace.bytes_sent.mean())
         if not math.isfinite(losses[-1]):
             break

@@ -14,7 +14,7 @@ PACKAGE = Path(lightning_sparse.__file__).parent
 FLOORS = [
     {"candidates"},
     {"checks", "clock", "core", "fields", "messages", "registry", "console", "interrupts", "layout", "optim", "style"},
-    {"adam", "gradients", "laws"},
+    {"adam", "gradients", "laws", "momentum"},
     {"kernels"},
     {"density", "collective"},
     {"memory", "sparsifiers", "exchanges", "plan", "metrics"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
@@ -11,18 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_sparse.kernels.adam import Moved, Step, Steps
 from lightning_sparse.layout import shaped
 from lightning_sparse.optim import refusal, stepping
+from lightning_sparse.reducer.around_steps import AroundSteps
 from lightning_sparse.reducer.group import GroupReducer
 
-_owners: weakref.WeakValueDictionary[int, AdamSteps] = weakref.WeakValueDictionary()
-"""The latest engine of each parameter, by the parameter's id: one that was not closed does not step for a later one."""
 
-
-class AdamSteps:
+class AdamSteps(AroundSteps):
     """Lets averages of :class:`~lightning_sparse.SecondMoment` act, when an optimizer takes its step.
 
     ``p -= lr sqrt(n) grad / divisor``, after decoupled weight decay, where the memory knows a divisor. While the
@@ -42,23 +38,12 @@ class AdamSteps:
         handed_out: Callable[[], Set[str]],
         world_size: int,
     ) -> None:
-        self._names, self._group_of, self._handed_out = names, group_of, handed_out
-        _owners.update(dict.fromkeys(names, self))
+        super().__init__(names)
+        self._group_of, self._handed_out = group_of, handed_out
         self._factor = math.sqrt(world_size)
         self._steps = Steps()
         self._aside: list[tuple[Parameter, Tensor]] = []
         """Gradients that were taken from parameters while an optimizer steps."""
-        this = weakref.ref(self)  # torch keeps hooks for ever
-        self._hooks = [
-            register_optimizer_step_pre_hook(lambda *given: None if (me := this()) is None else me._before(*given)),
-            register_optimizer_step_post_hook(lambda *given: None if (me := this()) is None else me.give_back()),
-        ]
-
-    def close(self) -> None:
-        """Leave optimizers alone."""
-        self.give_back()
-        for hook in self._hooks:
-            hook.remove()
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Whether steps of some of an optimizer's parameters are taken here, also within one that is around it."""
@@ -66,23 +51,9 @@ class AdamSteps:
         served = {key for key in parameters if self._group(key) is not None}
         return bool(served) and refusal(optimizer, served) is None
 
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An optimizer begins a step; the gradients may be formed within it, by a closure."""
-        self.give_back()
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._take(optimizer)
-            return None
-
-        def then_take() -> Any:
-            result = closure()
-            self._take(optimizer)
-            return result
-
-        return (*args[:1], then_take, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
-
     @torch.no_grad()
-    def _take(self, optimizer: Optimizer) -> None:
+    def before(self, optimizer: Optimizer) -> None:
+        """Step, and take the gradients away."""
         if stepping(optimizer) is not optimizer or not self.takes(optimizer):
             return
         names = self._handed_out()
@@ -115,8 +86,8 @@ class AdamSteps:
 
     def _group(self, key: int) -> GroupReducer | None:
         """That of a parameter, given by its id, whose steps are taken here; else None."""
-        name = self._names.get(key)
-        group = None if name is None or _owners.get(key) is not self else self._group_of(name)
+        name = self.name(key)
+        group = None if name is None else self._group_of(name)
         return None if group is None or group.divisor is None else group
 
     def _divisor(self, parameter: Parameter) -> Tensor | None:
@@ -127,8 +98,12 @@ class AdamSteps:
             return None
         return shaped(divisor[group.spans[self._names[id(parameter)]]], parameter)
 
-    def give_back(self) -> None:
-        """The optimizer has finished: parameters have their gradients again."""
+    def after(self) -> None:
+        """Parameters have their gradients again."""
+        self.forget()
+
+    def forget(self) -> None:
+        """As :meth:`after`."""
         for parameter, grad in self._aside:
             if parameter.grad is None:  # else a step has failed, and new gradients are here
                 parameter.grad = grad

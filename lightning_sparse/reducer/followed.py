@@ -13,10 +13,12 @@ from torch.optim import Optimizer
 from lightning_sparse.console import say
 from lightning_sparse.core import Agreement
 from lightning_sparse.memory import Adapting, Memory, named_in
-from lightning_sparse.optim import made_for
+from lightning_sparse.momentum import has_velocities
+from lightning_sparse.optim import made_for, stepping
 from lightning_sparse.reducer.adam_steps import AdamSteps
 from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.group import GroupReducer
+from lightning_sparse.reducer.momentum_steps import MomentumSteps
 from lightning_sparse.reducer.reducer import Reducer
 
 
@@ -39,6 +41,7 @@ class Followed:
         names = {id(p): name for name, p in parameters.items()}
         record = reducer.record
         self.adam_steps = AdamSteps(names, self._sparse_group, lambda: record.waiting, world_size)
+        self._momentum_steps = MomentumSteps(names, self._sparse_group, lambda: record.waiting, self._spends)
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
         """See :meth:`.Engine.follow`."""
@@ -51,6 +54,11 @@ class Followed:
         self.optimizers = chosen
         for optimizer in chosen:
             reducer.record.hold(optimizer)
+        if any(self._spends(stepping(each)) and has_velocities(each, self._sparsified) for each in chosen):
+            self._say_once(
+                "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by "
+                "now (docs/momentum.md). memory='residual' leaves it to the optimizer."
+            )
 
     def find(self) -> None:
         """Where none is followed, those of this package that hold the parameters choose the memory."""
@@ -62,22 +70,36 @@ class Followed:
         settings = self._reducer.settings
         if not isinstance(self._chosen_memory, Adapting) or not settings.exchange.carries_second:
             return
-        groups = [group for group in self._reducer.groups if not group.plan.dense]
-        groups = [group for group in groups if group.sparsifier.agreement is not Agreement.EVERYTHING]
-        if not groups:  # for a while, maybe
+        if not self._sparse_groups:  # for a while, maybe
             return
-        sparsified = {id(self._parameters[name]) for group in groups if not group.always_whole for name in group.spans}
+        sparsified = self._sparsified
         memory: Memory = self._chosen_memory
         if sparsified:
             memory = self._chosen_memory.suited(optimizers, sparsified, self._warn_once)
         if memory != settings.memory:
             self._remember_by(memory)
-            if memory.needs_second and self._rank == 0:
-                say(
+            if memory.needs_second:
+                self._say_once(
                     "Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' "
                     "own gradients and without a first moment, at the optimizer's learning rate (docs/adam.md). "
                     "memory='residual' leaves them to the optimizer."
                 )
+
+    @property
+    def _sparse_groups(self) -> list[GroupReducer]:
+        groups = [group for group in self._reducer.groups if not group.plan.dense]
+        return [group for group in groups if group.sparsifier.agreement is not Agreement.EVERYTHING]
+
+    @property
+    def _sparsified(self) -> set[int]:
+        """Ids of the parameters that are not always sent as a whole."""
+        groups = [group for group in self._sparse_groups if not group.always_whole]
+        return {id(self._parameters[name]) for group in groups for name in group.spans}
+
+    def _spends(self, optimizer: Optimizer) -> bool:
+        """Whether momentum of an optimizer is spent as if averages had not waited."""
+        held = [stepping(each) for each in self.optimizers]
+        return type(self._reducer.settings.memory) is Adapting and any(optimizer is each for each in held)
 
     def suit_state(self, state: Mapping[str, Any]) -> None:
         """Go on with the memory that a state was saved with, where nothing else says which one is meant."""
@@ -102,11 +124,17 @@ class Followed:
     def close(self) -> None:
         """Leave optimizers alone."""
         self.adam_steps.close()
+        self._momentum_steps.close()
 
     def _sparse_group(self, name: str) -> GroupReducer | None:
         """The group whose averages are stepped here; torch steps what is always sent as a whole."""
         group = None if self._reducer.direct else self._reducer.group_of.get(name)
         return None if group is None or group.always_whole else group
+
+    def _say_once(self, sentence: str) -> None:
+        if self._rank == 0 and sentence not in self._told:
+            self._told.add(sentence)
+            say(sentence)
 
     def _warn_once(self, sentence: str) -> None:
         """Tell the user on rank zero, which is one rank also where nobody has told processes their ranks."""

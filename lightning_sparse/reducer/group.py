@@ -82,6 +82,16 @@ class GroupReducer:
         return self.memory.divisor(formed.memory)
 
     @property
+    def share(self) -> float | Tensor | None:
+        """Share of the coordinates that the latest average holds, () where the device knows; None: all, by plan."""
+        if self.statistics is None or not self.statistics.sparse:
+            return None
+        union = self.statistics.union
+        return (
+            union.clamp(min=1) / self.plan.numel if static_shapes(self.device) else max(1, int(union)) / self.plan.numel
+        )
+
+    @property
     def remembers(self) -> bool:
         """Whether anything of earlier gradients is left; waits for the device."""
         return any(bool(vector.any()) for vector in self.memory.vectors(self.state.memory).values())

@@ -1,0 +1,265 @@
+"""Momentum SGD for parameters that are sparsified: on real ranks, against loops in float64 and against torch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from tests.ranks import Ranks
+from tests.reducer.test_adam_steps import Around, batch, loss_of, model, sharded
+
+N, STEPS, DENSITY = 2, 12, 0.1
+HYPER: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.01}
+OPTIONS: dict[str, Any] = {"density": DENSITY, "grouping": "model", "sparsifier": "shared_topk"}
+MADE: dict[str, Any] = {
+    "torch": torch.optim.SGD,
+    "wrapped": lambda parameters, **settings: Around(torch.optim.SGD(parameters, **settings)),
+    "sharded": lambda parameters, **settings: sharded(parameters, torch.optim.SGD, **settings),
+}
+
+
+class Training:
+    def __init__(self, kind: str = "torch", follow: bool = True, hyper: Any = HYPER, **options: Any) -> None:
+        self.module = model()
+        self.ddp = DistributedDataParallel(self.module)
+        self.engine = ls.attach(self.ddp, **{**OPTIONS, **options})
+        self.optimizer = MADE[kind](self.ddp.parameters(), **hyper)
+        if follow:
+            self.engine.follow([self.optimizer])
+        self.rank = dist.get_rank()
+
+    def step(self, number: int, closure: bool = False) -> None:
+        def backward() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = loss_of(self.ddp, number, self.rank)
+            loss.backward()
+            return loss
+
+        if closure:
+            assert self.optimizer.step(backward) is not None
+        else:
+            backward()
+            self.engine.skip_void(self.optimizer)
+            self.optimizer.step()
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.module.parameters()]
+
+
+def reference(hyper: dict[str, Any], spends: bool = True) -> list[Tensor]:
+    """Two ranks in loops, SharedTopK and SGD by hand; the age of every gradient is taken to be uniform."""
+    module = model().double()
+    replicas = [copy.deepcopy(module) for _ in range(N)]
+    parameters = list(module.parameters())
+    sparse = [i for i, p in enumerate(parameters) if p.dim() == 2][::-1]  # groups are in reverse order
+    sizes = [parameters[i].numel() for i in sparse]
+    k = round(DENSITY * sum(sizes))
+    acc = torch.zeros(N, sum(sizes), dtype=torch.float64)
+    velocities = [torch.zeros_like(p) for p in parameters]
+    lr, beta, decay, nesterov = hyper["lr"], hyper["momentum"], hyper["weight_decay"], hyper.get("nesterov", False)
+    for step in range(STEPS):
+        rows, others = [], []
+        for rank, replica in enumerate(replicas):
+            replica.load_state_dict(module.state_dict())
+            replica.zero_grad()
+            (replica(batch(step, rank).double()) - 1).square().mean().backward()
+            grads = [p.grad for p in replica.parameters()]
+            rows.append(torch.cat([grads[i].flatten() for i in sparse]))
+            others.append({i: g for i, g in enumerate(grads) if i not in sparse})
+        acc += torch.stack(rows)
+        union = torch.tensor(sorted({i for row in acc for i in row.abs().topk(k // N).indices.tolist()}))
+        average = torch.zeros(sum(sizes), dtype=torch.float64)
+        average[union] = acc[:, union].mean(0)
+        acc[:, union] = 0
+        waited = sum(sizes) / len(union)
+        left = (1 - beta**waited) / (waited * (1 - beta)) if spends else 1.0
+        averages = dict(zip(sparse, average.split(sizes), strict=True))
+        with torch.no_grad():
+            for i, p in enumerate(parameters):
+                g = averages[i].view_as(p) if i in averages else torch.stack([each[i] for each in others]).mean(0)
+                kept = left if i in averages else 1.0
+                loaded = g + decay * p
+                velocities[i] = beta * velocities[i] + loaded
+                p.sub_(lr * (loaded + beta * velocities[i] if nesterov else velocities[i]))
+                velocities[i] -= (1 - kept) * g
+                p.sub_(lr * (1 - kept) * g * beta ** (2 if nesterov else 1) / (1 - beta))
+    return [p.detach() for p in parameters]
+
+
+def train(kind: str, closure: bool, hyper: dict[str, Any], options: dict[str, Any]) -> list[Tensor]:
+    training = Training(kind, hyper=hyper, **options)
+    for step in range(STEPS):
+        training.step(step, closure)
+    assert all(p.grad is not None for p in training.module.parameters())
+    training.engine.close()
+    return training.weights()
+
+
+@pytest.mark.parametrize(
+    ("kind", "closure", "extra"),
+    [
+        ("torch", False, {}),
+        ("torch", True, {"nesterov": True}),
+        ("wrapped", False, {"fused": True}),
+        ("sharded", True, {}),
+    ],
+)
+def test_the_steps_are_those_of_the_rule(two_ranks: Ranks, kind: str, closure: bool, extra: dict[str, Any]) -> None:
+    expected, left_alone = (reference({**HYPER, **extra}, spends) for spends in (True, False))
+    assert not torch.allclose(expected[0], left_alone[0], rtol=1e-3, atol=1e-4)
+    for weights in two_ranks(train, kind, closure, {**HYPER, **extra}, {}):
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"memory": "residual"}, {"memory": ls.Residual()}])
+def test_a_memory_that_was_chosen_leaves_momentum_to_the_optimizer(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    expected = reference(HYPER, spends=False)
+    for weights in two_ranks(train, "torch", False, HYPER, options):
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+def without_being_shown() -> list[Tensor]:
+    training = Training(follow=False)
+    for step in range(STEPS):
+        training.step(step)
+    training.engine.close()
+    return training.weights()
+
+
+def test_an_engine_that_was_not_shown_the_optimizer_leaves_it_alone(two_ranks: Ranks) -> None:
+    expected = reference(HYPER, spends=False)
+    for weights in two_ranks(without_being_shown):
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+def resumed(at: int) -> tuple[list[Tensor], list[Tensor]]:
+    whole = Training()
+    for step in range(STEPS):
+        whole.step(step)
+        if step + 1 == at:
+            saved = copy.deepcopy((whole.module.state_dict(), whole.optimizer.state_dict(), whole.engine.state_dict()))
+    whole.engine.close()
+    again = Training()
+    again.module.load_state_dict(saved[0])
+    again.optimizer.load_state_dict(saved[1])
+    again.engine.load_state_dict(saved[2])
+    for step in range(at, STEPS):
+        again.step(step)
+    again.engine.close()
+    return whole.weights(), again.weights()
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Ranks) -> None:
+    for whole, again in two_ranks(resumed, 5):
+        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+def two_engines(dense: bool) -> list[Tensor]:
+    """An engine that was not closed must not act beside the one that came after it."""
+    training = Training()
+    if not dense:
+        old, training.ddp = training.ddp, DistributedDataParallel(training.module)
+        forgotten = training.engine
+        training.engine = ls.attach(training.ddp, **OPTIONS)
+        training.engine.follow([training.optimizer])
+    for step in range(STEPS):
+        training.step(step)
+    training.engine.close()
+    if not dense:
+        forgotten.close()
+        del old
+    return training.weights()
+
+
+def test_the_latest_engine_of_a_parameter_acts_alone(two_ranks: Ranks) -> None:
+    for expected, weights in zip(two_ranks(two_engines, True), two_ranks(two_engines, False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
+
+
+def at_full_density(density: Any, attached: bool) -> list[Tensor]:
+    module = model()
+    ddp = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(ddp.parameters(), **HYPER)
+    if attached:
+        engine = ls.attach(ddp, density=density, grouping="model")
+        engine.follow([optimizer])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(ddp, step, dist.get_rank()).backward()
+        optimizer.step()
+    if attached:
+        engine.close()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("density", [1.0, ls.Warmup(1.0, 1.0, steps=10)])
+def test_at_full_density_it_is_ddp_bit_for_bit(two_ranks: Ranks, density: Any) -> None:
+    for expected, weights in zip(
+        two_ranks(at_full_density, density, False), two_ranks(at_full_density, density, True), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(expected, weights, strict=True))
+
+
+def what_is_said(hyper: dict[str, Any], options: dict[str, Any]) -> list[str]:
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_sparse.reducer.followed.say", lines.append)
+        training = Training(hyper=hyper, **options)
+        for _ in range(2):
+            training.engine.follow([training.optimizer])
+        training.step(0)
+        training.engine.close()
+    return lines
+
+
+def test_it_is_said_once_on_rank_zero_where_it_is_done(two_ranks: Ranks) -> None:
+    first, second = two_ranks(what_is_said, HYPER, {})
+    assert len(first) == 1 and "docs/momentum.md" in first[0] and second == []
+    for hyper, options in (
+        ({"lr": 0.1}, {}),
+        (HYPER, {"memory": "residual"}),
+        (HYPER, {"density": 1.0}),
+        (HYPER, {"dense": ["*"]}),
+        (HYPER, {"sparsifier": "everything"}),
+    ):
+        assert two_ranks(what_is_said, hyper, options) == [[], []], (hyper, options)
+
+
+def with_a_scaler(fused: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """A constant loss scale, which fused optimizers take out of the gradients themselves."""
+    found = []
+    for scale in (None, 1024.0):
+        training = Training(hyper={**HYPER, "fused": fused})
+        scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+        if scaler is not None:
+            training.engine.loss_scale = lambda: scaler._scale  # noqa: B023
+        for step in range(STEPS):
+            training.optimizer.zero_grad()
+            loss = loss_of(training.ddp, step, training.rank)
+            if scaler is None:
+                loss.backward()
+                training.optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(training.optimizer)
+                scaler.update()
+        training.engine.close()
+        found.append(training.weights())
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_scale_of_a_loss_is_not_in_it(two_ranks: Ranks, fused: bool) -> None:
+    for plain, scaled in two_ranks(with_a_scaler, fused):
+        for a, b in zip(plain, scaled, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
