@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.optim import stepping
-
 PIECE_BYTES = 1 << 26
 """Of gradients that are worked on at once, where that takes memory."""
 
@@ -81,10 +79,9 @@ class Stepped(NamedTuple):
 
 def has_velocities(optimizer: Optimizer, parameters: Collection[int]) -> bool:
     """Whether an optimizer is ``torch.optim.SGD`` with momentum for some parameters, given by their ids."""
-    inner = stepping(optimizer)
-    return type(inner) is SGD and any(
+    return type(optimizer) is SGD and any(
         Momentum.of(group) is not None and any(id(parameter) in parameters for parameter in group["params"])
-        for group in inner.param_groups
+        for group in optimizer.param_groups
     )
 
 

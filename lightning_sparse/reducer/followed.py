@@ -54,11 +54,8 @@ class Followed:
         self.optimizers = chosen
         for optimizer in chosen:
             reducer.record.hold(optimizer)
-        if any(self._spends(stepping(each)) and has_velocities(each, self._sparsified) for each in chosen):
-            self._say_once(
-                "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by "
-                "now (docs/momentum.md). memory='residual' leaves it to the optimizer."
-            )
+        for optimizer in chosen:
+            self._spends(stepping(optimizer))
 
     def find(self) -> None:
         """Where none is followed, those of this package that hold the parameters choose the memory."""
@@ -97,9 +94,18 @@ class Followed:
         return {id(self._parameters[name]) for group in groups for name in group.spans}
 
     def _spends(self, optimizer: Optimizer) -> bool:
-        """Whether momentum of an optimizer is spent as if averages had not waited."""
-        held = [stepping(each) for each in self.optimizers]
-        return type(self._reducer.settings.memory) is Adapting and any(optimizer is each for each in held)
+        """Whether momentum of an optimizer is spent as if averages had not waited; the user is told once."""
+        if type(self._reducer.settings.memory) is not Adapting:
+            return False
+        if self.optimizers and not any(optimizer is stepping(each) for each in self.optimizers):
+            return False
+        if not has_velocities(optimizer, self._sparsified):
+            return False
+        self._say_once(
+            "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "
+            "(docs/momentum.md). memory='residual' leaves it to the optimizer."
+        )
+        return True
 
     def suit_state(self, state: Mapping[str, Any]) -> None:
         """Go on with the memory that a state was saved with, where nothing else says which one is meant."""

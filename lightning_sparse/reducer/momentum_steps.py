@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.momentum import Momentum, Stepped, has_velocities, spend_
+from lightning_sparse.momentum import Momentum, Stepped, spend_
 from lightning_sparse.reducer.around_steps import AroundSteps
 from lightning_sparse.reducer.group import GroupReducer
 
@@ -24,7 +24,7 @@ class MomentumSteps(AroundSteps):
         names: of parameters, by id.
         group_of: the group of a parameter, by name; None where averages are dense.
         handed_out: names of the parameters that got an average since an optimizer that holds them took a step.
-        serves: whether an optimizer's steps are followed by this.
+        serves: whether this is for an optimizer, which is ``torch.optim.SGD`` then, and none that is around it.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class MomentumSteps(AroundSteps):
 
     def before(self, optimizer: Optimizer) -> None:
         """Note with which averages it steps, and by which settings."""
-        if not self._serves(optimizer) or not has_velocities(optimizer, self._names.keys()):
+        if not self._serves(optimizer):
             return
         skip, handed_out = getattr(optimizer, "found_inf", None), self._handed_out()
         for settings in optimizer.param_groups:

@@ -127,17 +127,21 @@ def test_a_memory_that_was_chosen_leaves_momentum_to_the_optimizer(two_ranks: Ra
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
 
 
-def without_being_shown() -> list[Tensor]:
+def shown_late_or_never(other: bool) -> list[Tensor]:
+    """An engine that was shown no optimizer serves any; one that was shown another one serves that."""
     training = Training(follow=False)
+    if other:
+        training.engine.follow([torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)])
     for step in range(STEPS):
         training.step(step)
     training.engine.close()
     return training.weights()
 
 
-def test_an_engine_that_was_not_shown_the_optimizer_leaves_it_alone(two_ranks: Ranks) -> None:
-    expected = reference(HYPER, spends=False)
-    for weights in two_ranks(without_being_shown):
+@pytest.mark.parametrize("other", [False, True])
+def test_an_optimizer_that_was_not_shown_is_found(two_ranks: Ranks, other: bool) -> None:
+    expected = reference(HYPER, spends=not other)
+    for weights in two_ranks(shown_late_or_never, other):
         for ours, theirs in zip(weights, expected, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
 
