@@ -122,7 +122,8 @@ class SparsificationConfig:
     passes with an exchange."""
     memory: Resolved[Memory | str | None, Memory] = Resolved(None, as_memory)
     """Error feedback: an instance, a name such as "low_pass", or None for ``Residual()``, which becomes
-    ``SecondMoment()`` with torch's Adam and AdamW where the exchange can carry their second moments."""
+    ``SecondMoment()`` with torch's Adam and AdamW where the exchange can carry their second moments, and spends the
+    momentum of torch's SGD as if nothing had waited."""
     exchange: Resolved[Exchange | str | None, Exchange] = Resolved(None)  # with the sparsifier, below
     """How what was selected travels: an instance, a name such as "reduce_union", or None for the sparsifier's natural
     one."""

@@ -50,6 +50,8 @@ class Method(NamedTuple):
     header: Callable[[int], float] = lambda n: 0.0
     exchange: Exchange | None = None
     memory: Memory | None = None
+    early: bool = False
+    """Whether momentum of averages that have waited is spent at once, as ``sparse_ddp`` does by default."""
 
     def equal_density(self, density: float, n: int, numel: int) -> float:
         """Density at which the method sends as many bytes as MiCRO at ``density``, in a group of numel coordinates."""
@@ -67,7 +69,7 @@ class Method(NamedTuple):
     @property
     def ours(self) -> bool:
         """Whether this package proposes it, not a paper."""
-        return isinstance(self.sparsifier, (SharedTopK, StripedTopK, UnionTopK))
+        return self.early or isinstance(self.sparsifier, (SharedTopK, StripedTopK, UnionTopK))
 
 
 def _pairs(picks: float) -> Callable[[int], float]:
@@ -119,13 +121,17 @@ METHODS = [
     # About half the words of SharedTopK, and up to twice as many indices as its union holds.
     Method("union_topk", UnionTopK(), lambda n: 1.95, _blocks),
     Method("union_topk+momentum", UnionTopK(), lambda n: 1.95, _blocks, memory=MomentumCorrection()),
+    Method("union_topk+early", UnionTopK(), lambda n: 1.95, _blocks, early=True),
+    Method("topk+early", TopK(), early=True),
+    Method("exdyna+early", ExDyna(), _exclusive, _survey, early=True),
 ]
 METHODS += [
     Method(name, cls())
     for name, cls in SPARSIFIERS.items()
     if cls not in {Everything, *(type(method.sparsifier) for method in METHODS)}
 ]
-"""Published methods first, then ours from ``striped_topk`` on. A memory with momentum wants an optimizer without."""
+"""Published methods first, then ours from ``striped_topk`` on, then the default with other sparsifiers. A memory with
+momentum wants an optimizer without."""
 
 DENSE = Method("dense", Everything())
 

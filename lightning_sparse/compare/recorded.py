@@ -22,9 +22,11 @@ from lightning_sparse.compare.methods import Method, choose
 from lightning_sparse.compare.tasks import TASKS, heavy_tail, make, record
 from lightning_sparse.core import Agreement
 from lightning_sparse.density import count
+from lightning_sparse.exchanges import Exchange
 from lightning_sparse.kernels import top_k
 from lightning_sparse.registry import unknown
 from lightning_sparse.simulation import StepTrace, simulate
+from lightning_sparse.sparsifiers import Sparsifier
 
 BAND = 0.1
 """How far an estimate may be off its target, relative to it."""
@@ -128,8 +130,10 @@ def plan(*, streams: Sequence[str], methods: Sequence[str] | None, seed: int = 0
     """
     chosen = choose(methods)
     if methods is None:
-        parts = {(method.sparsifier, method.exchange): method for method in reversed(chosen)}
-        chosen = list(reversed(parts.values()))
+        parts: dict[tuple[Sparsifier, Exchange | None], Method] = {}
+        for method in chosen:
+            parts.setdefault((method.sparsifier, method.exchange), method)
+        chosen = list(parts.values())
     return jobs.plan(streams, kind="stream", known=STREAMS, least_ranks=1, methods=chosen, seeds=[seed], **settings)
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_sparse.momentum import Momentum, Stepped, has_velocities, spend_
+
 Batch = tuple[Tensor, Tensor]
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
@@ -74,11 +76,25 @@ class Task:
         self.loss = sum(losses) / len(losses)
         return rows
 
-    def apply(self, update: Tensor) -> None:
-        """Give the optimizer an averaged gradient, (numel,), and let it take its step."""
+    def apply(self, update: Tensor, share: float | None = None) -> None:
+        """Give the optimizer an averaged gradient, (numel,), and let it take its step.
+
+        Args:
+            update: the average.
+            share: of coordinates that it holds, where momentum of those that have waited is to be spent at once, see
+                :mod:`lightning_sparse.momentum`.
+        """
         for p, view in zip(self.parameters, self._views(update, self.parameters), strict=True):
             p.grad = view
         self.optimizer.step()
+        if share is None or not has_velocities(self.optimizer, {id(p) for p in self.parameters}):
+            return
+        for group in self.optimizer.param_groups:
+            by = Momentum.of(group)
+            if by is not None:
+                grads = self._views(update, self.parameters)
+                velocities = [self.optimizer.state[p]["momentum_buffer"] for p in self.parameters]
+                spend_([Stepped(*each) for each in zip(self.parameters, grads, velocities, strict=True)], by, share)
 
     def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy."""

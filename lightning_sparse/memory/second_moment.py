@@ -186,7 +186,10 @@ class SecondMoment(CountedFeedback):
 
 @dataclass(frozen=True, repr=False)
 class Adapting(Residual):
-    """:class:`Residual`, and :class:`SecondMoment` with optimizers for which that is better; what None stands for."""
+    """:class:`Residual`, and :class:`SecondMoment` with optimizers for which that is better; what None stands for.
+
+    Beside it, momentum of ``torch.optim.SGD`` is spent early, see :mod:`lightning_sparse.momentum`.
+    """
 
     def __repr__(self) -> str:
         """As that of the memory that it is, also in states."""

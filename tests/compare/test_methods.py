@@ -12,7 +12,7 @@ from lightning_sparse.compare.methods import DENSE, METHODS, Method, choose
 from lightning_sparse.compare.tasks import record, text
 
 RANKS, DENSITY = 4, 0.01
-LEARNING = {"union_topk", "union_topk+momentum"}
+LEARNING = {"union_topk", "union_topk+momentum", "union_topk+early"}
 """How many spare picks are needed is seen in the first 64 steps, and depends on how much the ranks agree."""
 NOT_EXACT = {"dgc", "redsync", "gaussian_k", "sidco_e", "sidco_gp", "sidco_p", "shared_topk+packed"} | LEARNING
 """How much they pick is not known beforehand: 0.90 to 1.09 of the bytes here, up to 0.88 and 1.15 elsewhere."""
@@ -76,6 +76,7 @@ def test_names_are_unique_and_every_sparsifier_is_there() -> None:
 
 def test_ours_are_those_that_no_paper_proposes() -> None:
     ours = {"striped_topk", "shared_topk", "shared_topk+packed", "union_topk", "union_topk+momentum"}
+    ours |= {"union_topk+early", "topk+early", "exdyna+early"}
     assert {method.name for method in METHODS if method.ours} == ours
 
 

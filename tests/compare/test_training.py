@@ -101,6 +101,20 @@ def test_the_memory_takes_part() -> None:
     assert not torch.equal(one.flat, other.flat)
 
 
+def test_momentum_is_spent_early_where_the_method_says_so() -> None:
+    losses = {}
+    for name in ("topk", "topk+early"):
+        losses[name] = train(small("digits"), choose([name])[0], 0.02, steps=100).last.loss
+    assert losses["topk+early"] < 0.8 * losses["topk"], losses
+
+
+def test_without_momentum_there_is_nothing_to_spend() -> None:
+    runs = [
+        train(small("digits", momentum=0.0), choose([name])[0], 0.01, steps=STEPS) for name in ("topk", "topk+early")
+    ]
+    assert runs[0].points == runs[1].points
+
+
 def test_sparse_training_learns() -> None:
     run = train(small("text"), choose(["micro"])[0], 0.1, steps=40, every=20)
     assert run.points[0].loss > run.last.loss + 0.3
