@@ -228,6 +228,7 @@ def train(run: Run, data: Data) -> dict[str, float]:
         ]  # decay as far as before
         optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9, weight_decay=5e-4)
     generator = torch.Generator().manual_seed(run.seed + 1)
+    waited = [torch.zeros_like(p, dtype=torch.uint8) for p in sparse]
     losses: list[float] = []
     sent = begin = 0.0
     means: list[Tensor] = []
@@ -285,8 +286,8 @@ def train(run: Run, data: Data) -> dict[str, float]:
             by = Momentum.of(optimizer.param_groups[0])
             assert by is not None
             velocities = [optimizer.state[p]["momentum_buffer"] for p in sparse]
-            waited = [Stepped(p, part.view_as(p), v) for p, part, v in zip(sparse, parts, velocities, strict=True)]
-            spend_(waited, by, trace.density)
+            grads = [part.view_as(p) for p, part in zip(sparse, parts, strict=True)]
+            spend_([Stepped(*each) for each in zip(sparse, grads, velocities, waited, strict=True)], by)
         sent += float(trace.bytes_sent.mean())
         if not math.isfinite(losses[-1]):
             break

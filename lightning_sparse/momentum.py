@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-PIECE_BYTES = 1 << 26
-"""Of gradients that are worked on at once, where that takes memory."""
+from lightning_sparse.layout import fills_memory, flattened
+
+LONGEST = 255
+"""Steps that a coordinate is known to have waited: as many as fit into a byte. What waited longer counts as this."""
+BLOCK = 1 << 15
+"""Elements that are looked through at once."""
 
 
-def spent(momentum: float, share: float | Tensor) -> Any:
+def spent(momentum: float, waited: int) -> float:
     """The share of an average's momentum that it would have spent, had its gradients not waited.
 
     Heavy-ball momentum adds a gradient to a velocity, ``m = momentum m + gradient``, and moves parameters by it in that
-    step and, ``momentum`` times shorter each time, in all that follow. Where a share d of the coordinates arrives at
-    each step, an average is the sum of ``t = 1 / d`` gradients, of ages 0 to t - 1. In dense training,
-    ``momentum**age`` would be left of each by now, in the mean
+    step and, ``momentum`` times shorter each time, in all that follow. An average that arrives at a coordinate t steps
+    after the one before is the sum of t gradients, of ages 0 to t - 1. In dense training, ``momentum**age`` would be
+    left of each by now, in the mean
 
         ``left = (1 + momentum + ... + momentum**(t - 1)) / t = (1 - momentum**t) / (t (1 - momentum))``
 
-    and ``1 - left`` is spent: 0 where everything is sent, nearly 1 where t is far above ``1 / (1 - momentum)``.
+    and ``1 - left`` is spent: 0 where averages arrive at every step, nearly 1 where t is far above
+    ``1 / (1 - momentum)``.
 
     Args:
         momentum: in [0, 1).
-        share: of coordinates that arrive, in (0, 1]; a number, or () on a device.
-
-    Returns:
-        In [0, 1), of the same kind as ``share``.
+        waited: t, at least 1.
 
     Example:
-        >>> [round(spent(0.9, share), 2) for share in (1.0, 0.5, 0.1, 0.01)]
+        >>> [round(spent(0.9, waited), 2) for waited in (1, 2, 10, 100)]
         [0.0, 0.05, 0.35, 0.9]
     """
-    waited = 1 / share
     return 1 - (1 - momentum**waited) / (waited * (1 - momentum))
 
 
@@ -72,9 +75,11 @@ class Stepped(NamedTuple):
 
     parameter: Tensor
     grad: Tensor
-    """The average that the step was taken with."""
+    """The average that the step was taken with; where it is 0, none has arrived."""
     velocity: Tensor
     """SGD's ``momentum_buffer``, with the average in it."""
+    waited: Tensor
+    """uint8, steps since an average arrived, before this one."""
 
 
 def has_velocities(optimizer: Optimizer, parameters: Collection[int]) -> bool:
@@ -86,43 +91,62 @@ def has_velocities(optimizer: Optimizer, parameters: Collection[int]) -> bool:
 
 
 @torch.no_grad()
-def spend_(stepped: Sequence[Stepped], by: Momentum, share: float | Tensor, skip: Tensor | None = None) -> None:
+def spend_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None) -> None:
     """Move parameters by what averages would have moved them by now, had they not waited; velocities lose as much.
 
-    In the end, parameters come as far as with momentum SGD.
+    In the end, parameters come as far as with momentum SGD. What each coordinate has waited is counted on.
 
     Args:
         stepped: parameters.
         by: the momentum that they were stepped with.
-        share: of coordinates that arrive, see :func:`spent`.
         skip: () on the device, above 0 where no step was taken.
     """
-    part = spent(by.momentum, share) * by.share
-    if skip is None and not isinstance(part, Tensor) and not isinstance(by.reach, Tensor):
-        for parameter, grad, velocity in stepped if part else ():
-            velocity.sub_(grad, alpha=part)
-            parameter.sub_(grad, alpha=part * by.reach)
-        return
-    for dtype, pieces in _pieces(stepped):
-        parameters, grads, velocities = (list(each) for each in zip(*pieces, strict=True))
-        early, reach = (x.to(dtype) if isinstance(x, Tensor) else x for x in (part, by.reach))
-        moved = list(torch._foreach_mul(grads, early))
-        if skip is not None:  # gradients may be NaN then
-            moved = [torch.where(skip > 0, 0, each) for each in moved]
-        torch._foreach_sub_(velocities, moved)
-        torch._foreach_mul_(moved, reach)
-        torch._foreach_sub_(parameters, moved)
-
-
-def _pieces(stepped: Iterable[Stepped]) -> Iterator[tuple[torch.dtype, list[Stepped]]]:
-    """Of one dtype each, and of a size that bounds what is needed on the way."""
-    piece: list[Stepped] = []
-    filled = 0
     for one in stepped:
-        if piece and (filled >= PIECE_BYTES or one.grad.dtype != piece[0].grad.dtype):
-            yield piece[0].grad.dtype, piece
-            piece, filled = [], 0
-        piece.append(one)
-        filled += one.grad.nbytes
-    if piece:
-        yield piece[0].grad.dtype, piece
+        host = one.grad.device.type == "cpu" and skip is None and not isinstance(by.rate, Tensor)
+        if host and all(x.stride() == one.grad.stride() and fills_memory(x) for x in one):
+            _where_arrived_(one, by)
+        else:
+            _everywhere_(one, by, skip)
+
+
+def _where_arrived_(one: Stepped, by: Momentum) -> None:
+    """On the CPU: few coordinates are touched."""
+    parameter, grad, velocity, waited = (flattened(x) for x in one)
+    places = _nonzero(grad)
+    waited.clamp_(max=LONGEST - 1).add_(1)
+    early = _table(by.momentum, grad.device)[waited[places].int()] * by.share
+    moved = grad[places] * early.to(torch.promote_types(grad.dtype, torch.float32))
+    velocity.index_add_(0, places, moved.to(velocity.dtype), alpha=-1)
+    parameter.index_add_(0, places, (moved * by.reach).to(parameter.dtype), alpha=-1)
+    waited.index_fill_(0, places, 0)
+
+
+def _everywhere_(one: Stepped, by: Momentum, skip: Tensor | None) -> None:
+    """The same without coordinates, so that no host has to know them."""
+    parameter, grad, velocity, waited = one
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    now = waited.clamp(max=LONGEST - 1) + 1
+    moved = grad.to(wide) * (_table(by.momentum, grad.device)[now.int()] * by.share).to(wide)
+    after = torch.where(grad == 0, now, 0)
+    if skip is not None:  # gradients may be NaN then
+        moved, after = torch.where(skip > 0, 0, moved), torch.where(skip > 0, waited, after)
+    velocity.sub_(moved.to(velocity.dtype))
+    parameter.sub_((moved * by.reach).to(parameter.dtype))
+    waited.copy_(after)
+
+
+@lru_cache
+def _table(momentum: float, device: torch.device) -> Tensor:
+    """:func:`spent` after 0 to LONGEST steps, of which 0 does not occur, in float64."""
+    shares = [0.0, *(spent(momentum, waited) for waited in range(1, LONGEST + 1))]
+    return torch.tensor(shares, dtype=torch.float64, device=device)
+
+
+def _nonzero(flat: Tensor) -> Tensor:
+    """Where a vector on the CPU is not zero, ascending."""
+    if flat.dtype not in (torch.float32, torch.float64):
+        return flat.nonzero().flatten()
+    values = flat.numpy()
+    starts = range(0, len(values), BLOCK)  # in cache, and as bytes, which numpy looks through faster
+    found = [np.flatnonzero(values[start : start + BLOCK] != 0) + start for start in starts]
+    return torch.from_numpy(np.concatenate(found)) if found else torch.zeros(0, dtype=torch.int64, device="cpu")

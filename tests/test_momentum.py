@@ -24,18 +24,17 @@ KINDS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("waited", [1, 2, 7, 100, 100000])
 def test_what_is_spent_is_a_mean_over_ages(momentum: float, waited: int) -> None:
     expected = 1 - sum(momentum**age for age in range(waited)) / waited
-    assert spent(momentum, 1 / waited) == pytest.approx(expected, abs=1e-12)
-    on_device = spent(momentum, torch.tensor(1 / waited, dtype=torch.float64))
-    assert float(on_device) == pytest.approx(expected, abs=1e-9)
+    assert spent(momentum, waited) == pytest.approx(expected, abs=1e-12)
 
 
 class Training:
-    """A parameter whose gradient is sent every ``waited`` steps, as torch's SGD steps it."""
+    """A parameter, as torch's SGD steps it; ``hosted=False``: by the operations of a device."""
 
-    def __init__(self, waited: int, settings: dict[str, Any], tensors: bool = False) -> None:
-        self.parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64))
+    def __init__(self, settings: dict[str, Any], hosted: bool = True, early: bool = True) -> None:
+        self.parameter = torch.nn.Parameter(torch.tensor([[1.0, -2.0], [3.0, 0.5]], dtype=torch.float64))
         self.optimizer = torch.optim.SGD([self.parameter], **{"lr": 0.1, "momentum": 0.9, **settings})
-        self.share: float | Tensor = torch.tensor(1 / waited, dtype=torch.float64) if tensors else 1 / waited
+        self.waited = torch.zeros_like(self.parameter, dtype=torch.uint8)
+        self.hosted, self.early = hosted, early
 
     @property
     def velocity(self) -> Tensor:
@@ -47,63 +46,95 @@ class Training:
         self.optimizer.step()
         by = Momentum.of(self.optimizer.param_groups[0])
         assert by is not None
-        spend_([Stepped(self.parameter.detach(), self.parameter.grad, self.velocity)], by, self.share, skip)
+        if not self.hosted:
+            skip = torch.zeros(())
+        if self.early:
+            spend_([Stepped(self.parameter.detach(), self.parameter.grad, self.velocity, self.waited)], by, skip)
 
 
 @pytest.mark.parametrize("settings", KINDS)
-@pytest.mark.parametrize("tensors", [False, True])
-def test_gradients_that_stay_the_same_lead_where_dense_training_leads(settings: dict[str, Any], tensors: bool) -> None:
-    waited, rounds = 6, 4
-    dense, sparse = Training(1, settings), Training(waited, settings, tensors)
-    for number in range(rounds):
-        grad = torch.tensor([1.0, 0.5, -0.25]) * (number + 1)
-        for step in range(waited):
-            dense.step(grad)
-            sparse.step(waited * grad * (step == waited - 1))
-        torch.testing.assert_close(sparse.parameter, dense.parameter, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(sparse.velocity, dense.velocity, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("hosted", [False, True])
+def test_gradients_that_stay_the_same_lead_where_dense_training_leads(settings: dict[str, Any], hosted: bool) -> None:
+    """Each coordinate is sent after a time of its own, and then is where it would be."""
+    every = torch.tensor([[1, 2], [3, 6]])
+    dense, sparse = Training(settings, early=False), Training(settings, hosted)
+    kept = torch.zeros(2, 2)
+    for step in range(24):
+        grad = torch.tensor([[1.0, 0.5], [-0.25, 2.0]]) * (step // 6 + 1)
+        kept += grad
+        arrives = (step + 1) % every == 0
+        dense.step(grad)
+        sparse.step(kept * arrives)
+        kept[arrives] = 0
+        here = arrives & ((step % 6 == 5) | (every < 4))
+        torch.testing.assert_close(sparse.parameter[here], dense.parameter[here], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(sparse.velocity[here], dense.velocity[here], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("settings", [*KINDS, {"dampening": 0.3}])
-@pytest.mark.parametrize("share", [0.01, 0.3])
-def test_parameters_come_as_far_as_without_it(settings: dict[str, Any], share: float) -> None:
-    plain, early = Training(1, settings), Training(1, settings)
-    early.share = share
-    for step in range(400):
-        grad = torch.randn(3, generator=torch.Generator().manual_seed(step)) * (step < 20)
+@pytest.mark.parametrize("hosted", [False, True])
+def test_parameters_come_as_far_as_without_it(settings: dict[str, Any], hosted: bool) -> None:
+    plain, early = Training(settings, early=False), Training(settings, hosted)
+    for step in range(420):
+        generator = torch.Generator().manual_seed(step)
+        grad = torch.randn(2, 2, generator=generator) * (torch.rand(2, 2, generator=generator) < 0.2) * (step < 40)
         for training in (plain, early):
             training.step(grad)
-        if step == 20:
+        if step == 40:
             assert not torch.allclose(plain.parameter, early.parameter, rtol=1e-3)
     torch.testing.assert_close(early.parameter, plain.parameter, rtol=1e-9, atol=1e-12)
 
 
-def test_where_everything_arrives_it_is_torchs_step_bit_for_bit() -> None:
-    dense, ours = Training(1, {}), Training(1, {})
-    ours.share = 1.0
+@pytest.mark.parametrize("hosted", [False, True])
+def test_where_everything_arrives_it_is_torchs_step_bit_for_bit(hosted: bool) -> None:
+    dense, ours = Training({}, early=False), Training({}, hosted)
     for step in range(5):
-        grad = torch.randn(3, generator=torch.Generator().manual_seed(step))
-        dense.parameter.grad = grad.double()
-        dense.optimizer.step()
+        grad = torch.randn(2, 2, generator=torch.Generator().manual_seed(step))
+        dense.step(grad)
         ours.step(grad)
     assert torch.equal(dense.parameter, ours.parameter) and torch.equal(dense.velocity, ours.velocity)
 
 
-def test_a_skipped_step_leaves_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_sparse.momentum.PIECE_BYTES", 8)
-    parameters = [torch.ones(size, dtype=dtype) for size, dtype in ((3, torch.float32), (4, torch.bfloat16)) * 2]
-    stepped = [Stepped(p, torch.full_like(p, float("nan")), p + 1) for p in parameters]
-    by = Momentum(0.1, 0.9, 1.0, False)
-    spend_(stepped, by, 0.01, skip=torch.tensor(1.0))
-    assert all(bool((each.parameter == 1).all() and (each.velocity == 2).all()) for each in stepped)
-    stepped = [each._replace(grad=torch.ones_like(each.grad)) for each in stepped]
-    spend_(stepped, by, 0.01, skip=torch.tensor(0.0))
-    for each in stepped:
-        part = spent(0.9, 0.01)
-        tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2}[each.grad.dtype]
-        torch.testing.assert_close(each.velocity, torch.full_like(each.velocity, 2 - part), rtol=tolerance, atol=0)
-        expected = torch.full_like(each.parameter, 1 - part * 0.1 * 9)
-        torch.testing.assert_close(each.parameter, expected, rtol=2 * tolerance, atol=tolerance)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["plain", "channels_last", "transposed", "gapped", "other_grad"])
+def test_both_ways_do_the_same_in_any_layout(dtype: torch.dtype, form: str) -> None:
+    def laid(x: Tensor) -> Tensor:
+        if form == "channels_last":
+            return x.to(memory_format=torch.channels_last)
+        if form == "transposed":
+            return x.transpose(0, 1).contiguous().transpose(0, 1)
+        return torch.stack([x, x], -1)[..., 0] if form == "gapped" else x
+
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(4, 3, 5, 2, generator=generator).to(dtype) for _ in range(3)]
+    values[1] *= torch.rand(values[1].shape, generator=generator) < 0.3
+    waited = torch.randint(0, 256, (4, 3, 5, 2), generator=generator, dtype=torch.uint8)
+    found = []
+    for skip in (None, torch.zeros(())):
+        parameter, grad, velocity = (laid(x.clone()) for x in values)
+        one = Stepped(parameter, values[1].clone() if form == "other_grad" else grad, velocity, laid(waited.clone()))
+        spend_([one], Momentum(0.1, 0.9, 1.0, False), skip)
+        found.append(one)
+    for host, device in zip(*found, strict=True):
+        assert torch.equal(host, device)
+    arrived = values[1] != 0
+    expected = torch.where(arrived, 0, waited.int().clamp(max=254) + 1)
+    assert torch.equal(found[0].waited.int(), expected.to(torch.int32))
+    shares = torch.tensor([spent(0.9, max(1, t)) for t in range(256)])[waited.long().clamp(max=254) + 1]
+    moved = values[1].float() * shares
+    tolerance = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(found[0].velocity.float(), values[2].float() - moved, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        found[0].parameter.float(), values[0].float() - 0.9 * moved, rtol=tolerance, atol=tolerance
+    )
+
+
+def test_a_skipped_step_leaves_everything() -> None:
+    parameter = torch.ones(3)
+    waited = torch.tensor([0, 4, 255], dtype=torch.uint8)
+    one = Stepped(parameter, torch.full((3,), float("nan")), parameter + 1, waited.clone())
+    spend_([one], Momentum(0.1, 0.9, 1.0, False), skip=torch.tensor(1.0))
+    assert bool((one.parameter == 1).all() and (one.velocity == 2).all()) and torch.equal(one.waited, waited)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ class Task:
         for p, view in zip(parameters, self._views(self.flat, parameters), strict=True):
             p.data = view
         self.parameters = parameters
+        self._waited = torch.zeros(self.numel, dtype=torch.uint8, device="cpu")
         self.optimizer = optimizer(parameters)
         self.loss = 0.0
         """Mean training loss of all ranks at the latest :meth:`gradients`."""
@@ -76,25 +77,25 @@ class Task:
         self.loss = sum(losses) / len(losses)
         return rows
 
-    def apply(self, update: Tensor, share: float | None = None) -> None:
+    def apply(self, update: Tensor, early: bool = False) -> None:
         """Give the optimizer an averaged gradient, (numel,), and let it take its step.
 
         Args:
             update: the average.
-            share: of coordinates that it holds, where momentum of those that have waited is to be spent at once, see
-                :mod:`lightning_sparse.momentum`.
+            early: spend momentum of averages that have waited at once, see :mod:`lightning_sparse.momentum`.
         """
-        for p, view in zip(self.parameters, self._views(update, self.parameters), strict=True):
+        grads = self._views(update, self.parameters)
+        for p, view in zip(self.parameters, grads, strict=True):
             p.grad = view
         self.optimizer.step()
-        if share is None or not has_velocities(self.optimizer, {id(p) for p in self.parameters}):
+        if not early or not has_velocities(self.optimizer, {id(p) for p in self.parameters}):
             return
+        velocities = [self.optimizer.state[p]["momentum_buffer"] for p in self.parameters]
+        waited = self._views(self._waited, self.parameters)
         for group in self.optimizer.param_groups:
             by = Momentum.of(group)
             if by is not None:
-                grads = self._views(update, self.parameters)
-                velocities = [self.optimizer.state[p]["momentum_buffer"] for p in self.parameters]
-                spend_([Stepped(*each) for each in zip(self.parameters, grads, velocities, strict=True)], by, share)
+                spend_([Stepped(*each) for each in zip(self.parameters, grads, velocities, waited, strict=True)], by)
 
     def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy."""

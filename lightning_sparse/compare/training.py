@@ -83,7 +83,7 @@ def train(task: Task, method: Method, density: float, *, steps: int, every: int 
         exchange=method.exchange,
     )
     for trace in traces:
-        task.apply(trace.update, trace.density if method.early else None)
+        task.apply(trace.update, method.early)
         losses.append(task.loss)
         if not math.isfinite(task.loss):
             raise FloatingPointError(f"{method.name} diverged at step {trace.step}.")

@@ -11,7 +11,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparse.console import say
-from lightning_sparse.core import Agreement
 from lightning_sparse.memory import Adapting, Memory, named_in
 from lightning_sparse.momentum import has_velocities
 from lightning_sparse.optim import made_for, stepping
@@ -84,8 +83,7 @@ class Followed:
 
     @property
     def _sparse_groups(self) -> list[GroupReducer]:
-        groups = [group for group in self._reducer.groups if not group.plan.dense]
-        return [group for group in groups if group.sparsifier.agreement is not Agreement.EVERYTHING]
+        return [group for group in self._reducer.groups if group.selects]
 
     @property
     def _sparsified(self) -> set[int]:

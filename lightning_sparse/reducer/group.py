@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from lightning_sparse.clock import Stamp
 from lightning_sparse.config import SparsificationConfig
-from lightning_sparse.core import Context, GroupState
+from lightning_sparse.core import Agreement, Context, GroupState
 from lightning_sparse.density import Constant
 from lightning_sparse.exchanges import Dense, Exchange
 from lightning_sparse.kernels import static_shapes
@@ -82,14 +82,9 @@ class GroupReducer:
         return self.memory.divisor(formed.memory)
 
     @property
-    def share(self) -> float | Tensor | None:
-        """Share of the coordinates that the latest average holds, () where the device knows; None: all, by plan."""
-        if self.statistics is None or not self.statistics.sparse:
-            return None
-        union = self.statistics.union
-        return (
-            union.clamp(min=1) / self.plan.numel if static_shapes(self.device) else max(1, int(union)) / self.plan.numel
-        )
+    def selects(self) -> bool:
+        """Whether coordinates are chosen, by plan, so that others wait."""
+        return self.sparsifier.agreement is not Agreement.EVERYTHING
 
     @property
     def remembers(self) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Set
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 from lightning_sparse.momentum import Momentum, Stepped, spend_
 from lightning_sparse.reducer.around_steps import AroundSteps
 from lightning_sparse.reducer.group import GroupReducer
+
+WAITED = "waited"
+"""Where SGD's state of a parameter keeps the steps since an average arrived, see :class:`.Stepped`."""
 
 
 class MomentumSteps(AroundSteps):
@@ -46,28 +49,32 @@ class MomentumSteps(AroundSteps):
         skip, handed_out = getattr(optimizer, "found_inf", None), self._handed_out()
         for settings in optimizer.param_groups:
             by = Momentum.of(settings)
-            waited: defaultdict[GroupReducer, list[Parameter]] = defaultdict(list)
-            for parameter in settings["params"] if by else ():
-                name = self.name(id(parameter))
-                if name is None or name not in handed_out or parameter.grad is None:
-                    continue
-                group = self._group_of(name)
-                if group is not None and group.share is not None:
-                    waited[group].append(parameter)
-            for group, parameters in waited.items():
-                assert by is not None and group.share is not None
-                self._noted.append(_Noted(optimizer, parameters, by, group.share, skip))
+            waited = [p for p in settings["params"] if p.grad is not None and self._waits(optimizer, p, handed_out)]
+            if by is not None and waited:
+                self._noted.append(_Noted(optimizer, waited, by, skip))
+
+    def _waits(self, optimizer: Optimizer, parameter: Parameter, handed_out: Set[str]) -> bool:
+        """Whether averages of a parameter wait before they arrive, or have done so earlier."""
+        name = self.name(id(parameter))
+        group = self._group_of(name) if name is not None and name in handed_out else None
+        return group is not None and (group.selects or WAITED in optimizer.state.get(parameter, {}))
 
     def after(self) -> None:
         """Spend what is noted."""
         noted, self._noted = self._noted, []
-        for optimizer, parameters, by, share, skip in noted:
+        for optimizer, parameters, by, skip in noted:
             stepped = []
             for parameter in parameters:
-                velocity = optimizer.state[parameter].get("momentum_buffer")
-                if parameter.grad is not None and velocity is not None:
-                    stepped.append(Stepped(parameter, parameter.grad, velocity))
-            spend_(stepped, by, share, skip)
+                state = optimizer.state[parameter]
+                velocity, grad = state.get("momentum_buffer"), parameter.grad
+                if grad is None or velocity is None:
+                    continue
+                waited = state.get(WAITED)
+                if waited is None:
+                    waited = torch.zeros_like(parameter, dtype=torch.uint8)
+                state[WAITED] = waited.to(torch.uint8)  # torch loads what an optimizer keeps in the parameter's dtype
+                stepped.append(Stepped(parameter, grad, velocity, state[WAITED]))
+            spend_(stepped, by, skip)
 
     def forget(self) -> None:
         """A step that has failed is not made up for."""
@@ -80,5 +87,4 @@ class _Noted(NamedTuple):
     optimizer: Optimizer
     parameters: list[Parameter]
     by: Momentum
-    share: float | Tensor
     skip: Tensor | None

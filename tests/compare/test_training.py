@@ -104,8 +104,8 @@ def test_the_memory_takes_part() -> None:
 def test_momentum_is_spent_early_where_the_method_says_so() -> None:
     losses = {}
     for name in ("topk", "topk+early"):
-        losses[name] = train(small("digits"), choose([name])[0], 0.02, steps=100).last.loss
-    assert losses["topk+early"] < 0.8 * losses["topk"], losses
+        losses[name] = train(small("digits"), choose([name])[0], 0.01, steps=150).last.loss
+    assert losses["topk+early"] < 0.7 * losses["topk"], losses
 
 
 def test_without_momentum_there_is_nothing_to_spend() -> None:

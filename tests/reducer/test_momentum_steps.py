@@ -54,14 +54,14 @@ class Training:
 
 
 def reference(hyper: dict[str, Any], spends: bool = True) -> list[Tensor]:
-    """Two ranks in loops, SharedTopK and SGD by hand; the age of every gradient is taken to be uniform."""
+    """Two ranks in loops, SharedTopK and SGD by hand."""
     module = model().double()
     replicas = [copy.deepcopy(module) for _ in range(N)]
     parameters = list(module.parameters())
     sparse = [i for i, p in enumerate(parameters) if p.dim() == 2][::-1]  # groups are in reverse order
     sizes = [parameters[i].numel() for i in sparse]
     k = round(DENSITY * sum(sizes))
-    acc = torch.zeros(N, sum(sizes), dtype=torch.float64)
+    acc, waited = torch.zeros(N, sum(sizes), dtype=torch.float64), torch.zeros(sum(sizes), dtype=torch.float64)
     velocities = [torch.zeros_like(p) for p in parameters]
     lr, beta, decay, nesterov = hyper["lr"], hyper["momentum"], hyper["weight_decay"], hyper.get("nesterov", False)
     for step in range(STEPS):
@@ -78,13 +78,15 @@ def reference(hyper: dict[str, Any], spends: bool = True) -> list[Tensor]:
         average = torch.zeros(sum(sizes), dtype=torch.float64)
         average[union] = acc[:, union].mean(0)
         acc[:, union] = 0
-        waited = sum(sizes) / len(union)
-        left = (1 - beta**waited) / (waited * (1 - beta)) if spends else 1.0
+        waited += 1
+        left = (1 - beta**waited) / (waited * (1 - beta)) if spends else torch.ones_like(waited)
+        waited[union] = 0
         averages = dict(zip(sparse, average.split(sizes), strict=True))
+        lefts = dict(zip(sparse, left.split(sizes), strict=True))
         with torch.no_grad():
             for i, p in enumerate(parameters):
                 g = averages[i].view_as(p) if i in averages else torch.stack([each[i] for each in others]).mean(0)
-                kept = left if i in averages else 1.0
+                kept = lefts[i].view_as(p) if i in averages else torch.ones(())
                 loaded = g + decay * p
                 velocities[i] = beta * velocities[i] + loaded
                 p.sub_(lr * (loaded + beta * velocities[i] if nesterov else velocities[i]))
@@ -98,6 +100,10 @@ def train(kind: str, closure: bool, hyper: dict[str, Any], options: dict[str, An
     for step in range(STEPS):
         training.step(step, closure)
     assert all(p.grad is not None for p in training.module.parameters())
+    if kind == "torch":
+        counted = {p for p, state in training.optimizer.state.items() if "waited" in state}
+        chosen = "memory" in options
+        assert counted == {p for p in training.module.parameters() if p.dim() == 2 and not chosen}
     training.engine.close()
     return training.weights()
 
