@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from lightning_sparse.layout import fills_memory, flattened
 
 LONGEST = 255
 """Steps that a coordinate is known to have waited: as many as fit into a byte. What waited longer counts as this."""
+PIECE_BYTES = 1 << 26
+"""Of gradients that are worked on at once, where that takes memory."""
 BLOCK = 1 << 15
 """Elements that are looked through at once."""
 
@@ -101,12 +104,15 @@ def spend_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None)
         by: the momentum that they were stepped with.
         skip: () on the device, above 0 where no step was taken.
     """
+    elsewhere = []
     for one in stepped:
         host = one.grad.device.type == "cpu" and skip is None and not isinstance(by.rate, Tensor)
         if host and all(x.stride() == one.grad.stride() and fills_memory(x) for x in one):
             _where_arrived_(one, by)
         else:
-            _everywhere_(one, by, skip)
+            elsewhere.append(one)
+    for some in _pieces(elsewhere):
+        _everywhere_(some, by, skip)
 
 
 def _where_arrived_(one: Stepped, by: Momentum) -> None:
@@ -121,18 +127,36 @@ def _where_arrived_(one: Stepped, by: Momentum) -> None:
     waited.index_fill_(0, places, 0)
 
 
-def _everywhere_(one: Stepped, by: Momentum, skip: Tensor | None) -> None:
-    """The same without coordinates, so that no host has to know them."""
-    parameter, grad, velocity, waited = one
+def _everywhere_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None) -> None:
+    """The same without coordinates, so that no host has to know them; as many operations for any number of them."""
+    parameters, grads, velocities, kept = (list(each) for each in zip(*stepped, strict=True))
+    grad, waited = (torch.cat([x.reshape(-1) for x in each]) for each in (grads, kept))
     wide = torch.promote_types(grad.dtype, torch.float32)
     now = waited.clamp(max=LONGEST - 1) + 1
-    moved = grad.to(wide) * (_table(by.momentum, grad.device)[now.int()] * by.share).to(wide)
+    moved = grad.to(wide) * (_table(by.momentum, grad.device) * by.share).to(wide)[now.int()]
     after = torch.where(grad == 0, now, 0)
     if skip is not None:  # gradients may be NaN then
         moved, after = torch.where(skip > 0, 0, moved), torch.where(skip > 0, waited, after)
-    velocity.sub_(moved.to(velocity.dtype))
-    parameter.sub_((moved * by.reach).to(parameter.dtype))
-    waited.copy_(after)
+    for vector, targets, change_ in (
+        (moved, velocities, torch._foreach_sub_),
+        (moved * by.reach, parameters, torch._foreach_sub_),
+        (after, kept, torch._foreach_copy_),
+    ):
+        parts = vector.to(targets[0].dtype).split([x.numel() for x in targets])
+        change_(targets, [part.view(x.shape) for part, x in zip(parts, targets, strict=True)])
+
+
+def _pieces(stepped: Sequence[Stepped]) -> Iterator[list[Stepped]]:
+    """Of one kind each, and of a size that bounds what is needed on the way."""
+    for _, alike in groupby(stepped, lambda one: [(x.dtype, x.device) for x in one]):
+        piece: list[Stepped] = []
+        for one in alike:
+            piece.append(one)
+            if sum(x.grad.nbytes for x in piece) >= PIECE_BYTES:
+                yield piece
+                piece = []
+        if piece:
+            yield piece
 
 
 @lru_cache

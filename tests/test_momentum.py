@@ -129,6 +129,25 @@ def test_both_ways_do_the_same_in_any_layout(dtype: torch.dtype, form: str) -> N
     )
 
 
+def test_devices_work_in_pieces_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [(3,), (2, 2), (5,), (1,), (0,), (4,)]
+    kinds = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float64]
+    found = []
+    for piece in (1 << 26, 20, 1):
+        monkeypatch.setattr("lightning_sparse.momentum.PIECE_BYTES", piece)
+        generator = torch.Generator().manual_seed(1)
+        stepped = []
+        for size, kind in zip(sizes, kinds, strict=True):
+            values = [torch.randn(size, generator=generator).to(kind) for _ in range(3)]
+            waited = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+            stepped.append(Stepped(*values, waited))
+        spend_(stepped, Momentum(torch.tensor(0.1), 0.9, 1.0, True), torch.zeros(()))
+        found.append(stepped)
+    for one, *others in zip(*found, strict=True):
+        assert all(torch.equal(x, y) for other in others for x, y in zip(one, other, strict=True))
+        assert not one.grad.numel() or not bool(one.waited.any())
+
+
 def test_a_skipped_step_leaves_everything() -> None:
     parameter = torch.ones(3)
     waited = torch.tensor([0, 4, 255], dtype=torch.uint8)
