@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ class MomentumSteps(AroundSteps):
             by = Momentum.of(settings)
             waited = [p for p in settings["params"] if p.grad is not None and self._waits(optimizer, p, handed_out)]
             if by is not None and waited:
-                self._noted.append(_Noted(optimizer, waited, by, skip))
+                kept = {p: p.grad.clone() for p in waited if p.grad is not None and _adds_to_grad(settings, p.grad)}
+                self._noted.append(_Noted(optimizer, waited, by, skip, kept))
 
     def _waits(self, optimizer: Optimizer, parameter: Parameter, handed_out: Set[str]) -> bool:
         """Whether averages of a parameter wait before they arrive, or have done so earlier."""
@@ -62,11 +63,11 @@ class MomentumSteps(AroundSteps):
     def after(self) -> None:
         """Spend what is noted."""
         noted, self._noted = self._noted, []
-        for optimizer, parameters, by, skip in noted:
+        for optimizer, parameters, by, skip, kept in noted:
             stepped = []
             for parameter in parameters:
                 state = optimizer.state[parameter]
-                velocity, grad = state.get("momentum_buffer"), parameter.grad
+                velocity, grad = state.get("momentum_buffer"), kept.get(parameter, parameter.grad)
                 if grad is None or velocity is None:
                     continue
                 waited = state.get(WAITED)
@@ -88,3 +89,12 @@ class _Noted(NamedTuple):
     parameters: list[Parameter]
     by: Momentum
     skip: Tensor | None
+    kept: Mapping[Parameter, Tensor]
+    """Averages that are not in ``.grad`` any more when the step is over."""
+
+
+def _adds_to_grad(settings: Mapping[str, Any], grad: Tensor) -> bool:
+    """Whether a step leaves more than the average in ``.grad``: torch adds Nesterov's velocity there in ``foreach``."""
+    foreach = settings["foreach"] or (settings["foreach"] is None and grad.device.type != "cpu")
+    copied = settings["weight_decay"] or settings["maximize"] or settings["fused"]
+    return bool(settings["nesterov"] and foreach and not copied)
