@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -105,23 +104,30 @@ def spend_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None)
         skip: () on the device, above 0 where no step was taken.
     """
     elsewhere = []
+    early = _table(by.momentum, torch.device("cpu")) * by.share
     for one in stepped:
         host = one.grad.device.type == "cpu" and skip is None and not isinstance(by.rate, Tensor)
         if host and all(x.stride() == one.grad.stride() and fills_memory(x) for x in one):
-            _where_arrived_(one, by)
+            _where_arrived_(one, by, early)
         else:
             elsewhere.append(one)
     for some in _pieces(elsewhere):
         _everywhere_(some, by, skip)
 
 
-def _where_arrived_(one: Stepped, by: Momentum) -> None:
-    """On the CPU: few coordinates are touched."""
+def _where_arrived_(one: Stepped, by: Momentum, early: Tensor) -> None:
+    """On the CPU: few coordinates are touched.
+
+    Args:
+        one: whose vectors are laid out alike, without gaps.
+        by: the momentum.
+        early: shares by steps waited, float64.
+    """
     parameter, grad, velocity, waited = (flattened(x) for x in one)
     places = _nonzero(grad)
     waited.clamp_(max=LONGEST - 1).add_(1)
-    early = _table(by.momentum, grad.device)[waited[places].int()] * by.share
-    moved = grad[places] * early.to(torch.promote_types(grad.dtype, torch.float32))
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    moved = grad[places].to(wide) * early.to(wide)[waited[places].int()]
     velocity.index_add_(0, places, moved.to(velocity.dtype), alpha=-1)
     parameter.index_add_(0, places, (moved * by.reach).to(parameter.dtype), alpha=-1)
     waited.index_fill_(0, places, 0)
@@ -159,11 +165,10 @@ def _pieces(stepped: Sequence[Stepped]) -> Iterator[list[Stepped]]:
             yield piece
 
 
-@lru_cache
 def _table(momentum: float, device: torch.device) -> Tensor:
-    """:func:`spent` after 0 to LONGEST steps, of which 0 does not occur, in float64."""
-    shares = [0.0, *(spent(momentum, waited) for waited in range(1, LONGEST + 1))]
-    return torch.tensor(shares, dtype=torch.float64, device=device)
+    """:func:`spent` after 0 to LONGEST steps, of which 0 does not occur; float64, formed where it is needed."""
+    waited = torch.arange(LONGEST + 1, dtype=torch.float64, device=device).clamp_(min=1)
+    return 1 - (1 - torch.pow(momentum, waited)) / (waited * (1 - momentum))
 
 
 def _nonzero(flat: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.momentum import Momentum, Stepped, has_velocities, spend_, spent
+from tests.fake_cuda import CUDA, fake_cuda
 
 KINDS: list[dict[str, Any]] = [
     {},
@@ -146,6 +147,18 @@ def test_devices_work_in_pieces_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> 
     for one, *others in zip(*found, strict=True):
         assert all(torch.equal(x, y) for other in others for x, y in zip(one, other, strict=True))
         assert not one.grad.numel() or not bool(one.waited.any())
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_on_a_device_the_host_waits_for_nothing(skips: bool) -> None:
+    with fake_cuda():
+        stepped = []
+        for size in ((3,), (4, 5)):
+            parameter, grad, velocity = (torch.empty(size, device=CUDA) for _ in range(3))
+            stepped.append(Stepped(parameter, grad, velocity, torch.empty(size, dtype=torch.uint8, device=CUDA)))
+        for rate in (0.1, torch.empty((), device=CUDA)):
+            skip = torch.empty((), device=CUDA) if skips else None
+            spend_(stepped, Momentum(rate, 0.9, 1.0, False), skip)
 
 
 def test_a_skipped_step_leaves_everything() -> None:

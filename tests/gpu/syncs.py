@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,15 +34,16 @@ def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
                 partial(look, device, clock, pairs, memory, dtype),
             )
     for fused in (False, True):
-        yield Check(f"steps of AdamW, fused={fused}", partial(steps_of_adam, device, fused))
+        yield Check(f"steps of AdamW, fused={fused}", partial(steps_of, torch.optim.AdamW, device, fused=fused))
+        sgd = {"lr": 0.1, "momentum": 0.9, "fused": fused}
+        yield Check(f"steps of momentum SGD, fused={fused}", partial(steps_of, torch.optim.SGD, device, **sgd))
 
 
-def steps_of_adam(device: torch.device, fused: bool) -> None:
+def steps_of(optimizer: type[torch.optim.Optimizer], device: torch.device, **settings: Any) -> None:
     """The optimizer's step behind an exchange, of parameters that are sparsified and of dense ones."""
     with one_rank(device):
-        training = Training(
-            str(device), {"density": 0.05}, dtype=torch.float32, optimizer=partial(torch.optim.AdamW, fused=fused)
-        )
+        made = partial(optimizer, **settings)
+        training = Training(str(device), {"density": 0.05}, dtype=torch.float32, optimizer=made)
         for step in range(4):
             training.optimizer.zero_grad()
             training.ddp(training.batch()).square().mean().backward()
