@@ -12,8 +12,8 @@ n simulated ranks in one process, on the code that trains. Ways to step:
 
 Parameters with fewer than 2 dimensions stay dense, as in the strategies. A seed decides initial parameters and batches.
 Warm-up over a tenth of the steps, at most 50, and cosine to a tenth, AdamW(0.9, beta2), decoupled weight decay 0.1.
-Gradients of each rank are clipped to a norm of 1, for all ways alike, as local clipping would. Rates are multiples of
-the user's: 1e-3 for `gpt` and `cnn`, 3e-3 for `lstm`.
+Gradients of each rank are clipped to a norm of 1 (`--clip`), for all ways alike, as local clipping would. Rates are
+multiples of the user's: 1e-3 for `gpt` and `cnn`, 3e-3 for `lstm`.
 
 `--multiple` lets `second_moment` send so many times the coordinates; the table says how its bytes compare with those
 that MiCRO sends at the density that was asked for.
@@ -207,8 +207,8 @@ class Run(NamedTuple):
     beta2: float
 
 
-def train(run: Run, data: Data) -> dict[str, float]:
-    """Train once."""
+def train(run: Run, data: Data, clip: float = 1.0) -> dict[str, float]:
+    """Train once, with gradients of each rank clipped to a norm."""
     torch.manual_seed(run.seed)
     model = {"gpt": GPT, "lstm": LSTM, "cnn": cnn}[run.task]()
     parameters = list(model.parameters())
@@ -240,7 +240,7 @@ def train(run: Run, data: Data) -> dict[str, float]:
                 model.zero_grad()
                 loss = loss_of(model, *data.draw(generator, BATCH[run.task]))
                 loss.backward()
-                nn.utils.clip_grad_norm_(parameters, 1.0)
+                nn.utils.clip_grad_norm_(parameters, clip)
                 total += float(loss.detach()) / run.ranks
                 rows.append(torch.cat([p.grad.flatten() for p in sparse] or [torch.zeros(1)]))
                 own.append([p.grad.clone() for p in dense])
@@ -322,6 +322,7 @@ def main(
     steps: list[int] | None = None,
     beta2: float = 0.95,
     multiple: float = 1.0,
+    clip: float = 1.0,
     out: Path = Path("adam.jsonl"),
     table: bool = False,
 ) -> None:
@@ -339,6 +340,7 @@ def main(
         steps: lengths of trainings; None: 300.
         beta2: of AdamW.
         multiple: of the density, for ``second_moment``.
+        clip: norm that gradients of each rank are clipped to; inf: not. Keep its results in an ``out`` of their own.
         out: where results are kept, a line each.
         table: only print.
     """
@@ -361,7 +363,7 @@ def main(
         ]
         for run in dict.fromkeys(wanted):
             if tuple(run) not in done:
-                row = {"run": list(run), **train(run, data)}
+                row = {"run": list(run), **train(run, data, clip)}
                 known.append(row)
                 with out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
