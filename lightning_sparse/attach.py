@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -121,6 +122,7 @@ def attach_config(
             undo.callback(engine.close)
             if scaler is not None:
                 engine.loss_scale = partial(getattr, scaler, "_scale", None)  # public get_scale() waits for the device
+            engine.add_observer(_AllRanksDivide(ddp))
             if config.watch is not None:
                 engine.add_observer(Watchdog(config.watch))
             planner = None
@@ -134,6 +136,28 @@ def attach_config(
             _register(ddp, engine)  # last: there is no way back
         undo.pop_all()
     return engine
+
+
+class _AllRanksDivide:
+    """Refuses ``join(divide_by_initial_world_size=False)``, which DDP keeps from communication hooks.
+
+    Args:
+        ddp: not kept.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def before_step(self, engine: Engine) -> None:
+        """Raise in the first step in which averages would be others than DDP's, also on ranks that have joined."""
+        if not getattr(self._ddp(), "_divide_by_initial_world_size", True):
+            raise ValueError(
+                "join(divide_by_initial_world_size=False) divides by the ranks that still have data, and the "
+                "sparsified exchange by all ranks. Leave it at True."
+            )
+
+    def close(self) -> None:
+        """Nothing is kept."""
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:
@@ -152,6 +176,12 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
             "skip_all_reduce_unused_params=True keeps buckets back that no rank used, and groups would wait for them "
             "for ever. Leave it at False: find_unused_parameters=True sends nothing of groups that no rank used."
         )
+    for name, p in ddp.module.named_parameters():
+        if hasattr(p, "_in_backward_optimizers"):  # DDP learns of it in the first forward
+            raise ValueError(
+                f"The optimizer of {name} runs in backward, before gradients are exchanged. Call its step() after "
+                "backward instead of _apply_optimizer_in_backward()."
+            )
     for name, module in ddp.module.named_modules():
         # Other layers may mean anything by the word; what they make is looked at in the first backward.
         if isinstance(module, Embedding | EmbeddingBag) and module.sparse:

@@ -6,6 +6,7 @@ import gc
 import os
 import warnings
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -129,6 +130,55 @@ def test_buckets_that_ddp_would_keep_back_are_refused(two_ranks: Ranks) -> None:
         pytest.skip("this torch has no such keyword")
     for said in two_ranks(skipping):
         assert said.startswith("ValueError: skip_all_reduce_unused_params=True keeps buckets back")
+
+
+def stepping_in_backward() -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch uses what torch itself has deprecated
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    model = nn.Linear(60, 60)
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    return told(DistributedDataParallel(model), **SPARSE)
+
+
+def test_optimizers_in_backward_are_refused_before_training(two_ranks: Ranks) -> None:
+    for said in two_ranks(stepping_in_backward):
+        assert said.startswith("ValueError: The optimizer of weight runs in backward, before gradients are exchanged.")
+
+
+# Uneven inputs
+
+
+def train_uneven(sparse: dict[str, Any] | None, **join: Any) -> Tensor | str:
+    """Rank 0 has 2 batches, rank 1 has 5."""
+    model = DistributedDataParallel(Spare(), find_unused_parameters=True)
+    engine = None if sparse is None else ls.attach(model, **SPARSE | sparse)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    try:
+        with warnings.catch_warnings(), model.join(**join):  # join() changes the filters
+            for _ in range(on_rank(0, 2, 5)):
+                model(torch.full((2, 60), 1.0 + dist.get_rank())).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except ValueError as error:
+        return str(error)
+    finally:
+        if engine is not None:
+            engine.close()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_ranks_with_fewer_batches_join_as_with_ddp(two_ranks: Ranks) -> None:
+    plain, _ = two_ranks(train_uneven, None)
+    for ours in two_ranks(train_uneven, {"density": 1.0}):
+        assert torch.equal(ours, plain)
+    first, second = two_ranks(train_uneven, {})
+    assert torch.equal(first, second)
+
+
+def test_averages_over_fewer_ranks_are_refused(two_ranks: Ranks) -> None:
+    for said in two_ranks(partial(train_uneven, divide_by_initial_world_size=False), {}):
+        assert said.startswith("join(divide_by_initial_world_size=False) divides by the ranks that still have data")
 
 
 # Ranks that differ
