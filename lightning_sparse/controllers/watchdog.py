@@ -18,7 +18,7 @@ from lightning_sparse.controllers.checksum import checksum
 from lightning_sparse.controllers.group_history import GroupHistory
 from lightning_sparse.core import Agreement
 from lightning_sparse.memory.first_moment import first_moment, of_adams_family
-from lightning_sparse.optim import made_for
+from lightning_sparse.optim import holds, is_adam, made_for, refusal, stepping
 from lightning_sparse.reducer import Engine
 from lightning_sparse.reducer.group import GroupReducer
 
@@ -109,14 +109,18 @@ class Watchdog:
         groups = [g for g in self._selecting(engine) if not g.memory.has_momentum]
         groups = [g for g in groups if g.memory.residual(g.state.memory) is not None]
         parameters = engine.parameters
-        found = first_moment(optimizer, {id(parameters[p.name]) for g in groups for p in g.plan.parameters})
+        sparsified = {id(parameters[p.name]) for g in groups for p in g.plan.parameters}
+        found = first_moment(optimizer, sparsified)
         if found is None:
             return
         if optimizer in WARNED_OF:
             self._told.add("adam")
             return
         WARNED_OF.add(optimizer)
-        self._tell(engine, "adam", f"{found.remedy()} watch=ls.Watch(adam=False) silences this.")
+        reasons = (refusal(each, sparsified) for each in engine.optimizers if holds(each, sparsified))
+        reason = next(filter(None, reasons), None) if is_adam(type(stepping(optimizer))) else None
+        here = f"Its steps are not taken by the exchange here: {reason}. " if reason else ""
+        self._tell(engine, "adam", f"{found.remedy()} {here}watch=ls.Watch(adam=False) silences this.")
 
     def _sparse_groups(self, engine: Engine) -> list[GroupReducer]:
         groups = [] if engine.direct else [group for group in engine.groups if not group.plan.dense]

@@ -150,6 +150,32 @@ def test_nobody_is_warned_without_reason(
     assert two_ranks(said, attach, options, name, ADAM | settings) == [[], []]
 
 
+def reasons() -> list[str]:
+    """Why an Adam of torch is left to itself: its own settings, or another optimizer."""
+    amsgrad = said(fit, {"sparsifier": "union_topk"}, "Adam", {"lr": 0.01, "amsgrad": True})
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 20)))
+    engine = ls.attach(ddp, **SPARSE | {"sparsifier": "union_topk"})
+    first, second = ddp.module
+    both = [torch.optim.AdamW(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1)]
+    engine.follow(both)
+
+    def step() -> None:
+        for _ in range(2):
+            ddp(torch.ones(2, 10)).square().sum().backward()
+            for optimizer in both:
+                optimizer.step()
+
+    mixed = said(step)
+    engine.close()
+    return [*amsgrad, *mixed]
+
+
+def test_an_adam_that_is_left_to_itself_is_told_why(two_ranks: Ranks) -> None:
+    told, _ = two_ranks(reasons)
+    assert "Its steps are not taken by the exchange here: amsgrad=True needs torch's own step." in told[0]
+    assert "Its steps are not taken by the exchange here: SGD is none of torch's Adam and AdamW." in told[1]
+
+
 def test_parameters_that_stay_dense_may_have_a_first_moment(two_ranks: Ranks) -> None:
     assert two_ranks(said, attach_without, "0") == [[], []]
     assert len(two_ranks(said, attach_without, "1")[0]) == 1
