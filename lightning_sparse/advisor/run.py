@@ -57,6 +57,7 @@ KEPT = {
     "static_graph": False,
     "gradient_as_bucket_view": False,
     "broadcast_buffers": True,
+    "forward_sync_buffers": None,
     "start_method": "popen",
 }
 """Settings of a DDP strategy that are kept, in profiling and in the advice, and their defaults."""

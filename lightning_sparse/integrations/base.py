@@ -48,6 +48,8 @@ class StrategyArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyCo
     """As in ``DistributedDataParallel``."""
     broadcast_buffers: bool = True
     """As in ``DistributedDataParallel``."""
+    forward_sync_buffers: bool | None = None
+    """As in ``DistributedDataParallel`` from torch 2.13 on, which deprecates ``broadcast_buffers`` for it."""
     accelerator: Any = None
     """Filled in by Lightning."""
     parallel_devices: Any = None

@@ -289,6 +289,9 @@ def test_defaults_of_ddp_are_not_passed_on() -> None:
     assert strategy_class("pytorch_lightning")()._ddp_kwargs == {}
     given = strategy_class("pytorch_lightning")(bucket_cap_mb=3, static_graph=True, broadcast_buffers=False)._ddp_kwargs
     assert given == {"bucket_cap_mb": 3, "static_graph": True, "broadcast_buffers": False}
+    # torch 2.13 warns of broadcast_buffers, and says to use this one.
+    given = strategy_class("pytorch_lightning")(forward_sync_buffers=False)._ddp_kwargs
+    assert given == {"forward_sync_buffers": False}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
