@@ -73,7 +73,7 @@ class Watchdog:
     def _check_optimizers(self, engine: Engine) -> None:
         """Check those that are known now, and others when they take their first step."""
         if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(_FirstSteps(self, engine))
+            self._handle = register_optimizer_step_pre_hook(torch.compiler.disable(_FirstSteps(self, engine)))  # type: ignore[no-untyped-call]
         for optimizer in (*engine.optimizers, *self._stepped):
             self._check_optimizer(optimizer, engine)
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -26,9 +27,14 @@ class AroundSteps(ABC):
         self._names = names
         _owners.update({(type(self), key): self for key in names})
         this = weakref.ref(self)  # torch keeps hooks for ever
+        begin, after = (
+            lambda *given: None if (me := this()) is None else me._begin(*given),
+            lambda *given: None if (me := this()) is None else me.after(),
+        )
+        # Where a step is compiled, what is done around it is not.
         self._hooks = [
-            register_optimizer_step_pre_hook(lambda *given: None if (me := this()) is None else me._begin(*given)),
-            register_optimizer_step_post_hook(lambda *given: None if (me := this()) is None else me.after()),
+            register_optimizer_step_pre_hook(torch.compiler.disable(begin)),  # type: ignore[no-untyped-call]
+            register_optimizer_step_post_hook(torch.compiler.disable(after)),  # type: ignore[no-untyped-call]
         ]
 
     @abstractmethod

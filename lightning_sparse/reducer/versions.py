@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -145,7 +146,7 @@ class Record:
         """Parameters that optimizers hold, as far as they have been seen."""
         self.waiting: Set[str] = frozenset()
         """Parameters that got an average, also in an earlier exchange, and that no optimizer has stepped since."""
-        self._hook = register_optimizer_step_post_hook(_Stepped(self))
+        self._hook = register_optimizer_step_post_hook(torch.compiler.disable(_Stepped(self)))  # type: ignore[no-untyped-call]
 
     @property
     def latest(self) -> Version:

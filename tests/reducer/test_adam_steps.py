@@ -596,3 +596,36 @@ def test_an_optimizer_with_an_adam_for_some_parameters_is_left_alone() -> None:
     ddp(torch.randn(2, WIDTH)).sum().backward()
     assert all(type(group.memory) is not ls.SecondMoment for group in engine.groups)
     engine.close()
+
+
+def compiled_step(compiled: bool) -> tuple[list[Tensor], list[str]]:
+    """Weights, and files whose operations were compiled."""
+    training, files = Training(), list[str]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        files.extend(str(node.meta.get("stack_trace")) for node in graph.graph.nodes)
+        return graph.forward
+
+    def take() -> None:
+        training.optimizer.step()
+
+    step = torch.compile(take, backend=backend) if compiled else take
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch uses what torch itself has deprecated
+        for number in range(4):
+            training.optimizer.zero_grad()
+            loss_of(training.ddp, number, training.rank).backward()
+            step()
+    training.engine.close()
+    torch._dynamo.reset()
+    return training.weights(), files
+
+
+@pytest.mark.thorough  # to compile takes seconds
+def test_what_is_done_around_a_compiled_step_is_not_compiled(two_ranks: Ranks) -> None:
+    for (weights, files), (plain, _) in zip(
+        two_ranks(compiled_step, True), two_ranks(compiled_step, False), strict=True
+    ):
+        assert files and not any("lightning_sparse" in file for file in files)
+        for ours, theirs in zip(weights, plain, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
