@@ -9,18 +9,21 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-_made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class Found(Optimizer):
-    """Is found by engines: made, copied or unpickled. Beside one of torch's, a base of :mod:`lightning_sparse.adam`."""
+class Found:
+    """Is found by engines: made, copied or unpickled. Beside one of torch's, a base of :mod:`lightning_sparse.adam`.
+
+    No optimizer by itself: LightningCLI offers all classes that are.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _made.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[misc]  # the optimizer's
         _made.add(self)
 
 

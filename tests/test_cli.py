@@ -284,7 +284,7 @@ def test_the_sweep_gives_the_example_what_it_takes(parse: Any) -> None:
 
 
 SHORT_NAMES = """
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser
 from torch.optim import Optimizer
 import lightning_sparse
 
@@ -292,6 +292,10 @@ for given in ("AdamW", "Adam", "lightning_sparse.AdamW"):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"})
     print(parser.parse_args([f"--optimizer={given}", "--optimizer.lr=0.1"]).optimizer.class_path)
+try:
+    parser.parse_args(["--optimizer=Found"])  # what is no optimizer is not offered
+except ArgumentError:
+    print("refused")
 """
 
 
@@ -300,6 +304,7 @@ def test_short_names_of_torchs_optimizers_mean_torchs_where_the_package_is_impor
     command = [warm_python(), "-c", forgetting("lightning_sparse") + SHORT_NAMES]
     found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stderr
-    torchs, adam, ours = found.stdout.split()
+    torchs, adam, ours, base = found.stdout.split()
     assert (torchs, adam) == ("torch.optim.AdamW", "torch.optim.Adam")
     assert ours in ("lightning_sparse.AdamW", "lightning_sparse.adam.AdamW")
+    assert base == "refused"

@@ -24,10 +24,13 @@ LOST = (
 )
 """What libraries say where another rank is gone or late. They raise the same type where memory runs out, shapes do not
 fit or two ranks share a GPU."""
+BATCHES = "Where no rank has failed, ranks had different numbers of batches."
 PAUSE = 5e-5
 """Seconds between two looks at whether a device is done."""
 LISTEN = 1.0
 """Seconds of waiting after which the store is asked whether another rank has failed."""
+LEAVE = timedelta(seconds=5)
+"""How long a rank that has nothing more to exchange waits for the others."""
 
 T = TypeVar("T")
 
@@ -48,7 +51,7 @@ class TorchCollective:
         self.timeout: timedelta | None = None
         """How long this rank waits for the others; None: the group's default."""
         self._owned = self._given_back = False
-        self._key = ""
+        self._keys = ""
         self._averages: bool | None = None
         alone = not (dist.is_available() and dist.is_initialized())
         self._rank = 0 if alone else dist.get_rank(group)
@@ -112,7 +115,7 @@ class TorchCollective:
         try:
             yield
         except RuntimeError as error:
-            if not _is_loss(error):
+            if not is_loss(error):
                 raise
             raise self._lost(operation, f"Here: {error}") from error
 
@@ -120,20 +123,20 @@ class TorchCollective:
         waited = f" within {self.timeout.total_seconds():.6g} s" if self.timeout else ""
         return LostRankError(
             f"Rank {self.rank} lost another rank in {operation}: it has ended or failed, or did not come{waited}. The "
-            f"first error is the one to look at, most likely another rank's. {reason}"
+            f"first error is the one to look at, most likely another rank's. {BATCHES} {reason}"
         )
 
     def listen(self, name: str) -> None:
-        """Let :meth:`abort` tell the ranks that are in :meth:`wait_until`, by a key in the group's store.
+        """Let :meth:`abort` and :meth:`leave` tell other ranks, by keys in the group's store.
 
         Args:
             name: equal on all ranks, and never used before.
         """
-        self._key = f"lightning_sparse/{name}/failed"
+        self._keys = f"lightning_sparse/{name}"
 
     @property
     def _store(self) -> Any:
-        if not self._key or not dist.is_initialized():
+        if not self._keys or not dist.is_initialized():
             return None
         group = self.group or dist.group.WORLD
         return None if group is None else group.get_group_store()
@@ -154,8 +157,8 @@ class TorchCollective:
             if (now := time.monotonic()) - asked < LISTEN:
                 continue
             asked, store = now, self._store
-            if store is not None and store.check([self._key]):
-                failed = store.get(self._key).decode()
+            if store is not None and store.check([f"{self._keys}/failed"]):
+                failed = store.get(f"{self._keys}/failed").decode()
                 self.abort()
                 raise self._lost(what, f"Rank {failed} has failed.")
 
@@ -169,11 +172,35 @@ class TorchCollective:
         store = self._store
         if store is not None:
             with suppress(RuntimeError):  # it lives on a rank that may have ended
-                store.compare_set(self._key, "", str(self.rank))  # who is first
+                store.compare_set(f"{self._keys}/failed", "", str(self.rank))  # who is first
         if self._owned and self.group is not None and dist.is_initialized():
             if dist.get_backend(self.group) == "nccl":
                 self.group.abort()  # would otherwise be waited for
             self.close()
+
+    def leave(self, fact: str) -> list[str]:
+        """What each rank says that has nothing more to exchange, in order of ranks.
+
+        Through the group's store, because in a collective this rank would wait for those that have more batches. They
+        fail when this rank's processes or groups end, as with plain DDP.
+
+        Args:
+            fact: of this rank.
+
+        Returns:
+            That of this rank alone, where the others have not come within some seconds.
+        """
+        store = self._store
+        if store is None or self.world_size == 1:
+            return [fact]
+        keys = [f"{self._keys}/left/{rank}" for rank in range(self.world_size)]
+        try:
+            store.set(keys[self.rank], fact)
+            store.wait(keys, LEAVE)
+            return [store.get(key).decode() for key in keys]
+        except RuntimeError:  # which may also say that the store has ended with its rank
+            self.close()
+            return [fact]
 
     def close(self) -> None:
         """Give the group back if it was made by :meth:`of_its_own`."""
@@ -299,9 +326,9 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _is_loss(error: RuntimeError) -> bool:
-    """Whether a collective failed because of another rank."""
+def is_loss(error: BaseException) -> bool:
+    """Whether a collective of torch failed because of another rank."""
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
     said = str(error).lower()
-    return any(words in said for words in LOST)
+    return isinstance(error, RuntimeError) and any(words in said for words in LOST)

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_sparse.config import Watch
 from lightning_sparse.controllers.checksum import checksum
 from lightning_sparse.controllers.group_history import GroupHistory
-from lightning_sparse.core import Agreement
 from lightning_sparse.memory.first_moment import first_moment, of_adams_family
 from lightning_sparse.optim import holds, is_adam, made_for, refusal, stepping
 from lightning_sparse.reducer import Engine
@@ -130,8 +129,7 @@ class Watchdog:
 
     def _selecting(self, engine: Engine) -> list[GroupReducer]:
         """Groups of which not everything is sent."""
-        groups = [g for g in self._sparse_groups(engine) if g.sparsifier.agreement is not Agreement.EVERYTHING]
-        return [g for g in groups if g.density(engine.step) < 1]
+        return [group for group in self._sparse_groups(engine) if group.selects(engine.step)]
 
     def _is_due(self, step: int) -> bool:
         return step == 1 or (step > 0 and step % self._settings.every == 0)

@@ -38,8 +38,6 @@ class Balanced(Exchange):
     and a threshold for the sums anew only every few dozen steps; an exchange has no memory, and here all ranks find the
     exact k-th largest sum in what they have received.)
 
-    At density 1 the regions are equal and everything fits: the update is the dense mean.
-
     References:
         Li, Hoefler, Near-Optimal Sparse Allreduce for Distributed Deep Learning (Ok-Topk), PPoPP 2022,
         arXiv 2201.07598, section 3.
@@ -52,7 +50,7 @@ class Balanced(Exchange):
         n, padding = ctx.world_size, acc.numel() - 1
         k = count(ctx.density, padding)
         slots = min(padding, -(-3 * k // (2 * n)))
-        bounds, counts = yield from _regions(selection, k, padding, ctx)
+        bounds, counts = yield from _regions(selection, padding, ctx)
         mine = _split(selection.indices, bounds, slots, ctx.step)
         rows = yield AllToAll(pack_rows(mine, values_at(acc, mine, ctx)))
         sums = add_up(unpack_rows(rows, slots, acc.dtype, padding), padding)
@@ -66,21 +64,18 @@ class Balanced(Exchange):
         return Update(union, total / n, sent, None, counts, (union < padding).sum())
 
 
-def _regions(selection: Selection, k: int, numel: int, ctx: Context) -> Steps[tuple[Tensor, Tensor]]:
+def _regions(selection: Selection, numel: int, ctx: Context) -> Steps[tuple[Tensor, Tensor]]:
     """(n + 1,) boundaries of the regions, and (n,) counts of all ranks, in one message."""
     n, device = ctx.world_size, selection.indices.device
     parts = torch.arange(n + 1, device=device)
-    even = parts * numel // n
     ordered = pad(selection.indices, selection.indices.numel() + 1, numel)
     own = torch.where(selection.count > 0, ordered[parts[1:-1] * selection.count // n], 0)
     counts = torch.where(parts[:-1] == ctx.rank, selection.count, 0)
     received = yield AllReduce(torch.cat([own, counts]))
     places, counts = received[: n - 1], received[n - 1 :]
-    if k == numel:
-        return even, counts
     # A rank that has picked nothing is not counted in where the picks are.
     inner = places // (counts > 0).sum().clamp(min=1)
-    return torch.cat([even[:1], inner, even[-1:]]), counts
+    return pad(torch.cat([inner.new_zeros(1), inner]), n + 1, numel), counts
 
 
 def _split(indices: Tensor, bounds: Tensor, slots: int, phase: int) -> Tensor:

@@ -8,7 +8,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
-from lightning_sparse.density import count
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange, values_at
 from lightning_sparse.exchanges.merging import add_up, masked, pack, strongest, unpack
 from lightning_sparse.messages import AllGather, Broadcast, SendRecv, Steps
@@ -22,7 +21,7 @@ class Tree(Exchange):
     In rounds of distance ``d = 1, 2, 4, ...`` each rank r that is a multiple of 2 d receives the sparse vector of rank
     ``r + d``, if there is one, adds it to its own, and keeps the k largest magnitudes (of equal ones the lower
     coordinates). Rank 0 ends up with the result and broadcasts it: ``update = result / n``. k is the number of picks of
-    the rank that picked most; at density 1 nothing is dropped. Any number of ranks will do.
+    the rank that picked most. Any number of ranks will do.
 
     Every rank forgets its picks, and what a merging rank drops, it adds to its own residual. Nothing is lost, at no
     cost in traffic. (Published: a rank takes back those of its picks that are not in the result. What was dropped on
@@ -43,11 +42,8 @@ class Tree(Exchange):
         """One group; see :class:`~lightning_sparse.exchanges.Exchange`."""
         n, rank, padding = ctx.world_size, ctx.rank, acc.numel() - 1
         counts = yield AllGather(selection.count)
-        slots, keep = selection.indices.numel(), counts.max()
-        if count(ctx.density, padding) == padding:
-            slots, keep = padding, keep.new_full((), padding)
-        elif not selection.aligned:
-            slots = max(1, int(keep))
+        keep = counts.max()
+        slots = selection.indices.numel() if selection.aligned else max(1, int(keep))
         merged = selection.indices, values_at(acc, selection.indices, ctx)
         gone = [merged]
         distance = 1

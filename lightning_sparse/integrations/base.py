@@ -19,7 +19,6 @@ from lightning_sparse.config import StrategyConfig
 from lightning_sparse.controllers import Planner
 from lightning_sparse.fields import from_keywords
 from lightning_sparse.integrations.earlier import Left, go_on
-from lightning_sparse.integrations.telling import mean_over_ranks
 from lightning_sparse.plan.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
 from lightning_sparse.reducer import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.sparsifiers import SPARSIFIERS
@@ -183,7 +182,9 @@ class SparseStrategy:
         return done
 
     def _mean_over_ranks(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        return mean_over_ranks(numbers, TorchCollective(), self.root_device)
+        comm, own = TorchCollective(), torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
+        means = comm.all_reduce(own.to(self.root_device)).cpu() / comm.world_size
+        return dict(zip(numbers, means.tolist(), strict=True))
 
     def _restore(self, engine: Engine, path: Any, marker: dict[str, Any] | None) -> None:
         restore(engine, path, marker, self._load_side_file, self.config.resize, self.config.strict_resume)

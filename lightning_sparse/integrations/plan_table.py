@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lightning_sparse.collective import ring_all_reduce_bytes
 from lightning_sparse.console import Table
-from lightning_sparse.core import Agreement
 from lightning_sparse.metrics import MB
 from lightning_sparse.reducer import Engine
 
@@ -20,22 +19,21 @@ def plan_table(engine: Engine, longest: int | None = None) -> Table:
         longest: number of groups that are listed one by one; None: all.
     """
     settings, n = engine.settings, engine.comm.world_size
-    density = settings.density(engine.step)
     title = f"sparse_ddp: groups at {settings.density}"
     header = ["group", "parameters", "coordinates", "density now", "k now", "exchange", "dense MB"]
     rows = []
     listed = engine.plan[:longest]
     for running, group in zip(engine.groups, listed, strict=False):
-        whole = running.sparsifier.agreement is Agreement.EVERYTHING
+        density, whole = running.density(engine.step), not running.selects(engine.step)
         size = group.parameters[0].element_size
         rows.append(
             [
                 group.name,
                 str(len(group.parameters)),
                 f"{group.numel:,}",
-                "" if group.dense else "1" if whole else f"{group.density or density:.3g}",
+                "" if group.dense else "1" if whole else f"{density:.3g}",
                 f"{group.numel if whole else group.picks(density):,}",
-                "dense" if group.dense else type(settings.exchange).__name__,
+                "dense" if whole else type(settings.exchange).__name__,
                 f"{ring_all_reduce_bytes(group.numel * size, n) / MB:.3g}",
             ]
         )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
-
-import torch
 
 from lightning_sparse.clock import Totals
 from lightning_sparse.config import SparsificationConfig
@@ -22,16 +22,11 @@ from lightning_sparse.sparsifiers import SPARSIFIERS
 
 
 class Telling:
-    """Follows the engines of a strategy from fit to fit.
+    """Follows the engines of a strategy from fit to fit."""
 
-    Args:
-        mean_over_ranks: of numbers by name; collective.
-    """
-
-    def __init__(self, mean_over_ranks: Callable[[Mapping[str, float]], dict[str, float]]) -> None:
+    def __init__(self) -> None:
         self.totals = Totals()
         """Of all fits."""
-        self._mean = mean_over_ranks
         self._warnings: list[str] = []
         self._trainer: Any = None
         self._before: dict[str, float] = {}
@@ -55,10 +50,11 @@ class Telling:
             log_settings(logger, {"sparse_ddp": settings_of(engine, config)})
 
     def end(self, engine: Engine) -> None:
-        """Fit ends, after all callbacks, of which one may flush: says what was sent, and logs totals; collective."""
+        """Fit ends, after all callbacks, of which one may flush: says what was sent, and logs totals."""
         self.totals.pause()
-        now = self._mean(self.totals.state_dict())
-        before = self._mean(self._before)
+        own = self.totals.state_dict()
+        ranks = [json.loads(told) for told in engine.comm.leave(json.dumps([own, self._before]))]
+        now, before = ({name: fmean(one[name] for one in each) for name in own} for each in zip(*ranks, strict=True))
         steps, skipped = engine.step - self._steps, engine.void_steps - self._skipped
         if steps + skipped and self._trainer.is_global_zero:
             if self._watched:
@@ -123,10 +119,3 @@ def _name_of(one: Any, registry: Registry[Any]) -> str:
     """Registered name of the object's class, or of the one that it is a kind of."""
     names = {cls: name for name, cls in registry.items()}
     return next((names[cls] for cls in type(one).__mro__ if cls in names), type(one).__name__)
-
-
-def mean_over_ranks(numbers: Mapping[str, float], comm: Any, device: torch.device) -> dict[str, float]:
-    """The mean of each number; collective."""
-    own = torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")
-    means = comm.all_reduce(own.to(device)).cpu() / comm.world_size
-    return dict(zip(numbers, means.tolist(), strict=True))

@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_sparse.collective import TorchCollective
+from lightning_sparse.collective import LostRankError, TorchCollective
+from lightning_sparse.collective.process_group import BATCHES, is_loss
 from lightning_sparse.fields import keywords_of
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
 from lightning_sparse.integrations.earlier import EarlierFit, Left
@@ -99,7 +100,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._earlier: EarlierFit | None = None
         self._left: Left | None = None
         self._totals: dict[str, float] | None = None
-        self._telling = Telling(self._mean_over_ranks)
+        self._telling = Telling()
         self.engine: Engine | None = None
         """At work during fit; ``step`` and ``hook_calls`` can still be read afterwards."""
         super().__init__(**for_lightning)
@@ -312,8 +313,13 @@ class SparseDDPMixin(SparseStrategy, Base):
             self.engine.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """As in Lightning; advice on unused parameters leads to this strategy, not to one that is dense."""
+        """As in Lightning; advice on unused parameters leads to this strategy, not to one that is dense.
+
+        Lightning asks all ranks in each step whether they were told to end: where one has gone, that may fail first.
+        """
         super().on_exception(exception)
+        if is_loss(exception) and not isinstance(exception, LostRankError):
+            exception.add_note(f"sparse_ddp: another rank has ended or failed. {BATCHES}")
         exception.args = tuple(
             UNUSED_PARAMETERS if isinstance(arg, str) and "find_unused_parameters_true" in arg else arg
             for arg in exception.args

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -46,8 +48,10 @@ class Followed:
         """See :meth:`.Engine.follow`."""
         chosen, reducer = list(optimizers), self._reducer
         self.suit(chosen)
-        for optimizer in chosen:
-            reducer.settings.memory.check_optimizer(optimizer)
+        # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
+        with warnings.catch_warnings(action="ignore") if self._rank else nullcontext():
+            for optimizer in chosen:
+                reducer.settings.memory.check_optimizer(optimizer)
         if reducer.settings.lr_aware:
             reducer.rates.follow(chosen)
         self.optimizers = chosen

@@ -21,7 +21,7 @@ from lightning_sparse.layout import Gradient
 from lightning_sparse.memory import Memory
 from lightning_sparse.messages import Steps
 from lightning_sparse.metrics import Statistics, norm_of
-from lightning_sparse.pipeline import commit_group, exchange_group, init_group
+from lightning_sparse.pipeline import commit_group, exchange_group, init_group, sends_everything
 from lightning_sparse.plan import Group
 from lightning_sparse.sparsifiers import Everything, Sparsifier
 
@@ -80,6 +80,11 @@ class GroupReducer:
         """As :meth:`~lightning_sparse.memory.Memory.divisor`; of the latest step, also of a skipped one."""
         formed = self._formed.after if isinstance(self._formed, Undecided) else self._formed
         return self.memory.divisor(formed.memory)
+
+    def selects(self, step: int) -> bool:
+        """Whether not everything is sent at a step, as long as nothing is flushed."""
+        everything = self.sparsifier.agreement is Agreement.EVERYTHING
+        return not everything and not sends_everything(self.sparsifier, self.density(step), self.plan.numel)
 
     @property
     def selects(self) -> bool:

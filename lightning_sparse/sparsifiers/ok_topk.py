@@ -44,7 +44,8 @@ class OkTopK(Sparsifier):
     Ours: a step with fewer than k/2 picks, or with 2 k and more, is followed by an estimate, too, since residuals at
     first and gradients later may grow faster than 1.2 % a step. (The released code is dense for the first 128 or 512
     steps instead.) So is a change of the density. On a device, where the host does not know that it is needed, such an
-    estimate is made from a sample of 65 536 magnitudes.
+    estimate is made from a sample of 65 536 magnitudes. Steps in which everything is sent, at a density of 1 or in a
+    flush, leave the threshold as it was: in the step after them it may let little through, and an estimate follows.
 
     An accumulator with fewer than k values that are not zero has no threshold: all of these are picked. On CUDA at most
     2 k are picked, more are thinned evenly.

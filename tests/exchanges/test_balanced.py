@@ -15,11 +15,11 @@ from tests.lockstep import Ranks, noise
 from tests.reference.merged import boundaries_of_regions, split_and_reduce, thinned
 
 
-def regions(selections: list[Selection], k: int, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+def regions(selections: list[Selection], numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What all ranks of a list of selections find: boundaries and counts."""
     n = len(selections)
     contexts = [Context(0, 0.1, rank, n) for rank in range(n)]
-    found = drive_ranks([_regions(s, k, numel, ctx) for s, ctx in zip(selections, contexts, strict=True)])
+    found = drive_ranks([_regions(s, numel, ctx) for s, ctx in zip(selections, contexts, strict=True)])
     assert all(torch.equal(a, b) for other in found for a, b in zip(other, found[0], strict=True))
     return found[0]
 
@@ -34,19 +34,13 @@ def test_regions_tile_the_group_and_hold_about_equally_many_picks(n: int) -> Non
             places = (torch.rand(longest // (1 + rank % 3), generator=generator) ** 2 * numel).long().unique()
             offers.append(places[: len(places) * (rank % 4 != 3)])
         selections = [Selection(torch.cat([p, p.new_full((3,), numel)]), torch.tensor(len(p))) for p in offers]
-        bounds, counts = regions(selections, 1 if numel > 1 else 0, numel)
+        bounds, counts = regions(selections, numel)
         assert counts.tolist() == [len(p) for p in offers]
-        assert bounds.tolist() == boundaries_of_regions([dict.fromkeys(p.tolist(), 1.0) for p in offers], numel, 0)
+        assert bounds.tolist() == boundaries_of_regions([dict.fromkeys(p.tolist(), 1.0) for p in offers], numel)
         assert (bounds[0], bounds[-1], bounds.numel()) == (0, numel, n + 1)
         assert bool((bounds.diff() >= 0).all())
     held = torch.stack([torch.searchsorted(p, bounds).diff() for p in offers if len(p)]).sum(0)
     assert held.max() < 1.5 * held.sum() / n
-
-
-def test_at_full_density_regions_are_equal_whatever_was_picked() -> None:
-    selections = [Selection(torch.arange(3), torch.tensor(3)), Selection(torch.arange(10), torch.tensor(10))]
-    bounds, counts = regions(selections, 10, 10)
-    assert (bounds.tolist(), counts.tolist()) == ([0, 5, 10], [3, 10])
 
 
 @pytest.mark.parametrize("phase", [0, 1, 5, 1000])
@@ -132,11 +126,3 @@ def test_one_bad_rank_is_heard_among_large_values_wherever_it_sits(n: int, quiet
             for sparsifier in (ls.HardThreshold(1.0), ls.OkTopK()):
                 outcome = Ranks(n, 50, sparsifier=sparsifier, exchange="balanced", density=density).step(rows)
                 assert bool(torch.isnan(outcome.averages).all())
-
-
-def test_at_density_1_everything_fits_whatever_was_picked() -> None:
-    # Regions that follow the picks would be 7 and 1 coordinates long, and 6 pairs fit into a message.
-    rows = torch.tensor([[0.0] * 7 + [5], [0] * 7 + [5], [1] * 8, [0] * 7 + [5]], dtype=torch.float64)
-    outcome = Ranks(4, 8, sparsifier=ls.HardThreshold(0.5), exchange="balanced", density=1.0).step(rows)
-    assert torch.equal(outcome.averages[0], rows.mean(0))
-    assert not torch.stack(outcome.after).any()

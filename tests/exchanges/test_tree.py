@@ -62,11 +62,3 @@ def test_one_bad_rank_is_heard_among_large_values_wherever_it_sits(n: int, quiet
         for sparsifier in (ls.HardThreshold(1.0), ls.GTopK()):
             outcome = Ranks(n, 50, sparsifier=sparsifier, exchange="tree", density=0.02).step(rows)
             assert bool(torch.isnan(outcome.averages).all())
-
-
-def test_at_density_1_the_union_of_whatever_was_picked_is_kept() -> None:
-    # No rank picks everything, all together do.
-    rows = torch.tensor([[5.0, 5, 5, 0, 0, 0], [0, 0, 5, 5, 5, 5]], dtype=torch.float64)
-    outcome = Ranks(2, 6, sparsifier=ls.HardThreshold(1.0), exchange="tree", density=1.0).step(rows)
-    assert outcome.averages[0].tolist() == [2.5, 2.5, 5, 2.5, 2.5, 2.5]
-    assert not torch.stack(outcome.after).any()

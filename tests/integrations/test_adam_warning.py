@@ -245,3 +245,23 @@ def test_the_setting_in_a_configuration() -> None:
     given = {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": {"watch": watch}}
     made = parser.instantiate(parser.parse_object({"strategy": given})).strategy
     assert made.config.watch == ls.Watch(adam=False)
+
+
+def warnings_of_memories() -> list[str]:
+    """In processes to which nobody has told their ranks but torch."""
+    found = []
+    for memory in (ls.MomentumCorrection(), ls.WeightDecay(0.1)):
+        engine = ls.attach(DistributedDataParallel(nn.Linear(20, 20)), sparsifier="topk", memory=memory, watch=None)
+        optimizer = torch.optim.SGD(engine.parameters.values(), lr=0.1, momentum=0.9, weight_decay=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.follow([optimizer])
+        found += [str(warning.message) for warning in caught]
+        engine.close()
+    return found
+
+
+def test_memories_warn_of_optimizers_on_one_rank(two_ranks: Ranks) -> None:
+    said, others = two_ranks(warnings_of_memories)
+    assert [warning.split()[0] for warning in said] == ["MomentumCorrection", "WeightDecay"]
+    assert not others

@@ -107,7 +107,7 @@ def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: 
         rules=ls.Rules(dense_ndim=0, dense_numel=0),
         executor=executor,
         strict_resume=True,
-        timeout=timedelta(seconds=TIMEOUT),
+        timeout=timedelta(seconds=100 if behaviour == "fewer batches" else TIMEOUT),
     )
     saver = ModelCheckpoint(folder, save_last=True, save_top_k=1, every_n_train_steps=3, monitor=None)
     trainer = make_trainer(
@@ -115,10 +115,12 @@ def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: 
         strategy=strategy,
         devices=RANKS,
         max_epochs=epochs,
-        enable_checkpointing=True,
-        callbacks=[Progress(), saver],
+        enable_checkpointing=behaviour != "fewer batches",  # there, ranks would wait for each other to save
+        callbacks=[Progress(), *([] if behaviour == "fewer batches" else [saver])],
         plugins=[Slow()] if behaviour == "slow saves" else None,
     )
+    if behaviour == "fewer batches" and trainer.global_rank == 1:
+        trainer.limit_train_batches = 2
     trainer.fit(make_module("pytorch_lightning"), make_data(), ckpt_path=resume, weights_only=False)
 
 
@@ -298,6 +300,15 @@ def test_a_rank_that_fails_ends_the_others(launch: Any, tmp_path: Path, behaviou
     run.end()
     if behaviour == "raise":  # the others end as if they were killed
         check_resume(launch, tmp_path)
+
+
+def test_a_rank_with_fewer_batches_does_not_let_the_others_wait_for_their_timeout(launch: Any) -> None:
+    run = launch("fewer", behaviour="fewer batches", epochs=1)
+    run.join([0, 1, 2], 60)
+    assert run.processes[1].exitcode == 0
+    check_errors(run, [0, 2])
+    for rank in (0, 2):
+        assert "Where no rank has failed, ranks had different numbers of batches." in run.said(rank)
 
 
 @pytest.mark.slow

@@ -193,5 +193,22 @@ def test_what_is_sent_in_full_has_reached_its_density(two_ranks: Ranks) -> None:
     assert told == "sparse_ddp: Everything() sends all of 620 parameters, on 2 ranks."
     names = ("density", "target_density", "density_error", "padding_ratio", "build_up")
     assert [numbers[name] for name in names] == [1, 1, 0, 1, 1]
-    assert "'1', '600'" in table
+    assert "'1', '600', 'dense'" in table
     assert "0.01" not in table
+
+
+def tables_of_a_schedule() -> list[tuple[str, str, str]]:
+    ddp = DistributedDataParallel(torch.nn.Linear(30, 20, bias=False))
+    engine = ls.attach(ddp, sparsifier="topk", density=ls.Warmup(1.0, 0.01, steps=1), watch=None)
+    cells = []
+    for _ in range(2):
+        [row] = plan_table(engine).rows
+        cells.append((row[3], row[4], row[5]))
+        ddp(torch.ones(2, 30)).square().mean().backward()
+    engine.close()
+    return cells
+
+
+def test_the_table_names_the_exchange_that_is_used_now(two_ranks: Ranks) -> None:
+    for cells in two_ranks(tables_of_a_schedule):
+        assert cells == [("1", "600", "dense"), ("0.01", "6", "GatherPairs")]

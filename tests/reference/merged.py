@@ -69,10 +69,10 @@ def merge_up_a_tree(offers: list[Sparse], keep: int) -> tuple[Sparse, list[Spars
     return held[0], dropped
 
 
-def boundaries_of_regions(offers: list[Sparse], numel: int, k: int) -> list[int]:
+def boundaries_of_regions(offers: list[Sparse], numel: int) -> list[int]:
     """Where rank i's j-th of n equal shares of its picks begins, averaged over ranks, rounded down.
 
-    A rank without picks does not vote, and without votes all is in the last region; at full density regions are equal.
+    A rank without picks does not vote, and without votes all is in the last region.
     """
     n = len(offers)
     inner = []
@@ -82,8 +82,7 @@ def boundaries_of_regions(offers: list[Sparse], numel: int, k: int) -> list[int]
             picks = sorted(offer)
             if picks:
                 votes.append(picks[j * len(picks) // n])
-        mean = sum(votes) // len(votes) if votes else 0
-        inner.append(j * numel // n if k == numel else mean)
+        inner.append(sum(votes) // len(votes) if votes else 0)
     return [0, *inner, numel]
 
 
@@ -103,7 +102,7 @@ def split_and_reduce(offers: list[Sparse], numel: int, k: int, step: int) -> tup
     """
     n = len(offers)
     slots = min(numel, math.ceil(3 * k / (2 * n)))
-    bounds = boundaries_of_regions(offers, numel, k)
+    bounds = boundaries_of_regions(offers, numel)
     brought: list[list[int]] = [[] for _ in range(n)]
     sums: Sparse = {}
     for region in range(n):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -13,6 +15,16 @@ import lightning_sparse as ls
 from lightning_sparse.core import Context
 from tests.covering import covering, in_one_test
 from tests.reference.merged import reference_ok_topk
+
+
+@dataclass(frozen=True)
+class Listed(ls.DensitySchedule):
+    """A density for each step."""
+
+    densities: Sequence[float]
+
+    def __call__(self, step: int) -> float:
+        return self.densities[step]
 
 
 def layered(steps: int, n: int, numel: int, seed: int = 0) -> np.ndarray:
@@ -128,3 +140,15 @@ def test_a_device_without_a_threshold_looks_at_a_sample(monkeypatch: pytest.Monk
 def test_settings_that_make_no_sense_are_refused(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"Expected {next(iter(setting))}"):
         ls.OkTopK(**setting)
+
+
+def test_steps_in_which_everything_is_sent_cost_one_short_step_and_no_more() -> None:
+    numel, k, n = 10_000, 100, 2
+    # Residuals have filled, so that the threshold is several times a gradient's; then all of them are sent.
+    densities = [k / numel] * 60 + [1.0] + [k / numel] * 2
+    stream = torch.randn(len(densities), n, numel, generator=torch.Generator().manual_seed(0))
+    traces = ls.simulate(stream, sparsifier=ls.OkTopK(interval=1000), density=Listed(densities))
+    counts = [trace.counts for trace in traces]
+    assert counts[60].tolist() == [numel] * n
+    assert counts[61].max() < k / 2
+    assert counts[62].tolist() == [k] * n  # by an estimate
