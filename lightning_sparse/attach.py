@@ -200,8 +200,8 @@ def _parameters_of(ddp: DistributedDataParallel) -> tuple[dict[str, Parameter], 
             raise ValueError(
                 f"Expected floating-point parameters, but {name} is {p.dtype}: magnitudes would not compare."
             )
-    trained = {name: p for name, p in known.items() if p.requires_grad}
-    return trained, {name: p for name, p in known.items() if not p.requires_grad}
+    trained, frozen = ({name: p for name, p in known.items() if p.requires_grad is one} for one in (True, False))
+    return trained, frozen
 
 
 def _register(ddp: DistributedDataParallel, engine: Engine) -> None:
@@ -223,10 +223,7 @@ def delivery_mb(ddp: DistributedDataParallel) -> tuple[float, float]:
 
 def sizes_of(parameters: dict[str, Parameter]) -> list[ParameterSize]:
     """What plans need to know of parameters, by name."""
-    return [
-        ParameterSize(name, p.numel(), p.element_size(), f"{p.dtype}.{p.device}".removeprefix("torch."), p.dim())
-        for name, p in parameters.items()
-    ]
+    return [ParameterSize.of(name, p) for name, p in parameters.items()]
 
 
 def _warn_if_nothing_is_left(plan: Sequence[Group], rules: Rules) -> None:

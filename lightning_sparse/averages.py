@@ -23,6 +23,8 @@ class _MeanOverSteps(Metric):
 
     is_differentiable = False
     full_state_update = False
+    higher_is_better = False
+    plot_lower_bound = 0.0
     quantity: ClassVar[str]
     """Its name in :data:`~lightning_sparse.metrics.QUANTITIES`."""
     total: Tensor
@@ -62,15 +64,12 @@ class DensityError(_MeanOverSteps):
         0.029
     """
 
-    higher_is_better = False
-    plot_lower_bound = 0.0
     quantity = "density_error"
 
 
 class PaddingRatio(_MeanOverSteps):
     """The papers' ``f(t) = n max_i k_i / sum_i k_i``: the longest selection over the mean one; mean over steps."""
 
-    higher_is_better = False
     plot_lower_bound = 1.0
     quantity = "padding_ratio"
 
@@ -78,8 +77,6 @@ class PaddingRatio(_MeanOverSteps):
 class BuildUp(_MeanOverSteps):
     """Coordinates in the update over those that the target asks for, ``|union| / k``: mean over steps."""
 
-    higher_is_better = False
-    plot_lower_bound = 0.0
     quantity = "build_up"
 
 

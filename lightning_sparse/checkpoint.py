@@ -26,7 +26,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from lightning_sparse.collective import Collective, TorchCollective
+from lightning_sparse.checks import is_integer
+from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import Resize
 from lightning_sparse.reducer import Engine
 from lightning_sparse.reducer.agreement import Note, by_reason, reason
@@ -255,7 +256,7 @@ def _check_marker(marker: Any) -> None:
     whole = {"world_size": 1, "step": 0, "global_step": -1}
     for field, least in whole.items():
         value = marker.get(field)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not is_integer(value) or value < least:
             raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
     patterns = {"save": r"\w+-\d+", "directory": r"[^/\\\0]+\.sparse"}
     for field, pattern in patterns.items():
@@ -264,7 +265,7 @@ def _check_marker(marker: Any) -> None:
             raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
 
 
-def _read_state(path: Path, marker: dict[str, Any], comm: Collective, load: Callable[[str], Any]) -> State:
+def _read_state(path: Path, marker: dict[str, Any], comm: TorchCollective, load: Callable[[str], Any]) -> State:
     """This rank's own state, or what became of all of them if there were more or fewer ranks."""
     if marker["world_size"] == comm.world_size:
         return _read(path, marker, comm.rank, load)
@@ -313,7 +314,7 @@ def _locate(path: Path, directory: str, file: SideFile) -> str:
     )
 
 
-def _emptied(state: State, comm: Collective) -> tuple[State, str]:
+def _emptied(state: State, comm: TorchCollective) -> tuple[State, str]:
     """A merged state with nothing in it, and a sentence that says what is lost."""
     pending = [vectors["residual"] for vectors in state["parameters"].values() if "residual" in vectors]
     norm = sum(float(residual.double().square().sum()) for residual in pending) ** 0.5

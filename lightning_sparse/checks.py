@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TypeGuard
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Whether a value is an int; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether a value is an int or a float; True and False are none, nan is one."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
@@ -34,7 +35,7 @@ def expect(holds: bool, name: str, what: str, value: object) -> None:
 def check_integer(value: object, name: str, least: int = 1) -> None:
     """Raise a ValueError unless a setting is an integer of at least ``least``."""
     what = "a positive integer" if least == 1 else f"an integer of at least {least}"
-    expect(is_integer(value) and value >= least, name, what, value)  # type: ignore[operator]
+    expect(is_integer(value) and value >= least, name, what, value)
 
 
 def check_number(value: float, name: str, what: str = "a finite number of at least 0") -> None:

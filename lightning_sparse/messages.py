@@ -28,7 +28,7 @@ class Message(ABC):
     x: Tensor
 
     kind: ClassVar[str]
-    """Name of the operation, see :class:`~lightning_sparse.collective.Collective`."""
+    """Name of the operation, see :class:`~lightning_sparse.collective.TorchCollective`."""
 
     @abstractmethod
     def bytes_sent(self, n: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,18 @@ class Found:
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]  # the optimizer's
         _made.add(self)
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a method for as long as its object lives: torch keeps hooks of optimizers for ever.
+
+    Where an optimizer's step is compiled, the method is not.
+    """
+    reference = weakref.WeakMethod(method)
+    called: Callable[..., Any] = torch.compiler.disable(  # type: ignore[no-untyped-call]
+        lambda *given: None if (alive := reference()) is None else alive(*given)
+    )
+    return called
 
 
 def is_adam(kind: type[Optimizer]) -> bool:
@@ -56,10 +68,11 @@ def _takes_all_steps(inner: Optimizer, optimizer: Optimizer) -> bool:
         return False
     if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
         return True  # of this rank's part; other ranks take the others
-    return _ids(inner) == _ids(optimizer)
+    return ids_of(inner) == ids_of(optimizer)
 
 
-def _ids(optimizer: Optimizer) -> set[int]:
+def ids_of(optimizer: Optimizer) -> set[int]:
+    """The ids of the parameters that an optimizer holds."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
@@ -70,7 +83,14 @@ def made_for(parameters: Collection[int]) -> list[Optimizer]:
 
 def holds(optimizer: Optimizer, parameters: Collection[int]) -> bool:
     """Whether an optimizer holds some of these parameters, given by their ids."""
-    return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+    return any(_groups(optimizer, parameters))
+
+
+def _groups(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[dict[str, Any]]:
+    """Its groups that hold some of these parameters."""
+    for group in optimizer.param_groups:
+        if any(id(parameter) in parameters for parameter in group["params"]):
+            yield group
 
 
 def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
@@ -83,9 +103,7 @@ def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
     kind = type(stepping(optimizer))
     if not is_adam(kind):
         return f"{kind.__name__} is none of torch's Adam and AdamW"
-    for group in optimizer.param_groups:
-        if not any(id(parameter) in parameters for parameter in group["params"]):
-            continue
+    for group in _groups(optimizer, parameters):
         if not group.get("eps", 0.0) > 0:
             return "eps has to be above 0"
         for option in ("amsgrad", "differentiable"):
@@ -101,6 +119,5 @@ def settings_of(optimizers: Iterable[Optimizer], parameters: Collection[int]) ->
     return {
         (float(group["betas"][1]), float(group["eps"]))
         for optimizer in optimizers
-        for group in optimizer.param_groups
-        if any(id(parameter) in parameters for parameter in group["params"])
+        for group in _groups(optimizer, parameters)
     }

@@ -143,10 +143,12 @@ def exchange_group(
     selection, selector = yield from meter.watch(resolve(sparsifier.select(score, state.selector, ctx)))
     ctx = ctx._replace(second=memory.second(state.memory))
     selected = Stamp.now(grad.device)
-    update = yield from meter.watch(resolve(exchange(*_raise_alarm(acc, selection, finite), ctx)))
+    selection = _raise_alarm(acc, selection, finite)
+    update = yield from meter.watch(resolve(exchange(acc, selection, ctx)))
     values, sent = _as_gradient(update.values, grad.dtype, scale)
     void = ~all_finite(values if values.dtype == acc.dtype else update.values)  # narrow ones are held in their range
-    memory.settle_(state.memory, update, None if grad.dtype == acc.dtype else update.values - sent)
+    rounding = None if grad.dtype == acc.dtype else update.values - sent
+    memory.settle_(state.memory, update, rounding)
     _scatter_(grad, update, values, void, ctx.candidates)
     stamps = begin, selected, Stamp.now(grad.device)
     numel = acc.numel() - 1
@@ -203,24 +205,24 @@ def _as_gradient(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tu
     return values, values if scale is None else values.to(wide) / scale
 
 
-def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> tuple[Tensor, Selection]:
+def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> Selection:
     """Where the gradient is not finite, offer NaN, at coordinate 0 if nothing was picked: all ranks then see it."""
     if static_shapes(acc.device):
         alone = ~finite & (selection.count == 0)
         selection.indices[:1].masked_fill_(alone, 0)
         if selection.spare is not None:
             selection.spare[:1].masked_fill_(alone, False)
-        return acc, selection._replace(count=selection.count + alone)
+        return selection._replace(count=selection.count + alone)
     if finite:
-        return acc, selection
+        return selection
     acc.fill_(float("nan"))
     if selection.count > 0:
-        return acc, selection
+        return selection
     indices = selection.indices if selection.indices.numel() else selection.indices.new_zeros(1)
     indices = torch.full_like(indices, acc.numel() - 1)
     indices[0] = 0
     spare = None if selection.spare is None else torch.zeros_like(indices, dtype=torch.bool)
-    return acc, selection._replace(indices=indices, count=torch.ones_like(selection.count), spare=spare)
+    return selection._replace(indices=indices, count=torch.ones_like(selection.count), spare=spare)
 
 
 def _scatter_(grad: Gradient, update: Update, values: Tensor, void: Tensor, candidates: Candidates | None) -> None:

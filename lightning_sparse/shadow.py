@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.clock import Stamp
-from lightning_sparse.collective import Collective, drive_together, ring_all_reduce_bytes
+from lightning_sparse.collective import TorchCollective, drive_together, ring_all_reduce_bytes
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core import Agreement, Context
-from lightning_sparse.metrics import MB, norm_of
+from lightning_sparse.metrics import MB, Step, norm_of
 from lightning_sparse.performance import Network
 from lightning_sparse.performance.microbenchmark import Recorder
 from lightning_sparse.performance.network import measure_network
@@ -62,14 +62,11 @@ class Shadow:
         parameters: Mapping[str, Parameter],
         sparsifiers: Sequence[Sparsifier | str],
         settings: SparsificationConfig,
-        comm: Collective,
+        comm: TorchCollective,
     ) -> None:
         self._comm, self._parameters = comm, dict(parameters)
         self._device = next(iter(self._parameters.values())).device
-        sizes = [
-            ParameterSize(name, p.numel(), p.element_size(), f"{p.dtype}.{p.device}".removeprefix("torch."), p.dim())
-            for name, p in self._parameters.items()
-        ]
+        sizes = [ParameterSize.of(name, p) for name, p in self._parameters.items()]
         grouping = "bucket" if settings.grouping.needs_profile else settings.grouping
         plan = make_plan(sizes, grouping, settings.rules, settings.bucket_cap_mb or DDP_BUCKET_MB)
         self._methods: dict[str, _Method] = {}
@@ -169,16 +166,13 @@ class _Row(NamedTuple):
 
 
 def _row(method: _Method, before: float, seconds: float, network_seconds: float) -> _Row:
-    every = [group.statistics for group in method.groups if group.statistics is not None]
-    sparse = [one for one in every if one.sparse] or every
-    numel, wanted = sum(one.numel for one in sparse), sum(one.target for one in sparse)
-    union = sum(int(one.union) for one in sparse)
-    selected = float(union)
+    step = Step([group.statistics for group in method.groups if group.statistics is not None], [])
+    selected = float(step.union)
     if method.config.sparsifier.agreement is Agreement.INDEPENDENT:  # each rank picks k by itself
-        selected = sum(float(one.counts.double().mean()) for one in sparse)
-    left = sum(norm_of(g.memory.residual(g.state.memory)) ** 2 for g in method.groups if not g.plan.dense)
-    sent = sum(one.bytes_sent for one in every)
-    return _Row(union / numel, abs(selected / wanted - 1), network_seconds, (before, left, sent, seconds))
+        selected = sum(float(one.counts.double().mean()) for one in step.sparse)
+    left = sum(g.residual_norm() ** 2 for g in method.groups if not g.plan.dense)
+    sent = sum(one.bytes_sent for one in step.groups)
+    return _Row(step.union / step.numel, abs(selected / step.k - 1), network_seconds, (before, left, sent, seconds))
 
 
 def _acc_square(group: GroupReducer) -> float:

@@ -21,8 +21,8 @@ class Traffic(NamedTuple):
     """What a step of one group sends."""
 
     messages: tuple[tuple[str, int], ...]
-    """Name of the operation (a method of :class:`~lightning_sparse.collective.Collective`) and bytes that a rank brings
-    to it, in order. Who only takes part in an operation without giving is counted as if it gave."""
+    """Name of the operation (a method of :class:`~lightning_sparse.collective.TorchCollective`) and bytes that a rank
+    brings to it, in order. Who only takes part in an operation without giving is counted as if it gave."""
     bytes_sent: float
     """Bytes that a rank sends under ring algorithms, mean over ranks."""
 

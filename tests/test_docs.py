@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -85,6 +86,28 @@ def test_files_and_quantities_that_are_named_exist(page: str) -> None:
     for name in re.findall(r"(?<!\.)\bsparse/([\w/]+)", text):
         # sparse/group/<group> has no end; the other two are tables and files
         assert name.endswith("/") or name in {*QUANTITIES, "plan", "warnings"}, name
+
+
+def test_the_walk_through_a_step_names_files_that_are_there_and_shows_the_code() -> None:
+    page = (ROOT / "docs/design.md").read_text().split("## Messages")[0]
+    named = [path for row in re.findall(r"^\| \d .*\| (.*) \|$", page, flags=re.MULTILINE) for path in row.split(", ")]
+    assert len(named) > 10
+    for path in named:
+        assert (ROOT / "lightning_sparse" / path.strip("`")).exists(), path
+    [excerpt] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+    def calls(text: str) -> list[str]:
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+        return [ast.unparse(node) for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset))]
+
+    code = calls((ROOT / "lightning_sparse/pipeline.py").read_text())
+    shown = calls(excerpt)
+    assert len(shown) == 7
+    assert set(shown) <= set(code)
+    # What is in a function further down is done where that is called.
+    done = ["put_in_runs_(grad.runs, update.indices, values)" if one.startswith("_scatter_(") else one for one in code]
+    places = [done.index(one) for one in shown]
+    assert places == sorted(places)
 
 
 def test_configurations_are_those_of_the_strategy() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.collective import Collective, TorchCollective, drive, drive_ranks, drive_together, send, together
+from lightning_sparse.collective import TorchCollective, drive, drive_ranks, drive_together, send, together
 from lightning_sparse.collective.drivers import LARGE
 from lightning_sparse.core import Context
 from lightning_sparse.messages import AllGather, AllReduce, AllToAll, Broadcast, Message, SendRecv, Steps
@@ -104,7 +104,7 @@ def both_ways(names: list[str]) -> dict[str, tuple[Any, Any, list[Calls], Calls]
         for _ in range(2):
             calls: list[Calls] = []
 
-            def note(message: Message, comm: Collective, calls: list[Calls] = calls) -> Tensor:
+            def note(message: Message, comm: TorchCollective, calls: list[Calls] = calls) -> Tensor:
                 calls[-1].append((message.kind, message.x.dtype))
                 return send(message, comm)
 

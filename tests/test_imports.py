@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,26 @@ def test_rooms_import_only_downwards(path: Path) -> None:
     for other in rooms_imported(path) - {room}:
         assert other in FLOOR, f"{path.name} imports {other}, which has no floor"
         assert FLOOR[other] < FLOOR[room], f"{path.name} imports {other} from a floor that is not below"
+
+
+def test_the_table_of_rooms_names_all_of_them_from_the_ground_up() -> None:
+    page = (PACKAGE.parent / "docs" / "design.md").read_text()
+    rows = re.findall(
+        r"^\| .*? \| (`.*?`) \| (.*) \|$", page.split("## Rooms")[1].split("\n## ")[0], flags=re.MULTILINE
+    )
+    place: dict[str, int] = {}
+    for number, (where, answers) in enumerate(rows):
+        for name in re.findall(r"`([\w./]+)`", where):
+            path = CLI if name == f"{CLI.name}/" else PACKAGE / name
+            assert path.exists(), name
+            place[room_of(path / "file" if path.is_dir() else path)] = number
+            for file in re.findall(r"`(\w+\.py)`", answers) if path.is_dir() else ():
+                assert (path / file).exists(), (name, file)
+    assert place.keys() == FLOOR.keys() - {"__init__"}
+    for path in FILES:
+        if path != PACKAGE / "__init__.py":
+            for other in rooms_imported(path):
+                assert place[other] <= place[room_of(path)], f"{path.name} imports {other}, which stands below it"
 
 
 @in_one_test("path", ((path,) for path in FILES), apart=0)

@@ -254,7 +254,9 @@ def advise(
     name = package_of(type(module))
     package = importlib.import_module(name)
     _check_data(package.LightningDataModule, train_dataloaders, datamodule)
-    strategy_class = importlib.import_module(f"lightning_sparse.integrations.{packages_file(name)}").SparseDDPStrategy
+    strategy_class = importlib.import_module(
+        f"lightning_sparse.integrations.{name.partition('.')[0]}"
+    ).SparseDDPStrategy
     options = dict(trainer or {})
     given = options.pop("strategy", None)
     kept = kept_settings(given)
@@ -324,11 +326,6 @@ def package_of(module_class: type) -> str:
         if name in sys.modules and issubclass(module_class, sys.modules[name].LightningModule):
             return name
     raise ValueError(f"Expected a LightningModule, but got {module_class.__name__}.")
-
-
-def packages_file(package: str) -> str:
-    """The file in ``integrations/`` that serves a Lightning package."""
-    return package.partition(".")[0]
 
 
 def kept_settings(strategy: Any) -> dict[str, Any]:

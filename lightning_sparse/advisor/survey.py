@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_sparse.advisor.prediction import Measured, Method
 from lightning_sparse.attach import delivery_mb, sizes_of
-from lightning_sparse.collective import Collective
+from lightning_sparse.collective import TorchCollective
 from lightning_sparse.core import Agreement
 from lightning_sparse.density import check_density
 from lightning_sparse.exchanges import as_exchange
@@ -128,7 +128,7 @@ def _reduce(calls: float, bytes_each: float) -> Traffic:
     return Traffic("all_reduce", calls, Line(0.0, bytes_each))
 
 
-def _line(job: Callable[[Tensor], Any], dtype: torch.dtype, comm: Collective, device: torch.device) -> Line:
+def _line(job: Callable[[Tensor], Any], dtype: torch.dtype, comm: TorchCollective, device: torch.device) -> Line:
     """Seconds of a job by coordinates of the vector that it gets."""
     numels, seconds = [], []
     for numel in (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22):
@@ -139,7 +139,7 @@ def _line(job: Callable[[Tensor], Any], dtype: torch.dtype, comm: Collective, de
     return Line.fit(numels, seconds)
 
 
-def _halved(name: str, half: torch.dtype, dtype: torch.dtype, comm: Collective, device: torch.device) -> Method:
+def _halved(name: str, half: torch.dtype, dtype: torch.dtype, comm: TorchCollective, device: torch.device) -> Method:
     """DDP's compression hooks: cast, all-reduce, cast back."""
     process = _line(lambda x: x.to(half).to(x.dtype), dtype, comm, device)
     transfer = _line(comm.all_reduce, half, comm, device) if comm.world_size > 1 else NOTHING
@@ -147,7 +147,7 @@ def _halved(name: str, half: torch.dtype, dtype: torch.dtype, comm: Collective, 
     return Method(name, 1.0, cost, builtin=True)
 
 
-def _power_sgd(parameters: dict[str, Any], comm: Collective, device: torch.device, all_reduce: Line) -> Method:
+def _power_sgd(parameters: dict[str, Any], comm: TorchCollective, device: torch.device, all_reduce: Line) -> Method:
     """PowerSGD of rank 4: matrices as two factors, everything else in full.
 
     For an m x n matrix M: P = M Q, averaged and orthogonalised; Q = M^T P, averaged; P Q^T is the update. A matrix is

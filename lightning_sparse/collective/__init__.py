@@ -2,11 +2,9 @@
 
 from lightning_sparse.collective.drivers import drive, drive_mirrored, drive_ranks, drive_together, send, together
 from lightning_sparse.collective.process_group import LostRankError, TorchCollective
-from lightning_sparse.collective.protocol import Collective
 from lightning_sparse.messages import ring_all_reduce_bytes
 
 __all__ = [
-    "Collective",
     "LostRankError",
     "TorchCollective",
     "drive",

@@ -15,18 +15,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_sparse.collective.protocol import Collective
+from lightning_sparse.collective.process_group import TorchCollective
 from lightning_sparse.messages import AllGather, AllReduce, AllToAll, Broadcast, Message, SendRecv, Steps
 
 T = TypeVar("T")
 LARGE = 4 << 20
 """Bytes from which on a message is sent by itself: joining copies it, and saves a latency that is small beside it."""
 
-Send = Callable[[Message, Collective], Tensor]
+Send = Callable[[Message, TorchCollective], Tensor]
 """Sends a message, and gives the answer."""
 
 
-def send(message: Message, comm: Collective) -> Tensor:
+def send(message: Message, comm: TorchCollective) -> Tensor:
     """Carry out one message between the real ranks."""
     match message:
         case AllGather(x):
@@ -43,7 +43,7 @@ def send(message: Message, comm: Collective) -> Tensor:
     raise TypeError(f"Expected a message, but got {message!r}.")
 
 
-def drive(steps: Steps[T], comm: Collective, send: Send = send) -> T:
+def drive(steps: Steps[T], comm: TorchCollective, send: Send = send) -> T:
     """Run a coroutine on this rank, each message as it comes.
 
     Args:
@@ -66,7 +66,7 @@ def _run(steps: Steps[T], answer: Callable[[Message], Tensor]) -> T:
         return end.value  # type: ignore[no-any-return]
 
 
-def drive_together(steps: Sequence[Steps[T]], comm: Collective, send: Send = send) -> list[T]:
+def drive_together(steps: Sequence[Steps[T]], comm: TorchCollective, send: Send = send) -> list[T]:
     """Run several coroutines on this rank with as few collectives as there are rounds and kinds, see :func:`together`.
 
     Args:

@@ -42,6 +42,9 @@ class LostRankError(RuntimeError):
 class TorchCollective:
     """A ``torch.distributed`` process group; with one rank, no group is needed and nothing is sent.
 
+    All n ranks call the same operations in the same order with equal shapes. What an operation gives to several ranks
+    is equal on all of them, bit for bit.
+
     Args:
         group: process group, or None for the default one (a single rank where none is initialised).
     """
@@ -231,7 +234,7 @@ class TorchCollective:
         return out.view(self.world_size, *x.shape)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, in place."""
+        """Sum over ranks, in place: do not read x afterwards."""
         if self.world_size > 1:
             with self._together("all_reduce"):
                 dist.all_reduce(x, group=self.group)
@@ -268,14 +271,14 @@ class TorchCollective:
         return True
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """What rank ``src`` gave, in place."""
+        """What rank ``src`` gave, on all ranks; in place."""
         if self.world_size > 1:
             with self._together("broadcast"):
                 dist.broadcast(x, group=self.group, group_src=src)
         return x
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Row j of rank i becomes row i of rank j."""
+        """``(n, *shape)``: row j of rank i becomes row i of rank j."""
         if self.world_size == 1:
             return x
         out = torch.empty_like(x)
@@ -284,7 +287,14 @@ class TorchCollective:
         return out
 
     def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
-        """Give x to one rank and take another's; started together, so that rings and swaps do not lock up."""
+        """Give x to rank ``to`` and take what rank ``source`` gives to this one, both other ranks or None.
+
+        All ranks call it, also those that neither give nor take. Who gives and who takes must fit together. Both are
+        started together, so that rings and swaps do not lock up.
+
+        Returns:
+            What ``source`` gave, of x's shape and dtype; None without a source.
+        """
         x = x.contiguous()
         out = None if source is None else torch.empty_like(x)
         moves = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ from lightning_sparse.performance import Profile, Profiler
 from lightning_sparse.plan import Group, Grouping, Messages, ParameterSize, Rules, make_plan
 from lightning_sparse.plan.plan import bucket_numels
 from lightning_sparse.reducer import Engine
+from lightning_sparse.reducer.header import digest_of
 
 LONGEST_TABLE = 40
 
@@ -155,8 +155,8 @@ class Planner:
 def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:
     """A digest of everything that a profile depends on except the machine."""
     settings = engine.settings
-    what = (list(sizes), settings.algorithm, settings.executor, engine.comm.world_size, engine.device.type)
-    return hashlib.sha256(repr(what).encode()).hexdigest()[:16]
+    facts = (list(sizes), settings.algorithm, settings.executor, engine.comm.world_size, engine.device.type)
+    return f"{digest_of(*facts):016x}"
 
 
 def mean_density(plan: Sequence[Group], density: float) -> float:

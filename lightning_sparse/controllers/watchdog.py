@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,7 +17,7 @@ from lightning_sparse.config import Watch
 from lightning_sparse.controllers.checksum import checksum
 from lightning_sparse.controllers.group_history import GroupHistory
 from lightning_sparse.memory.first_moment import first_moment, of_adams_family
-from lightning_sparse.optim import holds, is_adam, made_for, refusal, stepping
+from lightning_sparse.optim import holds, is_adam, made_for, refusal, stepping, weakly
 from lightning_sparse.reducer import Engine
 from lightning_sparse.reducer.group import GroupReducer
 
@@ -49,6 +49,7 @@ class Watchdog:
         self._stepped: WeakSet[Optimizer] = WeakSet()
         self._unheld: set[str] = set()
         self._handle: RemovableHandle | None = None
+        self._engine: Callable[[], Engine | None] = lambda: None
 
     def before_step(self, engine: Engine) -> None:
         """Check, where it is due."""
@@ -72,13 +73,15 @@ class Watchdog:
     def _check_optimizers(self, engine: Engine) -> None:
         """Check those that are known now, and others when they take their first step."""
         if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(torch.compiler.disable(_FirstSteps(self, engine)))  # type: ignore[no-untyped-call]
+            self._engine = weakref.ref(engine)
+            self._handle = register_optimizer_step_pre_hook(weakly(self._notice))
         for optimizer in (*engine.optimizers, *self._stepped):
             self._check_optimizer(optimizer, engine)
 
-    def notice(self, optimizer: Optimizer, engine: Engine) -> None:
+    def _notice(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer, maybe of other parameters, is about to take a step."""
-        if optimizer not in self._stepped and "adam" not in self._told:
+        engine = self._engine()
+        if engine is not None and optimizer not in self._stepped and "adam" not in self._told:
             self._stepped.add(optimizer)
             self._check_optimizer(optimizer, engine)
 
@@ -236,18 +239,6 @@ class Watchdog:
         if kind not in self._told:
             engine.warn(kind, sentence)
         self._told.add(kind)
-
-
-class _FirstSteps:
-    """A hook of all optimizers; keeps neither the watchdog nor its engine alive."""
-
-    def __init__(self, watchdog: Watchdog, engine: Engine) -> None:
-        self._watchdog, self._engine = weakref.ref(watchdog), weakref.ref(engine)
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        watchdog, engine = self._watchdog(), self._engine()
-        if watchdog is not None and engine is not None:
-            watchdog.notice(optimizer, engine)
 
 
 def others(found: Sequence[object], named: int = 1) -> str:

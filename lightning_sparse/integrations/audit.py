@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.integrations.loggers import log_figure
-from lightning_sparse.integrations.timing import engine_of, is_logging_step
+from lightning_sparse.integrations.timing import engine_of, is_logging_step, warn_that_nothing_is_sparse
 from lightning_sparse.reducer import Engine
 from lightning_sparse.reducer.group import GroupReducer
 
@@ -50,10 +49,7 @@ class ResidualAuditMixin:
         self._ages, engine = Ages(), engine_of(trainer)
         self._calls = 0 if engine is None else engine.hook_calls
         if engine is None:
-            rank_zero_warn(
-                f"ResidualAudit has nothing to log: the strategy {type(trainer.strategy).__name__} does not sparsify. "
-                "Use strategy='sparse_ddp' or remove the callback."
-            )
+            warn_that_nothing_is_sparse(trainer, "ResidualAudit", "log")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Note what was sent; log, if this is a step that logs."""

@@ -29,6 +29,8 @@ DELIVERIES = 32
 """Buckets in which DDP hands over a large model, where exchanges go on beside backward: more cost more calls."""
 TIMEOUT = timedelta(minutes=10)
 """PyTorch's default for NCCL; Lightning's is half an hour."""
+TWINS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+"""The two packages that each strategy is made for."""
 OTHERS = " Other keywords of DistributedDataParallel would be ignored or conflict with the sparsified exchange."
 
 
@@ -75,6 +77,8 @@ class SparseStrategy:
 
     package: ClassVar[str]
     """The Lightning package that takes this class."""
+    host: ClassVar[str]
+    """What of that package does."""
     config: StrategyConfig
     """The settings; for a logger, ``config.as_dict()``."""
     # Of Lightning's strategies:
@@ -113,6 +117,15 @@ class SparseStrategy:
         self._side_files = SideFiles()
         self._told_of_void: set[str] = set()
         return chosen.for_lightning()
+
+    def __repr__(self) -> str:
+        """Lightning prints this when its Trainer or Fabric is of the other package: say what to import instead."""
+        other = (TWINS | {twin: package for package, twin in TWINS.items()})[self.package]
+        name, where = type(self).__name__, f"lightning_sparse.integrations.{other.partition('.')[0]}"
+        return (
+            f"<{name}({self.config.sparsifier}, {self.config.density}) for {self.package}.{self.host}; "
+            f"a {other}.{self.host} needs the {name} of {where}>"
+        )
 
     @property
     def engines(self) -> list[Engine]:

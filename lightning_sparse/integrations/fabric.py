@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -71,6 +72,8 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         ...
         TypeError: FabricSparseDDPStrategy does not know the keyword 'densty'. Did you mean density? ...
     """
+
+    host = "Fabric"
 
     @keywords_of(FabricArguments)
     def __init__(self, *given: Any, **keywords: Any) -> None:
@@ -197,10 +200,7 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         if CHECKPOINT_KEY in state:
             raise ValueError(f"Expected a state without the key {CHECKPOINT_KEY!r}, which is used for residuals.")
         modules = {key: engine for key, engine in self._engines_in(state).items() if engine is not None}
-
-        def write(content: dict[str, Any], place: str) -> None:
-            self.checkpoint_io.save_checkpoint(content, place, storage_options=storage_options)
-
+        write = partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
         if modules:  # names may hold metrics, which may differ from rank to rank: rank 0 writes the checkpoint
             path = self.broadcast(path)
         own: dict[str, dict[str, Any]] = {}
@@ -264,15 +264,6 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no engines until modules are set up."""
         return {**vars(self), "_wrapped": []}
-
-    def __repr__(self) -> str:
-        """Fabric prints this when it is of the other package: say what to import instead."""
-        other = {"lightning_fabric": "lightning.fabric", "lightning.fabric": "lightning_fabric"}[self.package]
-        return (
-            f"<FabricSparseDDPStrategy({self.config.sparsifier}, {self.config.density}) for {self.package}.Fabric; "
-            f"a {other}.Fabric needs the FabricSparseDDPStrategy of lightning_sparse.integrations."
-            f"{other.partition('.')[0]}>"
-        )
 
 
 def _place(path: Any, key: str, modules: int) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
+from lightning_sparse.checks import expect, is_integer
 from lightning_sparse.flush import engines_of, flush
+from lightning_sparse.integrations.timing import warn_that_nothing_is_sparse
 
 
 class FlushResidualMixin:
@@ -39,10 +39,8 @@ class FlushResidualMixin:
     """
 
     def __init__(self, every_n_epochs: int | None = None) -> None:
-        if every_n_epochs is not None and not (isinstance(every_n_epochs, int) and every_n_epochs >= 1):
-            raise ValueError(
-                f"Expected every_n_epochs to be an integer from 1 on, or None, but got {every_n_epochs!r}."
-            )
+        given = every_n_epochs is None or (is_integer(every_n_epochs) and every_n_epochs >= 1)
+        expect(given, "every_n_epochs", "an integer from 1 on, or None", every_n_epochs)
         self.every_n_epochs = every_n_epochs
         self._rates: dict[int, list[Any]] = {}
         self._flushed: list[tuple[int, int]] = []
@@ -51,10 +49,7 @@ class FlushResidualMixin:
         """Say so if there is nothing to flush."""
         self._rates, self._flushed = {}, []
         if not engines_of(trainer.strategy):
-            rank_zero_warn(
-                f"FlushResidual has nothing to do: the strategy {type(trainer.strategy).__name__} does not sparsify. "
-                "Use strategy='sparse_ddp' or remove the callback."
-            )
+            warn_that_nothing_is_sparse(trainer, "FlushResidual", "do")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Note the learning rates of this step."""

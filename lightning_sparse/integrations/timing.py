@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.reducer import Engine
@@ -12,6 +13,14 @@ from lightning_sparse.reducer import Engine
 def engine_of(trainer: Any) -> Engine | None:
     """The engine of a strategy that sparsifies."""
     return getattr(trainer.strategy, "engine", None)
+
+
+def warn_that_nothing_is_sparse(trainer: Any, callback: str, what: str) -> None:
+    """Say that a callback has nothing to do, in one word what, because the strategy does not sparsify."""
+    rank_zero_warn(
+        f"{callback} has nothing to {what}: the strategy {type(trainer.strategy).__name__} does not sparsify. Use "
+        "strategy='sparse_ddp' or remove the callback."
+    )
 
 
 def is_logging_step(trainer: Any) -> bool:

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_sparse.collective import LostRankError, TorchCollective
@@ -91,6 +92,8 @@ class SparseDDPMixin(SparseStrategy, Base):
         ValueError: Unknown sparsifier 'exdina'. Did you mean 'exdyna'? Known names: clt_k, dgc, ...
     """
 
+    host = "Trainer"
+
     @keywords_of(TrainerArguments)
     def __init__(self, *given: Any, **keywords: Any) -> None:
         refuse_second_hook(keywords)
@@ -159,12 +162,13 @@ class SparseDDPMixin(SparseStrategy, Base):
                 "would be averaged densely. Use a version that lightning-sparse is tested with, see its README."
             )
         self._follow_together(self.engine, self.optimizers)
-        self._clip_before_the_exchange(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        self._clip_before_the_exchange(trainer)
 
-    def _clip_before_the_exchange(self, limit: float | None, algorithm: Any) -> None:
+    def _clip_before_the_exchange(self, trainer: Any) -> None:
         """Clip each rank's gradients, and not their averages, where the engine takes Adam's steps."""
+        algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm"
         for optimizer in self.optimizers:
-            self._clips_locally(optimizer, limit, getattr(algorithm, "value", algorithm) or "norm")
+            self._clips_locally(optimizer, trainer.gradient_clip_val, algorithm)
         vars(self.precision_plugin)["clip_gradients"] = ClipBeforeTheExchange(self)
 
     def on_train_start(self) -> None:
@@ -235,7 +239,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         assert self.engine is not None
         self._follow_together(self.engine, self.optimizers)
         module: Any = self.lightning_module
-        self._clip_before_the_exchange(module.trainer.gradient_clip_val, module.trainer.gradient_clip_algorithm)
+        self._clip_before_the_exchange(module.trainer)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in Lightning; remembers where a fit that follows finds residuals, and what an earlier one measured."""
@@ -271,10 +275,7 @@ class SparseDDPMixin(SparseStrategy, Base):
     ) -> AbstractContextManager[dict[str, Any] | None]:
         if not self.config.save_residuals or self.engine is None or "optimizer_states" not in checkpoint:
             return nullcontext()
-
-        def write(content: dict[str, Any], place: str) -> None:
-            self.checkpoint_io.save_checkpoint(content, place, storage_options=storage_options)
-
+        write = partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
         module: Any = self.lightning_module
         trainer, step = module.trainer, checkpoint.get("global_step")
         batches = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -329,14 +330,6 @@ class SparseDDPMixin(SparseStrategy, Base):
         """As in Lightning; a copy has no engine until it is set up."""
         state: dict[str, Any] = super().__getstate__()
         return {**state, "engine": None, "_earlier": None}
-
-    def __repr__(self) -> str:
-        """Lightning prints this when its Trainer is of the other package: say what to import instead."""
-        other = {"pytorch_lightning": "lightning.pytorch", "lightning.pytorch": "pytorch_lightning"}[self.package]
-        return (
-            f"<SparseDDPStrategy({self.config.sparsifier}, {self.config.density}) for {self.package}.Trainer; "
-            f"a {other}.Trainer needs the SparseDDPStrategy of lightning_sparse.integrations.{other.partition('.')[0]}>"
-        )
 
 
 def refuse_second_hook(keywords: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_sparse.checks import check_integer
+from lightning_sparse.checks import check_integer, expect
 from lightning_sparse.performance.merge import greedy_merge, optimal_merge
 from lightning_sparse.performance.profile import Profile
 from lightning_sparse.plan import GROUPINGS, Bucket, Cut, Grouping, Model, ParameterSize
@@ -51,10 +51,8 @@ class OptimalMerge(Grouping):
     steps: int = 10
 
     def __post_init__(self) -> None:
-        if self.rule not in get_args(MergeRule):
-            raise ValueError(
-                f"Expected rule to be one of {', '.join(map(repr, get_args(MergeRule)))}, but got {self.rule!r}."
-            )
+        rules = get_args(MergeRule)
+        expect(self.rule in rules, "rule", f"one of {', '.join(map(repr, rules))}", self.rule)
         for name, value, least in (("warmup", self.warmup, 1), ("steps", self.steps, 2)):
             check_integer(value, name, least)
 

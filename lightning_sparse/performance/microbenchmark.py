@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.clock import Stamp
-from lightning_sparse.collective import Collective, drive, send
+from lightning_sparse.collective import TorchCollective, drive, send
 from lightning_sparse.core import Context
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.kernels import static_shapes
@@ -53,7 +53,7 @@ class Recorder:
         self.device = device
         self.messages: list[Sent] = []
 
-    def send(self, message: Message, comm: Collective) -> Tensor:
+    def send(self, message: Message, comm: TorchCollective) -> Tensor:
         """Stamps before and after."""
         begin, nbytes = Stamp.now(self.device), message.x.nbytes
         answer = send(message, comm)
@@ -72,7 +72,7 @@ class Sample(NamedTuple):
 
 
 def measure_group(
-    comm: Collective,
+    comm: TorchCollective,
     device: torch.device,
     sizes: Sequence[int],
     *,
@@ -149,7 +149,7 @@ def _gradients(numel: int, dtype: torch.dtype, device: torch.device, rank: int) 
 
 
 def _sample(
-    stamps: tuple[Stamp, Stamp, Stamp, Stamp], recorder: Recorder, comm: Collective, device: torch.device
+    stamps: tuple[Stamp, Stamp, Stamp, Stamp], recorder: Recorder, comm: TorchCollective, device: torch.device
 ) -> Sample:
     """Take a step apart, from four moments: gradients lie in buckets, are one vector, are selected, are in buckets."""
     begin, gathered_in, selected, end = stamps

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from lightning_sparse.checks import check_integer, check_number, check_positive
-from lightning_sparse.collective import Collective
+from lightning_sparse.collective import TorchCollective
 from lightning_sparse.performance.cost import NOTHING, Line
 from lightning_sparse.performance.rank_sync import busy_processor, measure
 
@@ -126,7 +126,7 @@ class Network:
 
 
 def measure_network(
-    comm: Collective,
+    comm: TorchCollective,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     most: int = 1 << 25,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, get_args
 
+from lightning_sparse.checks import expect
 from lightning_sparse.performance.cost import NOTHING, CostModel, Curve, Line
 from lightning_sparse.performance.network import Network
 from lightning_sparse.performance.serialization import Plain
@@ -32,7 +33,7 @@ class Traffic(NamedTuple):
     """What a group puts through one kind of collective operation in a step."""
 
     operation: str
-    """A method of :class:`~lightning_sparse.collective.Collective`."""
+    """A method of :class:`~lightning_sparse.collective.TorchCollective`."""
     calls: float
     nbytes: Line
     """Bytes of a rank's messages, all calls together, by coordinates of the group; of a tree, all rounds."""
@@ -160,13 +161,11 @@ class Profile(Plain):
         if not self.layers or not self.costs:
             raise ValueError("Expected a profile of at least one layer, at one density at least, but got none.")
         for name, allowed in (("overlap", get_args(Overlap)), ("messages", get_args(Messages))):
-            if (given := getattr(self, name)) not in allowed:
-                raise ValueError(f"Expected {name} to be one of {', '.join(allowed)}, but got {given!r}.")
-        if not self.rest_seconds >= 0:
-            raise ValueError(f"Expected rest_seconds to be at least 0, but got {self.rest_seconds!r}.")
+            given = getattr(self, name)
+            expect(given in allowed, name, f"one of {', '.join(allowed)}", given)
+        expect(self.rest_seconds >= 0, "rest_seconds", "at least 0", self.rest_seconds)
         for layer in self.layers:
-            if not layer.backward_seconds >= 0:
-                raise ValueError(f"Expected backward_seconds to be at least 0, but got {layer!r}.")
+            expect(layer.backward_seconds >= 0, "backward_seconds", "at least 0", layer)
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "costs", tuple(sorted(self.costs, key=lambda cost: cost.density)))
 

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.clock import Stamp
-from lightning_sparse.collective import Collective
+from lightning_sparse.collective import TorchCollective
 
 
-def gathered(values: Sequence[float], comm: Collective, device: torch.device) -> Tensor:
+def gathered(values: Sequence[float], comm: TorchCollective, device: torch.device) -> Tensor:
     """(n, len(values)) float64 on the host: the numbers of each rank, equally many."""
     return comm.all_gather(torch.tensor(list(values), dtype=torch.float64, device="cpu").to(device)).cpu()
 
 
-def slowest(values: Sequence[float], comm: Collective, device: torch.device) -> list[float]:
+def slowest(values: Sequence[float], comm: TorchCollective, device: torch.device) -> list[float]:
     """The largest of each number over ranks."""
     return gathered(values, comm, device).amax(0).tolist()
 
 
-def start_together(comm: Collective, device: torch.device) -> None:
+def start_together(comm: TorchCollective, device: torch.device) -> None:
     """Return when all ranks are here and have nothing left to do."""
     comm.all_reduce(torch.zeros(1, device=device))
     if device.type == "cuda":
@@ -32,7 +32,7 @@ def start_together(comm: Collective, device: torch.device) -> None:
 
 
 def measure(
-    job: Callable[[], Any], comm: Collective, device: torch.device, repeats: int = 5, seconds: float = 0.5
+    job: Callable[[], Any], comm: TorchCollective, device: torch.device, repeats: int = 5, seconds: float = 0.5
 ) -> list[float]:
     """Seconds that a job takes on the slowest rank, for each repetition; ranks start together.
 

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lightning_sparse.checks import expect, is_number
 from lightning_sparse.registry import Registry
 
 
@@ -22,6 +23,11 @@ class ParameterSize(NamedTuple):
     """Parameters of different kinds (dtype, device) are never in one group."""
     ndim: int = 2
     """Dimensions of its shape."""
+
+    @classmethod
+    def of(cls, name: str, p: Any) -> ParameterSize:
+        """Of a parameter of torch."""
+        return cls(name, p.numel(), p.element_size(), f"{p.dtype}.{p.device}".removeprefix("torch."), p.dim())
 
 
 MIB = 1 << 20
@@ -149,9 +155,7 @@ class MergeBelow(Grouping):
     numel: float = 8192
 
     def __post_init__(self) -> None:
-        number = isinstance(self.numel, (int, float)) and not isinstance(self.numel, bool)
-        if not number or math.isnan(self.numel) or self.numel < 0:
-            raise ValueError(f"Expected numel to be a number of coordinates of at least 0, but got {self.numel!r}.")
+        expect(is_number(self.numel) and self.numel >= 0, "numel", "a number of coordinates of at least 0", self.numel)
 
     def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
         """Merge modules; a group is named after its first and last one."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.kernels.adam import Moved, Step, Steps
 from lightning_sparse.layout import shaped
-from lightning_sparse.optim import refusal, stepping
+from lightning_sparse.optim import ids_of, refusal, stepping
 from lightning_sparse.reducer.around_steps import AroundSteps
 from lightning_sparse.reducer.group import GroupReducer
 
@@ -47,8 +47,7 @@ class AdamSteps(AroundSteps):
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Whether steps of some of an optimizer's parameters are taken here, also within one that is around it."""
-        parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        served = {key for key in parameters if self._group(key) is not None}
+        served = {key for key in ids_of(optimizer) if self._group(key) is not None}
         return bool(served) and refusal(optimizer, served) is None
 
     @torch.no_grad()
@@ -78,25 +77,20 @@ class AdamSteps(AroundSteps):
         return rate * (self._factor * sign), 1 - rate * group["weight_decay"]
 
     def _served(self, group: Mapping[str, Any], handed_out: Set[str]) -> Iterator[tuple[Parameter, Tensor]]:
+        """Parameters whose steps are taken here, and what divides their averages, in their shapes."""
         for parameter in group["params"]:
-            if parameter.grad is not None and self._names.get(id(parameter)) in handed_out:
-                divisor = self._divisor(parameter)
-                if divisor is not None:
-                    yield parameter, divisor
+            owner = self._group(id(parameter))
+            divisor = None if owner is None else owner.divisor
+            if parameter.grad is None or owner is None or divisor is None:
+                continue
+            if (name := self._names[id(parameter)]) in handed_out:
+                yield parameter, shaped(divisor[owner.spans[name]], parameter)
 
     def _group(self, key: int) -> GroupReducer | None:
         """That of a parameter, given by its id, whose steps are taken here; else None."""
         name = self.name(key)
         group = None if name is None else self._group_of(name)
         return None if group is None or group.divisor is None else group
-
-    def _divisor(self, parameter: Parameter) -> Tensor | None:
-        """In the parameter's shape; None where the memory of its group has none."""
-        group = self._group(id(parameter))
-        divisor = None if group is None else group.divisor
-        if group is None or divisor is None:
-            return None
-        return shaped(divisor[group.spans[self._names[id(parameter)]]], parameter)
 
     def after(self) -> None:
         """Parameters have their gradients again."""

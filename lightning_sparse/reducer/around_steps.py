@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lightning_sparse.optim import weakly
 
 _owners: weakref.WeakValueDictionary[tuple[type, int], AroundSteps] = weakref.WeakValueDictionary()
 """Of the latest engine of each parameter, by kind and the parameter's id: one that was not closed does nothing for a
@@ -26,15 +27,9 @@ class AroundSteps(ABC):
     def __init__(self, names: Mapping[int, str]) -> None:
         self._names = names
         _owners.update({(type(self), key): self for key in names})
-        this = weakref.ref(self)  # torch keeps hooks for ever
-        begin, after = (
-            lambda *given: None if (me := this()) is None else me._begin(*given),
-            lambda *given: None if (me := this()) is None else me.after(),
-        )
-        # Where a step is compiled, what is done around it is not.
         self._hooks = [
-            register_optimizer_step_pre_hook(torch.compiler.disable(begin)),  # type: ignore[no-untyped-call]
-            register_optimizer_step_post_hook(torch.compiler.disable(after)),  # type: ignore[no-untyped-call]
+            register_optimizer_step_pre_hook(weakly(self._begin)),
+            register_optimizer_step_post_hook(weakly(self._end)),
         ]
 
     @abstractmethod
@@ -73,3 +68,6 @@ class AroundSteps(ABC):
             return result
 
         return (*args[:1], then_go_on, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    def _end(self, *_: Any) -> None:
+        self.after()

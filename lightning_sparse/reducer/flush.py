@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.collective import Collective, send
+from lightning_sparse.collective import TorchCollective, send
 from lightning_sparse.layout import shaped
 from lightning_sparse.messages import AllGather, AllReduce, Message
 from lightning_sparse.reducer.group import GroupReducer
 
 
 def average_residuals(
-    groups: Sequence[GroupReducer], parameters: Mapping[str, Parameter], comm: Collective, device: torch.device
+    groups: Sequence[GroupReducer], parameters: Mapping[str, Parameter], comm: TorchCollective, device: torch.device
 ) -> tuple[dict[str, Tensor], float]:
     """``(1/n) sum_i residual_i`` of each parameter that has a residual on any rank, in its shape and dtype; collective.
 

@@ -87,7 +87,7 @@ class Followed:
 
     @property
     def _sparse_groups(self) -> list[GroupReducer]:
-        return [group for group in self._reducer.groups if group.selects]
+        return [group for group in self._reducer.groups if group.sparsified]
 
     @property
     def _sparsified(self) -> set[int]:

@@ -24,9 +24,13 @@ class Usage:
     def __init__(self, parameters: Mapping[str, Parameter], comm: TorchCollective) -> None:
         self.comm = comm.between_hosts()
         """For what hosts know."""
-        self._used: set[str] = set()
+        used = self._used = set[str]()
+
+        def note(name: str, _: Tensor) -> None:  # keeps no more than the set alive
+            used.add(name)
+
         self._hooks = [
-            p.register_post_accumulate_grad_hook(_Note(name, self._used))  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(partial(note, name))  # type: ignore[no-untyped-call]
             for name, p in parameters.items()
         ]
 
@@ -48,17 +52,6 @@ class Usage:
         for hook in self._hooks:
             hook.remove()
         self.comm.close()
-
-
-class _Note:
-    """Notes that a parameter's gradient was computed. Does not keep more than the set of names alive."""
-
-    def __init__(self, name: str, used: set[str]) -> None:
-        self.name = name
-        self.used = used
-
-    def __call__(self, parameter: Tensor) -> None:
-        self.used.add(self.name)
 
 
 class SparseGradients:

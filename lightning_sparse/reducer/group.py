@@ -69,26 +69,29 @@ class GroupReducer:
     @property
     def state(self) -> GroupState:
         """What counts now; waits for the device where that decides whether the latest step counts."""
-        return self._formed.state if isinstance(self._formed, Undecided) else self._formed
+        return self.version.state
 
     @state.setter
     def state(self, state: GroupState) -> None:
         self._formed = state
 
     @property
+    def _latest(self) -> GroupState:
+        """What the latest step has formed, whether it counts or not."""
+        return self._formed.after if isinstance(self._formed, Undecided) else self._formed
+
+    @property
     def divisor(self) -> Tensor | None:
         """As :meth:`~lightning_sparse.memory.Memory.divisor`; of the latest step, also of a skipped one."""
-        formed = self._formed.after if isinstance(self._formed, Undecided) else self._formed
-        return self.memory.divisor(formed.memory)
+        return self.memory.divisor(self._latest.memory)
 
     def selects(self, step: int) -> bool:
         """Whether not everything is sent at a step, as long as nothing is flushed."""
-        everything = self.sparsifier.agreement is Agreement.EVERYTHING
-        return not everything and not sends_everything(self.sparsifier, self.density(step), self.plan.numel)
+        return self.sparsified and not sends_everything(self.sparsifier, self.density(step), self.plan.numel)
 
     @property
-    def selects(self) -> bool:
-        """Whether coordinates are chosen, by plan, so that others wait."""
+    def sparsified(self) -> bool:
+        """Whether coordinates are selected, by plan, so that others wait."""
         return self.sparsifier.agreement is not Agreement.EVERYTHING
 
     @property
@@ -120,8 +123,7 @@ class GroupReducer:
     @property
     def memory_bytes(self) -> int:
         """Bytes that the memory keeps, and vectors for what finds no room in the gradient's place."""
-        formed = self._formed.after if isinstance(self._formed, Undecided) else self._formed
-        kept = [*tensors_in(formed.memory), *self._rooms.values()]
+        kept = [*tensors_in(self._latest.memory), *self._rooms.values()]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
 
     def receive(self, name: str, piece: Tensor) -> None:

@@ -58,7 +58,7 @@ class MomentumSteps(AroundSteps):
         """Whether averages of a parameter wait before they arrive, or have done so earlier."""
         name = self.name(id(parameter))
         group = self._group_of(name) if name is not None and name in handed_out else None
-        return group is not None and (group.selects or WAITED in optimizer.state.get(parameter, {}))
+        return group is not None and (group.sparsified or WAITED in optimizer.state.get(parameter, {}))
 
     def after(self) -> None:
         """Spend what is noted."""

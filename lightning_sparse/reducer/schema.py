@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import is_integer, is_number
+
 STATE_FORMAT = 1
 """Version of the format of ``Engine.state_dict()``; changes when its meaning does."""
 State = dict[str, Any]
@@ -24,11 +26,11 @@ class Kind(NamedTuple):
 
 
 def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**62
+    return is_integer(value) and least <= value < 2**62
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)
 
 
 def _is_vector(value: Any) -> bool:

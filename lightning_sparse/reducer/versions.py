@@ -8,15 +8,14 @@ a signal handler or another thread may look at any moment.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lightning_sparse.optim import ids_of, weakly
 from lightning_sparse.reducer.group import GroupVersion
 from lightning_sparse.reducer.skip import SkipFlag
 
@@ -146,7 +145,7 @@ class Record:
         """Parameters that optimizers hold, as far as they have been seen."""
         self.waiting: Set[str] = frozenset()
         """Parameters that got an average, also in an earlier exchange, and that no optimizer has stepped since."""
-        self._hook = register_optimizer_step_post_hook(torch.compiler.disable(_Stepped(self)))  # type: ignore[no-untyped-call]
+        self._hook = register_optimizer_step_post_hook(weakly(self.stepped))
 
     @property
     def latest(self) -> Version:
@@ -207,13 +206,12 @@ class Record:
 
     def hold(self, optimizer: Optimizer) -> Set[str]:
         """An optimizer holds parameters; their names."""
-        found = {self._names.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
-        names = {name for name in found if name is not None}
+        names = {self._names[key] for key in ids_of(optimizer) & self._names.keys()}
         if not names <= self.held:
             self.held = self.held | names
         return names
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has finished a step; called for all of the process."""
         names = self.hold(optimizer)
         self.waiting = self.waiting - names
@@ -228,14 +226,3 @@ class Record:
     def close(self) -> None:
         """Stop looking at optimizers."""
         self._hook.remove()
-
-
-class _Stepped:
-    """Tells a record that an optimizer has finished a step, without keeping it."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = weakref.ref(record)
-
-    def __call__(self, optimizer: Optimizer, *args: Any) -> None:
-        if (record := self._record()) is not None:
-            record.stepped(optimizer)

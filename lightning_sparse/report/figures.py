@@ -88,6 +88,9 @@ class Axis(NamedTuple):
     """Values at a run's steps; None where the run does not know them."""
 
 
+STEPS = Axis("steps", lambda run, steps: steps + run.offset)
+
+
 def parts_of(runs: Sequence[Run]) -> list[Part]:
     """All figures for which there is something to draw.
 
@@ -96,13 +99,13 @@ def parts_of(runs: Sequence[Run]) -> list[Part]:
     """
     logged = list(dict.fromkeys(name for run in runs for name in run.series))
     results = sorted(filter(is_result, logged), key=lambda name: ("loss" in name, "val" in name), reverse=True)
-    axes = [Axis("steps", lambda run, steps: steps + run.offset), *_traffic(runs), *clock_of(runs)]
+    axes = [STEPS, *_traffic(runs), *clock_of(runs)]
     parts = [
         Part(name, [_panel(runs, Figure(f"{name} against {axis.title}", name), axis) for axis in axes])
         for name in results[:MOST_RESULTS]
     ]
     for section in SECTIONS:
-        panels: list[Panel | Bars] = [_figure(runs, one) for one in section.figures if _worth(runs, one)]
+        panels: list[Panel | Bars] = [_panel(runs, one, STEPS) for one in section.figures if _worth(runs, one)]
         if any(SELECT in run.series or EXCHANGE in run.series for run in runs) and section.title == "Time":
             panels.insert(0, _bars(runs))
         parts.append(Part(section.title, panels))
@@ -110,7 +113,9 @@ def parts_of(runs: Sequence[Run]) -> list[Part]:
     listed = {name for section in SECTIONS for one in section.figures for name in (one.name, one.reference)}
     listed |= {"epoch", SECONDS, *results[:MOST_RESULTS]}
     others = [name for name in logged if name not in listed and not name.startswith((GROUP, SHADOW))]
-    parts.append(Part("Other logged numbers", [_figure(runs, Figure(name, name)) for name in others[:MOST_OTHERS]]))
+    parts.append(
+        Part("Other logged numbers", [_panel(runs, Figure(name, name), STEPS) for name in others[:MOST_OTHERS]])
+    )
     return [part for part in parts if part.panels]
 
 
@@ -118,10 +123,6 @@ def _worth(runs: Sequence[Run], figure: Figure) -> bool:
     """Counts of what has not happened are no figure."""
     found = [run.series[figure.name].values for run in runs if figure.name in run.series]
     return bool(found) and (not figure.name.startswith("sparse/steps/") or any(values.any() for values in found))
-
-
-def _figure(runs: Sequence[Run], figure: Figure) -> Panel:
-    return _panel(runs, figure, Axis("steps", lambda run, steps: steps + run.offset))
 
 
 def _traffic(runs: Sequence[Run]) -> list[Axis]:

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.checks import check_integer
+from lightning_sparse.checks import check_integer, expect
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import above, static_shapes
@@ -104,8 +104,7 @@ class ExDyna(Sparsifier):
     def __post_init__(self) -> None:
         check_variant(self.variant)
         check_controller(self.beta, self.gamma)
-        if not self.alpha > 1:
-            raise ValueError(f"Expected alpha, the tolerated imbalance, to be above 1, but got {self.alpha!r}.")
+        expect(self.alpha > 1, "alpha, the tolerated imbalance,", "above 1", self.alpha)
         for name, value in (("num_blocks", 1 if self.num_blocks is None else self.num_blocks), ("move", self.move)):
             check_integer(value, name)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.candidates import Candidates
-from lightning_sparse.checks import check_integer
+from lightning_sparse.checks import check_integer, expect
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import above, static_shapes, top_k
@@ -78,10 +78,8 @@ class OkTopK(Sparsifier):
 
     def __post_init__(self) -> None:
         check_integer(self.interval, "interval")
-        if not 1 < self.gain < math.inf:
-            raise ValueError(
-                f"Expected gain, the factor that moves the threshold, to be above 1 and finite, but got {self.gain!r}."
-            )
+        moves = 1 < self.gain < math.inf
+        expect(moves, "gain, the factor that moves the threshold,", "above 1 and finite", self.gain)
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> OkTopKState:
         """No threshold yet."""

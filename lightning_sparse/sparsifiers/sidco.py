@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.checks import check_integer
+from lightning_sparse.checks import check_integer, expect
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import above, static_shapes
@@ -57,8 +57,7 @@ class _SIDCo(Sparsifier):
     def __post_init__(self) -> None:
         for name in ("first_ratio", "tolerance"):
             value = getattr(self, name)
-            if not 0 < value < 1:
-                raise ValueError(f"Expected {name} to be in (0, 1), but got {value!r}.")
+            expect(0 < value < 1, name, "in (0, 1)", value)
         check_integer(self.interval, "interval")
         if self.max_stages is not None:
             check_integer(self.max_stages, "max_stages")

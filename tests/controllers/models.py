@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.collective import Collective
+from lightning_sparse.collective import TorchCollective
 from lightning_sparse.performance import GroupCost, Line, Network
 from lightning_sparse.reducer import Engine
 from tests.trainers import EVERYTHING_SPARSE
@@ -93,7 +93,7 @@ def fix_costs(patch: pytest.MonkeyPatch, low: Line, high: Line | None = None) ->
         cheap, dear = (GroupCost(end, nothing, nothing, line) for end, line in ((0.0, low), (1.0, high or low)))
         return cheap.towards(dear, density)
 
-    def measure_network(comm: Collective, *args: Any, **kwargs: Any) -> Network:
+    def measure_network(comm: TorchCollective, *args: Any, **kwargs: Any) -> Network:
         return Network.ring(comm.world_size, 1e-5, 1e9)
 
     patch.setattr("lightning_sparse.performance.profiler.measure_group", measure_group)
