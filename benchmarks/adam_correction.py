@@ -19,19 +19,20 @@ Density 1 stands for dense training.
 What is finished is kept in `--csv`; the same command again does only what is missing.
 
     OMP_NUM_THREADS=1 python benchmarks/adam_correction.py --csv adam.csv
-    OMP_NUM_THREADS=1 python benchmarks/adam_correction.py --csv adam.csv --text wiki.train.tokens --seeds 0 1
+    OMP_NUM_THREADS=1 python benchmarks/adam_correction.py --csv adam.csv --text wiki.train.tokens --seeds [0,1]
 """
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+from jsonargparse import CLI
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -98,10 +99,37 @@ class Contest(NamedTuple):
     density: float
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """How far is Adam corrected on each rank from Adam behind the exchange, and from dense AdamW?
+
+    Args:
+        csv: results; grows while this runs.
+        text: text file in UTF-8; None: the reference that comes with Python.
+        densities: of the exchange.
+        sparsifiers: names; each with its own exchange.
+        methods: what is compared.
+        seeds: of trainings.
+        rate: where the search of dense AdamW starts.
+        ranks: that are simulated.
+        steps: of a training.
+    """
+
+    csv: Path
+    text: str | None = None
+    densities: tuple[float, ...] = (0.01, 0.001)
+    sparsifiers: tuple[str, ...] = ("shared_topk", "union_topk")
+    methods: tuple[Literal[tuple(WAYS)], ...] = tuple(WAYS)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    rate: float = 0.016
+    ranks: int = 8
+    steps: int = 300
+
+
 class Bench:
     """Trains, unless the result is in the sheet."""
 
-    def __init__(self, arguments: argparse.Namespace, ways: dict[str, Way], say: Callable[[str], None]) -> None:
+    def __init__(self, arguments: Arguments, ways: dict[str, Way], say: Callable[[str], None]) -> None:
         self.arguments, self.ways, self.say = arguments, ways, say
         self.sheet = Sheet(arguments.csv, Row)
         self.rows = {row.key: row for row in self.sheet.read()}
@@ -161,7 +189,7 @@ def compete(
     return results
 
 
-def make_table(contest: Contest, results: dict[str, Result], dense: Result, arguments: argparse.Namespace) -> Table:
+def make_table(contest: Contest, results: dict[str, Result], dense: Result, arguments: Arguments) -> Table:
     name = "dense" if contest.density == 1 else f"{contest.sparsifier}, density {contest.density:g}"
     table = Table(
         title=f"{label('text', arguments.text)}, {arguments.ranks} ranks, {arguments.steps} steps, {name}",
@@ -183,38 +211,13 @@ def make_table(contest: Contest, results: dict[str, Result], dense: Result, argu
     return table
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], epilog="See the top of the file for what is held fixed."
-    )
-    parser.add_argument("--csv", type=Path, required=True, help="results; grows while this runs")
-    parser.add_argument("--text", help="text file in UTF-8 (default: the reference that comes with Python)")
-    parser.add_argument("--densities", type=float, nargs="+", default=[0.01, 0.001], help="(default: 0.01 0.001)")
-    parser.add_argument(
-        "--sparsifiers",
-        nargs="+",
-        default=["shared_topk", "union_topk"],
-        help="names; each with its own exchange (default: shared_topk union_topk)",
-    )
-    parser.add_argument("--methods", nargs="+", choices=WAYS, default=list(WAYS), help="(default: all)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
-    parser.add_argument(
-        "--rate", type=float, default=0.016, help="where the search of dense AdamW starts (default: 0.016)"
-    )
-    parser.add_argument("--ranks", type=int, default=8, help="(default: 8)")
-    parser.add_argument("--steps", type=int, default=300, help="(default: 300)")
-    arguments = parser.parse_args()
+def main(arguments: Arguments) -> None:
     try:
         check(["text"], ranks=arguments.ranks, text=arguments.text)
         for name in arguments.sparsifiers:
             ls.SPARSIFIERS.resolve(name)
     except ValueError as error:
-        parser.error(str(error))
-    return arguments
-
-
-def main() -> None:
-    arguments = parse_arguments()
+        raise SystemExit(str(error)) from error
     torch.set_num_threads(1)
     started = time.perf_counter()
     console = Console(width=130)
@@ -236,4 +239,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(CLI(Arguments, as_positional=False))

@@ -6,26 +6,29 @@ of their own. Takes hours; what was interrupted goes on where it stopped when th
     OMP_NUM_THREADS=1 python benchmarks/compare_sparsifiers.py --out comparison --jobs 4
 """
 
-import argparse
 from pathlib import Path
+
+from jsonargparse import CLI
 
 from lightning_sparse_cli.commands import judge, simulate
 
 
-def main(args: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("comparison"), help="folder (default: comparison)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that train (default: 1)")
-    parser.add_argument("--text", help="text file such as WikiText-2's; if left out, the text that comes with Python")
-    arguments = parser.parse_args(args)
+def main(out: Path = Path("comparison"), jobs: int = 1, text: str | None = None) -> None:
+    """Run both comparisons.
+
+    Args:
+        out: folder.
+        jobs: processes that train.
+        text: text file such as WikiText-2's; None: the text that comes with Python.
+    """
     densities = [0.01, 0.001]
     simulate(
         streams=["digits", "text", "heavy_tail"],
         ranks=[4, 8, 16],
         densities=densities,
         steps=120,
-        text=arguments.text,
-        out=arguments.out / "simulate",
+        text=text,
+        out=out / "simulate",
     )
     judge(
         tasks=["digits", "text"],
@@ -33,11 +36,11 @@ def main(args: list[str] | None = None) -> None:
         densities=densities,
         seeds=[0, 1, 2],
         steps=400,
-        text=arguments.text,
-        jobs=arguments.jobs,
-        out=arguments.out / "judge",
+        text=text,
+        jobs=jobs,
+        out=out / "judge",
     )
 
 
 if __name__ == "__main__":
-    main()
+    CLI(main, as_positional=False)

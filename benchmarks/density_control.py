@@ -19,19 +19,20 @@ Exits with 1 if a corrected rule leaves the band of 10 % anywhere after its firs
 is printed and not judged.
 
     OMP_NUM_THREADS=1 python benchmarks/density_control.py
-    OMP_NUM_THREADS=1 python benchmarks/density_control.py --ranks 16 --steps 2000 --csv density.csv
+    OMP_NUM_THREADS=1 python benchmarks/density_control.py --ranks [16] --steps 2000 --csv density.csv
 """
 
-import argparse
 import csv
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
+from jsonargparse import CLI
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -87,7 +88,31 @@ def first_step_in_band(densities: list[float], target: float) -> int | None:
     return first if first < len(densities) else None
 
 
-def measure(name: str, ranks: int, method: str, rule: str, arguments: argparse.Namespace) -> Row:
+@dataclass(frozen=True)
+class Arguments:
+    """Which thresholds hold their density when the scale of gradients changes?
+
+    Args:
+        density: target.
+        ranks: numbers of ranks.
+        steps: length of a stream.
+        numel: coordinates, in multiples of 32 * 1024, where the published ExDyna has no remainder, which would fall to
+            its last range.
+        spread: largest scale of a layer / smallest, at least 1.
+        seed: of the streams.
+        csv: file for one row per line of the table; None: none.
+    """
+
+    density: float = 0.01
+    ranks: tuple[int, ...] = (4, 8)
+    steps: int = 300
+    numel: int = 65_536
+    spread: float = 3
+    seed: int = 0
+    csv: Path | None = None
+
+
+def measure(name: str, ranks: int, method: str, rule: str, arguments: Arguments) -> Row:
     layers = layer_scales(arguments.numel, arguments.spread)
     gradients = stream(SCALES[name], ranks, layers, arguments.steps, arguments.seed)
     sparsifier = METHODS[method](variant=rule)
@@ -110,7 +135,7 @@ def measure(name: str, ranks: int, method: str, rule: str, arguments: argparse.N
     )
 
 
-def make_table(rows: list[Row], arguments: argparse.Namespace) -> Table:
+def make_table(rows: list[Row], arguments: Arguments) -> Table:
     table = Table(
         title=f"Density of {arguments.numel:,} coordinates, target {arguments.density:.2%}, {arguments.steps} steps, "
         f"scales of layers 1 to {arguments.spread:g}",
@@ -156,33 +181,9 @@ def within(row: Row, target: float) -> bool:
     return row.max_error <= BAND * target
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], epilog="See the top of the file for what is held fixed."
-    )
-    parser.add_argument("--density", type=float, default=0.01, help="target (default: 0.01)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], help="numbers of ranks (default: 4 8)")
-    parser.add_argument("--steps", type=int, default=300, help="length of a stream (default: 300)")
-    # In multiples of 32 * 1024 the published ExDyna has no remainder, which would fall to its last range.
-    parser.add_argument(
-        "--numel",
-        type=int,
-        default=65_536,
-        help="coordinates; at least 32768 for the published ExDyna (default: 65536)",
-    )
-    parser.add_argument(
-        "--spread", type=float, default=3, help="largest scale of a layer / smallest, at least 1 (default: 3)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the streams (default: 0)")
-    parser.add_argument("--csv", type=Path, help="write one row per line of the table to this file")
-    arguments = parser.parse_args()
+def main(arguments: Arguments) -> int:
     if arguments.steps <= SETTLED:
-        parser.error(f"--steps: expected more than {SETTLED}, the steps that are left out of the means")
-    return arguments
-
-
-def main() -> int:
-    arguments = parse_arguments()
+        raise SystemExit(f"Expected more than {SETTLED} --steps, which are left out of the means.")
     torch.set_num_threads(1)
     started = time.perf_counter()
     rows: list[Row] = []
@@ -218,4 +219,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(CLI(Arguments, as_positional=False)))

@@ -15,31 +15,32 @@ steps and seeds; the bytes are what a rank sends under ring collectives, of dens
 The claim it checks: UnionTopK, ExDyna and Top-k are within one point of dense DDP at a density of 0.01, mean over three
 seeds. Exits with 1 if they are not. The other rows are for information.
 
-With --adamw LR BETA1 the optimizer is AdamW(lr=LR, betas=(BETA1, 0.999)) instead of SGD, and nothing is claimed.
+With --adamw [LR,BETA1] the optimizer is AdamW(lr=LR, betas=(BETA1, 0.999)) instead of SGD, and nothing is claimed.
 
     OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py
-    OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --density 0.05 --methods exdyna topk --csv digits.csv
-    OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --methods union_topk --adamw 0.001 0.9
+    OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --density 0.05 --methods [exdyna,topk] --csv digits.csv
+    OMP_NUM_THREADS=1 python benchmarks/digits_accuracy.py --methods [union_topk] --adamw [0.001,0.9]
 """
 
-import argparse
 import csv
 import logging
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import time
 import warnings
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
 import yaml
+from jsonargparse import CLI
+from machine import free_port
 from pytorch_lightning.strategies import DDPStrategy
 from rich.console import Console
 from rich.table import Table
@@ -148,7 +149,31 @@ def train(
     }
 
 
-def run_rank(rank: int, port: int, arguments: argparse.Namespace, results: str) -> None:
+SPARSE = tuple(method for method in METHODS if method != "dense")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How accurate is training behind each sparsifier, on the digits of scikit-learn, with real ranks?
+
+    Args:
+        density: target of the sparsified runs.
+        steps: of a training.
+        seeds: of trainings.
+        methods: to compare with dense.
+        adamw: learning rate and beta1 of AdamW, instead of SGD.
+        csv: file for one row per run; None: none.
+    """
+
+    density: float = 0.01
+    steps: int = read_config("base")["trainer"]["max_steps"]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    methods: tuple[Literal[SPARSE], ...] = SPARSE
+    adamw: tuple[float, float] | None = None
+    csv: Path | None = None
+
+
+def run_rank(rank: int, port: int, arguments: Arguments, results: str) -> None:
     """Everything, on one rank. The processes live through all runs: starting them takes longer than a run."""
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -179,12 +204,6 @@ def run_rank(rank: int, port: int, arguments: argparse.Namespace, results: str) 
         Path(results).write_bytes(pickle.dumps(rows))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def summarize(rows: list[dict[str, Any]], methods: list[str]) -> dict[str, dict[str, Any]]:
     """Per method: accuracies by seed and the means over seeds."""
     summary = {}
@@ -203,7 +222,7 @@ def standard_error(differences: list[float]) -> str:
     return f" (standard error {stdev(differences) / len(differences) ** 0.5:.2f})"
 
 
-def make_table(summary: dict[str, dict[str, Any]], arguments: argparse.Namespace) -> Table:
+def make_table(summary: dict[str, dict[str, Any]], arguments: Arguments) -> Table:
     table = Table(
         title=f"Digits, {NUM_RANKS} ranks, {arguments.steps} steps, target density {arguments.density:g}",
         caption="validation accuracy in %; one of the 360 images is 0.28 points",
@@ -242,27 +261,8 @@ def write_csv(path: Path, rows: list[dict[str, Any]], density: float) -> None:
         writer.writerows({"target_density": density} | row for row in rows)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], epilog="See the top of the file for what is held fixed."
-    )
-    sparse = [method for method in METHODS if method != "dense"]
-    steps = read_config("base")["trainer"]["max_steps"]
-    parser.add_argument("--density", type=float, default=0.01, help="target of the sparsified runs (default: 0.01)")
-    parser.add_argument("--steps", type=int, default=steps, help=f"training steps (default: {steps})")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
-    parser.add_argument(
-        "--methods", nargs="+", choices=sparse, default=sparse, help="to compare with dense (default: all)"
-    )
-    parser.add_argument("--adamw", type=float, nargs=2, metavar=("LR", "BETA1"), help="AdamW instead of SGD")
-    parser.add_argument("--csv", type=Path, help="write one row per run to this file")
-    arguments = parser.parse_args()
-    arguments.methods = ["dense", *arguments.methods]
-    return arguments
-
-
-def main() -> int:
-    arguments = parse_arguments()
+def main(arguments: Arguments) -> int:
+    arguments = replace(arguments, methods=("dense", *arguments.methods))
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "rows.pickle"
@@ -289,4 +289,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(CLI(Arguments, as_positional=False)))

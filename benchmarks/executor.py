@@ -21,25 +21,25 @@ Where all cores compute, a communication thread has no core to run on and can on
 each other or for the network; loopback makes that time short. The number of cores is printed with the results.
 
     OMP_NUM_THREADS=1 python benchmarks/executor.py
-    OMP_NUM_THREADS=1 python benchmarks/executor.py --rounds 40 --models 10M --bucket-cap-mb 4 --csv executor.csv
+    OMP_NUM_THREADS=1 python benchmarks/executor.py --rounds 40 --models [10M] --bucket_cap_mb 4 --csv executor.csv
 """
 
-import argparse
 import csv
 import os
 import pickle
-import socket
-import sys
 import tempfile
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean, median, quantiles
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from jsonargparse import CLI
+from machine import free_port
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -58,10 +58,37 @@ class Case(NamedTuple):
     sparsifier: str
 
 
+@dataclass(frozen=True)
+class Arguments:
+    """Where should exchanges run on CPUs: inside DDP's hook, or on a thread?
+
+    Args:
+        models: that are trained.
+        sparsifiers: names.
+        density: of the exchange.
+        ranks: processes.
+        batch_size: rows per rank.
+        bucket_cap_mb: of DDP, and of the groups.
+        rounds: turns of every variant, at least 2.
+        steps: per turn, besides one to warm up.
+        csv: file for one row per line of the table; None: none.
+    """
+
+    models: tuple[Literal[tuple(MODELS)], ...] = tuple(MODELS)
+    sparsifiers: tuple[str, ...] = tuple(SPARSIFIERS)
+    density: float = 0.01
+    ranks: int = 2
+    batch_size: int = 64
+    bucket_cap_mb: float = 25
+    rounds: int = 16
+    steps: int = 4
+    csv: Path | None = None
+
+
 class Variant:
     """One copy of the model, with its own way to exchange gradients."""
 
-    def __init__(self, name: str, case: Case, arguments: argparse.Namespace) -> None:
+    def __init__(self, name: str, case: Case, arguments: Arguments) -> None:
         self.name = name
         torch.manual_seed(0)
         width, depth = MODELS[case.model]
@@ -104,7 +131,7 @@ class Variant:
             self.engine.close()
 
 
-def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(case: Case, arguments: Arguments) -> dict[str, Any]:
     """All rounds of one case: per variant the step times (rounds, steps) in ms, maxima over ranks."""
     variants = [Variant(name, case, arguments) for name in ("compute", "dense", *EXECUTORS)]
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
@@ -136,7 +163,7 @@ def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def run_rank(rank: int, port: int, cases: list[Case], arguments: argparse.Namespace, results: str) -> None:
+def run_rank(rank: int, port: int, cases: list[Case], arguments: Arguments, results: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=arguments.ranks, timeout=TIMEOUT)
@@ -192,7 +219,7 @@ def summarize(result: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def make_table(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> Table:
+def make_table(rows: list[dict[str, Any]], arguments: Arguments) -> Table:
     table = Table(
         title=f"{arguments.ranks} ranks on {os.cpu_count()} cores, gloo over loopback, 1 thread a rank, batch "
         f"{arguments.batch_size}, density {arguments.density:g}, buckets of {arguments.bucket_cap_mb:g} MiB",
@@ -240,35 +267,9 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(map(flat, rows))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n\n")[0], epilog="See the top of the file for what is held fixed."
-    )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
-    parser.add_argument(
-        "--sparsifiers", nargs="+", default=list(SPARSIFIERS), help=f"names (default: {' '.join(SPARSIFIERS)})"
-    )
-    parser.add_argument("--density", type=float, default=0.01, help="(default: 0.01)")
-    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--batch-size", type=int, default=64, help="rows per rank (default: 64)")
-    parser.add_argument("--bucket-cap-mb", type=float, default=25, help="of DDP, and of the groups (default: 25)")
-    parser.add_argument("--rounds", type=int, default=16, help="turns of every variant, at least 2 (default: 16)")
-    parser.add_argument("--steps", type=int, default=4, help="steps per turn, besides one to warm up (default: 4)")
-    parser.add_argument("--csv", type=Path, help="write one row per line of the table to this file")
-    arguments = parser.parse_args()
+def main(arguments: Arguments) -> None:
     if arguments.rounds < 2 or arguments.steps < 1:
-        parser.error("expected at least 2 rounds of at least 1 step")
-    return arguments
-
-
-def main() -> int:
-    arguments = parse_arguments()
+        raise SystemExit("Expected at least 2 --rounds of at least 1 --steps.")
     cases = [Case(model, sparsifier) for model in arguments.models for sparsifier in arguments.sparsifiers]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -280,8 +281,7 @@ def main() -> int:
         write_csv(arguments.csv, rows)
     print_verdicts(rows)
     print(f"{time.perf_counter() - started:.0f} s")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(CLI(Arguments, as_positional=False))

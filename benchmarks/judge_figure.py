@@ -3,16 +3,17 @@
 Dots are seeds, lines reach from the least to the largest one, and a vertical line is the mean of dense training. The
 command itself also draws curves on the way there, which its judge_curves.csv holds.
 
-python benchmarks/judge_figure.py docs/comparison/judge.csv docs/comparison
+python benchmarks/judge_figure.py --table docs/comparison/judge.csv --folder docs/comparison
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+
+from jsonargparse import CLI
 
 from lightning_sparse.compare.figures import looks, ours
 from lightning_sparse.compare.methods import DENSE
@@ -69,15 +70,17 @@ def draw(results: Sequence[Result], measure: str, path: Path) -> None:
     save(figure, path)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path, help="judge.csv")
-    parser.add_argument("folder", type=Path, help="for judge_end_loss.svg and judge_end_quality.svg")
-    arguments = parser.parse_args(words)
-    results = Sheet(arguments.table, Result).read()
+def main(table: Path, folder: Path) -> None:
+    """Draw both figures.
+
+    Args:
+        table: judge.csv.
+        folder: for judge_end_loss.svg and judge_end_quality.svg.
+    """
+    results = Sheet(table, Result).read()
     for measure in ("loss", "quality"):
-        draw(results, measure, arguments.folder / f"judge_end_{measure}.svg")
+        draw(results, measure, folder / f"judge_end_{measure}.svg")
 
 
 if __name__ == "__main__":
-    main()
+    CLI(main, as_positional=False)

@@ -26,6 +26,8 @@ PORTS = [f"port{rank}" for rank in range(MOST)]
 ADDRESSES = [f"10.78.0.{rank + 1}" for rank in range(MOST)]
 
 
+# Not by pyroute2: a namespace, a cable and a limit are one line of ip or tc each, ranks are started by ip in any case,
+# and whoever wants to check what was built does so by the same commands.
 def command(*words: str, check: bool = True) -> None:
     subprocess.run(words, check=check, stderr=subprocess.PIPE, text=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ def about() -> dict[str, Any]:
 def in_words(facts: dict[str, Any]) -> str:
     """One line below a table."""
     return ", ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def free_port() -> int:
+    """A port of this machine at which ranks can meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def processor() -> str:

@@ -20,20 +20,21 @@ and the largest answer of a step.
 A row *pays* where work and messages together take less than the dense all-reduce.
 
     OMP_NUM_THREADS=1 python benchmarks/many_ranks.py
-    OMP_NUM_THREADS=1 python benchmarks/many_ranks.py --methods union_topk topk --gbit 10 --density 0.01
+    OMP_NUM_THREADS=1 python benchmarks/many_ranks.py --methods [union_topk,topk] --gbit [10] --density [0.01]
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jsonargparse import CLI
 from local_step import Gradients, measure
 from machine import about, in_words
 from rich.console import Console
@@ -73,7 +74,38 @@ def parts_of(method: str) -> tuple[str, str | None]:
     return sparsifier, exchange or None
 
 
-def measured(method: str, density: float, arguments: argparse.Namespace) -> tuple[Local, list[dict[str, Any]]]:
+@dataclass(frozen=True)
+class Arguments:
+    """From how many ranks on does a sparse exchange cost more than a dense one? See the top of the file.
+
+    Args:
+        methods: sparsifiers, or sparsifier+exchange.
+        numel: coordinates of the model.
+        density: of the exchange.
+        ranks: numbers of ranks.
+        gbit: links, in Gbit/s.
+        latency: microseconds a hop.
+        sample: coordinates of measured groups.
+        measured: numbers of ranks that are measured.
+        steps: timed for each case, at least 2.
+        json: file for the results.
+        figure: SVG or PNG; None: beside the results.
+    """
+
+    methods: tuple[str, ...] = (*(name for name, _ in ls.SPARSIFIERS.items() if name not in LEFT_OUT), *OTHER_WAYS)
+    numel: int = 25_000_000
+    density: tuple[float, ...] = (0.01, 0.001)
+    ranks: tuple[int, ...] = tuple(2**power for power in range(1, 11))
+    gbit: tuple[float, ...] = (1.0, 10.0, 100.0)
+    latency: float = 50.0
+    sample: int = 4_000_000
+    measured: tuple[int, ...] = (2, 8, 32)
+    steps: int = 5
+    json: Path = Path("many_ranks.json")
+    figure: Path | None = None
+
+
+def measured(method: str, density: float, arguments: Arguments) -> tuple[Local, list[dict[str, Any]]]:
     """Lines through what `local_step.measure` finds, and its rows."""
     name, exchange = parts_of(method)
     rows = []
@@ -135,7 +167,7 @@ def answer_bytes(traffic: Sequence[Traffic], numel: int, n: int) -> list[float]:
     return [part.nbytes(numel) * (n if part.operation == "all_gather" else 1) for part in traffic]
 
 
-def rows_of(method: str, density: float, local: Local, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def rows_of(method: str, density: float, local: Local, arguments: Arguments) -> list[dict[str, Any]]:
     """What a step costs one rank, for all links and numbers of ranks."""
     numel = arguments.numel
     rows = []
@@ -182,7 +214,7 @@ def pays(rows: Sequence[dict[str, Any]]) -> str:
     return f"loses but for n = {min(won)} to {max(won)}"
 
 
-def table_of(density: float, rows: list[dict[str, Any]], locals_: dict[str, Local], arguments: Any) -> Table:
+def table_of(density: float, rows: list[dict[str, Any]], locals_: dict[str, Local], arguments: Arguments) -> Table:
     """One line for each method: what one step costs at few and at many ranks."""
     few, many = min(arguments.ranks, key=lambda n: abs(n - 8)), max(arguments.ranks)
     most = max(arguments.measured)
@@ -217,7 +249,7 @@ def table_of(density: float, rows: list[dict[str, Any]], locals_: dict[str, Loca
     return table
 
 
-def draw(rows: list[dict[str, Any]], arguments: argparse.Namespace, path: Path) -> None:
+def draw(rows: list[dict[str, Any]], arguments: Arguments, path: Path) -> None:
     """Seconds over dense's against ranks, a panel for each density and link."""
     from matplotlib.ticker import NullLocator
 
@@ -246,30 +278,13 @@ def draw(rows: list[dict[str, Any]], arguments: argparse.Namespace, path: Path) 
     save(figure, path)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [name for name, _ in ls.SPARSIFIERS.items() if name not in LEFT_OUT] + list(OTHER_WAYS)
-    parser.add_argument(
-        "--methods", nargs="+", default=names, help="sparsifiers, or sparsifier+exchange (default: all)"
-    )
-    parser.add_argument("--numel", type=int, default=25_000_000, help="coordinates of the model (default: 25 M)")
-    parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001], help="(default: 0.01 0.001)")
-    powers = [2**power for power in range(1, 11)]
-    parser.add_argument("--ranks", type=int, nargs="+", default=powers, help="(default: 2 4 8 ... 1024)")
-    parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0, 100.0], help="links (default: 1 10 100)")
-    parser.add_argument("--latency", type=float, default=50.0, help="microseconds a hop (default: 50)")
-    parser.add_argument("--sample", type=int, default=4_000_000, help="coordinates of measured groups (default: 4 M)")
-    parser.add_argument("--measured", type=int, nargs="+", default=[2, 8, 32], help="ranks (default: 2 8 32)")
-    parser.add_argument("--steps", type=int, default=5, help="timed for each case, at least 2 (default: 5)")
-    parser.add_argument("--json", type=Path, default=Path("many_ranks.json"), help="(default: many_ranks.json)")
-    parser.add_argument("--figure", type=Path, help="SVG or PNG (default: that of --json with .svg)")
-    arguments = parser.parse_args(words)
+def main(arguments: Arguments) -> None:
     for name in ("ranks", "measured"):
-        setattr(arguments, name, sorted(set(getattr(arguments, name))))
+        arguments = replace(arguments, **{name: tuple(sorted(set(getattr(arguments, name))))})
         if getattr(arguments, name)[0] < 2:
-            parser.error(f"expected --{name} of at least 2")
+            raise SystemExit(f"Expected --{name} of at least 2.")
     if arguments.steps < 2 or arguments.sample < 16_000:
-        parser.error("expected at least 2 steps, and a sample of at least 16000 coordinates")
+        raise SystemExit("Expected at least 2 --steps, and a --sample of at least 16000 coordinates.")
     torch.set_num_threads(1)
     cases = [(density, method) for density in arguments.density for method in arguments.methods]
     rows, timed, locals_ = [], [], dict[float, dict[str, Local]]()
@@ -288,4 +303,4 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(CLI(Arguments, as_positional=False))

@@ -15,15 +15,15 @@ without regard to selections; "layers" merges nothing, "8192" is the fixed thres
 MGS-SGD, "model" is one message.
 
     python benchmarks/merge_loss.py
-    python benchmarks/merge_loss.py --layers 9 --models 500
+    python benchmarks/merge_loss.py --layers [9] --models 500
 """
 
-import argparse
 import math
 import random
 from collections.abc import Callable
 from statistics import mean
 
+from jsonargparse import CLI
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -67,24 +67,26 @@ def draw(generator: random.Random, layers: int) -> tuple[list[int], list[float]]
     return numels, [generator.uniform(0, 2) * BACKWARD / layers for _ in range(layers)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[9, 60, 160], help="(default: 9 60 160)")
-    parser.add_argument("--models", type=int, default=200, help="drawn for each line of the table (default: 200)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
-    arguments = parser.parse_args()
-    table = Table(title=f"time beyond the best groups in %, mean (worst) of {arguments.models} models, {RANKS} ranks")
+def main(layers: tuple[int, ...] = (9, 60, 160), models: int = 200, seed: int = 0) -> None:
+    """Draw models, and compare the rules.
+
+    Args:
+        layers: of models.
+        models: drawn for each line of the table.
+        seed: of the models.
+    """
+    table = Table(title=f"time beyond the best groups in %, mean (worst) of {models} models, {RANKS} ranks")
     for heading in ("layers", "link", "exchange", "best ms", "groups", *RULES):
         table.add_column(heading, justify="left" if heading in ("link", "exchange") else "right", no_wrap=True)
-    cases = [(layers, link, kind) for layers in arguments.layers for link in LINKS for kind in COSTS]
-    for layers, link, kind in track(cases, description="drawing"):
+    cases = [(number, link, kind) for number in layers for link in LINKS for kind in COSTS]
+    for number, link, kind in track(cases, description="drawing"):
         rate, latency = LINKS[link]
         cost = COSTS[kind](Network.ring(RANKS, latency, rate))
-        generator = random.Random(arguments.seed)
+        generator = random.Random(seed)
         times, sizes = [], []
         losses: dict[str, list[float]] = {rule: [] for rule in RULES}
-        for _ in range(arguments.models):
-            model = draw(generator, layers)
+        for _ in range(models):
+            model = draw(generator, number)
             groups = optimal_merge(*model, cost)
             best = iteration_seconds(groups, *model, cost)
             times.append(1e3 * best)
@@ -94,9 +96,9 @@ def main() -> None:
                 losses[rule].append(100 * max(0.0, ratio - 1))  # below 1 by rounding only
         cells = [f"{mean(loss):.1f} ({max(loss):.1f})" for loss in losses.values()]
         last = kind == list(COSTS)[-1]
-        table.add_row(str(layers), link, kind, f"{mean(times):.0f}", f"{mean(sizes):.1f}", *cells, end_section=last)
+        table.add_row(str(number), link, kind, f"{mean(times):.0f}", f"{mean(sizes):.1f}", *cells, end_section=last)
     Console(width=140).print(table)
 
 
 if __name__ == "__main__":
-    main()
+    CLI(main, as_positional=False)

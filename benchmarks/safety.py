@@ -7,21 +7,22 @@ watchdog come once in a hundred steps and miss most turns, so that the time insi
 is also added up with a clock: concluding steps, hearing the verdict, dropping gradients, looks.
 
     python benchmarks/safety.py
-    python benchmarks/safety.py --models digits --rounds 100
+    python benchmarks/safety.py --models [digits] --rounds 100
 """
 
-import argparse
 import functools
 import os
-import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from jsonargparse import CLI
+from machine import free_port
 from models14m import VGG, LSTMLanguageModel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -101,7 +102,26 @@ class Variant:
         self.optimizer.zero_grad()
 
 
-def work(rank: int, port: int, arguments: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Arguments:
+    """What do void steps that can be taken back, and the watchdogs, cost?
+
+    Args:
+        models: that are trained.
+        sparsifier: name.
+        density: of the exchange.
+        rounds: turns of both.
+        steps: per turn.
+    """
+
+    models: tuple[Literal[tuple(MODELS)], ...] = tuple(MODELS)
+    sparsifier: str = "union_topk"
+    density: float = 0.01
+    rounds: int = 40
+    steps: int = 10
+
+
+def work(rank: int, port: int, arguments: Arguments) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
@@ -138,19 +158,5 @@ def work(rank: int, port: int, arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--sparsifier", default="union_topk")
-    parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=10, help="per turn")
-    arguments = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(work, (port, arguments), RANKS)
-
-
 if __name__ == "__main__":
-    main()
+    mp.spawn(work, (free_port(), CLI(Arguments, as_positional=False)), RANKS)

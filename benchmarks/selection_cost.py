@@ -12,15 +12,15 @@ CLT-k's cost is the leader's, at every n-th step. What ranks ask each other whil
 answered at once here: on a network it takes the time of one small all-gather.
 
     OMP_NUM_THREADS=1 python benchmarks/selection_cost.py
-    OMP_NUM_THREADS=1 python benchmarks/selection_cost.py --numel 25000000 --ranks 8 --density 0.01
+    OMP_NUM_THREADS=1 python benchmarks/selection_cost.py --numel 25000000 --ranks [8] --density 0.01
 """
 
-import argparse
 import time
 from collections import defaultdict
 from statistics import median, quantiles
 
 import torch
+from jsonargparse import CLI
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -66,35 +66,42 @@ class Chooser:
         return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    names = [name for name, _ in ls.SPARSIFIERS.items() if name != "everything"]
-    parser.add_argument("--sparsifiers", nargs="+", default=names, help="names (default: all)")
-    parser.add_argument("--numel", type=int, default=4_000_000, help="coordinates of the group (default: 4000000)")
-    parser.add_argument("--density", type=float, default=0.01, help="(default: 0.01)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 32], help="(default: 2 8 32)")
-    parser.add_argument("--turns", type=int, default=12, help="of every method, at least 2 (default: 12)")
-    arguments = parser.parse_args()
+def main(
+    sparsifiers: tuple[str, ...] = tuple(name for name, _ in ls.SPARSIFIERS.items() if name != "everything"),
+    numel: int = 4_000_000,
+    density: float = 0.01,
+    ranks: tuple[int, ...] = (2, 8, 32),
+    turns: int = 12,
+) -> None:
+    """Time each, in turns.
+
+    Args:
+        sparsifiers: names.
+        numel: coordinates of the group.
+        density: of the selection.
+        ranks: numbers of ranks.
+        turns: of every method, at least 2.
+    """
     torch.set_num_threads(1)
-    others = [name for name in arguments.sparsifiers if name != BASELINE]
+    others = [name for name in sparsifiers if name != BASELINE]
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for n in arguments.ranks:
-        choosers = {name: Chooser(name, n, arguments.numel, arguments.density) for name in [BASELINE, *others]}
+    for n in ranks:
+        choosers = {name: Chooser(name, n, numel, density) for name in [BASELINE, *others]}
         # As many different gradients as turns would not fit into memory; a few in turns do not repeat their residuals.
-        gradients = [rows[0] for rows in heavy_tail(ranks=1, numel=arguments.numel, steps=4)]
-        for step in track(range(WARM_UP + arguments.turns), description=f"{n} ranks"):
+        gradients = [rows[0] for rows in heavy_tail(ranks=1, numel=numel, steps=4)]
+        for step in track(range(WARM_UP + turns), description=f"{n} ranks"):
             for name, chooser in choosers.items():
                 seconds = chooser.turn(gradients[step % len(gradients)], step)
                 if step >= WARM_UP:
                     times[name, n].append(seconds)
-    title = f"selection among {arguments.numel:,} coordinates, density {arguments.density:g}, 1 thread, Top-k = 1"
+    title = f"selection among {numel:,} coordinates, density {density:g}, 1 thread, Top-k = 1"
     table = Table("sparsifier", title=title)
-    for n in arguments.ranks:
+    for n in ranks:
         table.add_column(f"{n} ranks", justify="right")
         table.add_column("ms", justify="right")
     for name in [BASELINE, *others]:
         cells = []
-        for n in arguments.ranks:
+        for n in ranks:
             ratios = [own / base for own, base in zip(times[name, n], times[BASELINE, n], strict=True)]
             low, _, high = quantiles(ratios, n=4)
             cells += [f"{median(ratios):.2f} ({low:.2f}-{high:.2f})", f"{1e3 * median(times[name, n]):.1f}"]
@@ -103,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    CLI(main, as_positional=False)

@@ -3,15 +3,16 @@
 docs/step_time.csv holds what is drawn there. To measure again, and draw (parts hooks or messages):
 
 sudo python benchmarks/shaped_links.py --parts hooks --models lstm vgg gpt --mbit 100 1000 --csv docs/step_time.csv
-python benchmarks/step_time_figure.py docs/step_time.csv docs/step_time.svg
+python benchmarks/step_time_figure.py --table docs/step_time.csv --figure docs/step_time.svg
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+
+from jsonargparse import CLI
 
 from lightning_sparse.style import COLOURS, INK, PALE, panels, save
 
@@ -66,17 +67,19 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
     save(figure, path)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", type=Path, help="that shaped_links.py --csv wrote")
-    parser.add_argument("figure", type=Path, help="SVG or PNG")
-    arguments = parser.parse_args(words)
-    with arguments.table.open(newline="") as file:
+def main(table: Path, figure: Path) -> None:
+    """Draw the figure.
+
+    Args:
+        table: that shaped_links.py --csv wrote.
+        figure: SVG or PNG.
+    """
+    with table.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["part"] in ("hooks", "messages")]
     if not any(row["variant"] in VARIANTS for row in rows):
-        parser.error(f"{arguments.table} holds nothing of the parts hooks and messages: {', '.join(VARIANTS)}")
-    draw(rows, arguments.figure)
+        raise SystemExit(f"{table} holds nothing of the parts hooks and messages: {', '.join(VARIANTS)}")
+    draw(rows, figure)
 
 
 if __name__ == "__main__":
-    main()
+    CLI(main, as_positional=False)

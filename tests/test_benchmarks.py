@@ -71,9 +71,10 @@ def test_local_steps_take_the_sizes_that_fit(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_many_ranks_cost_what_the_network_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     numel, density, latency = 1_000_000, 0.01, 50e-6
-    words = ["--methods", "union_topk", "topk", "--numel", str(numel), "--density", str(density), "--steps", "2"]
-    words += ["--ranks", "4", "256", "--measured", "2", "4", "--sample", "32000", "--gbit", "0.1"]
-    benchmark("many_ranks").main(words)
+    words = ["--methods=[union_topk,topk]", f"--numel={numel}", f"--density=[{density}]", "--steps=2"]
+    words += ["--ranks=[4,256]", "--measured=[2,4]", "--sample=32000", "--gbit=[0.1]"]
+    many_ranks = benchmark("many_ranks")
+    many_ranks.main(many_ranks.CLI(many_ranks.Arguments, as_positional=False, args=words))
     found = json.loads((tmp_path / "many_ranks.json").read_text())
     assert found.keys() >= ABOUT
     rows = {(row["method"], row["ranks"]): row for row in found["rows"]}
@@ -203,7 +204,7 @@ def test_curves_of_the_examples_are_means_of_seeds(tmp_path: Path, capsys: pytes
 
 
 def test_figures_of_the_documentation_are_drawn_from_its_tables(tmp_path: Path) -> None:
-    benchmark("step_time_figure").main([str(ROOT / "docs/step_time.csv"), str(tmp_path / "step_time.svg")])
+    benchmark("step_time_figure").main(ROOT / "docs/step_time.csv", tmp_path / "step_time.svg")
     drawn = (tmp_path / "step_time.svg").read_text()
     assert "plain DDP" in drawn
     assert "100 Mbit/s, 4 ranks" in drawn
@@ -213,7 +214,7 @@ def test_figures_of_the_documentation_are_drawn_from_its_tables(tmp_path: Path) 
     some = [line for line in lines if line[0] == "text" and line[3] in ("dense", "topk", "union_topk", "random_k")]
     with (tmp_path / "judge.csv").open("w", newline="") as file:
         csv.writer(file).writerows([head, *some])
-    benchmark("judge_figure").main([str(tmp_path / "judge.csv"), str(tmp_path)])
+    benchmark("judge_figure").main(tmp_path / "judge.csv", tmp_path)
     for name in ("loss", "quality"):
         drawn = (tmp_path / f"judge_end_{name}.svg").read_text()
         assert "union_topk" in drawn

@@ -110,6 +110,13 @@ def test_the_walk_through_a_step_names_files_that_are_there_and_shows_the_code()
     assert places == sorted(places)
 
 
+def test_every_benchmark_is_named() -> None:
+    pages = "".join((ROOT / page).read_text() for page in PAGES)
+    programs = [path.name for path in ROOT.glob("benchmarks/*.py") if "__main__" in path.read_text()]
+    assert len(programs) > 10
+    assert [name for name in programs if f"benchmarks/{name}" not in pages] == ["shaped_rank.py"]  # what another starts
+
+
 def test_configurations_are_those_of_the_strategy() -> None:
     import lightning_sparse as ls
 
