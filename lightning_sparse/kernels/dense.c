@@ -9,6 +9,7 @@
 #define BLOCK 2048     // and in the first-level cache
 #define STRIPS (BLOCK / STRIP)
 #define STREAM (1 << 20)  // from so many elements on, what is written goes past the caches
+#define FEW 4          // hits in a strip up to which they are faster taken one by one
 #define FAR 2048       // elements to ask for ahead in a row
 
 // Bits of what magnitudes are compared with: all reach a negative bound, none reaches one that is not a number.
@@ -63,6 +64,17 @@ INLINE int64_t extract_portable(const float *x, uint64_t hits, int32_t first, in
     magnitudes[found] = fabsf(x[j]);
   }
   return found;
+}
+
+// The same of at least one: the first two without a branch that nobody can predict.
+INLINE int64_t extract_few(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes) {
+  uint64_t rest = hits & (hits - 1);
+  int j = __builtin_ctzll(hits), next = __builtin_ctzll(rest | 1ull << 63);
+  if (indices) indices[0] = first + j, indices[1] = first + next;
+  magnitudes[0] = fabsf(x[j]), magnitudes[1] = fabsf(x[next]);
+  rest &= rest - 1;
+  if (!rest) return 1 + ((hits & (hits - 1)) != 0);
+  return 2 + extract_portable(x, rest, first, indices ? indices + 2 : indices, magnitudes + 2);
 }
 static const strip PORTABLE = {add_portable, reach_portable, extract_portable};
 
@@ -163,8 +175,12 @@ INLINE int64_t collect(const float *x, const uint64_t *hits, int32_t words, int3
   for (int32_t i = 0; i < some; i++) reached += __builtin_popcountll(hits[places[i]]);
   if (found + reached > room) return found + reached;
   for (int32_t i = 0; i < some; i++) {
-    int32_t at = STRIP * places[i];
-    found += s.extract(x + at, hits[places[i]], first + at, indices ? indices + found : indices, magnitudes + found);
+    int32_t at = STRIP * places[i], *next = indices ? indices + found : indices;
+    uint64_t here = hits[places[i]];
+    if (__builtin_popcountll(here) > FEW)
+      found += s.extract(x + at, here, first + at, next, magnitudes + found);
+    else  // as a rule
+      found += extract_few(x + at, here, first + at, next, magnitudes + found);
   }
   return found;
 }
