@@ -137,9 +137,9 @@ def exchange_group(
     finite = all_finite(acc[:-1], ctx.candidates)
     if static_shapes(grad.device):  # what is selected then counts for nothing, and nobody waits to know
         ctx = ctx._replace(trouble=~finite)
-    else:  # a rank in trouble takes part in the survey like the others
-        fill_if_(acc, ~finite, 0.0)
-        fill_if_(score, ~finite, 0.0)
+    elif not finite:  # a rank in trouble takes part in the survey like the others
+        acc.zero_()
+        score.zero_()
     selection, selector = yield from meter.watch(resolve(sparsifier.select(score, state.selector, ctx)))
     ctx = ctx._replace(second=memory.second(state.memory))
     selected = Stamp.now(grad.device)

@@ -25,12 +25,18 @@ Found = tuple[NDArray[np.int32], NDArray[np.floating]]
 _buffers = threading.local()
 
 
-def compiled_for(first: NDArray[Any], *others: NDArray[Any]) -> native.Native | None:
-    """The compiled kernels, where there are some for these vectors."""
-    if native.library is None or first.dtype != np.float32 or not first.flags.c_contiguous:
+def compiled_for(first: NDArray[Any]) -> native.Native | None:
+    """The compiled kernels, where there are some for this vector."""
+    return native.library if first.dtype == np.float32 and first.flags.c_contiguous else None
+
+
+def compiled_on(first: Tensor, *others: Tensor) -> native.Native | None:
+    """The compiled kernels, where there are some for a vector of float32 and others of dtypes that gradients have."""
+    if native.library is None or first.dtype != torch.float32 or not first.is_contiguous():
         return None
-    if any(x.dtype not in native.KINDS or not x.flags.c_contiguous for x in others):
-        return None
+    for x in others:
+        if x.dtype not in native.KINDS or not x.is_contiguous():
+            return None
     return native.library
 
 

@@ -16,7 +16,7 @@ from lightning_sparse.kernels.host_arrays import (
     bits_of,
     buffer,
     chunks,
-    compiled_for,
+    compiled_on,
     joined,
     magnitudes_of,
     written,
@@ -38,10 +38,10 @@ def accumulate(acc: Tensor, residual: Tensor, runs: Sequence[Tensor], bound: flo
         What of acc reaches the bound, None if that is more than an eighth; and whether all of acc is finite.
     """
     written(acc, *runs)
+    room = acc.numel() // Candidates.ROOM
+    if compiled := compiled_on(acc, residual, *runs):
+        return compiled.accumulate(acc, residual, runs, bound, room)
     target, kept, zeroed = acc.numpy(), residual.numpy(), [bits_of(run) for run in runs]
-    room = target.size // Candidates.ROOM
-    if compiled := compiled_for(target, kept, *zeroed):
-        return compiled.accumulate(target, kept, zeroed, float(bound), room)
     level = target.dtype.type(bound)
     widened = np.empty(0, dtype=np.uint32)
     if runs[0].dtype == torch.bfloat16:
@@ -137,11 +137,11 @@ def weigh(
     """
     clear = score.data_ptr() != runs[0].data_ptr()
     written(acc, second, score, *runs)
-    out, kept, before = [x.numpy() for x in (acc, second, score)], residual.numpy(), now.numpy()
     room = score.numel() // Candidates.ROOM
+    if compiled := compiled_on(acc, second, score, residual, now, *runs):
+        return compiled.weigh(residual, runs, now, (acc, second, score), clear, by, bound, room)
+    out, kept, before = [x.numpy() for x in (acc, second, score)], residual.numpy(), now.numpy()
     given = [bits_of(run) for run in runs]
-    if compiled := compiled_for(*out, kept, before, *given):
-        return compiled.weigh(kept, given, before, out, clear, by, float(bound), room)
     one = out[0].dtype.type
     keep, add, least, quickest = map(one, by)
     most, level = np.finfo(one).max, one(bound)

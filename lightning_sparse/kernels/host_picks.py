@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.kernels.host_arrays import bits_of, compiled_for, written
+from lightning_sparse.kernels.host_arrays import bits_of, compiled_for, compiled_on, written
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
     """``x[indices]``."""
     if not indices.numel():
         return x.new_empty(0)  # of an empty array, torch makes a vector that it cannot look at as another dtype
-    values, places = x.numpy(), indices.numpy()
-    compiled = _plain_places(places) and compiled_for(values)
-    return torch.from_numpy(compiled.picks.take(values, places) if compiled else values.take(places))
+    if compiled := _are_places(indices) and compiled_on(x):
+        return compiled.picks.take(x, indices)
+    return torch.from_numpy(x.numpy().take(indices.numpy()))
 
 
 def under(mask: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
@@ -30,17 +29,13 @@ def under(mask: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
 
 def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
     """``x[indices] = values``, of equal dtypes."""
-    places, target = indices.numpy(), bits_of(x)
-    _put(target, places, bits_of(values) if isinstance(values, Tensor) else np.full(places.shape, values, target.dtype))
-    written(x)
-
-
-def _put(target: NDArray[Any], places: NDArray[Any], new: NDArray[Any]) -> None:
-    fitting = _plain_places(places) and new.dtype == target.dtype and new.size == places.size
-    if compiled := fitting and compiled_for(target, new):
-        compiled.picks.put(target, places, new)
+    new = values if isinstance(values, Tensor) else torch.full(indices.shape, values, dtype=x.dtype, device="cpu")
+    fitting = _are_places(indices) and new.dtype == x.dtype and new.shape == indices.shape
+    if compiled := fitting and compiled_on(x, new):
+        compiled.picks.put(x, indices, new)
     else:
-        target[places] = new
+        bits_of(x)[indices.numpy()] = bits_of(new)
+    written(x)
 
 
 def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
@@ -48,10 +43,8 @@ def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> Non
     if len(runs) == 1:
         put_(runs[0], indices, values)
         return
-    new = bits_of(values)
     for run, chosen, places in _by_run(runs, indices.numpy()):
-        _put(bits_of(run), places, new[chosen])
-    written(*runs)
+        put_(run, torch.from_numpy(places), values[chosen])
 
 
 def take_from_runs(runs: Sequence[Tensor], indices: Tensor) -> Tensor:
@@ -79,9 +72,9 @@ def _by_run(
             yield run, chosen if order is None else order[chosen], ordered[chosen] - start
 
 
-def _plain_places(places: NDArray[Any]) -> bool:
+def _are_places(indices: Tensor) -> bool:
     """Whether the library can read these indices."""
-    return places.dtype == np.int64 and places.ndim == 1 and places.flags.c_contiguous
+    return indices.dtype == torch.int64 and indices.dim() == 1 and indices.is_contiguous()
 
 
 def distinct(indices: Tensor, padding: int) -> Tensor:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_sparse.kernels.library import choose
-from lightning_sparse.kernels.native_buffers import SLACK, at, long, space
+from lightning_sparse.kernels.native_buffers import SLACK, address, at, declare, space
 from lightning_sparse.kernels.native_picks import NativePicks
 
-KINDS = {np.dtype(np.float32): 0, np.dtype(np.uint16): 1, np.dtype(np.float16): 2}
-"""Of gradients; bfloat16 comes as its bits."""
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Of gradients."""
 
 Found = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Ascending coordinates and their magnitudes."""
@@ -32,17 +35,15 @@ class Native:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for name in ("ls_accumulate", "ls_weigh", "ls_above", "ls_largest", "ls_reaching", "ls_reached"):
-            getattr(library, name).restype = ctypes.c_int64
-        library.ls_reached_by.restype = ctypes.c_float
+        declare(library)
         self.picks = NativePicks(library)
         """The functions on picks."""
 
     def accumulate(
         self,
-        acc: NDArray[np.float32],
-        residual: NDArray[np.float32],
-        runs: Sequence[NDArray[Any]],
+        acc: Tensor,
+        residual: Tensor,
+        runs: Sequence[Tensor],
         bound: float,
         room: int,
     ) -> tuple[Found | None, bool]:
@@ -51,10 +52,10 @@ class Native:
 
     def weigh(
         self,
-        residual: NDArray[np.float32],
-        runs: Sequence[NDArray[Any]],
-        now: NDArray[np.float32],
-        out: Sequence[NDArray[np.float32]],
+        residual: Tensor,
+        runs: Sequence[Tensor],
+        now: Tensor,
+        out: Sequence[Tensor],
         clear: bool,
         weights: Sequence[float],
         bound: float,
@@ -90,31 +91,31 @@ class Native:
     ) -> int:
         rows, columns = matrix.shape
         count: int = self._library.ls_above(
-            at(matrix), long(rows), long(columns), long(matrix.strides[0] // 4), ctypes.c_float(bound), long(0),
-            None if indices is None else at(indices), at(magnitudes), long(magnitudes.size - SLACK),
+            at(matrix), rows, columns, matrix.strides[0] // 4, bound, 0,
+            None if indices is None else at(indices), at(magnitudes), magnitudes.size - SLACK,
         )  # fmt: skip
         return count
 
     def all_finite(self, values: NDArray[np.float32]) -> bool:
         """No NaN and no infinity."""
-        return bool(self._library.ls_all_finite(at(values), long(values.size)))
+        return bool(self._library.ls_all_finite(at(values), values.size))
 
     def excess(self, values: NDArray[np.float32], level: float, bound: float) -> tuple[float, float, float]:
         """Number of magnitudes that reach the bound; sum and sum of squares of what they have beyond the level."""
         out = (ctypes.c_double * 3)()
-        self._library.ls_excess(at(values), long(values.size), ctypes.c_double(level), ctypes.c_float(bound), out)
+        self._library.ls_excess(at(values), values.size, level, bound, out)
         return out[0], out[1], out[2]
 
     def moments(self, values: NDArray[np.float32]) -> tuple[float, float]:
         """Sum and sum of squares."""
         out = (ctypes.c_double * 2)()
-        self._library.ls_moments(at(values), long(values.size), out)
+        self._library.ls_moments(at(values), values.size, out)
         return out[0], out[1]
 
     def sum_and_maximum(self, values: NDArray[np.float32]) -> tuple[float, float]:
         """Of magnitudes."""
         out = (ctypes.c_double * 2)()
-        self._library.ls_sum_and_maximum(at(values), long(values.size), out)
+        self._library.ls_sum_and_maximum(at(values), values.size, out)
         return out[0], out[1]
 
     def largest(
@@ -136,35 +137,35 @@ class Native:
         size, reached = found[0].size, ctypes.c_float()
         places, marks = np.empty(share + spare + SLACK, np.int64), np.empty(share + spare + SLACK, np.bool_)
         count = self._library.ls_largest(
-            at(found[0]), at(found[1]), long(size), long(share), long(spare), long(turn), long(n), long(more),
-            at(places), at(marks), at(space("chosen", 2 * size + 2 * SLACK, np.uint32)), ctypes.byref(reached),
+            at(found[0]), at(found[1]), size, share, spare, turn, n, more,
+            at(places), at(marks), address("chosen", 2 * size + 2 * SLACK, np.uint32), ctypes.byref(reached),
         )  # fmt: skip
         return (places[:count], marks[:count], reached.value) if count else None
 
     def reaching(self, found: Found, bound: float) -> NDArray[np.int64]:
         """The coordinates whose magnitudes reach a bound."""
         size = found[0].size
-        places, marks = np.empty(size + SLACK, np.int64), space("marks", size + SLACK, np.uint8)
+        places = np.empty(size + SLACK, np.int64)
         count = self._library.ls_reaching(
-            at(found[0]), at(found[1]), long(size), ctypes.c_float(bound), at(places), at(marks)
+            at(found[0]), at(found[1]), size, bound, at(places), address("marks", size + SLACK, np.uint8)
         )
         return places[:count]
 
     def reached(self, magnitudes: NDArray[np.float32], bound: float) -> int:
         """How many magnitudes reach a bound."""
-        count: int = self._library.ls_reached(at(magnitudes), long(magnitudes.size), ctypes.c_float(bound))
+        count: int = self._library.ls_reached(at(magnitudes), magnitudes.size, bound)
         return count
 
     def reached_by(self, magnitudes: NDArray[np.float32], k: int) -> float:
         """A magnitude that at least k reach, and not many more."""
-        found: float = self._library.ls_reached_by(at(magnitudes), long(magnitudes.size), long(k))
+        found: float = self._library.ls_reached_by(at(magnitudes), magnitudes.size, k)
         return found
 
 
 def _collect(
     function: Any,
     before: tuple[Any, ...],
-    runs: Sequence[NDArray[Any]],
+    runs: Sequence[Tensor],
     after: tuple[Any, ...],
     bound: float,
     room: int,
@@ -181,11 +182,11 @@ def _collect(
     """
     indices, magnitudes = _scratch(room)
     finite = ctypes.c_int32()
-    starts = (ctypes.c_void_p * len(runs))(*(at(run).value for run in runs))
-    ends = np.cumsum([run.size for run in runs], dtype=np.int64)
+    starts = (ctypes.c_void_p * len(runs))(*map(at, runs))
+    ends = (ctypes.c_int64 * len(runs))(*accumulate(run.numel() for run in runs))
     count = function(
-        *before, starts, at(ends), long(len(runs)), KINDS[runs[0].dtype], *after, ctypes.c_float(bound),
-        at(indices), at(magnitudes), long(room), ctypes.byref(finite),
+        *before, starts, ends, len(runs), KINDS[runs[0].dtype], *after, bound,
+        at(indices), at(magnitudes), room, ctypes.byref(finite),
     )  # fmt: skip
     found = None if count > room else (indices[:count].copy(), magnitudes[:count].copy())
     return found, bool(finite.value)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.kernels.native_buffers import at, long, space, zeros
+from lightning_sparse.kernels.native_buffers import address, at, zeros
 
 
 class Heard(NamedTuple):
@@ -66,20 +66,18 @@ class NativePicks:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        for name in ("ls_round", "ls_unite", "ls_meet", "ls_add_up", "ls_average_pairs", "ls_table"):
-            getattr(library, name).restype = ctypes.c_int64
 
-    def take(self, values: NDArray[np.float32], indices: NDArray[np.int64]) -> NDArray[np.float32]:
-        """``values[indices]``."""
-        out = np.empty(indices.size, np.float32)
-        if self._library.ls_take(at(values), long(values.size), at(indices), long(indices.size), at(out)):
-            raise IndexError(f"an index is outside of a vector of {values.size}")
+    def take(self, values: Tensor, indices: Tensor) -> Tensor:
+        """``values[indices]``, of float32 and int64."""
+        out = torch.empty(indices.numel(), dtype=torch.float32, device="cpu")
+        if self._library.ls_take(at(values), values.numel(), at(indices), indices.numel(), at(out)):
+            raise IndexError(f"an index is outside of a vector of {values.numel()}")
         return out
 
-    def put(self, values: NDArray[np.float32], indices: NDArray[np.int64], new: NDArray[np.float32]) -> None:
-        """``values[indices] = new``."""
-        if self._library.ls_put(at(values), long(values.size), at(indices), long(indices.size), at(new)):
-            raise IndexError(f"an index is outside of a vector of {values.size}")
+    def put(self, values: Tensor, indices: Tensor, new: Tensor) -> None:
+        """``values[indices] = new``, of float32 and int64."""
+        if self._library.ls_put(at(values), values.numel(), at(indices), indices.numel(), at(new)):
+            raise IndexError(f"an index is outside of a vector of {values.numel()}")
 
     def tell(self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int) -> Tensor:
         """The message of one rank, see :mod:`~lightning_sparse.exchanges.packed_union`; int32 words.
@@ -97,8 +95,8 @@ class NativePicks:
         words = torch.zeros(2 + _body(slots, blocks) + (slots + 7) // 8, dtype=torch.int32, device="cpu")
         magnitudes = np.empty(slots, np.float32)
         if self._library.ls_tell(
-            at(acc), long(acc.numel()), at(indices), None if spare is None else at(spare), long(slots),
-            ctypes.c_int32(count), ctypes.c_float(most), long(blocks), at(words), at(magnitudes),
+            at(acc), acc.numel(), at(indices), None if spare is None else at(spare), slots,
+            count, most, blocks, at(words), at(magnitudes),
         ):  # fmt: skip
             raise IndexError(f"an index is outside of a vector of {acc.numel()}")
         return words
@@ -117,8 +115,8 @@ class NativePicks:
         levels, spare = torch.empty_like(places), torch.empty(sum(ends), dtype=torch.bool, device="cpu")
         lengths = np.array(ends, np.int64)
         lowest: int = self._library.ls_hear(
-            at(rows), long(len(ends)), long(rows.stride(0)), long(slots), at(lengths),
-            long(blocks), long(padding), at(places), at(levels), at(spare),
+            at(rows), len(ends), rows.stride(0), slots, at(lengths),
+            blocks, padding, at(places), at(levels), at(spare),
         )  # fmt: skip
         return Heard(list(torch.split(places, ends)), list(torch.split(spare, ends)), levels, lowest)
 
@@ -141,8 +139,8 @@ class NativePicks:
         union, largest, said = _space_for_union(len(joined))
         size = self._library.ls_unite(
             at(joined), None if levels is None else at(levels), None if flags is None else at(flags), at(lengths),
-            long(len(places)), long(padding), long(_limit(limit)), long(phase),
-            at(self._table()), at(space("at", 2 * len(places), np.int64)), at(union), at(said), at(largest),
+            len(places), padding, _limit(limit), phase,
+            self._table(), address("at", 2 * len(places), np.int64), at(union), said, at(largest),
             ctypes.byref(named),
         )  # fmt: skip
         return None if size < 0 else (union[:size], largest[:size], named.value)
@@ -160,12 +158,12 @@ class NativePicks:
             limit: see :meth:`unite`, as the phase.
             phase: see there.
         """
-        n, numbers = len(rows), (ctypes.c_int64 * 3)()
+        n, numbers = rows.shape[0], (ctypes.c_int64 * 3)()
         union, levels, said = _space_for_union(n * slots)
         size = self._library.ls_meet(
-            at(rows), long(n), long(rows.stride(0)), long(slots), long(blocks), long(padding),
-            long(_limit(limit)), long(phase), at(self._table()), at(space("at", 6 * n, np.int64)), at(union),
-            at(said), at(levels), numbers,
+            at(rows), n, rows.stride(0), slots, blocks, padding,
+            _limit(limit), phase, self._table(), address("at", 6 * n, np.int64), at(union),
+            said, at(levels), numbers,
         )  # fmt: skip
         if size < 0:
             return None if size == -1 - n else -1 - size
@@ -177,8 +175,8 @@ class NativePicks:
         """Sums of sparse vectors; None where one does not ascend."""
         union, totals = np.empty(coordinates.size + 1, np.int64), np.empty(coordinates.size + 1, np.float32)
         found = self._library.ls_add_up(
-            at(coordinates), at(values), at(lengths), long(lengths.size), long(padding), at(self._table()),
-            at(space("at", 2 * lengths.size, np.int64)), at(union), at(totals),
+            at(coordinates), at(values), at(lengths), lengths.size, padding, self._table(),
+            address("at", 2 * lengths.size, np.int64), at(union), at(totals),
         )  # fmt: skip
         return None if found < 0 else (union[:found], totals[:found])
 
@@ -193,12 +191,12 @@ class NativePicks:
         n = len(rows)
         union, means = np.empty(n * slots + 1, np.int64), np.empty(n * slots + 1, np.float32)
         found = self._library.ls_average_pairs(
-            at(rows), long(n), long(rows.stride(0)), long(slots), long(padding), at(self._table()),
-            at(space("at", 2 * n, np.int64)), at(union), at(means),
+            at(rows), n, rows.stride(0), slots, padding, self._table(),
+            address("at", 2 * n, np.int64), at(union), at(means),
         )  # fmt: skip
         return None if found < 0 else (torch.from_numpy(union[:found]), torch.from_numpy(means[:found]))
 
-    def _table(self) -> NDArray[np.uint8]:
+    def _table(self) -> int:
         return zeros("table", self._library.ls_table())
 
     def round(self, acc: Tensor, union: Tensor, levels: Tensor, lowest: int, raise_by: int, most: int) -> Rounded:
@@ -217,8 +215,8 @@ class NativePicks:
         sent = torch.empty_like(union)
         units, rounded, left = (torch.empty(size, dtype=torch.float32, device="cpu") for _ in range(3))
         found = self._library.ls_round(
-            at(acc), long(acc.numel()), at(union), at(levels), long(size), long(lowest), long(raise_by),
-            ctypes.c_float(most), at(words), at(units), at(sent), at(rounded), at(left),
+            at(acc), acc.numel(), at(union), at(levels), size, lowest, raise_by,
+            most, at(words), at(units), at(sent), at(rounded), at(left),
         )  # fmt: skip
         if found < 0:
             raise IndexError(f"an index is outside of a vector of {acc.numel()}")
@@ -227,7 +225,7 @@ class NativePicks:
     def average(self, words: Tensor, units: Tensor, n: int) -> Tensor:
         """Means over n ranks from the sums of their words."""
         values = torch.empty_like(units)
-        self._library.ls_average(at(words), at(units), long(units.numel()), ctypes.c_float(n), at(values))
+        self._library.ls_average(at(words), at(units), units.numel(), n, at(values))
         return values
 
 
@@ -240,7 +238,7 @@ def _limit(limit: int | None) -> int:
     return 1 << 62 if limit is None else limit
 
 
-def _space_for_union(total: int) -> tuple[Tensor, Tensor, NDArray[np.uint16]]:
-    """For coordinates and levels of at most so many picks, and what is said of them."""
+def _space_for_union(total: int) -> tuple[Tensor, Tensor, int]:
+    """For coordinates and levels of at most so many picks, and where to write what is said of them."""
     union = torch.empty(total + 1, dtype=torch.int64, device="cpu")
-    return union, torch.empty(total + 1, dtype=torch.int32, device="cpu"), space("said", total + 1, np.uint16)
+    return union, torch.empty(total + 1, dtype=torch.int32, device="cpu"), address("said", total + 1, np.uint16)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -248,8 +248,7 @@ class FeedbackState:
     @property
     def pairs(self) -> dict[str, Pair]:
         """Pairs of buffers by name."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: part for name, part in parts.items() if isinstance(part, Pair)}
+        return {name: part for name, part in vars(self).items() if isinstance(part, Pair)}
 
 
 class Feedback(Memory):
