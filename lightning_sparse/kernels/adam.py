@@ -6,7 +6,7 @@ On CUDA all operations are rounded one by one, in Triton as in torch, so that ra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,8 @@ from lightning_sparse.kernels.on_cuda import on_cuda
 
 HOST = "cpu"
 """Where steps are taken one by one."""
+PIECE = 1 << 24
+"""Elements whose steps are taken at once in operations of torch: of float32, 64 MiB for each vector on the way."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of parameters and gradients that there is a kernel for."""
 
@@ -113,7 +115,33 @@ def _on_host(one: Moved, by: Step) -> None:
 
 
 def _in_torch(ones: Sequence[Moved], by: Step) -> None:
-    """Few launches for many parameters."""
+    """Few launches for many parameters; what is only needed on the way takes as much as :data:`PIECE` elements do."""
+    batch: list[Moved] = []
+    size = 0
+    for piece in (piece for one in ones for piece in _pieces(one)):
+        if batch and size + piece.parameter.numel() > PIECE:
+            _at_once(batch, by)
+            batch, size = [], 0
+        batch.append(piece)
+        size += piece.parameter.numel()
+    if batch:
+        _at_once(batch, by)
+
+
+def _pieces(one: Moved) -> Iterator[Moved]:
+    """Parts of at most :data:`PIECE` elements, as far as there is a dimension to cut: views."""
+    if one.parameter.numel() <= PIECE:
+        yield one
+        return
+    sizes = one.parameter.shape
+    dim = max(range(len(sizes)), key=sizes.__getitem__)
+    half = sizes[dim] // 2
+    for start, length in ((0, half), (half, sizes[dim] - half)):
+        yield from _pieces(Moved(*(x.narrow(dim, start, length) for x in one)))
+
+
+def _at_once(ones: Sequence[Moved], by: Step) -> None:
+    """The same, with vectors on the way as large as all of them together."""
     wide = ones[0].divisor.dtype
     parameters = [one.parameter for one in ones]
     steps = [one.grad.to(wide) for one in ones]

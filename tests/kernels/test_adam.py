@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse.kernels import adam
 from lightning_sparse.kernels.adam import Moved, Step, Steps
@@ -71,6 +74,34 @@ def test_steps_are_rounded_one_by_one_in_triton_as_in_torch(how: str, weight: to
         assert torch.equal(one.parameter, right)
         assert torch.equal(other.parameter, right)
         assert one.parameter._version > version
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of elements that an operation gives out, all tensors of one together; but for views."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            made = [x for x in (out if isinstance(out, list | tuple) else [out]) if isinstance(x, Tensor)]
+            self.elements = max(self.elements, sum(x.numel() for x in made))
+        return out
+
+
+@pytest.mark.parametrize("how", ["with decay", "scaled"])
+def test_operations_of_torch_take_a_bounded_room_on_the_way(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    by, _ = HOW[how]
+    monkeypatch.setattr(adam, "PIECE", 1000)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(700,), (50, 130), (3,), (40, 30, 5, 2), (2, 450)]
+    moved = [Moved(*torch.randn((3, *shape), generator=generator).abs().unbind()) for shape in shapes]
+    at_once = [one._replace(parameter=one.parameter.clone()) for one in moved]
+    adam._at_once(at_once, by)
+    with Largest() as largest:
+        adam._in_torch(moved, by)
+    assert 0 < largest.elements <= 1000
+    assert all(torch.equal(one.parameter, other.parameter) for one, other in zip(moved, at_once, strict=True))
 
 
 def test_tables_are_made_again_where_something_has_moved() -> None:
