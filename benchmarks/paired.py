@@ -161,10 +161,11 @@ def hooks_rows(result: Result) -> list[Row]:
             if other in rounds.variants and name not in ("compute", other):
                 row[f"step / {other}"] = rounds.steps(name, other)
         row["cpu ms"] = rounds.median(name, "cpu_ms")
-        row["MB received"] = f"{received / 1e6:.3f}"
+        steady = result.get("steady", {}).get(name, received)
+        row["MB received"], row["MB when steady"] = f"{received / 1e6:.3f}", f"{steady / 1e6:.3f}"
         if name not in ALONE and "dense" in rounds.variants:
             dense = median(r["received"] for r in rounds.records if r["variant"] == "dense")
-            row["dense / received"] = f"{dense / received:.1f}"
+            row["dense / received"], row["dense / steady"] = f"{dense / received:.1f}", f"{dense / steady:.1f}"
         if all("bytes_sent" in r for r in own):
             row["sent / logged"] = f"{median(r['sent'] / r['bytes_sent'] for r in own):.2f}"
         at_last = [r["loss"] for r in own if r["number"] == last]

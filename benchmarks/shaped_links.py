@@ -44,7 +44,8 @@ What the part hooks compares, and where it favours whom:
   not from the 1000th. It is given one bucket, because gloo needs one order of messages on all ranks: it begins when
   backward has ended, which favours all others where backward leaves room for an exchange.
 - `sparse_ddp` has what the strategy sets: small deliveries, a communication thread, watchdogs, skipping of void steps.
-  Its fallback has compared both before it is timed.
+  Its fallback has compared both before it is timed. In its first 64 steps UnionTopK names twice as many picks as it
+  may need, and goes on to do so for as long again: bytes "when steady" are those after step 136, beyond what is timed.
 - Lightning itself uses no hook of DDP on CPUs: there, a user's choice is between `dense` and `sparse`.
 
 Needs root (network namespaces) and the commands ip and tc; says so and ends with 0 otherwise. Namespaces are removed at

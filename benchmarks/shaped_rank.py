@@ -27,6 +27,8 @@ EXECUTORS = ("inline", "thread")
 MESSAGES = ("group", "step")
 DENSITIES = (0.01, 0.001)
 """Of the default, beside DDP's hooks."""
+STEADY = 136
+"""Steps after which UnionTopK has forgotten that it had to name twice as many picks as it turned out to need."""
 WIDE = ("dense", "fp16")
 """Variants of which a slow link allows few steps only."""
 SLOW = 1000
@@ -318,8 +320,22 @@ def measure_hooks(job: Job, result: Result, keep: Callable[[], None]) -> None:
             if variant.engine is not None:
                 result["direct"][variant.spec.name] = variant.engine.direct
         keep()
+    for place, variant in enumerate(variants):
+        if variant.spec.as_it_comes and variant.spec.fallback is None:
+            result["steady"][variant.spec.name] = steady_bytes(variant, batches, taken[place], job["steps"])
+            keep()
     for variant in variants:
         variant.close()
+
+
+def steady_bytes(variant: Variant, batches: list[Any], taken: int, steps: int) -> float:
+    """Bytes that a rank receives in a step once the need for spare picks is known: mean over ranks and last steps."""
+    received = []
+    for number in range(taken, max(taken, STEADY) + steps):
+        received.append(variant.step(batches[number % len(batches)])["received"])
+    mean = torch.tensor(sum(received[-steps:]) / steps, dtype=torch.float64)
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()
 
 
 # Without annotations: DDP compares them by identity.
@@ -335,7 +351,15 @@ def rank_main(job: Job) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     numel = sum(p.numel() for p in MODELS[job["model"]]().parameters())
-    result: Result = {"job": job, "parameters": numel, "groups": {}, "direct": {}, "records": [], "finished": False}
+    result: Result = {
+        "job": job,
+        "parameters": numel,
+        "groups": {},
+        "direct": {},
+        "records": [],
+        "finished": False,
+        "steady": {},
+    }
     result["machine"] = about()
 
     def keep() -> None:

@@ -157,6 +157,12 @@ def test_the_table_of_hooks_names_what_a_variant_loses_to() -> None:
     assert rows["fallback 0.01"]["goes on"] == "dense"
     assert rows["sparse 0.01"]["step / compute"].middle == 1.35
     assert "step / compute" not in rows["compute"]
+    result["steady"] = {"sparse 0.01": 250.0}
+    received = {r["received"] for r in result["records"]}
+    assert len(received) == 1
+    for row in benchmark("paired").hooks_rows(result):
+        steady = row["variant"] == "sparse 0.01"
+        assert row["MB when steady"] == f"{(250.0 if steady else min(received)) / 1e6:.3f}"
     slow = hooks_result(dense=100.0, **{"fallback 0.01": 104.0})
     assert benchmark("paired").hooks_rows(slow)[1]["loses to"] == "1.03 x dense"
 
