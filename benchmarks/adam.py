@@ -207,8 +207,8 @@ class Run(NamedTuple):
     beta2: float
 
 
-def train(run: Run, data: Data, clip: float = 1.0) -> dict[str, float]:
-    """Train once, with gradients of each rank clipped to a norm."""
+def train(run: Run, data: Data, clip: float | None = 1.0) -> dict[str, float]:
+    """Train once, with gradients of each rank clipped to a norm, or not."""
     torch.manual_seed(run.seed)
     model = {"gpt": GPT, "lstm": LSTM, "cnn": cnn}[run.task]()
     parameters = list(model.parameters())
@@ -240,7 +240,8 @@ def train(run: Run, data: Data, clip: float = 1.0) -> dict[str, float]:
                 model.zero_grad()
                 loss = loss_of(model, *data.draw(generator, BATCH[run.task]))
                 loss.backward()
-                nn.utils.clip_grad_norm_(parameters, clip)
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(parameters, clip)
                 total += float(loss.detach()) / run.ranks
                 rows.append(torch.cat([p.grad.flatten() for p in sparse] or [torch.zeros(1)]))
                 own.append([p.grad.clone() for p in dense])
@@ -322,7 +323,7 @@ def main(
     steps: list[int] | None = None,
     beta2: float = 0.95,
     multiple: float = 1.0,
-    clip: float = 1.0,
+    clip: float | None = 1.0,
     out: Path = Path("adam.jsonl"),
     table: bool = False,
 ) -> None:
@@ -340,7 +341,7 @@ def main(
         steps: lengths of trainings; None: 300.
         beta2: of AdamW.
         multiple: of the density, for ``second_moment``.
-        clip: norm that gradients of each rank are clipped to; inf: not. Keep its results in an ``out`` of their own.
+        clip: norm that gradients of each rank are clipped to; None: not. Keep its results in an ``out`` of their own.
         out: where results are kept, a line each.
         table: only print.
     """
