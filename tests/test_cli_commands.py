@@ -364,7 +364,7 @@ def test_the_benchmark_asks_for_what_the_documentation_shows(monkeypatch: pytest
     simulate, judge = create_autospec(cli.simulate), create_autospec(cli.judge)
     monkeypatch.setattr(module, "simulate", simulate)
     monkeypatch.setattr(module, "judge", judge)
-    module.main(["--out", str(tmp_path), "--jobs", "2"])
+    module.main(tmp_path, 2)
     opened, closed = simulate.call_args.kwargs, judge.call_args.kwargs
     assert opened["ranks"] == [4, 8, 16]
     assert opened["streams"] == list(recorded.STREAMS)

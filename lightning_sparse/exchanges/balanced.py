@@ -75,7 +75,7 @@ def _regions(selection: Selection, numel: int, ctx: Context) -> Steps[tuple[Tens
     places, counts = received[: n - 1], received[n - 1 :]
     # A rank that has picked nothing is not counted in where the picks are.
     inner = places // (counts > 0).sum().clamp(min=1)
-    return pad(torch.cat([inner.new_zeros(1), inner]), n + 1, numel), counts
+    return torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), numel)]), counts
 
 
 def _split(indices: Tensor, bounds: Tensor, slots: int, phase: int) -> Tensor:

@@ -45,6 +45,7 @@ def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> Non
         return
     for run, chosen, places in _by_run(runs, indices.numpy()):
         put_(run, torch.from_numpy(places), values[chosen])
+    written(*runs)
 
 
 def take_from_runs(runs: Sequence[Tensor], indices: Tensor) -> Tensor:

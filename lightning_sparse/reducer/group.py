@@ -95,6 +95,11 @@ class GroupReducer:
         return self.sparsifier.agreement is not Agreement.EVERYTHING
 
     @property
+    def all_arrived(self) -> bool:
+        """Whether the latest average holds all coordinates, as at a density of 1 and where everything is flushed."""
+        return self.statistics is None or self.statistics.indices is None
+
+    @property
     def remembers(self) -> bool:
         """Whether anything of earlier gradients is left; waits for the device."""
         return any(bool(vector.any()) for vector in self.memory.vectors(self.state.memory).values())

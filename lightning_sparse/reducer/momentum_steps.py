@@ -48,24 +48,26 @@ class MomentumSteps(AroundSteps):
             return
         skip, handed_out = getattr(optimizer, "found_inf", None), self._handed_out()
         for settings in optimizer.param_groups:
-            by = Momentum.of(settings)
-            waited = [p for p in settings["params"] if p.grad is not None and self._waits(optimizer, p, handed_out)]
-            if by is not None and waited:
-                kept = {p: p.grad.clone() for p in waited if p.grad is not None and _adds_to_grad(settings, p.grad)}
-                self._noted.append(_Noted(optimizer, waited, by, skip, kept))
-
-    def _waits(self, optimizer: Optimizer, parameter: Parameter, handed_out: Set[str]) -> bool:
-        """Whether averages of a parameter wait before they arrive, or have done so earlier."""
-        name = self.name(id(parameter))
-        group = self._group_of(name) if name is not None and name in handed_out else None
-        return group is not None and (group.sparsified or WAITED in optimizer.state.get(parameter, {}))
+            by, early, whole = Momentum.of(settings), [], []
+            for parameter in settings["params"] if by else ():
+                name = self.name(id(parameter))
+                group = self._group_of(name) if name is not None and name in handed_out else None
+                if parameter.grad is None or group is None:
+                    continue
+                if group.all_arrived:
+                    whole.append(parameter)
+                elif group.sparsified:
+                    early.append(parameter)
+            if by is not None and (early or whole):
+                kept = {p: p.grad.clone() for p in early if p.grad is not None and _adds_to_grad(settings, p.grad)}
+                self._noted.append(_Noted(optimizer, early, whole, by, skip, kept))
 
     def after(self) -> None:
         """Spend what is noted."""
         noted, self._noted = self._noted, []
-        for optimizer, parameters, by, skip, kept in noted:
+        for optimizer, early, whole, by, skip, kept in noted:
             stepped = []
-            for parameter in parameters:
+            for parameter in early:
                 state = optimizer.state[parameter]
                 velocity, grad = state.get("momentum_buffer"), kept.get(parameter, parameter.grad)
                 if grad is None or velocity is None:
@@ -76,6 +78,8 @@ class MomentumSteps(AroundSteps):
                 state[WAITED] = waited.to(torch.uint8)  # torch loads what an optimizer keeps in the parameter's dtype
                 stepped.append(Stepped(parameter, grad, velocity, state[WAITED]))
             spend_(stepped, by, skip)
+            for parameter in whole:
+                optimizer.state[parameter].pop(WAITED, None)  # as at the start
 
     def forget(self) -> None:
         """A step that has failed is not made up for."""
@@ -83,10 +87,13 @@ class MomentumSteps(AroundSteps):
 
 
 class _Noted(NamedTuple):
-    """Parameters of one group that an optimizer steps."""
+    """Parameters of one group of an optimizer's that it steps."""
 
     optimizer: Optimizer
-    parameters: list[Parameter]
+    early: list[Parameter]
+    """Whose averages hold some coordinates."""
+    whole: list[Parameter]
+    """Whose averages hold all."""
     by: Momentum
     skip: Tensor | None
     kept: Mapping[Parameter, Tensor]
