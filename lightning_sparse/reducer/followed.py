@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparse.console import say
-from lightning_sparse.memory import Adapting, Memory, named_in
+from lightning_sparse.memory import Adapting, Memory, NoMemory, Residual, named_in
 from lightning_sparse.momentum import has_velocities
 from lightning_sparse.optim import made_for, stepping
 from lightning_sparse.reducer.adam_steps import AdamSteps
@@ -97,11 +97,18 @@ class Followed:
 
     def _spends(self, optimizer: Optimizer) -> bool:
         """Whether momentum of an optimizer is spent as if averages had not waited; the user is told once."""
-        if type(self._reducer.settings.memory) is not Adapting:
+        memory = self._reducer.settings.memory
+        if memory == Residual() or isinstance(memory, NoMemory) or memory.has_momentum:  # chosen, or nothing waits
             return False
         if self.optimizers and not any(optimizer is stepping(each) for each in self.optimizers):
             return False
         if not has_velocities(optimizer, self._sparsified):
+            return False
+        if type(memory) is not Adapting:
+            self._say_once(
+                f"SGD's momentum is left to the optimizer, because memory={memory!r} was chosen: averages that have "
+                "waited are spent late. With the default memory they are not (docs/momentum.md)."
+            )
             return False
         self._say_once(
             "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "
