@@ -104,3 +104,33 @@ def shaped(flat: Tensor, parameter: Tensor) -> Tensor:
 def fills_memory(parameter: Tensor) -> bool:
     """Whether elements neither overlap nor leave gaps; DDP gives gradients of others the shape's usual strides."""
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+
+
+def in_pieces(rows: Iterable[Sequence[Tensor]], most: int) -> Iterator[list[list[Tensor]]]:
+    """Views of tensors, in lists of at most so many elements: what is needed on the way is bounded.
+
+    Args:
+        rows: each of tensors of one shape.
+        most: elements of a list's first tensors together; more only where a tensor has no dimension to be cut along.
+    """
+    batch: list[list[Tensor]] = []
+    size = 0
+    for part in (part for row in rows for part in _cut(row, most)):
+        if batch and size + part[0].numel() > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(part)
+        size += part[0].numel()
+    if batch:
+        yield batch
+
+
+def _cut(row: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    sizes = row[0].shape
+    if row[0].numel() <= max(most, 1):
+        yield list(row)
+        return
+    dim = max(range(len(sizes)), key=sizes.__getitem__)
+    half = sizes[dim] // 2
+    for start, length in ((0, half), (half, sizes[dim] - half)):
+        yield from _cut([x.narrow(dim, start, length) for x in row], most)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.layout import fills_memory, flattened
+from lightning_sparse.layout import fills_memory, flattened, in_pieces
 
 LONGEST = 255
 """Steps that a coordinate is known to have waited: as many as fit into a byte. What waited longer counts as this."""
-PIECE_BYTES = 1 << 26
-"""Of gradients that are worked on at once, where that takes memory."""
+PIECE = 1 << 24
+"""Elements that are worked on at once where that takes memory: of float32, 64 MiB for each vector on the way."""
 BLOCK = 1 << 15
 """Elements that are looked through at once."""
 
@@ -96,7 +96,8 @@ def has_velocities(optimizer: Optimizer, parameters: Collection[int]) -> bool:
 def spend_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None) -> None:
     """Move parameters by what averages would have moved them by now, had they not waited; velocities lose as much.
 
-    In the end, parameters come as far as with momentum SGD. What each coordinate has waited is counted on.
+    In the end, parameters come as far as with momentum SGD, as long as rate and momentum stay the same. What each
+    coordinate has waited is counted on.
 
     Args:
         stepped: parameters.
@@ -104,6 +105,8 @@ def spend_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None)
         skip: () on the device, above 0 where no step was taken.
     """
     elsewhere = []
+    if not isinstance(by.rate, Tensor) and by.rate == 0:  # what is spent now would move nothing, and be gone
+        by = by._replace(share=0.0)
     early = _table(by.momentum, torch.device("cpu")) * by.share
     for one in stepped:
         host = one.grad.device.type == "cpu" and skip is None and not isinstance(by.rate, Tensor)
@@ -111,8 +114,9 @@ def spend_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None)
             _where_arrived_(one, by, early)
         else:
             elsewhere.append(one)
-    for some in _pieces(elsewhere):
-        _everywhere_(some, by, skip)
+    for _, alike in groupby(elsewhere, lambda one: [(x.dtype, x.device) for x in one]):
+        for piece in in_pieces(alike, PIECE):
+            _everywhere_([Stepped(*part) for part in piece], by, skip)
 
 
 def _where_arrived_(one: Stepped, by: Momentum, early: Tensor) -> None:
@@ -150,19 +154,6 @@ def _everywhere_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None) 
     ):
         parts = vector.to(targets[0].dtype).split([x.numel() for x in targets])
         change_(targets, [part.view(x.shape) for part, x in zip(parts, targets, strict=True)])
-
-
-def _pieces(stepped: Sequence[Stepped]) -> Iterator[list[Stepped]]:
-    """Of one kind each, and of a size that bounds what is needed on the way."""
-    for _, alike in groupby(stepped, lambda one: [(x.dtype, x.device) for x in one]):
-        piece: list[Stepped] = []
-        for one in alike:
-            piece.append(one)
-            if sum(x.grad.nbytes for x in piece) >= PIECE_BYTES:
-                yield piece
-                piece = []
-        if piece:
-            yield piece
 
 
 def _table(momentum: float, device: torch.device) -> Tensor:

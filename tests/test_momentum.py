@@ -134,8 +134,8 @@ def test_devices_work_in_pieces_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> 
     sizes = [(3,), (2, 2), (5,), (1,), (0,), (4,)]
     kinds = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float64]
     found = []
-    for piece in (1 << 26, 20, 1):
-        monkeypatch.setattr("lightning_sparse.momentum.PIECE_BYTES", piece)
+    for piece in (1 << 24, 5, 1):
+        monkeypatch.setattr("lightning_sparse.momentum.PIECE", piece)
         generator = torch.Generator().manual_seed(1)
         stepped = []
         for size, kind in zip(sizes, kinds, strict=True):
@@ -159,6 +159,14 @@ def test_on_a_device_the_host_waits_for_nothing(skips: bool) -> None:
         for rate in (0.1, torch.empty((), device=CUDA)):
             skip = torch.empty((), device=CUDA) if skips else None
             spend_(stepped, Momentum(rate, 0.9, 1.0, False), skip)
+
+
+def test_at_a_rate_of_zero_nothing_is_spent() -> None:
+    training = Training({"lr": 0.0})
+    for step in range(5):
+        training.step(torch.ones(2, 2) * (step == 3))
+    assert torch.equal(training.velocity, torch.full_like(training.velocity, 0.9))
+    assert torch.equal(training.waited, torch.ones_like(training.waited))
 
 
 def test_a_skipped_step_leaves_everything() -> None:

@@ -90,12 +90,16 @@ class Task:
         self.optimizer.step()
         if not early or not has_velocities(self.optimizer, {id(p) for p in self.parameters}):
             return
-        velocities = [self.optimizer.state[p]["momentum_buffer"] for p in self.parameters]
-        waited = self._views(self._waited, self.parameters)
+        beside = dict(
+            zip(self.parameters, zip(grads, self._views(self._waited, self.parameters), strict=True), strict=True)
+        )
         for group in self.optimizer.param_groups:
             by = Momentum.of(group)
-            if by is not None:
-                spend_([Stepped(*each) for each in zip(self.parameters, grads, velocities, waited, strict=True)], by)
+            for p in group["params"]:
+                if by is None:
+                    continue
+                grad, waited = beside[p]
+                spend_([Stepped(p, grad, self.optimizer.state[p]["momentum_buffer"], waited)], by)
 
     def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy."""

@@ -54,7 +54,9 @@ class Telling:
         self.totals.pause()
         own = self.totals.state_dict()
         ranks = [json.loads(told) for told in engine.comm.leave(json.dumps([own, self._before]))]
-        now, before = ({name: fmean(one[name] for one in each) for name in own} for each in zip(*ranks, strict=True))
+        now, before = (
+            {name: fmean(one.get(name, 0.0) for one in each) for name in own} for each in zip(*ranks, strict=True)
+        )
         steps, skipped = engine.step - self._steps, engine.void_steps - self._skipped
         if steps + skipped and self._trainer.is_global_zero:
             if self._watched:

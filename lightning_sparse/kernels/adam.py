@@ -6,7 +6,7 @@ On CUDA all operations are rounded one by one, in Triton as in torch, so that ra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.kernels.on_cuda import on_cuda
+from lightning_sparse.layout import in_pieces
 
 HOST = "cpu"
 """Where steps are taken one by one."""
@@ -116,28 +117,8 @@ def _on_host(one: Moved, by: Step) -> None:
 
 def _in_torch(ones: Sequence[Moved], by: Step) -> None:
     """Few launches for many parameters; what is only needed on the way takes as much as :data:`PIECE` elements do."""
-    batch: list[Moved] = []
-    size = 0
-    for piece in (piece for one in ones for piece in _pieces(one)):
-        if batch and size + piece.parameter.numel() > PIECE:
-            _at_once(batch, by)
-            batch, size = [], 0
-        batch.append(piece)
-        size += piece.parameter.numel()
-    if batch:
-        _at_once(batch, by)
-
-
-def _pieces(one: Moved) -> Iterator[Moved]:
-    """Parts of at most :data:`PIECE` elements, as far as there is a dimension to cut: views."""
-    if one.parameter.numel() <= PIECE:
-        yield one
-        return
-    sizes = one.parameter.shape
-    dim = max(range(len(sizes)), key=sizes.__getitem__)
-    half = sizes[dim] // 2
-    for start, length in ((0, half), (half, sizes[dim] - half)):
-        yield from _pieces(Moved(*(x.narrow(dim, start, length) for x in one)))
+    for piece in in_pieces(ones, PIECE):
+        _at_once([Moved(*part) for part in piece], by)
 
 
 def _at_once(ones: Sequence[Moved], by: Step) -> None:

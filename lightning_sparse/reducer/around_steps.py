@@ -67,7 +67,9 @@ class AroundSteps(ABC):
             self.before(optimizer)
             return result
 
-        return (*args[:1], then_go_on, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+        if len(args) > 1:
+            return (args[0], then_go_on, *args[2:]), kwargs
+        return args, {**kwargs, "closure": then_go_on}
 
     def _end(self, *_: Any) -> None:
         self.after()

@@ -97,7 +97,7 @@ class GroupReducer:
     @property
     def all_arrived(self) -> bool:
         """Whether the latest average holds all coordinates, as at a density of 1 and where everything is flushed."""
-        return self.statistics is None or self.statistics.indices is None
+        return self.statistics is not None and self.statistics.indices is None
 
     @property
     def remembers(self) -> bool:

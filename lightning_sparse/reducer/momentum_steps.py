@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_sparse.momentum import Momentum, Stepped, spend_
 from lightning_sparse.reducer.around_steps import AroundSteps
@@ -44,42 +44,51 @@ class MomentumSteps(AroundSteps):
 
     def before(self, optimizer: Optimizer) -> None:
         """Note with which averages it steps, and by which settings."""
-        if not self._serves(optimizer):
+        if type(optimizer) is not SGD:
+            return
+        serves = self._serves(optimizer)
+        if not serves and not any(WAITED in state for state in optimizer.state.values()):
             return
         skip, handed_out = getattr(optimizer, "found_inf", None), self._handed_out()
         for settings in optimizer.param_groups:
-            by, early, whole = Momentum.of(settings), [], []
-            for parameter in settings["params"] if by else ():
+            by = Momentum.of(settings)
+            early, whole = [], []
+            for parameter in settings["params"]:
+                if by is None:
+                    optimizer.state.get(parameter, {}).pop(WAITED, None)
                 name = self.name(id(parameter))
-                group = self._group_of(name) if name is not None and name in handed_out else None
-                if parameter.grad is None or group is None:
+                if by is None or parameter.grad is None or name is None or name not in handed_out:
                     continue
-                if group.all_arrived:
-                    whole.append(parameter)
-                elif group.sparsified:
-                    early.append(parameter)
+                group = self._group_of(name)
+                grad = parameter.grad.clone() if _adds_to_grad(settings, parameter.grad) else parameter.grad
+                if group is None or group.all_arrived or not group.sparsified:
+                    if WAITED in optimizer.state.get(parameter, {}):
+                        whole.append((parameter, grad))
+                elif serves:
+                    early.append((parameter, grad))
             if by is not None and (early or whole):
-                kept = {p: p.grad.clone() for p in early if p.grad is not None and _adds_to_grad(settings, p.grad)}
-                self._noted.append(_Noted(optimizer, early, whole, by, skip, kept))
+                self._noted.append(_Noted(optimizer, early, whole, by, skip))
 
     def after(self) -> None:
         """Spend what is noted."""
         noted, self._noted = self._noted, []
-        for optimizer, early, whole, by, skip, kept in noted:
+        for optimizer, early, whole, by, skip in noted:
             stepped = []
-            for parameter in early:
+            for parameter, grad in (*early, *whole):
                 state = optimizer.state[parameter]
-                velocity, grad = state.get("momentum_buffer"), kept.get(parameter, parameter.grad)
-                if grad is None or velocity is None:
+                velocity, waited = state.get("momentum_buffer"), state.get(WAITED)
+                if velocity is None:
                     continue
-                waited = state.get(WAITED)
                 if waited is None:
                     waited = torch.zeros_like(parameter, dtype=torch.uint8)
                 state[WAITED] = waited.to(torch.uint8)  # torch loads what an optimizer keeps in the parameter's dtype
                 stepped.append(Stepped(parameter, grad, velocity, state[WAITED]))
             spend_(stepped, by, skip)
-            for parameter in whole:
-                optimizer.state[parameter].pop(WAITED, None)  # as at the start
+            for parameter, _ in whole:  # nothing of them waits any more
+                if skip is None:
+                    del optimizer.state[parameter][WAITED]
+                else:
+                    optimizer.state[parameter][WAITED].mul_(skip > 0)
 
     def forget(self) -> None:
         """A step that has failed is not made up for."""
@@ -87,17 +96,15 @@ class MomentumSteps(AroundSteps):
 
 
 class _Noted(NamedTuple):
-    """Parameters of one group of an optimizer's that it steps."""
+    """Parameters of a group of an optimizer's that it steps, and their averages."""
 
     optimizer: Optimizer
-    early: list[Parameter]
+    early: list[tuple[Parameter, Tensor]]
     """Whose averages hold some coordinates."""
-    whole: list[Parameter]
-    """Whose averages hold all."""
+    whole: list[tuple[Parameter, Tensor]]
+    """Whose averages hold all, also of those that have waited before."""
     by: Momentum
     skip: Tensor | None
-    kept: Mapping[Parameter, Tensor]
-    """Averages that are not in ``.grad`` any more when the step is over."""
 
 
 def _adds_to_grad(settings: Mapping[str, Any], grad: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.plan import make_plan
 from tests.ranks import Ranks
 from tests.reducer.test_adam_steps import Around, batch, loss_of, model, sharded
 
@@ -280,3 +281,78 @@ def test_the_scale_of_a_loss_is_not_in_it(two_ranks: Ranks, fused: bool) -> None
     for plain, scaled in two_ranks(with_a_scaler, fused):
         for a, b in zip(plain, scaled, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def plan_of(engine: Any, grouping: str, **options: Any) -> Any:
+    return make_plan([p for group in engine.plan for p in group.parameters][::-1], grouping, **options)
+
+
+def when_everything_arrives(how: str) -> tuple[float, float, list[bool]]:
+    """Share of the averages of coordinates that have waited that is spent; and whether anything is counted after it."""
+    training = Training(hyper={"lr": 0.02, "momentum": 0.9}, messages="step")
+    for step in range(40):
+        training.step(step)
+    weights = [p for p in training.module.parameters() if p.dim() == 2]
+    waited = torch.cat([training.optimizer.state[p]["waited"].flatten() for p in weights])
+    before = torch.cat([training.optimizer.state[p]["momentum_buffer"].flatten() for p in weights])
+    if how == "flush":
+        training.engine.flush_next_step()
+    elif how == "dense":
+        training.engine.regroup(plan_of(training.engine, "model", rules=ls.Rules(dense=["*"])))
+    training.step(40)
+    grads = torch.cat([p.grad.flatten() for p in weights])  # type: ignore[union-attr]
+    after = torch.cat([training.optimizer.state[p]["momentum_buffer"].flatten() for p in weights])
+    late = (waited > 20) & (grads.abs() > 1e-6)
+    assert int(late.sum()) > 50
+    spent = 1 - (after - 0.9 * before)[late] / grads[late]
+    counted = [bool(training.optimizer.state[p].get("waited", torch.zeros(1)).any()) for p in weights]
+    for step in range(41, 60 if how == "dense" else 41):
+        training.step(step)
+    fresh = 0.0
+    if how == "dense":
+        assert training.engine.go_direct()
+        training.step(60)
+        training.engine.regroup(plan_of(training.engine, "model"))
+        training.step(61)
+        fresh = float(max(training.optimizer.state[p]["waited"].max() for p in weights))
+    training.engine.close()
+    return float(spent.median()), fresh, counted
+
+
+@pytest.mark.parametrize("how", ["flush", "dense"])
+def test_what_has_waited_is_spent_where_everything_arrives(two_ranks: Ranks, how: str) -> None:
+    for spent, fresh, counted in two_ranks(when_everything_arrives, how):
+        assert spent > 0.55, spent  # 21 steps: 0.58
+        assert not any(counted)
+        assert fresh <= 1
+
+
+def with_a_hook_of_the_optimizer(to_none: bool) -> bool:
+    """A hook of the optimizer's own comes before those of all optimizers."""
+    training = Training()
+    training.optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad(set_to_none=to_none))
+    for step in range(3):
+        training.step(step)
+    training.engine.close()
+    return any("waited" in state for state in training.optimizer.state.values())
+
+
+def test_gradients_that_a_hook_has_taken_away_count(two_ranks: Ranks) -> None:
+    assert two_ranks(with_a_hook_of_the_optimizer, True) == [True, True]
+
+
+class ByKeyword(torch.optim.SGD):
+    def step(self, *, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def stepped_by_keyword() -> bool:
+    training = Training()
+    optimizer = ByKeyword(training.module.parameters(), lr=0.1)
+    seen = optimizer.step(closure=lambda: 3.0)
+    training.engine.close()
+    return bool(seen == 3.0)
+
+
+def test_a_closure_given_by_keyword_stays_one(two_ranks: Ranks) -> None:
+    assert all(two_ranks(stepped_by_keyword))
