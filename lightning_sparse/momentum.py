@@ -6,19 +6,19 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from lightning_sparse.kernels import above, take
 from lightning_sparse.layout import fills_memory, flattened, in_pieces
 
 LONGEST = 255
 """Steps that a coordinate is known to have waited: as many as fit into a byte. What waited longer counts as this."""
 PIECE = 1 << 24
 """Elements that are worked on at once where that takes memory: of float32, 64 MiB for each vector on the way."""
-BLOCK = 1 << 15
-"""Elements that are looked through at once."""
+LEAST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
+"""Smallest magnitudes above 0."""
 
 
 def spent(momentum: float, waited: int) -> float:
@@ -130,8 +130,9 @@ def _where_arrived_(one: Stepped, by: Momentum, early: Tensor) -> None:
     parameter, grad, velocity, waited = (flattened(x) for x in one)
     places = _nonzero(grad)
     waited.clamp_(max=LONGEST - 1).add_(1)
+    steps = torch.from_numpy(waited.numpy().take(places.numpy())).int()
     wide = torch.promote_types(grad.dtype, torch.float32)
-    moved = grad[places].to(wide) * early.to(wide)[waited[places].int()]
+    moved = (take(grad, places) if grad.dtype in LEAST else grad[places]).to(wide) * early.to(wide)[steps]
     velocity.index_add_(0, places, moved.to(velocity.dtype), alpha=-1)
     parameter.index_add_(0, places, (moved * by.reach).to(parameter.dtype), alpha=-1)
     waited.index_fill_(0, places, 0)
@@ -164,9 +165,6 @@ def _table(momentum: float, device: torch.device) -> Tensor:
 
 def _nonzero(flat: Tensor) -> Tensor:
     """Where a vector on the CPU is not zero, ascending."""
-    if flat.dtype not in (torch.float32, torch.float64):
+    if flat.dtype not in LEAST:
         return flat.nonzero().flatten()
-    values = flat.numpy()
-    starts = range(0, len(values), BLOCK)  # in cache, and as bytes, which numpy looks through faster
-    found = [np.flatnonzero(values[start : start + BLOCK] != 0) + start for start in starts]
-    return torch.from_numpy(np.concatenate(found)) if found else torch.zeros(0, dtype=torch.int64, device="cpu")
+    return above(flat, torch.tensor(LEAST[flat.dtype], dtype=flat.dtype, device="cpu"))[0]

@@ -15,9 +15,9 @@ PACKAGE = Path(lightning_sparse.__file__).parent
 FLOORS = [
     {"candidates"},
     {"checks", "clock", "core", "fields", "messages", "registry", "console", "interrupts", "layout", "optim", "style"},
-    {"adam", "gradients", "laws", "momentum"},
+    {"adam", "gradients", "laws"},
     {"kernels"},
-    {"density", "collective"},
+    {"density", "collective", "momentum"},
     {"memory", "sparsifiers", "exchanges", "plan", "metrics"},
     {"averages", "fused"},
     {"pipeline"},
