@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.kernels import above, take
+from lightning_sparse.kernels import above, static_shapes, take
 from lightning_sparse.layout import fills_memory, flattened, in_pieces
 
 LONGEST = 255
@@ -109,7 +109,7 @@ def spend_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None)
         by = by._replace(share=0.0)
     early = _table(by.momentum, torch.device("cpu")) * by.share
     for one in stepped:
-        host = one.grad.device.type == "cpu" and skip is None and not isinstance(by.rate, Tensor)
+        host = not static_shapes(one.grad.device) and skip is None and not isinstance(by.rate, Tensor)
         if host and all(x.stride() == one.grad.stride() and fills_memory(x) for x in one):
             _where_arrived_(one, by, early)
         else:
