@@ -21,7 +21,7 @@ LEAST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 """Smallest magnitudes above 0."""
 
 
-def spent(momentum: float, waited: int) -> float:
+def spent(momentum: float, waited: Any) -> Any:
     """The share of an average's momentum that it would have spent, had its gradients not waited.
 
     Heavy-ball momentum adds a gradient to a velocity, ``m = momentum m + gradient``, and moves parameters by it in that
@@ -36,7 +36,7 @@ def spent(momentum: float, waited: int) -> float:
 
     Args:
         momentum: in [0, 1).
-        waited: t, at least 1.
+        waited: t, at least 1; a number, or a tensor of them.
 
     Example:
         >>> [round(spent(0.9, waited), 2) for waited in (1, 2, 10, 100)]
@@ -104,16 +104,18 @@ def spend_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None)
         by: the momentum that they were stepped with.
         skip: () on the device, above 0 where no step was taken.
     """
-    elsewhere = []
+    here: list[Stepped] = []
+    elsewhere: list[Stepped] = []
     if not isinstance(by.rate, Tensor) and by.rate == 0:  # what is spent now would move nothing, and be gone
         by = by._replace(share=0.0)
-    early = _table(by.momentum, torch.device("cpu")) * by.share
     for one in stepped:
         host = not static_shapes(one.grad.device) and skip is None and not isinstance(by.rate, Tensor)
-        if host and all(x.stride() == one.grad.stride() and fills_memory(x) for x in one):
+        alike_laid = host and all(x.stride() == one.grad.stride() for x in one) and fills_memory(one.grad)
+        (here if alike_laid else elsewhere).append(one)
+    if here:
+        early = _table(by.momentum, torch.device("cpu")) * by.share
+        for one in here:
             _where_arrived_(one, by, early)
-        else:
-            elsewhere.append(one)
     for _, alike in groupby(elsewhere, lambda one: [(x.dtype, x.device) for x in one]):
         for piece in in_pieces(alike, PIECE):
             _everywhere_([Stepped(*part) for part in piece], by, skip)
@@ -160,7 +162,8 @@ def _everywhere_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None) 
 def _table(momentum: float, device: torch.device) -> Tensor:
     """:func:`spent` after 0 to LONGEST steps, of which 0 does not occur; float64, formed where it is needed."""
     waited = torch.arange(LONGEST + 1, dtype=torch.float64, device=device).clamp_(min=1)
-    return 1 - (1 - torch.pow(momentum, waited)) / (waited * (1 - momentum))
+    table: Tensor = spent(momentum, waited)
+    return table
 
 
 def _nonzero(flat: Tensor) -> Tensor:

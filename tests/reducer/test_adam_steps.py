@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -65,11 +66,15 @@ def sharded(parameters: Any, cls: type[torch.optim.Optimizer], **settings: Any) 
 
 
 class Training:
-    def __init__(self, kind: str = "torch", *, follow: bool = True, hyper: Any = HYPER, **options: Any) -> None:
+    classes: Mapping[str, Any] = CLASSES
+    hyper: Mapping[str, Any] = HYPER
+    options: Mapping[str, Any] = {"density": 0.1, "grouping": "model"}
+
+    def __init__(self, kind: str = "torch", *, follow: bool = True, hyper: Any = None, **options: Any) -> None:
         self.module = model()
         self.ddp = DistributedDataParallel(self.module)
-        self.engine = ls.attach(self.ddp, **{"density": 0.1, "grouping": "model", **options})
-        self.optimizer = CLASSES[kind](self.ddp.parameters(), **hyper)
+        self.engine = ls.attach(self.ddp, **{**self.options, **options})
+        self.optimizer = self.classes[kind](self.ddp.parameters(), **(hyper or self.hyper))
         if follow:
             self.engine.follow([self.optimizer])
         self.rank = dist.get_rank()

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.plan import make_plan
 from tests.ranks import Ranks
+from tests.reducer import test_adam_steps
 from tests.reducer.test_adam_steps import Around, batch, loss_of, model, sharded
 
 N, STEPS, DENSITY = 2, 12, 0.1
@@ -26,32 +27,8 @@ MADE: dict[str, Any] = {
 }
 
 
-class Training:
-    def __init__(self, kind: str = "torch", follow: bool = True, hyper: Any = HYPER, **options: Any) -> None:
-        self.module = model()
-        self.ddp = DistributedDataParallel(self.module)
-        self.engine = ls.attach(self.ddp, **{**OPTIONS, **options})
-        self.optimizer = MADE[kind](self.ddp.parameters(), **hyper)
-        if follow:
-            self.engine.follow([self.optimizer])
-        self.rank = dist.get_rank()
-
-    def step(self, number: int, closure: bool = False) -> None:
-        def backward() -> Tensor:
-            self.optimizer.zero_grad()
-            loss = loss_of(self.ddp, number, self.rank)
-            loss.backward()
-            return loss
-
-        if closure:
-            assert self.optimizer.step(backward) is not None
-        else:
-            backward()
-            self.engine.skip_void(self.optimizer)
-            self.optimizer.step()
-
-    def weights(self) -> list[Tensor]:
-        return [p.detach().clone() for p in self.module.parameters()]
+class Training(test_adam_steps.Training):
+    classes, hyper, options = MADE, HYPER, OPTIONS
 
 
 def reference(hyper: dict[str, Any], spends: bool = True) -> list[Tensor]:
