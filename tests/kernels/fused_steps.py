@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +14,7 @@ import lightning_sparse as ls
 from lightning_sparse.collective import drive_ranks
 from lightning_sparse.core import Context, GroupState
 from lightning_sparse.pipeline import commit_group, exchange_group, init_group
+from lightning_sparse.sparsifiers import union_topk
 from tests.lockstep import strict
 
 PARTS: dict[str, Any] = {
@@ -32,6 +36,22 @@ def groups(
         )
         for rank in range(n)
     ]  # fmt: skip
+
+
+@contextmanager
+def first_of_equal() -> Iterator[None]:
+    """Of equal magnitudes torch's path picks the first coordinates, as kernels do; ``topk`` picks any of them."""
+
+    def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) -> tuple[Tensor, Tensor]:
+        magnitudes = x.abs()
+        if left_out is not None:
+            magnitudes.masked_fill_(left_out, -1)
+        values, places = magnitudes.sort(descending=True, stable=True)
+        return values[:k], places[:k]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(union_topk, "strongest", strongest)
+        yield
 
 
 def walk(

@@ -11,7 +11,7 @@ import lightning_sparse as ls
 from lightning_sparse.kernels import adam
 from lightning_sparse.kernels.adam import Moved, Step, Steps
 from lightning_sparse.kernels.on_cuda import on_cuda
-from tests.kernels.fused_steps import walk
+from tests.kernels.fused_steps import first_of_equal, walk
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ pytestmark = [
 def test_the_step_equals_that_of_torch(n: int, numel: int, density: float, scaled: bool, memory: ls.Memory) -> None:
     found = walk(n, numel, density, torch.float32, scaled, "cuda", count=4, memory=memory)
     assert on_cuda.trouble is None
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, first_of_equal():
         patch.setattr(on_cuda, "trouble", "compared with torch")
         expected = walk(n, numel, density, torch.float32, scaled, "cuda", count=4, memory=memory)
     for ours, theirs in zip(found, expected, strict=True):
