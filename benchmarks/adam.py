@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lightning_sparse as ls
-from lightning_sparse.momentum import Momentum, Stepped, spend_
+from lightning_sparse.momentum import Momentum, Spending, Stepped
 
 WORDS = {"gpt": 4096, "lstm": 2000}
 LENGTH = {"gpt": 64, "lstm": 16}
@@ -288,7 +288,7 @@ def train(run: Run, data: Data, clip: float | None = 1.0) -> dict[str, float]:
             assert by is not None
             velocities = [optimizer.state[p]["momentum_buffer"] for p in sparse]
             grads = [part.view_as(p) for p, part in zip(sparse, parts, strict=True)]
-            spend_([Stepped(*each) for each in zip(sparse, grads, velocities, waited, strict=True)], by)
+            Spending().spend_([Stepped(*each) for each in zip(sparse, grads, velocities, waited, strict=True)], by)
         sent += float(trace.bytes_sent.mean())
         if not math.isfinite(losses[-1]):
             break

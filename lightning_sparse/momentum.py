@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,14 +12,20 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lightning_sparse.kernels import above, static_shapes, take
+from lightning_sparse.kernels.addresses import Addresses
+from lightning_sparse.kernels.on_cuda import on_cuda
 from lightning_sparse.layout import fills_memory, flattened, in_pieces
 
 LONGEST = 255
 """Steps that a coordinate is known to have waited: as many as fit into a byte. What waited longer counts as this."""
 PIECE = 1 << 24
 """Elements that are worked on at once where that takes memory: of float32, 64 MiB for each vector on the way."""
+TABLES = 8
+"""Kept for settings that were used before; schedules of the momentum make new ones at every step."""
 LEAST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 """Smallest magnitudes above 0."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of parameters, gradients and velocities that there is a kernel for."""
 
 
 def spent(momentum: float, waited: Any) -> Any:
@@ -92,61 +99,84 @@ def has_velocities(optimizer: Optimizer, parameters: Collection[int]) -> bool:
     )
 
 
-@torch.no_grad()
-def spend_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None) -> None:
-    """Move parameters by what averages would have moved them by now, had they not waited; velocities lose as much.
+class Spending:
+    """Spends, and keeps what does not change from step to step: addresses, and tables of :func:`spent`."""
 
-    In the end, parameters come as far as with momentum SGD, as long as rate and momentum stay the same. What each
-    coordinate has waited is counted on.
+    def __init__(self) -> None:
+        self._addresses = Addresses()
+        self._shares: dict[Any, Tensor] = {}
 
-    Args:
-        stepped: parameters.
-        by: the momentum that they were stepped with.
-        skip: () on the device, above 0 where no step was taken.
-    """
-    here: list[Stepped] = []
-    elsewhere: list[Stepped] = []
-    if not isinstance(by.rate, Tensor) and by.rate == 0:  # what is spent now would move nothing, and be gone
-        by = by._replace(share=0.0)
-    for one in stepped:
-        host = not static_shapes(one.grad.device) and skip is None and not isinstance(by.rate, Tensor)
-        alike_laid = host and all(x.stride() == one.grad.stride() for x in one) and fills_memory(one.grad)
-        (here if alike_laid else elsewhere).append(one)
-    if here:
-        early = _table(by.momentum, torch.device("cpu")) * by.share
-        for one in here:
-            _where_arrived_(one, by, early)
-    for _, alike in groupby(elsewhere, lambda one: [(x.dtype, x.device) for x in one]):
-        for piece in in_pieces(alike, PIECE):
-            _everywhere_([Stepped(*part) for part in piece], by, skip)
+    @torch.no_grad()
+    def spend_(self, stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None) -> None:
+        """Move parameters by what averages would have moved them by now, had they not waited; velocities lose as much.
+
+        In the end, parameters come as far as with momentum SGD, as long as rate and momentum stay the same. What each
+        coordinate has waited is counted on.
+
+        Args:
+            stepped: parameters.
+            by: the momentum that they were stepped with.
+            skip: () on the device, above 0 where no step was taken.
+        """
+        if not isinstance(by.rate, Tensor) and by.rate == 0:  # what is spent now would move nothing, and be gone
+            by = by._replace(share=0.0)
+        elsewhere: defaultdict[Any, list[Stepped]] = defaultdict(list)
+        for one in stepped:
+            host = not static_shapes(one.grad.device) and skip is None and not isinstance(by.rate, Tensor)
+            if host and all(x.stride() == one.grad.stride() for x in one) and fills_memory(one.grad):
+                _where_arrived_(one, by, self._shares_of(by, one.grad.device))
+            else:
+                elsewhere[(one.grad.device, *(x.dtype for x in one), _serves(one, by, skip))].append(one)
+        for what, alike in elsewhere.items():
+            how = by, self._shares_of(by, what[0]), skip
+            form = Spending, what, isinstance(by.rate, Tensor), skip is None
+            if what[-1] and on_cuda.tried(form, partial(_rehearse, alike[0], *how)):
+                _in_triton_(self._addresses, what, alike, *how)
+                continue
+            for piece in in_pieces(alike, PIECE):
+                _everywhere_([Stepped(*part) for part in piece], *how)
+
+    def _shares_of(self, by: Momentum, device: torch.device) -> Tensor:
+        """(LONGEST + 1,) what is spent of an average that has waited so many steps; 0 does not occur. float64."""
+        what = by.momentum, by.share, device
+        if what not in self._shares:
+            if len(self._shares) == TABLES:
+                self._shares.clear()
+            waited = torch.arange(LONGEST + 1, dtype=torch.float64, device=device).clamp_(min=1)
+            self._shares[what] = spent(by.momentum, waited) * by.share
+        return self._shares[what]
 
 
-def _where_arrived_(one: Stepped, by: Momentum, early: Tensor) -> None:
-    """On the CPU: few coordinates are touched.
+def _serves(one: Stepped, by: Momentum, skip: Tensor | None) -> bool:
+    """Whether there is a kernel for a parameter."""
+    tensors = [*one, *(x for x in (by.rate, skip) if isinstance(x, Tensor))]
+    if not on_cuda.takes(one.parameter) or not one.parameter.numel() or not {x.dtype for x in one[:3]} <= set(DTYPES):
+        return False
+    forms = [torch.contiguous_format, *([torch.channels_last] if one.parameter.dim() == 4 else [])]
+    alike_laid = any(all(x.is_contiguous(memory_format=form) for x in one) for form in forms)
+    return alike_laid and all(x.device == one.parameter.device for x in tensors)
 
-    Args:
-        one: whose vectors are laid out alike, without gaps.
-        by: the momentum.
-        early: shares by steps waited, float64.
-    """
+
+def _where_arrived_(one: Stepped, by: Momentum, shares: Tensor) -> None:
+    """On the CPU, where vectors are laid out alike, without gaps: few coordinates are touched."""
     parameter, grad, velocity, waited = (flattened(x) for x in one)
     places = _nonzero(grad)
     waited.clamp_(max=LONGEST - 1).add_(1)
     steps = torch.from_numpy(waited.numpy().take(places.numpy())).int()
     wide = torch.promote_types(grad.dtype, torch.float32)
-    moved = (take(grad, places) if grad.dtype in LEAST else grad[places]).to(wide) * early.to(wide)[steps]
+    moved = (take(grad, places) if grad.dtype in LEAST else grad[places]).to(wide) * shares.to(wide)[steps]
     velocity.index_add_(0, places, moved.to(velocity.dtype), alpha=-1)
     parameter.index_add_(0, places, (moved * by.reach).to(parameter.dtype), alpha=-1)
     waited.index_fill_(0, places, 0)
 
 
-def _everywhere_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None) -> None:
+def _everywhere_(stepped: Sequence[Stepped], by: Momentum, shares: Tensor, skip: Tensor | None) -> None:
     """The same without coordinates, so that no host has to know them; as many operations for any number of them."""
     parameters, grads, velocities, kept = (list(each) for each in zip(*stepped, strict=True))
     grad, waited = (torch.cat([x.reshape(-1) for x in each]) for each in (grads, kept))
     wide = torch.promote_types(grad.dtype, torch.float32)
     now = waited.clamp(max=LONGEST - 1) + 1
-    moved = grad.to(wide) * (_table(by.momentum, grad.device) * by.share).to(wide)[now.int()]
+    moved = grad.to(wide) * shares.to(wide)[now.int()]
     after = torch.where(grad == 0, now, 0)
     if skip is not None:  # gradients may be NaN then
         moved, after = torch.where(skip > 0, 0, moved), torch.where(skip > 0, waited, after)
@@ -159,11 +189,35 @@ def _everywhere_(stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None) 
         change_(targets, [part.view(x.shape) for part, x in zip(parts, targets, strict=True)])
 
 
-def _table(momentum: float, device: torch.device) -> Tensor:
-    """:func:`spent` after 0 to LONGEST steps, of which 0 does not occur; float64, formed where it is needed."""
-    waited = torch.arange(LONGEST + 1, dtype=torch.float64, device=device).clamp_(min=1)
-    table: Tensor = spent(momentum, waited)
-    return table
+def _in_triton_(
+    addresses: Addresses, what: Any, stepped: Sequence[Stepped], by: Momentum, shares: Tensor, skip: Tensor | None
+) -> None:
+    """The same in one launch."""
+    from lightning_sparse.kernels import triton_momentum
+
+    parameters, grads, velocities, kept = zip(*stepped, strict=True)
+    table = addresses.table(what, (kept, grads, parameters, velocities), aligned=2)
+    kinds = grads[0].dtype, parameters[0].dtype, velocities[0].dtype
+    triton_momentum.spend_(table, kinds, shares.float(), by.reach, skip)
+    torch.autograd.graph.increment_version((*parameters, *velocities, *kept))
+
+
+def _rehearse(one: Stepped, by: Momentum, shares: Tensor, skip: Tensor | None) -> None:
+    """Compile the kernel, and compare what it computes.
+
+    Raises:
+        RuntimeError: if it differs from operations of torch. Whatever compilers and drivers raise comes through.
+    """
+    places = torch.arange(4099, device=one.grad.device)
+    values = ((1 + places * 1103 % 4099) * (1 - 2 * (places % 2))).float() / 64
+    vectors = values.flip(0), values.where(places % 3 == 0, 0.0), values, places % (LONGEST + 1)
+    found = [Stepped(*(x.to(like.dtype, copy=True) for x, like in zip(vectors, one, strict=True))) for _ in range(2)]
+    if skip is not None:
+        skip = torch.zeros_like(skip)
+    _everywhere_(found[:1], by, shares, skip)
+    _in_triton_(Addresses(), None, found[1:], by, shares, skip)
+    if not all(map(torch.equal, *found)):
+        raise RuntimeError("they compute something else than operations of torch")
 
 
 def _nonzero(flat: Tensor) -> Tensor:

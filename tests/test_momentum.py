@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.momentum import Momentum, Stepped, has_velocities, spend_, spent
+from lightning_sparse.momentum import Momentum, Spending, Stepped, has_velocities, spent
 from tests.fake_cuda import CUDA, fake_cuda
 
 KINDS: list[dict[str, Any]] = [
@@ -50,7 +50,9 @@ class Training:
         if not self.hosted:
             skip = torch.zeros(())
         if self.early:
-            spend_([Stepped(self.parameter.detach(), self.parameter.grad, self.velocity, self.waited)], by, skip)
+            Spending().spend_(
+                [Stepped(self.parameter.detach(), self.parameter.grad, self.velocity, self.waited)], by, skip
+            )
 
 
 @pytest.mark.parametrize("settings", KINDS)
@@ -114,7 +116,7 @@ def test_both_ways_do_the_same_in_any_layout(dtype: torch.dtype, form: str) -> N
     for skip in (None, torch.zeros(())):
         parameter, grad, velocity = (laid(x.clone()) for x in values)
         one = Stepped(parameter, values[1].clone() if form == "other_grad" else grad, velocity, laid(waited.clone()))
-        spend_([one], Momentum(0.1, 0.9, 1.0, False), skip)
+        Spending().spend_([one], Momentum(0.1, 0.9, 1.0, False), skip)
         found.append(one)
     for host, device in zip(*found, strict=True):
         assert torch.equal(host, device)
@@ -142,7 +144,7 @@ def test_devices_work_in_pieces_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> 
             values = [torch.randn(size, generator=generator).to(kind) for _ in range(3)]
             waited = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
             stepped.append(Stepped(*values, waited))
-        spend_(stepped, Momentum(torch.tensor(0.1), 0.9, 1.0, True), torch.zeros(()))
+        Spending().spend_(stepped, Momentum(torch.tensor(0.1), 0.9, 1.0, True), torch.zeros(()))
         found.append(stepped)
     for one, *others in zip(*found, strict=True):
         assert all(torch.equal(x, y) for other in others for x, y in zip(one, other, strict=True))
@@ -158,7 +160,7 @@ def test_on_a_device_the_host_waits_for_nothing(skips: bool) -> None:
             stepped.append(Stepped(parameter, grad, velocity, torch.empty(size, dtype=torch.uint8, device=CUDA)))
         for rate in (0.1, torch.empty((), device=CUDA)):
             skip = torch.empty((), device=CUDA) if skips else None
-            spend_(stepped, Momentum(rate, 0.9, 1.0, False), skip)
+            Spending().spend_(stepped, Momentum(rate, 0.9, 1.0, False), skip)
 
 
 def test_at_a_rate_of_zero_nothing_is_spent() -> None:
@@ -173,7 +175,7 @@ def test_a_skipped_step_leaves_everything() -> None:
     parameter = torch.ones(3)
     waited = torch.tensor([0, 4, 255], dtype=torch.uint8)
     one = Stepped(parameter, torch.full((3,), float("nan")), parameter + 1, waited.clone())
-    spend_([one], Momentum(0.1, 0.9, 1.0, False), skip=torch.tensor(1.0))
+    Spending().spend_([one], Momentum(0.1, 0.9, 1.0, False), skip=torch.tensor(1.0))
     assert bool((one.parameter == 1).all() and (one.velocity == 2).all()) and torch.equal(one.waited, waited)
 
 

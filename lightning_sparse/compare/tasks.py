@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sparse.momentum import Momentum, Stepped, has_velocities, spend_
+from lightning_sparse.momentum import Momentum, Spending, Stepped, has_velocities
 
 Batch = tuple[Tensor, Tensor]
 Optimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -99,7 +99,7 @@ class Task:
                 if by is None:
                     continue
                 grad, waited = beside[p]
-                spend_([Stepped(p, grad, self.optimizer.state[p]["momentum_buffer"], waited)], by)
+                Spending().spend_([Stepped(p, grad, self.optimizer.state[p]["momentum_buffer"], waited)], by)
 
     def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy."""

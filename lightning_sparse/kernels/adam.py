@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sparse.kernels.addresses import Addresses
 from lightning_sparse.kernels.on_cuda import on_cuda
 from lightning_sparse.layout import in_pieces
 
@@ -49,10 +49,10 @@ class Moved(NamedTuple):
 
 
 class Steps:
-    """Takes steps, and keeps a table of addresses from step to step, as long as these do not change."""
+    """Takes steps, and keeps addresses from step to step, as long as these do not change."""
 
     def __init__(self) -> None:
-        self._tables: dict[Any, tuple[Any, Tensor]] = {}
+        self._addresses = Addresses()
 
     def take_(self, moved: Sequence[Moved], by: Step) -> None:
         """Step for these parameters; the host waits for nothing.
@@ -74,7 +74,7 @@ class Steps:
             for one in ones:
                 (served if _serves(one, by) else others).append(one)
             if served and on_cuda.tried((Steps, what, _form(by)), partial(_rehearse, served[0], by)):
-                _in_triton(self._tables, what, served, by)
+                _in_triton(self._addresses, what, served, by)
             else:
                 others = ones
             if others:
@@ -144,22 +144,14 @@ def _at_once(ones: Sequence[Moved], by: Step) -> None:
     torch._foreach_copy_(parameters, stepped)
 
 
-def _in_triton(tables: dict[Any, tuple[Any, Tensor]], what: Any, ones: Sequence[Moved], by: Step) -> None:
+def _in_triton(addresses: Addresses, what: Any, ones: Sequence[Moved], by: Step) -> None:
     """One launch for many parameters."""
     from lightning_sparse.kernels import triton_adam
 
     parameters, grads, divisors = zip(*ones, strict=True)
-    rows = triton_adam.rows_of(parameters, grads, divisors)
-    what = what, int(rows[0, 0]), len(rows)  # of the same kind there may be several lists
-    known = tables.get(what)
-    if known is None or not np.array_equal(known[0], rows):
-        table = torch.from_numpy(rows)
-        if parameters[0].is_cuda:
-            table = table.pin_memory().to(parameters[0].device, non_blocking=True)
-        known = tables[what] = rows, table
+    table = addresses.table(what, (parameters, grads, divisors), aligned=2)
     scale = None if by.scale is None else by.scale.float()
-    aligned = not bool((rows[:, :2] % 16).any())
-    triton_adam.step_(known[1], aligned, parameters[0].dtype, grads[0].dtype, by.rate, by.keep, scale, by.skip)
+    triton_adam.step_(table, parameters[0].dtype, grads[0].dtype, by.rate, by.keep, scale, by.skip)
     torch.autograd.graph.increment_version(parameters)
 
 
@@ -178,6 +170,6 @@ def _rehearse(one: Moved, by: Step) -> None:
     if by.skip is not None:
         by = by._replace(skip=torch.zeros_like(by.skip))
     _in_torch(found[:1], by)
-    _in_triton({}, None, found[1:], by)
+    _in_triton(Addresses(), None, found[1:], by)
     if not torch.equal(found[0].parameter, found[1].parameter):
         raise RuntimeError("they compute something else than operations of torch")

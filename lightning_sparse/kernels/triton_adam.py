@@ -1,26 +1,20 @@
 """Adam's steps of many parameters in one launch: 12 bytes a coordinate in float32, 4 without weight decay.
 
-Parameters, gradients and divisors lie in memory of their own. A table says where, a row for each part of one of them.
+Parameters, gradients and divisors lie in memory of their own: a table says where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sparse.kernels.addresses import Table
 from lightning_sparse.kernels.triton_launch import TILE, launch
 from lightning_sparse.kernels.triton_second import _at, _put
 
-PART = 16 * TILE
-"""Most elements of a row."""
 NAMES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-Rows = NDArray[np.int64]
 
 
 @triton.jit
@@ -79,29 +73,8 @@ def _step(
                 _move(weights, grads, divisors, i, length, by, left, scale, DECAYS, SCALED, False)
 
 
-def rows_of(parameters: Sequence[Tensor], grads: Sequence[Tensor], divisors: Sequence[Tensor]) -> Rows:
-    """(rows, 4) addresses of parts of parameters, gradients and divisors, and lengths of the parts.
-
-    Args:
-        parameters: each is dense in memory, and so are its gradient and divisor, in the same order.
-        grads: theirs.
-        divisors: theirs.
-    """
-    lengths = np.array([x.numel() for x in parameters], dtype=np.int64)
-    parts = -(-lengths // PART)
-    first = np.repeat(np.cumsum(parts) - parts, parts)
-    start = (np.arange(len(first)) - first) * PART
-    rows = np.empty((len(first), 4), dtype=np.int64)
-    for column, tensors in enumerate((parameters, grads, divisors)):
-        addresses = np.array([x.data_ptr() for x in tensors], dtype=np.int64)
-        rows[:, column] = np.repeat(addresses, parts) + start * tensors[0].element_size()
-    rows[:, 3] = np.minimum(PART, np.repeat(lengths, parts) - start)
-    return rows
-
-
 def step_(
-    table: Tensor,
-    aligned: bool,
+    table: Table,
     weight: torch.dtype,
     grad: torch.dtype,
     rate: float | Tensor,
@@ -112,8 +85,7 @@ def step_(
     """Take the steps.
 
     Args:
-        table: :func:`rows_of`, on the device.
-        aligned: whether all addresses of parameters and gradients are multiples of 16.
+        table: of parameters, gradients and divisors; alignment is that of the first two.
         weight: float32, bfloat16 or float16: type of the parameters.
         grad: type of their gradients.
         rate: learning rate; a number, or () as keep is.
@@ -122,8 +94,9 @@ def step_(
         skip: () above 0 where no step is to be taken; None: it is.
     """
     numbers = not isinstance(rate, Tensor)
+    rows, aligned = table
     launch(
-        _step, len(table), table, rate, keep, table if scale is None else scale, table if skip is None else skip,
+        _step, len(rows), rows, rate, keep, rows if scale is None else scale, rows if skip is None else skip,
         WEIGHT=NAMES[weight], GRAD=NAMES[grad], ALIGNED=aligned, NUMBERS=numbers, DECAYS=not numbers or keep != 1,
         SCALED=scale is not None, SKIPS=skip is not None, TILE=TILE,
     )  # fmt: skip

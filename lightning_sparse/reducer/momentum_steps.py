@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.momentum import Momentum, Stepped, spend_
+from lightning_sparse.momentum import Momentum, Spending, Stepped
 from lightning_sparse.reducer.around_steps import AroundSteps
 from lightning_sparse.reducer.group import GroupReducer
 
@@ -19,7 +19,7 @@ WAITED = "waited"
 
 
 class MomentumSteps(AroundSteps):
-    """Spends momentum of averages that have waited, see :func:`~lightning_sparse.momentum.spend_`.
+    """Spends momentum of averages that have waited, see :meth:`~lightning_sparse.momentum.Spending.spend_`.
 
     torch's own step is taken as ever; what is spent early is moved from the velocities to the parameters behind it.
 
@@ -39,6 +39,7 @@ class MomentumSteps(AroundSteps):
     ) -> None:
         super().__init__(names)
         self._group_of, self._handed_out, self._serves = group_of, handed_out, serves
+        self._spending = Spending()
         self._noted: list[_Noted] = []
         """The step that an optimizer is taking."""
 
@@ -83,7 +84,7 @@ class MomentumSteps(AroundSteps):
                     waited = torch.zeros_like(parameter, dtype=torch.uint8)
                 state[WAITED] = waited.to(torch.uint8)  # torch loads what an optimizer keeps in the parameter's dtype
                 stepped.append(Stepped(parameter, grad, velocity, state[WAITED]))
-            spend_(stepped, by, skip)
+            self._spending.spend_(stepped, by, skip)
             for parameter, _ in whole:  # nothing of them waits any more
                 if skip is None:
                     del optimizer.state[parameter][WAITED]

@@ -16,6 +16,7 @@ import torch
 from lightning_sparse import kernels
 from lightning_sparse.kernels import device_second, static
 from lightning_sparse.kernels.adam import Moved, Step, Steps
+from lightning_sparse.momentum import Momentum, Spending, Stepped
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require
 from tests.gpu.machine import copy_rate, require_memory
 from tests.gpu.timing import seconds_of
@@ -60,6 +61,16 @@ def step_of_adam(device: torch.device, numel: int) -> Callable[[], Any]:
     return lambda: steps.take_(moved, Step(1e-3, 0.9999))
 
 
+def spend(device: torch.device, numel: int) -> Callable[[], Any]:
+    """Momentum of 64 parameters, as above."""
+    grad, velocity, parameter = torch.zeros(numel, device=device), *torch.ones((2, numel), device=device)
+    grad[::100] = 1.0
+    vectors = parameter, grad, velocity, torch.zeros(numel, dtype=torch.uint8, device=device)
+    stepped = [Stepped(*x) for x in zip(*(vector.tensor_split(64) for vector in vectors), strict=True)]
+    spending = Spending()
+    return lambda: spending.spend_(stepped, Momentum(1e-3, 0.9, 1.0, False))
+
+
 def look_at(compute: Callable[[torch.Tensor, int], Any], device: torch.device, numel: int) -> Callable[[], Any]:
     x = torch.randn(numel, device=device)
     return lambda: compute(x, numel // SHARE)
@@ -96,6 +107,7 @@ PASSES = {
     "form_": Pass(20, 28, form),
     "score_": Pass(12, 16, score),
     "step of Adam": Pass(12, 24, step_of_adam),
+    "momentum spent early": Pass(6, 96, spend),
     "all_finite": Pass(4, 8, partial(look_at, lambda x, k: kernels.all_finite(x))),
     "top_k in one go": Pass(4, 24, partial(look_at, by_cells(1 << 62))),
     "top_k by cells": Pass(4, 16, partial(look_at, by_cells(1))),

@@ -36,6 +36,7 @@ from lightning_sparse.kernels import (  # noqa: E402
     triton_dense,
     triton_lanes,
     triton_launch,
+    triton_momentum,
     triton_need,
     triton_second,
     triton_select,
@@ -89,6 +90,12 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             types |= {"WEIGHT": tl.float32, "GRAD": getattr(tl, {"fp32": "float32", "bf16": "bfloat16"}[grad])}
             given = {"table": "*i64", "skip": "*fp32"} | dict.fromkeys(("rate", "keep"), "fp32" if numbers else "*fp32")
             yield f"adam_{grad}", triton_adam._step, tile | types, given, 8
+    if "momentum" in what:
+        for number, grad in ((True, "fp32"), (False, "bf16")):
+            types = {"ALIGNED": True, "NUMBER": number, "SKIPS": not number, "LONGEST": 255, "WEIGHT": tl.float32}
+            types |= {"VELOCITY": tl.float32, "GRAD": getattr(tl, {"fp32": "float32", "bf16": "bfloat16"}[grad])}
+            given = {"table": "*i64", "skip": "*fp32", "shares": "*fp32", "reach": "fp32" if number else "*fp32"}
+            yield f"momentum_{grad}", triton_momentum._spend, tile | types, given, 8
     if "flags" in what:
         yield "fill", triton_dense._fill_if, tile, {}, 8
         yield "copy", triton_dense._copy_if, tile, {}, 8

@@ -19,9 +19,9 @@ interpret()
 
 pytestmark = pytest.mark.usefixtures("silent")
 
-from lightning_sparse.kernels import triton_adam  # noqa: E402
+from lightning_sparse.kernels.addresses import PART  # noqa: E402
 
-SHAPES = [(3, 5), (1,), (triton_adam.PART + 7,), (2, 3, 2, 2)]
+SHAPES = [(3, 5), (1,), (PART + 7,), (2, 3, 2, 2)]
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)]
 ONE = torch.ones(())
 HOW: dict[str, tuple[Step, float]] = {
@@ -113,7 +113,7 @@ def test_tables_are_made_again_where_something_has_moved() -> None:
             grad = torch.full((9,), 2.0**number)
             steps.take_([Moved(parameter, grad, torch.ones(9))], by)
         assert parameter.tolist() == [-3.5] * 9
-        assert len(steps._tables) == 1
+        assert len(steps._addresses) == 1
 
 
 def test_what_there_is_no_kernel_for_is_left_to_torch() -> None:

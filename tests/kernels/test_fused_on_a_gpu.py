@@ -1,4 +1,4 @@
-"""The default's step, and steps of Adam, in Triton on a GPU, against those in torch on the same GPU, bit for bit."""
+"""Steps of the default and of Adam, and momentum spent early, in Triton on a GPU against torch on it, bit for bit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import lightning_sparse as ls
 from lightning_sparse.kernels import adam
 from lightning_sparse.kernels.adam import Moved, Step, Steps
 from lightning_sparse.kernels.on_cuda import on_cuda
+from lightning_sparse.momentum import Momentum, Spending, Stepped
 from tests.kernels.fused_steps import first_of_equal, walk
 
 pytestmark = [
@@ -55,6 +56,28 @@ def test_steps_of_adam_equal_those_of_torch(where: str, dtype: torch.dtype) -> N
     adam._in_torch(expected, by)
     steps = Steps()
     steps.take_(moved, by)
-    assert on_cuda.trouble is None and steps._tables
+    assert on_cuda.trouble is None and steps._addresses
     for found, other in zip(moved, expected, strict=True):
         assert torch.equal(found.parameter, other.parameter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["numbers", "on the device", "skipped"])
+def test_momentum_is_spent_as_in_torch(where: str, dtype: torch.dtype) -> None:
+    one = torch.ones((), device="cuda")
+    by = Momentum(0.1 * one if where == "on the device" else 0.1, 0.9, 1.0, True)
+    stepped = []
+    for numel in (1, 5003, 300_001, 1 << 20):
+        p, g, v = torch.randn(3, numel, device="cuda")
+        waited = torch.randint(0, 256, (numel,), dtype=torch.uint8, device="cuda")
+        stepped.append(Stepped(p.to(dtype), g.where(g > 1, 0.0).to(dtype), v.to(dtype), waited))
+    expected = [Stepped(*(x.clone() for x in each)) for each in stepped]
+    skip = one if where == "skipped" else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_cuda, "trouble", "compared with torch")
+        Spending().spend_(expected, by, skip)
+    spending = Spending()
+    spending.spend_(stepped, by, skip)
+    assert on_cuda.trouble is None and len(spending._addresses)
+    for found, other in zip(stepped, expected, strict=True):
+        assert all(map(torch.equal, found, other))
