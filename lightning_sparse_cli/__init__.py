@@ -139,13 +139,20 @@ def _print_versions() -> None:
     """Without importing what they are of."""
     for package in ("lightning-sparse", "torch", "pytorch-lightning", "lightning", "numpy"):
         try:
-            print(package, version(package))
+            print(package, _torch_version() if package == "torch" else version(package))
         except PackageNotFoundError:
             print(package, "is not installed")
     print("python", platform.python_version())
     print("device:", _device())
     print("kernels on CPUs:", _kernels("choose"))
     print("kernels on CUDA:", _kernels("choose_on_cuda"))
+
+
+def _torch_version() -> str:
+    """With the build, such as ``+cpu``, which metadata of some builds lack."""
+    found = find_spec("torch")
+    file = None if found is None or found.origin is None else Path(found.origin).with_name("version.py")
+    return str(run_path(str(file))["__version__"]) if file and file.exists() else version("torch")
 
 
 def _kernels(question: str) -> str:

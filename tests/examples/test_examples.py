@@ -23,11 +23,11 @@ EXAMPLES = ROOT / "examples"
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("not_launched")]
 
 
-def run(command: list[str], folder: Path, **environment: str) -> str:
-    """Standard output, and errors beside it."""
+def run(command: list[str], folder: Path, errors: int = subprocess.STDOUT, **environment: str) -> str:
+    """Standard output, and errors beside it if nothing else is said."""
     given = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"} | environment
     result = subprocess.run(
-        command, cwd=folder, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110
+        command, cwd=folder, env=given, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=110
     )
     assert result.returncode == 0, result.stdout[-5000:]
     return result.stdout
@@ -167,7 +167,7 @@ def test_slurm_script(tmp_path: Path) -> None:
     run(["bash", str(script), "--config", "configs/exdyna.yaml"], tmp_path, PATH=path, **job)
     arguments = said.read_text().splitlines()
     assert arguments[:2] == ["examples/gpt_wikitext2.py", "fit"]
-    printed = run([warm_python(), *arguments, "--print_config"], ROOT)
+    printed = run([warm_python(), *arguments, "--print_config"], ROOT, subprocess.PIPE)
 
     import yaml
 

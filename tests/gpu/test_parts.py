@@ -120,7 +120,7 @@ def test_without_a_gpu_every_part_says_that_it_skips_and_why(tmp_path: Path) -> 
         assert "no CUDA" in row
     kept = json.loads((tmp_path / "gpu.json").read_text())
     assert [part["name"] for part in kept["parts"]] == [part.name for part in PARTS]
-    assert kept["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(kept["versions"]["torch"])  # metadata of some builds lack the build
 
 
 def test_a_part_writes_a_line_before_and_after_each_check(tmp_path: Path) -> None:

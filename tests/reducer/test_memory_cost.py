@@ -56,7 +56,8 @@ def allocated() -> float:
 
 def most(work: Callable[[], Any]) -> float:
     """The most bytes a coordinate that one thread holds while some work goes on, without those before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         work()
     events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
