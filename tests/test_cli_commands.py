@@ -276,13 +276,11 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str], command:
         cli.main([command, "--help"])
     assert stop.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    documented = (cli.COMMANDS[command].__doc__ or "").split("Args:")[1]
+    documented = inspect.cleandoc(cli.COMMANDS[command].__doc__ or "").split("Args:")[1]  # 3.13 cleans by itself
     options = inspect.signature(cli.COMMANDS[command]).parameters
     for name in options:
         assert f"--{name}" in shown
-        [explanation] = [
-            line.split(": ", 1)[1] for line in documented.splitlines() if line.startswith(f" {'':7}{name}: ")
-        ]
+        [explanation] = [line.split(": ", 1)[1] for line in documented.splitlines() if line.startswith(f"    {name}: ")]
         assert explanation.strip() in shown
 
 
