@@ -38,6 +38,7 @@ from lightning_sparse.kernels.host_choose import largest_of, many_of_largest, to
 from lightning_sparse.kernels.host_dense import Weights
 from lightning_sparse.kernels.host_picks import expand, put_in_runs_, take_from_runs, under, unite
 from lightning_sparse.kernels.host_reach import reached, reaching_of
+from lightning_sparse.kernels.host_sums import sums
 from lightning_sparse.kernels.native_picks import NativePicks
 from lightning_sparse.kernels.static import largest, scatter_, spread, strongest, united
 
@@ -50,7 +51,7 @@ __all__ = [
     "fill_if_", "copy_if_", "choose",
     # on the CPU only
     "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
-    "unite", "expand", "under", "put_in_runs_", "take_from_runs",
+    "sums", "unite", "expand", "under", "put_in_runs_", "take_from_runs",
     # not on the CPU
     "largest", "strongest", "united", "spread", "scatter_",
 ]  # fmt: skip
@@ -92,7 +93,7 @@ def accumulate_(
             else:  # each rounded by itself, as kernels do; alpha= may round once
                 torch.mul(kept, decay, out=target).add_(run)
     else:
-        candidates.note(acc, runs, *host_dense.accumulate(acc, residual, runs, candidates.bound))
+        candidates.note(acc, runs, *host_dense.accumulate(acc, residual, runs, candidates.bound, candidates.summed))
 
 
 def weigh_(
@@ -109,9 +110,9 @@ def weigh_(
 
     One pass does this, and collects candidates of the score.
     """
-    found, finite = host_dense.weigh(acc, second, score, residual, now, runs, by, candidates.bound)
+    made = host_dense.weigh(acc, second, score, residual, now, runs, by, candidates.bound, candidates.summed)
     cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
-    candidates.note(score, cleared, found, finite, formed=acc)
+    candidates.note(score, cleared, *made, formed=acc)
 
 
 def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
@@ -179,14 +180,19 @@ def above(
     return indices, torch.tensor(indices.numel(), device="cpu")
 
 
-def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation, () float64 each; infinite or NaN where squares or their sum overflow."""
-    return device_passes.moments(x) if static_shapes(x.device) else host_sums.moments(x)
+def moments(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation, () float64 each; infinite or NaN where squares or their sum overflow.
+
+    Args:
+        x: (numel,) finite values.
+        candidates: of the group, where x is its accumulator: they may save a pass.
+    """
+    return device_passes.moments(x) if static_shapes(x.device) else host_sums.moments(x, candidates)
 
 
-def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and maximum of magnitudes, () float64 each, of (numel,) finite values."""
-    return device_passes.mean_and_maximum(x) if static_shapes(x.device) else host_sums.mean_and_maximum(x)
+def mean_and_maximum(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and maximum of magnitudes, () float64 each; arguments as of :func:`moments`."""
+    return device_passes.mean_and_maximum(x) if static_shapes(x.device) else host_sums.mean_and_maximum(x, candidates)
 
 
 def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -210,7 +216,7 @@ def log_sum(x: Tensor) -> Tensor:
     return device_passes.log_sum(x) if static_shapes(x.device) else host_sums.log_sum(x)
 
 
-def tail(x: Tensor, threshold: Tensor, candidates: Candidates | None = None) -> Tensor:
+def tail(x: Tensor, threshold: Tensor | float) -> Tensor:
     """Something shorter than x that has the same :func:`excess` over this threshold and higher ones.
 
     On the CPU the magnitudes that reach the threshold, without zeros; elsewhere x itself, since nobody knows how many
@@ -218,10 +224,9 @@ def tail(x: Tensor, threshold: Tensor, candidates: Candidates | None = None) -> 
 
     Args:
         x: (numel,) values.
-        threshold: () float64.
-        candidates: of the group, where x is its accumulator: they may save a pass.
+        threshold: () float64; or a number of Python's.
     """
-    return x if static_shapes(x.device) else host_reach.tail(x, float(threshold), candidates)
+    return x if static_shapes(x.device) else host_reach.tail(x, float(threshold))
 
 
 def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:

@@ -3,13 +3,13 @@
 // equal those in Python bit for bit. Built by library.py.
 //
 // Each function exists once, as inline code, and is compiled for the instruction sets that this processor may have.
-#include "common.h"
+#include "lanes.h"
 
 #define STRIP 64       // elements that are worked on in registers
 #define BLOCK 2048     // and in the first-level cache
 #define STRIPS (BLOCK / STRIP)
 #define STREAM (1 << 20)  // from so many elements on, what is written goes past the caches
-#define FEW 4          // hits in a strip up to which they are faster taken one by one
+#define FEW 2          // hits in a strip with any, on average, up to which they are faster taken one by one
 #define FAR 2048       // elements to ask for ahead in a row
 
 // Bits of what magnitudes are compared with: all reach a negative bound, none reaches one that is not a number.
@@ -174,10 +174,11 @@ INLINE int64_t collect(const float *x, const uint64_t *hits, int32_t words, int3
   }
   for (int32_t i = 0; i < some; i++) reached += __builtin_popcountll(hits[places[i]]);
   if (found + reached > room) return found + reached;
+  const int many = reached > FEW * some;
   for (int32_t i = 0; i < some; i++) {
     int32_t at = STRIP * places[i], *next = indices ? indices + found : indices;
     uint64_t here = hits[places[i]];
-    if (__builtin_popcountll(here) > FEW)
+    if (many)
       found += s.extract(x + at, here, first + at, next, magnitudes + found);
     else  // as a rule
       found += extract_few(x + at, here, first + at, next, magnitudes + found);
@@ -196,7 +197,7 @@ INLINE const float *widened(const void *grad, int kind, int64_t at, int64_t n, f
 // A run of a gradient; what is found comes behind what was found before.
 INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kind, int64_t n, float bound,
                           int64_t first, int32_t *indices, float *magnitudes, int64_t found, int64_t room,
-                          int stream, int32_t *finite, const strip s) {
+                          int stream, int32_t *finite, lanes *sums, const strip s) {
   float sum[BLOCK], wide[STRIP], left[2][STRIP];
   uint64_t hits[STRIPS];
   uint32_t top[16] = {0}, level = level_of(bound), largest = 0;
@@ -209,7 +210,7 @@ INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kin
     for (int64_t w = 0; w < words; w++) {
       int64_t at = start + STRIP * w, whole = start + size - at;
       if (whole >= STRIP) {
-        for (int64_t j = 0; j < STRIP; j += 16) __builtin_prefetch(residual + at + FAR + j);
+        for (int64_t j = 0; j < STRIP && !sums->kind; j += 16) __builtin_prefetch(residual + at + FAR + j);
         for (int64_t j = 0; j < STRIP * item; j += 64) __builtin_prefetch(g + item * (at + FAR) + j);
         const float *y = widened(grad, kind, at, STRIP, wide);
         hits[w] = s.add(residual + at, y, acc + at, sum + STRIP * w, level, top, stream);
@@ -227,6 +228,7 @@ INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kin
       }
     }
     found = collect(sum, hits, (int32_t)words, (int32_t)(first + start), indices, magnitudes, found, room, s);
+    if (sums->kind) add_to(sums, first + start, sum, residual + start + FAR, size);
   }
   for (int j = 0; j < 16; j++) largest = top[j] > largest ? top[j] : largest;
   *finite &= largest < INFINITE;
@@ -261,7 +263,7 @@ INLINE uint32_t weigh_strip(const float *restrict residual, const float *restric
 // A run of a gradient; what is found comes behind what was found before. The score may take the gradient's place.
 INLINE int64_t weigh(const float *residual, void *grad, int kind, const float *now, float *acc, float *second,
                      float *score, int clear, int64_t n, const weights by, float bound, int64_t first, int32_t *indices,
-                     float *magnitudes, int64_t found, int64_t room, int32_t *finite, const strip s) {
+                     float *magnitudes, int64_t found, int64_t room, int32_t *finite, lanes *sums, const strip s) {
   float x[BLOCK], wide[STRIP], in[3][STRIP], out[2][STRIP];
   uint64_t hits[STRIPS];
   uint32_t level = level_of(bound), largest = 0, top;
@@ -293,6 +295,7 @@ INLINE int64_t weigh(const float *residual, void *grad, int kind, const float *n
       memcpy(score + at, found_here, bytes);
     }
     found = collect(x, hits, (int32_t)words, (int32_t)(first + start), indices, magnitudes, found, room, s);
+    if (sums->kind) add_to(sums, first + start, x, residual + start + FAR, size);
   }
   *finite &= largest < INFINITE;
   return found;
@@ -327,23 +330,30 @@ INLINE int64_t above(const float *x, int64_t rows, int64_t columns, int64_t stri
 #define VARIANTS(name, target, s)                                                                                   \
   target static int64_t accumulate_##name(float *acc, const float *residual, void *const *runs,                     \
                                           const int64_t *ends, int64_t count, int kind, float bound,                \
-                                          int32_t *indices, float *magnitudes, int64_t room, int32_t *finite) {     \
+                                          int32_t *indices, float *magnitudes, int64_t room, int32_t *finite,       \
+                                          int64_t summed, double *out) {                                            \
     int64_t found = 0, start = 0;                                                                                   \
-    *finite = 1;                                                                                                    \
+    lanes sums;                                                                                                     \
+    *finite = 1, sums.kind = 0;                                                                                     \
+    if (summed) begin_sums(&sums, summed, ends[count - 1], 0, SMALLEST);                                            \
     for (int64_t run = 0; run < count; start = ends[run++])                                                         \
       found = accumulate(acc + start, residual + start, runs[run], kind, ends[run] - start, bound, start, indices,  \
-                         magnitudes, found, room, ends[count - 1] >= STREAM, finite, s);                            \
+                         magnitudes, found, room, ends[count - 1] >= STREAM, finite, &sums, s);                     \
+    if (summed) end_sums(&sums, out);                                                                               \
     return found;                                                                                                   \
   }                                                                                                                 \
   target static int64_t weigh_##name(const float *residual, void *const *runs, const int64_t *ends, int64_t count,    \
                                      int kind, const float *now, float *acc, float *second, float *score, int clear, \
                                      const weights *by, float bound, int32_t *indices, float *magnitudes,            \
-                                     int64_t room, int32_t *finite) {                                                \
+                                     int64_t room, int32_t *finite, int64_t summed, double *out) {                   \
     int64_t found = 0, at = 0;                                                                                      \
-    *finite = 1;                                                                                                    \
+    lanes sums;                                                                                                     \
+    *finite = 1, sums.kind = 0;                                                                                     \
+    if (summed) begin_sums(&sums, summed, ends[count - 1], 0, SMALLEST);                                            \
     for (int64_t run = 0; run < count; at = ends[run++])                                                            \
       found = weigh(residual + at, runs[run], kind, now + at, acc + at, second + at, score + at, clear,             \
-                    ends[run] - at, *by, bound, at, indices, magnitudes, found, room, finite, s);                   \
+                    ends[run] - at, *by, bound, at, indices, magnitudes, found, room, finite, &sums, s);            \
+    if (summed) end_sums(&sums, out);                                                                               \
     return found;                                                                                                   \
   }                                                                                                                 \
   target static int64_t above_##name(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound,    \
@@ -357,17 +367,20 @@ VARIANTS(avx2, AVX2, OF_AVX2)
 VARIANTS(avx512, AVX512, OF_AVX512)
 #endif
 
-// The gradient lies in runs, of which each ends at a coordinate.
+// The gradient lies in runs, of which each ends at a coordinate. summed: what is summed up on the way, 0 for nothing;
+// out: see end_sums.
 EXPORT int64_t ls_accumulate(float *acc, const float *residual, void *const *runs, const int64_t *ends, int64_t count,
                              int kind, float bound, int32_t *indices, float *magnitudes, int64_t room,
-                             int32_t *finite) {
-  return PICK(accumulate)(acc, residual, runs, ends, count, kind, bound, indices, magnitudes, room, finite);
+                             int32_t *finite, int64_t summed, double *out) {
+  return PICK(accumulate)(acc, residual, runs, ends, count, kind, bound, indices, magnitudes, room, finite, summed,
+                          out);
 }
 EXPORT int64_t ls_weigh(const float *residual, void *const *runs, const int64_t *ends, int64_t count, int kind,
                         const float *now, float *acc, float *second, float *score, int clear, const weights *by,
-                        float bound, int32_t *indices, float *magnitudes, int64_t room, int32_t *finite) {
+                        float bound, int32_t *indices, float *magnitudes, int64_t room, int32_t *finite,
+                        int64_t summed, double *out) {
   return PICK(weigh)(residual, runs, ends, count, kind, now, acc, second, score, clear, by, bound, indices, magnitudes,
-                     room, finite);
+                     room, finite, summed, out);
 }
 EXPORT int64_t ls_above(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound, int64_t first,
                         int32_t *indices, float *magnitudes, int64_t room) {

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.candidates import Candidates
+from lightning_sparse.candidates import Candidates, Summed, Sums
 from lightning_sparse.kernels.host_arrays import (
     Found,
     bits_of,
@@ -24,7 +24,9 @@ from lightning_sparse.kernels.host_arrays import (
 
 
 @np.errstate(over="ignore", invalid="ignore", under="ignore")  # sums may leave the range, as torch's do
-def accumulate(acc: Tensor, residual: Tensor, runs: Sequence[Tensor], bound: float) -> tuple[Found | None, bool]:
+def accumulate(
+    acc: Tensor, residual: Tensor, runs: Sequence[Tensor], bound: float, summed: Summed | None = None
+) -> tuple[Found | None, bool, Sums | None]:
     """``acc = residual + grad`` and ``grad = 0``, in one pass.
 
     Args:
@@ -33,14 +35,16 @@ def accumulate(acc: Tensor, residual: Tensor, runs: Sequence[Tensor], bound: flo
         runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16; set to
             zero.
         bound: magnitude.
+        summed: what compiled code adds up of acc.
 
     Returns:
-        What of acc reaches the bound, None if that is more than an eighth; and whether all of acc is finite.
+        What of acc reaches the bound, None if that is more than an eighth; whether all of acc is finite; and sums, None
+        if there are none.
     """
     written(acc, *runs)
     room = acc.numel() // Candidates.ROOM
     if compiled := compiled_on(acc, residual, *runs):
-        return compiled.accumulate(acc, residual, runs, bound, room)
+        return compiled.accumulate(acc, residual, runs, bound, room, summed)
     target, kept, zeroed = acc.numpy(), residual.numpy(), [bits_of(run) for run in runs]
     level = target.dtype.type(bound)
     widened = np.empty(0, dtype=np.uint32)
@@ -58,7 +62,7 @@ def accumulate(acc: Tensor, residual: Tensor, runs: Sequence[Tensor], bound: flo
         piece.fill(0)
         largest = hits.add(chunk, level, span.start)
         finite = finite and bool(largest < np.inf)
-    return hits.found(target.dtype), finite
+    return hits.found(target.dtype), finite, None
 
 
 class Hits:
@@ -116,7 +120,8 @@ def weigh(
     runs: Sequence[Tensor],
     by: Weights,
     bound: float,
-) -> tuple[Found | None, bool]:
+    summed: Summed | None = None,
+) -> tuple[Found | None, bool, Sums | None]:
     """What :class:`~lightning_sparse.SecondMoment` forms of a gradient g, in one pass.
 
     ``acc = residual + g``, ``second = keep now + add g^2``, at most the largest number, and
@@ -131,15 +136,17 @@ def weigh(
         runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16.
         by: numbers.
         bound: magnitude.
+        summed: what compiled code adds up of the score.
 
     Returns:
-        What of the score reaches the bound, None if that is more than an eighth; and whether all of acc is finite.
+        What of the score reaches the bound, None if that is more than an eighth; whether all of acc is finite; and
+        sums, None if there are none.
     """
     clear = score.data_ptr() != runs[0].data_ptr()
     written(acc, second, score, *runs)
     room = score.numel() // Candidates.ROOM
     if compiled := compiled_on(acc, second, score, residual, now, *runs):
-        return compiled.weigh(residual, runs, now, (acc, second, score), clear, by, bound, room)
+        return compiled.weigh(residual, runs, now, (acc, second, score), clear, by, bound, room, summed)
     out, kept, before = [x.numpy() for x in (acc, second, score)], residual.numpy(), now.numpy()
     given = [bits_of(run) for run in runs]
     one = out[0].dtype.type
@@ -173,4 +180,4 @@ def weigh(
         np.sqrt(r, out=r)
         np.divide(a, r, out=x)
         hits.add(x, level, span.start)
-    return hits.found(out[0].dtype), finite
+    return hits.found(out[0].dtype), finite, None

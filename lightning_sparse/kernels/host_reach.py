@@ -33,14 +33,10 @@ def above(x: Tensor, threshold: float, first: int, last: int, candidates: Candid
     return torch.from_numpy(those_reaching(known, float(bound)))
 
 
-def tail(x: Tensor, threshold: float, candidates: Candidates | None = None) -> Tensor:
+def tail(x: Tensor, threshold: float) -> Tensor:
     """The magnitudes that reach a threshold, without zeros."""
     values = x.numpy()
     bound = lowest(values.dtype, threshold)
-    if candidates is not None:
-        known = candidates.reaching(x, float(bound))
-        candidates.expect(MARGIN * float(bound))
-        values = values if known is None else known[1]
     if compiled := compiled_for(values):
         return torch.from_numpy(compiled.tail(values, float(bound)))
     return torch.from_numpy(reaching(values, bound)[1])

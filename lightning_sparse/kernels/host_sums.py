@@ -9,63 +9,51 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sparse.candidates import Candidates, Summed, Sums
 from lightning_sparse.kernels.host_arrays import CHUNK, buffer, compiled_for, magnitudes_of
 from lightning_sparse.kernels.host_reach import lowest
 
-LANES = 1 << 10
+LANES = 1 << 8
 """Sums are formed in as many parts: part j is that of elements j, j + LANES, ... of a chunk, in float64."""
 
 
-@np.errstate(over="ignore", invalid="ignore", under="ignore")
+def sums(x: Tensor, summed: Summed, candidates: Candidates | None = None, *, level: float = 0.0) -> Sums:
+    """Sums over a vector; counted are magnitudes that reach a level and are not zero.
+
+    Args:
+        x: (numel,) finite values.
+        summed: of what.
+        candidates: of the group, where x is its accumulator and the level 0: they may save the pass.
+        level: what magnitudes have beyond it is summed up for ``"beyond"``.
+    """
+    known = candidates.sums(x, summed) if candidates else None
+    return _formed(x.numpy(), summed, level) if known is None else known
+
+
 def excess(x: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
     """Number, sum and sum of squares of ``|x| - threshold`` where that is not negative and x is not zero."""
-    values = x.numpy()
-    bound, level = lowest(values.dtype, threshold), np.float64(threshold)
-    if compiled := compiled_for(values):
-        made = torch.tensor(compiled.excess(values, threshold, float(bound)), dtype=torch.float64, device="cpu")
-        return made[0], made[1], made[2]
-    count, total, squares = 0, _Sum(), _Sum()
-    for start in range(0, values.size, CHUNK):
-        magnitudes, mask = magnitudes_of(values[start : start + CHUNK])
-        count += int(np.count_nonzero(np.greater_equal(magnitudes, bound, out=mask)))
-        beyond = buffer("wide", np.dtype(np.float64))[: magnitudes.size]
-        np.subtract(magnitudes, level, out=beyond)
-        np.maximum(beyond, 0.0, out=beyond)
-        total.add(beyond)
-        np.multiply(beyond, beyond, out=beyond)
-        squares.add(beyond)
-    return _scalar(count), _scalar(total.value()), _scalar(squares.value())
+    made = torch.tensor(sums(x, "beyond", level=threshold)[:3], dtype=torch.float64, device="cpu")
+    return made[0], made[1], made[2]
 
 
-def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+def moments(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation, from sums in float64."""
-    values = x.numpy()
-    compiled = compiled_for(values)
-    total, squares = compiled.moments(values) if compiled else _moments(values)
-    count, mean = values.size, total / values.size
-    variance = (squares - total * mean) / (count - 1) if count > 1 else math.nan
+    made, count = sums(x, "values", candidates), x.numel()
+    mean = made.total / count
+    variance = (made.squares - made.total * mean) / (count - 1) if count > 1 else math.nan
     deviation = variance if math.isnan(variance) else math.sqrt(max(variance, 0.0))
     return _scalar(mean), _scalar(deviation)
 
 
-def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
+def mean_and_maximum(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Tensor]:
     """Of magnitudes, from a sum in float64."""
-    values = x.numpy()
-    compiled = compiled_for(values)
-    total, largest = compiled.sum_and_maximum(values) if compiled else _sum_and_maximum(values)
-    return _scalar(min(total / values.size, largest)), _scalar(largest)  # also where the sum overflows
+    made = sums(x, "magnitudes", candidates)
+    return _scalar(min(made.total / x.numel(), made.largest)), _scalar(made.largest)  # also where the sum overflows
 
 
 def log_sum(x: Tensor) -> Tensor:
     """Sum of ``ln |x|`` over the x that are not zero."""
-    values = x.numpy()
-    bound, total = lowest(values.dtype, 0.0), 0.0
-    for start in range(0, values.size, CHUNK):
-        magnitudes, mask = magnitudes_of(values[start : start + CHUNK])
-        np.less(magnitudes, bound, out=mask)
-        np.copyto(magnitudes, 1, where=mask)
-        total += float(np.log(magnitudes, out=magnitudes).sum(dtype=np.float64))
-    return _scalar(total)
+    return _scalar(sums(x, "logarithms").logarithms)
 
 
 def all_finite(x: Tensor) -> bool:
@@ -81,29 +69,31 @@ def _scalar(x: float) -> Tensor:
 
 
 @np.errstate(over="ignore", invalid="ignore", under="ignore")
-def _moments(values: NDArray[np.floating]) -> tuple[float, float]:
-    total, squares = _Sum(), _Sum()
+def _formed(values: NDArray[np.floating], summed: Summed, level: float) -> Sums:
+    bound = lowest(values.dtype, level)
+    if compiled := compiled_for(values):
+        return compiled.sums(values, summed, level, float(bound))
+    total, squares, product, number, largest = _Sum(), _Sum(), _Product(), 0, 0.0
     for start in range(0, values.size, CHUNK):
         chunk = values[start : start + CHUNK]
         wide = buffer("wide", np.dtype(np.float64))[: chunk.size]
-        np.copyto(wide, chunk)
+        if summed == "values":
+            np.copyto(wide, chunk)
+        else:
+            magnitudes, mask = magnitudes_of(chunk)
+            largest = max(largest, float(magnitudes.max()))
+            np.copyto(wide, magnitudes)
+            number += int(np.count_nonzero(np.greater_equal(magnitudes, bound, out=mask)))
+            if summed == "logarithms":
+                np.copyto(magnitudes, 1, where=np.logical_not(mask, out=mask))
+                product.multiply(magnitudes)
+            elif summed == "beyond":
+                np.subtract(wide, level, out=wide)
+                np.maximum(wide, 0.0, out=wide)
         total.add(wide)
         np.multiply(wide, wide, out=wide)
         squares.add(wide)
-    return total.value(), squares.value()
-
-
-@np.errstate(over="ignore", invalid="ignore", under="ignore")
-def _sum_and_maximum(values: NDArray[np.floating]) -> tuple[float, float]:
-    """Of magnitudes."""
-    total, largest = _Sum(), 0.0
-    for start in range(0, values.size, CHUNK):
-        magnitudes, _ = magnitudes_of(values[start : start + CHUNK])
-        largest = max(largest, float(magnitudes.max()))
-        wide = buffer("wide", np.dtype(np.float64))[: magnitudes.size]
-        np.copyto(wide, magnitudes)
-        total.add(wide)
-    return total.value(), largest
+    return Sums(number, total.value(), squares.value(), largest, *product.value())
 
 
 class _Sum:
@@ -126,3 +116,33 @@ class _Sum:
         while lanes.size > 1:
             lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
         return float(lanes[0])
+
+
+class _Product:
+    """A product of positive numbers, as a mantissa from 1/2 on below 1 and an exponent, in the order of a sum."""
+
+    def __init__(self) -> None:
+        self._lanes, self._exponent = np.ones(LANES), 0
+
+    def multiply(self, values: NDArray[np.floating]) -> None:
+        """By all elements of a vector of at most a chunk."""
+        mantissas, exponents = np.frexp(values)
+        self._exponent += int(exponents.sum(dtype=np.int64))
+        wide, whole = mantissas.astype(np.float64), values.size // LANES
+        if whole:
+            self._keep(self._lanes * np.multiply.reduce(wide[: whole * LANES].reshape(whole, LANES), axis=0))
+        rest = wide[whole * LANES :]
+        self._lanes[: rest.size] *= rest
+        self._keep(self._lanes)
+
+    def _keep(self, lanes: NDArray[np.float64]) -> None:
+        self._lanes, exponents = np.frexp(lanes)
+        self._exponent += int(exponents.sum())
+
+    def value(self) -> tuple[float, float]:
+        """Mantissa and exponent."""
+        self._keep(self._lanes)
+        while self._lanes.size > 1:
+            half = self._lanes.size // 2
+            self._keep(self._lanes[:half] * self._lanes[half:])
+        return float(self._lanes[0]), float(self._exponent)

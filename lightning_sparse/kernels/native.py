@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sparse.candidates import SUMMED, Summed, Sums
 from lightning_sparse.kernels.library import choose
 from lightning_sparse.kernels.native_buffers import SLACK, address, at, declare, space
 from lightning_sparse.kernels.native_picks import NativePicks
@@ -24,6 +25,8 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 Found = tuple[NDArray[np.int32], NDArray[np.float32]]
 """Ascending coordinates and their magnitudes."""
+Collected = tuple[Found | None, bool, Sums | None]
+"""What reaches a bound, if there was room; whether all is finite; and sums, if any were asked for."""
 
 
 class Native:
@@ -46,9 +49,10 @@ class Native:
         runs: Sequence[Tensor],
         bound: float,
         room: int,
-    ) -> tuple[Found | None, bool]:
-        """``acc = residual + grad`` and ``grad = 0``; what reaches a bound, and whether all is finite."""
-        return _collect(self._library.ls_accumulate, (at(acc), at(residual)), runs, (), bound, room)
+        summed: Summed | None,
+    ) -> Collected:
+        """``acc = residual + grad`` and ``grad = 0``; what reaches a bound, whether all is finite, and sums."""
+        return _collect(self._library.ls_accumulate, (at(acc), at(residual)), runs, (), bound, room, summed)
 
     def weigh(
         self,
@@ -60,10 +64,11 @@ class Native:
         weights: Sequence[float],
         bound: float,
         room: int,
-    ) -> tuple[Found | None, bool]:
+        summed: Summed | None,
+    ) -> Collected:
         """See :func:`~lightning_sparse.kernels.host_dense.weigh`."""
         about = at(now), *map(at, out), int(clear), (ctypes.c_float * 4)(*weights)
-        return _collect(self._library.ls_weigh, (at(residual),), runs, about, bound, room)
+        return _collect(self._library.ls_weigh, (at(residual),), runs, about, bound, room, summed)
 
     def above(self, matrix: NDArray[np.float32], bound: float) -> Found:
         """What of the rows of a matrix reaches a bound, by place in their sequence."""
@@ -100,23 +105,11 @@ class Native:
         """No NaN and no infinity."""
         return bool(self._library.ls_all_finite(at(values), values.size))
 
-    def excess(self, values: NDArray[np.float32], level: float, bound: float) -> tuple[float, float, float]:
-        """Number of magnitudes that reach the bound; sum and sum of squares of what they have beyond the level."""
-        out = (ctypes.c_double * 3)()
-        self._library.ls_excess(at(values), values.size, level, bound, out)
-        return out[0], out[1], out[2]
-
-    def moments(self, values: NDArray[np.float32]) -> tuple[float, float]:
-        """Sum and sum of squares."""
-        out = (ctypes.c_double * 2)()
-        self._library.ls_moments(at(values), values.size, out)
-        return out[0], out[1]
-
-    def sum_and_maximum(self, values: NDArray[np.float32]) -> tuple[float, float]:
-        """Of magnitudes."""
-        out = (ctypes.c_double * 2)()
-        self._library.ls_sum_and_maximum(at(values), values.size, out)
-        return out[0], out[1]
+    def sums(self, values: NDArray[np.float32], summed: Summed, level: float, bound: float) -> Sums:
+        """Sums; magnitudes are counted that reach a bound above 0."""
+        out = (ctypes.c_double * 6)()
+        self._library.ls_sums(at(values), values.size, SUMMED.index(summed) + 1, level, bound, out)
+        return Sums(*out)
 
     def largest(
         self, found: Found, share: int, spare: int, turn: int, n: int, more: int
@@ -169,8 +162,9 @@ def _collect(
     after: tuple[Any, ...],
     bound: float,
     room: int,
-) -> tuple[Found | None, bool]:
-    """Call a pass over the runs of a gradient: what reaches the bound, if there is room, and whether all is finite.
+    summed: Summed | None,
+) -> Collected:
+    """Call a pass over the runs of a gradient.
 
     Args:
         function: of the library.
@@ -179,17 +173,18 @@ def _collect(
         after: its arguments between those of the runs and the bound.
         bound: magnitude.
         room: for so many that reach it.
+        summed: what is summed up, if anything.
     """
     indices, magnitudes = _scratch(room)
-    finite = ctypes.c_int32()
+    finite, out = ctypes.c_int32(), (ctypes.c_double * 6)()
     starts = (ctypes.c_void_p * len(runs))(*map(at, runs))
     ends = (ctypes.c_int64 * len(runs))(*accumulate(run.numel() for run in runs))
     count = function(
         *before, starts, ends, len(runs), KINDS[runs[0].dtype], *after, bound,
-        at(indices), at(magnitudes), room, ctypes.byref(finite),
+        at(indices), at(magnitudes), room, ctypes.byref(finite), SUMMED.index(summed) + 1 if summed else 0, out,
     )  # fmt: skip
     found = None if count > room else (indices[:count].copy(), magnitudes[:count].copy())
-    return found, bool(finite.value)
+    return found, bool(finite.value), Sums(*out) if summed else None
 
 
 def _scratch(room: int) -> Found:

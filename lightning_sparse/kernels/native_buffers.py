@@ -22,13 +22,11 @@ ARGUMENTS = {
     "d": ctypes.c_double,
 }
 FUNCTIONS = {
-    "ls_accumulate": "l: pp ppl i f pp l p",
-    "ls_weigh": "l: p ppl i p ppp ip f pp l p",
+    "ls_accumulate": "l: pp ppl i f pp l p lp",
+    "ls_weigh": "l: p ppl i p ppp ip f pp l p lp",
     "ls_above": "l: p lll f l pp l",
     "ls_all_finite": "i: pl",
-    "ls_excess": "i: pl d f p",
-    "ls_moments": "i: pl p",
-    "ls_sum_and_maximum": "i: pl p",
+    "ls_sums": "i: pl l d f p",
     "ls_largest": "l: ppl ll ll l pppp",
     "ls_reaching": "l: ppl f pp",
     "ls_reached": "l: pl f",

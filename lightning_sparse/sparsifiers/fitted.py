@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_sparse.candidates import Candidates
-from lightning_sparse.kernels import excess, log_sum, static_shapes, tail
+from lightning_sparse.kernels import excess, log_sum, static_shapes, sums, tail
 from lightning_sparse.laws import gamma_shape, pareto_moments
 
 Fit = Literal["exponential", "gamma", "pareto"]
@@ -86,16 +87,16 @@ def _thresholds_on_host(
     recount: bool,
     candidates: Candidates | None,
 ) -> tuple[float, float]:
-    """The same where sizes are known: from the third stage on, only what is left is looked at."""
+    """The same where sizes are known: later stages look at what is left only."""
     found, settled, nonzero, last = 0.0, 1.0, 0.0, 0
-    left = x
+    left, first = x, sums(x, "logarithms" if "gamma" in fits else "magnitudes", candidates)
+    number, total, squares = first[:3]
     for stage in range(most):
-        level = _scalar(found)
-        if stage == 2:
-            left = tail(x, level, candidates)
-        elif stage > 2:
-            left = tail(left, level)
-        number, total, squares = (float(part) for part in excess(left, level))
+        if stage > last:
+            break
+        if stage:
+            left = tail(left, found)
+            number, total, squares = sums(left, "beyond", level=found)[:3]
         ratio = aim / number if number else math.inf
         if stage == 0:
             nonzero = number
@@ -106,7 +107,7 @@ def _thresholds_on_host(
             ratio = settled
         elif last > stage:
             ratio = max(math.sqrt(ratio), first_ratio)
-        if stage > last or ratio >= 1 or number < 2:
+        if ratio >= 1 or number < 2:
             break
         mean = total / number
         variance = squares / number - mean * mean
@@ -116,15 +117,11 @@ def _thresholds_on_host(
         if fit == "exponential":
             increment = mean * -math.log(ratio)
         elif fit == "pareto":
-            increment = float(pareto_quantile(_scalar(mean), _scalar(variance), _scalar(ratio)))
+            increment = pareto_quantile_on_host(mean, variance, ratio)
         else:
-            increment = float(gamma_quantile(_scalar(mean), log_sum(left) / number, _scalar(ratio)))
+            increment = gamma_quantile_on_host(mean, first.logarithms / number, ratio)
         found = min(found + increment, torch.finfo(x.dtype).max)
     return max(found, torch.finfo(x.dtype).tiny), nonzero
-
-
-def _scalar(x: float) -> Tensor:
-    return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
 def pareto_quantile(mean: Tensor, variance: Tensor, ratio: Tensor) -> Tensor:
@@ -134,6 +131,14 @@ def pareto_quantile(mean: Tensor, variance: Tensor, ratio: Tensor) -> Tensor:
     # (r^-A - 1) / A, which goes to ln(1/r) where A goes to 0.
     growth = torch.where(exponent.abs() < 1e-9, 1.0, torch.expm1(exponent) / exponent)
     return scale * -ratio.log() * growth
+
+
+def pareto_quantile_on_host(mean: float, variance: float, ratio: float) -> float:
+    """:func:`pareto_quantile` of numbers, in a tenth of its time."""
+    odds, depth = mean * mean / variance, -math.log(ratio)
+    exponent = (1 - odds) / 2 * depth
+    growth = 1.0 if abs(exponent) < 1e-9 else math.expm1(exponent) / exponent
+    return mean * (odds + 1) / 2 * depth * growth
 
 
 def gamma_quantile(mean: Tensor, mean_log: Tensor, ratio: Tensor) -> Tensor:
@@ -156,3 +161,18 @@ def gamma_quantile(mean: Tensor, mean_log: Tensor, ratio: Tensor) -> Tensor:
         low = low + step * (place - 1)
         high = low + step
     return mean / shape * ((low + high) / 2).exp()
+
+
+def gamma_quantile_on_host(mean: float, mean_log: float, ratio: float) -> float:
+    """:func:`gamma_quantile` of numbers, in half of its time."""
+    gap, depth = max(math.log(mean) - mean_log, CONSTANT), -math.log(ratio)
+    shape = (3 - gap + math.sqrt((gap - 3) ** 2 + 24 * gap)) / (12 * gap)
+    low = (math.log1p(-ratio) + math.lgamma(shape + 1)) / shape
+    high = math.log(shape + math.sqrt(2 * shape * depth) + depth)
+    part, of = np.linspace(0, 1, 32), torch.tensor(shape, dtype=torch.float64, device="cpu")
+    for _ in range(6):
+        beyond = torch.special.gammaincc(of, torch.from_numpy(np.exp(low + (high - low) * part))).numpy() > ratio
+        step = (high - low) / 31
+        low += step * (min(max(int(np.count_nonzero(beyond)), 1), 31) - 1)
+        high = low + step
+    return mean / shape * math.exp((low + high) / 2)

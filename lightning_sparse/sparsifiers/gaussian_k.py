@@ -86,7 +86,7 @@ class GaussianK(Sparsifier):
         if self.variant == "published":
             mean, deviation = number(acc.mean().double()), number(acc.std().double())
             return survivors.beyond(_published(survivors, mean + z * deviation, k), k, ctx.step), state
-        mean, deviation = moments(acc)
+        mean, deviation = moments(acc, ctx.candidates)
         # Squares may overflow where the values themselves do not.
         start = number((mean.abs() + z * deviation).nan_to_num().clamp(max=torch.finfo(acc.dtype).max))
 

@@ -77,7 +77,7 @@ class RedSync(Sparsifier):
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
         """What reaches the threshold found; no state."""
         k = count(ctx.density, acc.numel())
-        mean, largest = map(number, mean_and_maximum(acc))
+        mean, largest = map(number, mean_and_maximum(acc, ctx.candidates))
         survivors = Survivors(acc, 2 * k, ctx.candidates)
         if self.variant == "published":
             return survivors.beyond(_published(survivors, mean, largest, k), k, ctx.step), state

@@ -12,14 +12,14 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse import kernels
 from lightning_sparse.candidates import Candidates
-from lightning_sparse.kernels import host_choose
+from lightning_sparse.kernels import host_choose, host_sums
 from tests.covering import covering
 from tests.kernels.compiled import VARIANTS
 from tests.lockstep import Ranks, equal_states
 
 NUMEL = 40_000
-METHODS = ["topk", "union_topk", "shared_topk", "dgc", "gaussian_k", "redsync", "sidco_e", "ok_topk", "clt_k"]
-METHODS += ["striped_topk", "micro", "hard_threshold"]
+METHODS = ["topk", "union_topk", "shared_topk", "dgc", "gaussian_k", "redsync", "sidco_e", "sidco_gp", "ok_topk"]
+METHODS += ["clt_k", "striped_topk", "micro", "hard_threshold"]
 
 
 def accumulated(candidates: Candidates, numel: int = NUMEL, seed: int = 0) -> Tensor:
@@ -75,6 +75,20 @@ def test_the_next_selection_looks_at_candidates_only(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("kernel", ["portable"], indirect=True)  # numpy adds up in a pass of its own
+def test_sums_are_known_from_the_pass_that_forms_the_vector(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = Candidates()
+    expected = [float(x) for x in kernels.moments(accumulated(candidates), candidates)]
+    acc = accumulated(candidates)
+    with monkeypatch.context() as without:
+        without.setattr(host_sums, "_formed", None)
+        assert [float(x) for x in kernels.moments(acc, candidates)] == expected
+    acc[0] += 1
+    assert [float(x) for x in kernels.moments(acc, candidates)] != expected
+    # Other sums than the pass was asked for.
+    assert float(kernels.mean_and_maximum(acc, candidates)[1]) == float(acc.abs().max())
+
+
 def test_scores_of_adam_are_collected_with_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"sparsifier": ls.UnionTopK(), "density": 0.01, "memory": ls.SecondMoment(), "dtype": torch.float32}
     with_them, without = (Ranks(2, NUMEL, **given) for _ in range(2))

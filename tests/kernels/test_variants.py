@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse import kernels
-from lightning_sparse.candidates import Candidates
+from lightning_sparse.candidates import Candidates, Summed
 from lightning_sparse.kernels import host_dense, host_reach, host_sums
 from tests.covering import covering, in_one_test
 from tests.kernels.compiled import NUMPY
@@ -70,7 +70,7 @@ def test_one_pass_accumulates_clears_and_collects(
         for kernel in each_kernel():
             acc, given, before = torch.empty_like(expected), grad.clone(), residual.clone()
             runs = [run for run in torch.tensor_split(given, cuts) if len(run)]
-            found, finite = host_dense.accumulate(acc, residual, runs, bound)
+            found, finite, _ = host_dense.accumulate(acc, residual, runs, bound)
             assert bits(acc.masked_fill(nan, 0)) == numbers, kernel
             assert bool(acc[nan].isnan().all()), kernel
             assert bits(given) == zeros, kernel
@@ -120,6 +120,7 @@ def test_sums_have_the_same_bits(numel: int, kind: str, each_kernel: Callable[[]
                 *host_sums.excess(x, 0.7),
                 *host_sums.moments(x),
                 *host_sums.mean_and_maximum(x),
+                host_sums.log_sum(x),
             ]
         )
         for kernel in each_kernel()
@@ -134,10 +135,28 @@ def test_sums_have_the_same_bits(numel: int, kind: str, each_kernel: Callable[[]
         *((x.abs() >= torch.finfo(torch.float32).tiny).sum(), exact.sum(), exact.square().sum()),
         *((exact >= np.float32(0.7)).sum(), beyond.sum(), beyond.square().sum()),
         *(x.double().mean(), x.double().var(correction=min(1, numel - 1)).sqrt(), exact.mean(), exact.max()),
+        exact[x.abs() >= torch.finfo(torch.float32).tiny].log().sum(),
     ]
     torch.testing.assert_close(
         plain, torch.stack([e.double() for e in expected]), rtol=1e-9, atol=1e-12 * float(exact.max()), equal_nan=True
     )
+
+
+@in_one_test("numel, summed", product(SIZES, ["values", "magnitudes", "logarithms"]))
+def test_a_pass_forms_the_sums_of_what_it_forms(
+    numel: int, summed: Summed, each_kernel: Callable[[], Iterator[str]]
+) -> None:
+    residual, grad, now = values(numel, "zeros"), values(numel, "normal", 2), values(numel, "normal", 3).abs()
+    cuts = [min(cut, numel) for cut in (numel // 3, numel // 3 + 5, numel // 2 + 70, numel - numel // 7)]
+    cuts.sort()
+    acc, *others = (torch.empty(numel + 1)[1:] for _ in range(3))  # whatever lines of a cache they begin at
+    for kernel in each_kernel():
+        runs = [run for run in torch.tensor_split(grad.clone(), cuts) if len(run)]
+        made = host_dense.accumulate(acc, residual, runs, 2.0, summed)[2]
+        assert made == (None if kernel == NUMPY else host_sums.sums(acc, summed)), kernel
+        runs = [run for run in torch.tensor_split(grad.clone(), cuts) if len(run)]
+        made = host_dense.weigh(acc, others[0], others[1], residual, now, runs, WEIGHTS[0], 2.0, summed)[2]
+        assert made == (None if kernel == NUMPY else host_sums.sums(others[1], summed)), kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -216,7 +235,7 @@ def test_one_pass_forms_second_moments_and_scores(
             in_place = runs == 1 and wide == dtype
             formed = given if in_place else torch.empty_like(residual)
             sums, following = torch.empty_like(residual), torch.empty_like(residual)
-            found, finite = host_dense.weigh(sums, following, formed, residual, now, lie, by, bound)
+            found, finite, _ = host_dense.weigh(sums, following, formed, residual, now, lie, by, bound)
             for ours, theirs in ((sums, acc), (following, second), (formed, score)):
                 np.testing.assert_array_equal(ours.numpy(), theirs, err_msg=kernel)
             assert in_place or not given.any(), kernel
