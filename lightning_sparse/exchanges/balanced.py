@@ -12,7 +12,7 @@ from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange, values_at
 from lightning_sparse.exchanges.merging import add_up, masked, pack, pack_rows, strongest, unpack_rows
-from lightning_sparse.kernels import pad, spread
+from lightning_sparse.kernels import among, pad, spread, static_shapes
 from lightning_sparse.messages import AllGather, AllReduce, AllToAll, Steps
 
 
@@ -52,15 +52,15 @@ class Balanced(Exchange):
         slots = min(padding, -(-3 * k // (2 * n)))
         bounds, counts = yield from _regions(selection, padding, ctx)
         mine = _split(selection.indices, bounds, slots, ctx.step)
-        rows = yield AllToAll(pack_rows(mine, values_at(acc, mine, ctx)))
+        sent = mine.flatten()
+        rows = yield AllToAll(pack_rows(mine, values_at(acc, sent, ctx).view_as(mine)))
         sums = add_up(unpack_rows(rows, slots, acc.dtype, padding), padding)
         largest = masked(sums, strongest(sums, slots, padding), padding)
         rows = yield AllGather(pack(largest, slots, padding))
         found = unpack_rows(rows, slots, acc.dtype, padding)
         received = torch.cat([indices for indices, _ in found]), torch.cat([values for _, values in found])
         union, total = (x[:k] for x in masked(received, strongest(received, k, padding), padding))
-        sent = mine.flatten()
-        sent = sent.masked_fill(~_among(sent, union), padding)
+        sent = sent.masked_fill(~among(sent, union), padding)
         return Update(union, total / n, sent, None, counts, (union < padding).sum())
 
 
@@ -81,14 +81,14 @@ def _regions(selection: Selection, numel: int, ctx: Context) -> Steps[tuple[Tens
 def _split(indices: Tensor, bounds: Tensor, slots: int, phase: int) -> Tensor:
     """(n, slots) picks by region, padded; where a region has more, every part of it loses the same share."""
     first = torch.searchsorted(indices, bounds)
+    if not static_shapes(indices.device):
+        rows = indices.new_full((len(bounds) - 1, slots), int(bounds[-1]))
+        for row, own in zip(rows, torch.split(indices[: first[-1]], first.diff().tolist()), strict=True):
+            kept = own if len(own) <= slots else own[spread(torch.tensor(len(own), device="cpu"), slots, phase) - 1]
+            row[: len(kept)] = kept
+        return rows
     first, total = first[:-1, None], first.diff()[:, None]
     ordinals = spread(total, slots, phase)
     place = (first + ordinals - 1).clamp(max=indices.numel())
     ordered = torch.cat([indices, bounds[-1:]])
     return torch.where(ordinals <= total, ordered[place], bounds[-1])
-
-
-def _among(values: Tensor, ordered: Tensor) -> Tensor:
-    """Which values are in an ascending tensor."""
-    ordered = pad(ordered, len(ordered) + 1, -1)
-    return ordered[torch.searchsorted(ordered[:-1], values)] == values

@@ -68,8 +68,11 @@ def pack(pairs: Pairs, slots: int, padding: int) -> Tensor:
 
 def unpack(message: Tensor, slots: int, dtype: torch.dtype, padding: int) -> Pairs:
     """What :func:`pack` was given, bit for bit; on the CPU without padding."""
-    pairs = message[:slots].long(), message[slots:].clone().view(dtype)
-    return pairs if static_shapes(message.device) else masked(pairs, pairs[0] < padding, padding)
+    if static_shapes(message.device):
+        return message[:slots].long(), message[slots:].clone().view(dtype)
+    found = int((message[:slots] < padding).sum())  # padding is at the end
+    values = message[slots : slots + found * dtype.itemsize // 4]
+    return message[:found].long(), values.clone().view(dtype)
 
 
 def pack_rows(indices: Tensor, values: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ __all__ = [
     "accumulate_", "weigh_", "all_finite",
     "above", "tail", "top_k", "top_k_of_blocks",
     "moments", "mean_and_maximum", "excess", "log_sum",
-    "distinct", "add_up", "locate", "take", "put_", "pad", "thin",
+    "distinct", "add_up", "locate", "among", "take", "put_", "pad", "thin",
     "fill_if_", "copy_if_", "choose",
     # on the CPU only
     "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
@@ -317,6 +317,14 @@ def all_finite(x: Tensor, candidates: Candidates | None = None) -> Tensor:
 def locate(ordered: Tensor, values: Tensor) -> Tensor:
     """int64 positions of ascending values in an ascending tensor that holds each of them; the first of equal ones."""
     return torch.searchsorted(ordered, values) if static_shapes(ordered.device) else host_picks.locate(ordered, values)
+
+
+def among(values: Tensor, ordered: Tensor) -> Tensor:
+    """Which of some int64 coordinates are among ascending ones, as bool; quick where the former ascend, too."""
+    if not static_shapes(values.device):
+        return host_picks.among(values, ordered)
+    ordered = pad(ordered, len(ordered) + 1, -1)
+    return ordered[torch.searchsorted(ordered[:-1], values)] == values
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sparse.kernels import native
 from lightning_sparse.kernels.host_arrays import bits_of, compiled_for, compiled_on, written
 
 
@@ -143,6 +144,14 @@ def expand(words: Tensor, slots: int, blocks: int, padding: int) -> Tensor:
         places[1::2] += high[: slots // 2]
     np.minimum(made, padding, out=made)
     return torch.from_numpy(made.reshape(*words.shape[:-1], slots))
+
+
+def among(values: Tensor, ordered: Tensor) -> Tensor:
+    """Which of some coordinates are among ascending ones."""
+    if (compiled := native.library) and _are_places(values) and _are_places(ordered):
+        return compiled.picks.among(values, ordered)
+    places = np.searchsorted(ordered.numpy()[:-1], values.numpy())
+    return torch.from_numpy(ordered.numpy()[places] == values.numpy()) if ordered.numel() else values != values
 
 
 def locate(ordered: Tensor, values: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ FUNCTIONS = {
     "ls_reached_by": "f: pl l",
     "ls_take": "i: pl pl p",
     "ls_put": "i: pl pl p",
+    "ls_among": "i: pl pl p",
     "ls_tell": "i: pl ppl i f l pp",
     "ls_hear": "i: p lll p ll ppp",
     "ls_round": "l: pl ppl ll f ppppp",

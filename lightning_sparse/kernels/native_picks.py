@@ -79,6 +79,12 @@ class NativePicks:
         if self._library.ls_put(at(values), values.numel(), at(indices), indices.numel(), at(new)):
             raise IndexError(f"an index is outside of a vector of {values.numel()}")
 
+    def among(self, values: Tensor, ordered: Tensor) -> Tensor:
+        """Which of some int64 numbers are among ascending ones."""
+        found = torch.empty(values.numel(), dtype=torch.bool, device="cpu")
+        self._library.ls_among(at(values), values.numel(), at(ordered), ordered.numel(), at(found))
+        return found
+
     def tell(self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int) -> Tensor:
         """The message of one rank, see :mod:`~lightning_sparse.exchanges.packed_union`; int32 words.
 

@@ -25,6 +25,29 @@ EXPORT int32_t ls_put(float *x, int64_t size, const int64_t *indices, int64_t n,
   return 0;
 }
 
+// Which of n numbers are among m ascending ones; quick where the former ascend, too, but for numbers beyond the latter.
+EXPORT void ls_among(const int64_t *values, int64_t n, const int64_t *ordered, int64_t m, uint8_t *out) {
+  int64_t place = 0;
+  for (int64_t i = 0; i < n; i++) {
+    int64_t value = values[i];
+    out[i] = 0;
+    if (!m || value > ordered[m - 1]) continue;
+    if (place && ordered[place - 1] >= value) {  // back to the first one that is not below it
+      int64_t low = 0;
+      for (int64_t high = place; low < high;) {
+        int64_t middle = (low + high) / 2;
+        if (ordered[middle] < value)
+          low = middle + 1;
+        else
+          high = middle;
+      }
+      place = low;
+    }
+    while (ordered[place] < value) place++;
+    out[i] = ordered[place] == value;
+  }
+}
+
 INLINE int32_t level_of(float step) {
   int exponent;
   if (!(bits_of(step) <= MAGNITUDE && bits_of(step) < INFINITE)) return TROUBLE;
