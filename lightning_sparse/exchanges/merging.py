@@ -68,11 +68,7 @@ def pack(pairs: Pairs, slots: int, padding: int) -> Tensor:
 
 def unpack(message: Tensor, slots: int, dtype: torch.dtype, padding: int) -> Pairs:
     """What :func:`pack` was given, bit for bit; on the CPU without padding."""
-    if static_shapes(message.device):
-        return message[:slots].long(), message[slots:].clone().view(dtype)
-    found = int((message[:slots] < padding).sum())  # padding is at the end
-    values = message[slots : slots + found * dtype.itemsize // 4]
-    return message[:found].long(), values.clone().view(dtype)
+    return unpack_rows(message.unsqueeze(0), slots, dtype, padding)[0]
 
 
 def pack_rows(indices: Tensor, values: Tensor) -> Tensor:
@@ -82,7 +78,9 @@ def pack_rows(indices: Tensor, values: Tensor) -> Tensor:
 
 def unpack_rows(messages: Tensor, slots: int, dtype: torch.dtype, padding: int) -> list[Pairs]:
     """What :func:`unpack` makes of each of (n, words) messages."""
-    if not static_shapes(messages.device):
-        return [unpack(message, slots, dtype, padding) for message in messages]
     indices, values = messages[:, :slots].long(), reinterpreted(messages[:, slots:], dtype)
-    return list(zip(indices.unbind(), values.unbind(), strict=True))
+    pairs = list(zip(indices.unbind(), values.unbind(), strict=True))
+    if static_shapes(messages.device):
+        return pairs
+    found = (indices < padding).sum(1).tolist()  # padding is at the end
+    return [(own[:count], their[:count]) for (own, their), count in zip(pairs, found, strict=True)]
