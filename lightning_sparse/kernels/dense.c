@@ -26,11 +26,13 @@ INLINE float from_half(uint16_t h) {
 // What of 64 numbers is done at once: their magnitudes' bits are compared with a level, which gives a bit each. Not a
 // number reaches nothing.
 typedef struct {
-  // sum[i] = x[i] + y[i], to acc, too; top holds the largest bits of magnitudes so far, in 16 parts.
+  // sum[i] = x[i] + y[i], to acc, too, if it is not NULL; top holds the largest bits of magnitudes so far, in 16 parts.
   uint64_t (*add)(const float *x, const float *y, float *acc, float *sum, uint32_t level, uint32_t *top, int stream);
   uint64_t (*reach)(const float *x, uint32_t level);
   // Places and magnitudes of what has a bit, with room for 15 more; how many they are.
   int64_t (*extract)(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes);
+  // Past the caches, where less than a line is written at once: other writes in between would tear lines.
+  void (*stream)(float *y, const float *x, int64_t n);
 } strip;
 
 INLINE uint64_t reach_portable(const float *x, uint32_t level) {
@@ -52,7 +54,7 @@ INLINE uint64_t add_portable(const float *x, const float *y, float *acc, float *
     uint32_t m = bits_of(sum[j]) & MAGNITUDE;
     top[j % 16] = m > top[j % 16] ? m : top[j % 16];
   }
-  memcpy(acc, sum, 4 * STRIP);
+  if (acc) memcpy(acc, sum, 4 * STRIP);
   return reach_portable(sum, level);
 }
 
@@ -76,7 +78,7 @@ INLINE int64_t extract_few(const float *x, uint64_t hits, int32_t first, int32_t
   if (!rest) return 1 + ((hits & (hits - 1)) != 0);
   return 2 + extract_portable(x, rest, first, indices ? indices + 2 : indices, magnitudes + 2);
 }
-static const strip PORTABLE = {add_portable, reach_portable, extract_portable};
+static const strip PORTABLE = {add_portable, reach_portable, extract_portable, NULL};
 
 #ifdef STREAMS
 AVX2 INLINE uint64_t hits_avx2(__m256i m, uint32_t level) {
@@ -87,6 +89,7 @@ AVX2 INLINE uint64_t hits_avx2(__m256i m, uint32_t level) {
 
 AVX2 INLINE uint64_t add_avx2(const float *x, const float *y, float *acc, float *sum, uint32_t level, uint32_t *top,
                               int stream) {
+  (void)stream;
   __m256i largest = _mm256_loadu_si256((__m256i *)top);
   uint64_t hits = 0;
   for (int j = 0; j < STRIP; j += 8) {
@@ -94,10 +97,7 @@ AVX2 INLINE uint64_t add_avx2(const float *x, const float *y, float *acc, float 
     __m256i m = _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32((int)MAGNITUDE));
     largest = _mm256_max_epu32(largest, m);
     _mm256_storeu_ps(sum + j, a);
-    if (stream)
-      _mm256_stream_ps(acc + j, a);
-    else
-      _mm256_storeu_ps(acc + j, a);
+    if (acc) _mm256_storeu_ps(acc + j, a);
     hits |= hits_avx2(m, level) << j;
   }
   _mm256_storeu_si256((__m256i *)top, largest);
@@ -112,7 +112,10 @@ AVX2 INLINE uint64_t reach_avx2(const float *x, uint32_t level) {
   }
   return hits;
 }
-static const strip OF_AVX2 = {add_avx2, reach_avx2, extract_portable};
+AVX2 INLINE void stream_avx2(float *y, const float *x, int64_t n) {
+  for (int64_t j = 0; j < n; j += 8) _mm256_stream_ps(y + j, _mm256_loadu_ps(x + j));
+}
+static const strip OF_AVX2 = {add_avx2, reach_avx2, extract_portable, stream_avx2};
 
 AVX512 INLINE uint64_t hits_avx512(__m512i m, uint32_t level) {
   __mmask16 above = _mm512_cmpge_epu32_mask(m, _mm512_set1_epi32((int)level));
@@ -161,7 +164,7 @@ AVX512 INLINE int64_t extract_avx512(const float *x, uint64_t hits, int32_t firs
   }
   return found;
 }
-static const strip OF_AVX512 = {add_avx512, reach_avx512, extract_avx512};
+static const strip OF_AVX512 = {add_avx512, reach_avx512, extract_avx512, NULL};
 #endif
 
 // What has a bit in the words of a block, behind what was found before; only counted where there is no room.
@@ -201,6 +204,7 @@ INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kin
   float sum[BLOCK], wide[STRIP], left[2][STRIP];
   uint64_t hits[STRIPS];
   uint32_t top[16] = {0}, level = level_of(bound), largest = 0;
+  const int late = stream && s.stream;  // whether a block is written at its end
   int64_t item = kind ? 2 : 4, ahead = (int64_t)(-(uintptr_t)acc % 64 / 4);  // up to where writing past caches begins
   char *g = grad;
   for (int64_t start = 0, size; start < n; start += size) {
@@ -213,8 +217,10 @@ INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kin
         for (int64_t j = 0; j < STRIP && !sums->kind; j += 16) __builtin_prefetch(residual + at + FAR + j);
         for (int64_t j = 0; j < STRIP * item; j += 64) __builtin_prefetch(g + item * (at + FAR) + j);
         const float *y = widened(grad, kind, at, STRIP, wide);
-        hits[w] = s.add(residual + at, y, acc + at, sum + STRIP * w, level, top, stream);
-        if (kind)  // of lengths that the compiler knows
+        hits[w] = s.add(residual + at, y, late ? NULL : acc + at, sum + STRIP * w, level, top, stream);
+        if (late)
+          continue;
+        else if (kind)  // of lengths that the compiler knows
           memset(g + item * at, 0, 2 * STRIP);
         else
           memset(g + item * at, 0, 4 * STRIP);
@@ -227,6 +233,8 @@ INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kin
         memset(g + item * at, 0, (size_t)(item * whole));
       }
     }
+    if (late) s.stream(acc + start, sum, size / STRIP * STRIP);
+    if (late) memset(g + item * start, 0, (size_t)(item * (size / STRIP * STRIP)));
     found = collect(sum, hits, (int32_t)words, (int32_t)(first + start), indices, magnitudes, found, room, s);
     if (sums->kind) add_to(sums, first + start, sum, residual + start + FAR, size);
   }
