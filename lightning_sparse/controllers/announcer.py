@@ -25,6 +25,8 @@ def at_start(engine: Engine) -> str:
         return f"sparse_ddp: {settings.sparsifier!r} sends all of {numel:,} parameters, on {n} rank{'s' * (n > 1)}."
     numel, dense = sum(g.numel for g in sparse), sum(g.numel for g in engine.plan if g.dense)
     ranks = f"{n} ranks" if n > 1 else "1 rank"
+    if not engine.plan:
+        return f"sparse_ddp: the model has no parameters to train, on {ranks}."
     if not sparse:
         return f"sparse_ddp: all {dense:,} parameters stay dense ({settings.rules.reasons()}), on {ranks}."
     share = sum(group.picks(density) for group in sparse) / numel
@@ -49,15 +51,20 @@ def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int
         before: steps that counted before these, in an earlier fit or up to a checkpoint.
     """
     sent, dense = totals["sent_bytes"], totals["dense_bytes"]
-    times = f", {dense / sent:.3g} times as much" if sent else ""
-    traffic = f"each rank sent {amount(sent)}; dense DDP sends {amount(dense)}{times}"
     if engine.comm.world_size == 1:
         traffic = "nothing was sent by the only rank"
+    elif not sent:
+        traffic = "nothing was sent"
+    elif (times := f"{dense / sent:.3g}") == "1":
+        traffic = f"each rank sent {amount(sent)}, as much as dense DDP"
+    else:
+        traffic = f"each rank sent {amount(sent)}; dense DDP sends {amount(dense)}, {times} times as much"
     waited = f"Backward waited {totals['exposed_seconds']:.3g} s of {totals['seconds']:.3g} s for the exchange."
     void = f"{skipped} step{'s' if skipped > 1 else ''}" if skipped else "No step"
     were = f"{void} {'were' if skipped > 1 else 'was'} skipped because of gradients that were not finite."
     since = f" after the first {before:,}" if before else ""
-    return f"sparse_ddp: in {steps + skipped:,} steps{since} {traffic}. {waited} {were}"
+    all_steps = steps + skipped
+    return f"sparse_ddp: in {all_steps:,} step{'s' * (all_steps > 1)}{since} {traffic}. {waited} {were}"
 
 
 def amount(nbytes: float) -> str:

@@ -127,6 +127,37 @@ def test_so_does_plain_ddp_with_an_engine(two_ranks: Ranks) -> None:
     assert [line.endswith(told) for line in start] == [True]
 
 
+class Nothing(torch.nn.Module):
+    """DDP takes a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = torch.nn.Parameter(torch.zeros(0, 30))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.none.sum()
+
+
+def where_nothing_is_sparse() -> list[str]:
+    with Lines() as lines, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in (torch.nn.Linear(30, 20), Nothing()):
+            ddp = DistributedDataParallel(module)
+            engine = ls.attach(ddp, dense=["*"])
+            ddp(torch.ones(2, 30)).sum().backward()
+            engine.close()
+    return lines
+
+
+def test_where_nothing_is_sparse_it_is_said_in_plain_words(two_ranks: Ranks) -> None:
+    lines, _ = two_ranks(where_nothing_is_sparse)
+    assert lines[0].startswith("sparse_ddp: all 620 parameters stay dense (")
+    assert lines[1].startswith("sparse_ddp: in 1 step each rank sent 0.00248 MB, as much as dense DDP. Backward waited")
+    assert lines[2].startswith("sparse_ddp: the model has no parameters to train, on 2 ranks.")
+    assert lines[3].startswith("sparse_ddp: in 1 step nothing was sent. Backward waited")
+    assert "times as much" not in " ".join(lines) and "()" not in " ".join(lines)
+
+
 def attached_with_adam() -> list[str]:
     """In plain processes Lightning knows of no ranks."""
     with patch.object(rank_zero.rank_zero_only, "rank", 0), Lines("Adam's steps for parameters") as lines:
