@@ -107,7 +107,7 @@ class Spending:
         self._shares: dict[Any, Tensor] = {}
 
     @torch.no_grad()
-    def spend_(self, stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None) -> None:
+    def spend_(self, stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None, steps: int = 1) -> None:
         """Move parameters by what averages would have moved them by now, had they not waited; velocities lose as much.
 
         In the end, parameters come as far as with momentum SGD, as long as rate and momentum stay the same. What each
@@ -117,6 +117,7 @@ class Spending:
             stepped: parameters.
             by: the momentum that they were stepped with.
             skip: () on the device, above 0 where no step was taken.
+            steps: gradients that came since what has waited was counted last: 1, or 0 in a flush between two steps.
         """
         if not isinstance(by.rate, Tensor) and by.rate == 0:  # what is spent now would move nothing, and be gone
             by = by._replace(share=0.0)
@@ -124,11 +125,11 @@ class Spending:
         for one in stepped:
             host = not static_shapes(one.grad.device) and skip is None and not isinstance(by.rate, Tensor)
             if host and all(x.stride() == one.grad.stride() for x in one) and fills_memory(one.grad):
-                _where_arrived_(one, by, self._shares_of(by, one.grad.device))
+                _where_arrived_(one, by, self._shares_of(by, one.grad.device), steps)
             else:
                 elsewhere[(one.grad.device, *(x.dtype for x in one), _serves(one, by, skip))].append(one)
         for what, alike in elsewhere.items():
-            how = by, self._shares_of(by, what[0]), skip
+            how = by, self._shares_of(by, what[0]), skip, steps
             form = Spending, what, isinstance(by.rate, Tensor), skip is None
             if what[-1] and on_cuda.tried(form, partial(_rehearse, alike[0], *how)):
                 _in_triton_(self._addresses, what, alike, *how)
@@ -137,7 +138,7 @@ class Spending:
                 _everywhere_([Stepped(*part) for part in piece], *how)
 
     def _shares_of(self, by: Momentum, device: torch.device) -> Tensor:
-        """(LONGEST + 1,) what is spent of an average that has waited so many steps; 0 does not occur. float64."""
+        """(LONGEST + 1,) what is spent of an average that has waited so many steps, float64; nothing after 0."""
         what = by.momentum, by.share, device
         if what not in self._shares:
             if len(self._shares) == TABLES:
@@ -157,25 +158,25 @@ def _serves(one: Stepped, by: Momentum, skip: Tensor | None) -> bool:
     return alike_laid and all(x.device == one.parameter.device for x in tensors)
 
 
-def _where_arrived_(one: Stepped, by: Momentum, shares: Tensor) -> None:
+def _where_arrived_(one: Stepped, by: Momentum, shares: Tensor, steps: int) -> None:
     """On the CPU, where vectors are laid out alike, without gaps: few coordinates are touched."""
     parameter, grad, velocity, waited = (flattened(x) for x in one)
     places = _nonzero(grad)
-    waited.clamp_(max=LONGEST - 1).add_(1)
-    steps = torch.from_numpy(waited.numpy().take(places.numpy())).int()
+    waited.clamp_(max=LONGEST - steps).add_(steps)
+    ages = torch.from_numpy(waited.numpy().take(places.numpy())).int()
     wide = torch.promote_types(grad.dtype, torch.float32)
-    moved = (take(grad, places) if grad.dtype in LEAST else grad[places]).to(wide) * shares.to(wide)[steps]
+    moved = (take(grad, places) if grad.dtype in LEAST else grad[places]).to(wide) * shares.to(wide)[ages]
     velocity.index_add_(0, places, moved.to(velocity.dtype), alpha=-1)
     parameter.index_add_(0, places, (moved * by.reach).to(parameter.dtype), alpha=-1)
     waited.index_fill_(0, places, 0)
 
 
-def _everywhere_(stepped: Sequence[Stepped], by: Momentum, shares: Tensor, skip: Tensor | None) -> None:
+def _everywhere_(stepped: Sequence[Stepped], by: Momentum, shares: Tensor, skip: Tensor | None, steps: int) -> None:
     """The same without coordinates, so that no host has to know them; as many operations for any number of them."""
     parameters, grads, velocities, kept = (list(each) for each in zip(*stepped, strict=True))
     grad, waited = (torch.cat([x.reshape(-1) for x in each]) for each in (grads, kept))
     wide = torch.promote_types(grad.dtype, torch.float32)
-    now = waited.clamp(max=LONGEST - 1) + 1
+    now = waited.clamp(max=LONGEST - steps) + steps
     moved = grad.to(wide) * shares.to(wide)[now.int()]
     after = torch.where(grad == 0, now, 0)
     if skip is not None:  # gradients may be NaN then
@@ -190,7 +191,13 @@ def _everywhere_(stepped: Sequence[Stepped], by: Momentum, shares: Tensor, skip:
 
 
 def _in_triton_(
-    addresses: Addresses, what: Any, stepped: Sequence[Stepped], by: Momentum, shares: Tensor, skip: Tensor | None
+    addresses: Addresses,
+    what: Any,
+    stepped: Sequence[Stepped],
+    by: Momentum,
+    shares: Tensor,
+    skip: Tensor | None,
+    steps: int,
 ) -> None:
     """The same in one launch."""
     from lightning_sparse.kernels import triton_momentum
@@ -198,11 +205,11 @@ def _in_triton_(
     parameters, grads, velocities, kept = zip(*stepped, strict=True)
     table = addresses.table(what, (kept, grads, parameters, velocities), aligned=2)
     kinds = grads[0].dtype, parameters[0].dtype, velocities[0].dtype
-    triton_momentum.spend_(table, kinds, shares.float(), by.reach, skip)
+    triton_momentum.spend_(table, kinds, shares.float(), by.reach, skip, steps)
     torch.autograd.graph.increment_version((*parameters, *velocities, *kept))
 
 
-def _rehearse(one: Stepped, by: Momentum, shares: Tensor, skip: Tensor | None) -> None:
+def _rehearse(one: Stepped, by: Momentum, shares: Tensor, skip: Tensor | None, steps: int) -> None:
     """Compile the kernel, and compare what it computes.
 
     Raises:
@@ -214,8 +221,8 @@ def _rehearse(one: Stepped, by: Momentum, shares: Tensor, skip: Tensor | None) -
     found = [Stepped(*(x.to(like.dtype, copy=True) for x, like in zip(vectors, one, strict=True))) for _ in range(2)]
     if skip is not None:
         skip = torch.zeros_like(skip)
-    _everywhere_(found[:1], by, shares, skip)
-    _in_triton_(Addresses(), None, found[1:], by, shares, skip)
+    _everywhere_(found[:1], by, shares, skip, steps)
+    _in_triton_(Addresses(), None, found[1:], by, shares, skip, steps)
     if not all(map(torch.equal, *found)):
         raise RuntimeError("they compute something else than operations of torch")
 

@@ -17,9 +17,9 @@ from lightning_sparse.kernels.triton_second import _at, _put
 
 
 @triton.jit
-def _move(waits, grads, weights, velocities, i, length, shares, by, LONGEST: tl.constexpr, WHOLE: tl.constexpr):
+def _move(waits, grads, weights, velocities, i, length, shares, by, steps, LONGEST: tl.constexpr, WHOLE: tl.constexpr):
     given = _at(grads, i, length, WHOLE).to(tl.float32)
-    now = tl.minimum(_at(waits, i, length, WHOLE).to(tl.int32), LONGEST - 1) + 1
+    now = tl.minimum(_at(waits, i, length, WHOLE).to(tl.int32), LONGEST - steps) + steps
     arrived = (i < length) & ((given == 0) == 0)
     _put(waits, i, tl.where(arrived, 0, now).to(tl.uint8), length, WHOLE)
     moved = given * tl.load(shares + now, mask=arrived, other=0.0)
@@ -31,13 +31,13 @@ def _move(waits, grads, weights, velocities, i, length, shares, by, LONGEST: tl.
     tl.store(weights + i, stepped.to(weight.dtype), mask=arrived)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def _spend(
-    table, shares, reach, skip,
+    table, shares, reach, skip, steps,
     WEIGHT: tl.constexpr, GRAD: tl.constexpr, VELOCITY: tl.constexpr, ALIGNED: tl.constexpr, NUMBER: tl.constexpr,
     SKIPS: tl.constexpr, LONGEST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """``moved = grad shares[waited + 1]; v -= moved; p -= reach moved``, each operation rounded by itself."""
+    """``moved = grad shares[waited + steps]; v -= moved; p -= reach moved``, each operation rounded by itself."""
     go = True
     if SKIPS:
         go = tl.load(skip) <= 0
@@ -52,9 +52,9 @@ def _spend(
         for start in range(0, length, TILE):
             i = start + tl.arange(0, TILE)
             if start + TILE <= length:
-                _move(waits, grads, weights, velocities, i, length, shares, by, LONGEST, True)
+                _move(waits, grads, weights, velocities, i, length, shares, by, steps, LONGEST, True)
             else:
-                _move(waits, grads, weights, velocities, i, length, shares, by, LONGEST, False)
+                _move(waits, grads, weights, velocities, i, length, shares, by, steps, LONGEST, False)
 
 
 def spend_(
@@ -63,6 +63,7 @@ def spend_(
     shares: Tensor,
     reach: float | Tensor,
     skip: Tensor | None,
+    steps: int,
 ) -> None:
     """Spend; see :meth:`lightning_sparse.momentum.Spending.spend_`.
 
@@ -72,10 +73,11 @@ def spend_(
         shares: (most + 1,) float32, of what has waited so many steps, this one included; more count as most.
         reach: what a velocity of 1 moves parameters by; a number, or () on the device.
         skip: () above 0 where no step was taken; None: one was.
+        steps: to be added to those waited.
     """
     (rows, aligned), (grad, weight, velocity) = table, kinds
     launch(
-        _spend, len(rows), rows, shares, reach, rows if skip is None else skip,
+        _spend, len(rows), rows, shares, reach, rows if skip is None else skip, steps,
         WEIGHT=NAMES[weight], GRAD=NAMES[grad], VELOCITY=NAMES[velocity], ALIGNED=aligned,
         NUMBER=not isinstance(reach, Tensor), SKIPS=skip is not None, LONGEST=len(shares) - 1, TILE=TILE,
     )  # fmt: skip

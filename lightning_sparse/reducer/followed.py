@@ -42,7 +42,9 @@ class Followed:
         names = {id(p): name for name, p in parameters.items()}
         record = reducer.record
         self.adam_steps = AdamSteps(names, self._sparse_group, lambda: record.waiting, world_size)
-        self._momentum_steps = MomentumSteps(names, self._sparse_group, lambda: record.waiting, self._spends)
+        self._momentum_steps = MomentumSteps(
+            names, self._sparse_group, lambda: record.waiting, lambda: record.latest.skipped is None, self._spends
+        )
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
         """See :meth:`.Engine.follow`."""

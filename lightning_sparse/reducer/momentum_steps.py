@@ -27,6 +27,7 @@ class MomentumSteps(AroundSteps):
         names: of parameters, by id.
         group_of: the group of a parameter, by name; None where averages are dense.
         handed_out: names of the parameters that got an average since an optimizer that holds them took a step.
+        flushed: whether the latest averages are those of a flush between two steps.
         serves: whether this is for an optimizer, which is ``torch.optim.SGD`` then, and none that is around it.
     """
 
@@ -35,10 +36,11 @@ class MomentumSteps(AroundSteps):
         names: Mapping[int, str],
         group_of: Callable[[str], GroupReducer | None],
         handed_out: Callable[[], Set[str]],
+        flushed: Callable[[], bool],
         serves: Callable[[Optimizer], bool],
     ) -> None:
         super().__init__(names)
-        self._group_of, self._handed_out, self._serves = group_of, handed_out, serves
+        self._group_of, self._handed_out, self._flushed, self._serves = group_of, handed_out, flushed, serves
         self._spending = Spending()
         self._noted: list[_Noted] = []
         """The step that an optimizer is taking."""
@@ -68,12 +70,12 @@ class MomentumSteps(AroundSteps):
                 elif serves:
                     early.append((parameter, grad))
             if by is not None and (early or whole):
-                self._noted.append(_Noted(optimizer, early, whole, by, skip))
+                self._noted.append(_Noted(optimizer, early, whole, by, skip, 0 if self._flushed() else 1))
 
     def after(self) -> None:
         """Spend what is noted."""
         noted, self._noted = self._noted, []
-        for optimizer, early, whole, by, skip in noted:
+        for optimizer, early, whole, by, skip, steps in noted:
             stepped = []
             for parameter, grad in (*early, *whole):
                 state = optimizer.state[parameter]
@@ -84,7 +86,7 @@ class MomentumSteps(AroundSteps):
                     waited = torch.zeros_like(parameter, dtype=torch.uint8)
                 state[WAITED] = waited.to(torch.uint8)  # torch loads what an optimizer keeps in the parameter's dtype
                 stepped.append(Stepped(parameter, grad, velocity, state[WAITED]))
-            self._spending.spend_(stepped, by, skip)
+            self._spending.spend_(stepped, by, skip, steps)
             for parameter, _ in whole:  # nothing of them waits any more
                 if skip is None:
                     del optimizer.state[parameter][WAITED]
@@ -106,6 +108,7 @@ class _Noted(NamedTuple):
     """Whose averages hold all, also of those that have waited before."""
     by: Momentum
     skip: Tensor | None
+    steps: int
 
 
 def _adds_to_grad(settings: Mapping[str, Any], grad: Tensor) -> bool:

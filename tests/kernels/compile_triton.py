@@ -94,7 +94,13 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
         for number, grad in ((True, "fp32"), (False, "bf16")):
             types = {"ALIGNED": True, "NUMBER": number, "SKIPS": not number, "LONGEST": 255, "WEIGHT": tl.float32}
             types |= {"VELOCITY": tl.float32, "GRAD": getattr(tl, {"fp32": "float32", "bf16": "bfloat16"}[grad])}
-            given = {"table": "*i64", "skip": "*fp32", "shares": "*fp32", "reach": "fp32" if number else "*fp32"}
+            given = {
+                "table": "*i64",
+                "skip": "*fp32",
+                "steps": "i32",
+                "shares": "*fp32",
+                "reach": "fp32" if number else "*fp32",
+            }
             yield f"momentum_{grad}", triton_momentum._spend, tile | types, given, 8
     if "flags" in what:
         yield "fill", triton_dense._fill_if, tile, {}, 8

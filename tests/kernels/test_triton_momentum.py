@@ -56,13 +56,13 @@ def lists(parameter: torch.dtype, grad: torch.dtype, velocity: torch.dtype, *, b
 @pytest.mark.parametrize("kinds", KINDS[:1] + [pytest.param(x, marks=pytest.mark.thorough) for x in KINDS[1:]])
 def test_what_is_spent_in_triton_is_what_is_spent_in_torch(how: str, kinds: tuple[torch.dtype, ...]) -> None:
     by, skip = HOW[how]
-    for broken in (False, True):
+    for broken, steps in ((False, 1), (True, 1), (False, 0)):
         ours, theirs = (lists(*kinds, broken=broken) for _ in range(2))
         versions = [one.parameter._version for one in ours]
         with static_path():
-            Spending().spend_(theirs, by, skip)
+            Spending().spend_(theirs, by, skip, steps)
             with in_triton() as chosen:
-                Spending().spend_(ours, by, skip)
+                Spending().spend_(ours, by, skip, steps)
                 assert chosen.trouble is None
                 assert len(chosen._tried) == 1
         for one, other, version in zip(ours, theirs, versions, strict=True):
@@ -90,8 +90,8 @@ def test_parameters_of_each_kind_are_served_by_themselves() -> None:
 def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     spend = triton_momentum.spend_
 
-    def wrong(table: Any, kinds: Any, shares: Tensor, reach: Any, skip: Any) -> None:
-        spend(table, kinds, shares * 1.001, reach, skip)
+    def wrong(table: Any, kinds: Any, shares: Tensor, *others: Any) -> None:
+        spend(table, kinds, shares * 1.001, *others)
 
     monkeypatch.setattr(triton_momentum, "spend_", wrong)
     ours, theirs = (lists(*KINDS[0]) for _ in range(2))

@@ -304,6 +304,34 @@ def test_what_has_waited_is_spent_where_everything_arrives(two_ranks: Ranks, how
         assert fresh <= 1
 
 
+def flushed_between_steps() -> list[tuple[Tensor, Tensor]]:
+    """Velocities after a flush, by the rule and as they are."""
+    training = Training(hyper={"lr": 0.02, "momentum": 0.9})
+    for step in range(40):
+        training.step(step)
+    weights = {name: p for name, p in training.module.named_parameters() if p.dim() == 2}
+    state = {name: training.optimizer.state[p] for name, p in weights.items()}
+    before = {name: (one["momentum_buffer"].clone(), one["waited"].clone()) for name, one in state.items()}
+    residuals = {name: training.engine.residual(name).view_as(p).clone() for name, p in weights.items()}  # type: ignore[union-attr]
+    for residual in residuals.values():
+        dist.all_reduce(residual)
+    ls.flush(training.engine, [training.optimizer])
+    training.engine.close()
+    found = []
+    for name, (velocity, waited) in before.items():
+        ages = waited.clamp(min=1)
+        expected = 0.9 * velocity + residuals[name] / N * (1 - 0.9**ages) / (ages * (1 - 0.9))
+        found.append((expected, state[name]["momentum_buffer"]))
+        assert not state[name]["waited"].any()
+    return found
+
+
+def test_a_flush_between_two_steps_counts_no_step(two_ranks: Ranks) -> None:
+    for result in two_ranks(flushed_between_steps):
+        for expected, velocity in result:
+            torch.testing.assert_close(velocity, expected, rtol=1e-4, atol=1e-7)
+
+
 def with_a_hook_of_the_optimizer(to_none: bool) -> bool:
     """A hook of the optimizer's own comes before those of all optimizers."""
     training = Training()
