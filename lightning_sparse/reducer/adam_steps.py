@@ -27,7 +27,7 @@ class AdamSteps(AroundSteps):
     Args:
         names: of parameters, by id.
         group_of: the group of a parameter, by name; None where averages are dense.
-        handed_out: names of the parameters that got an average since an optimizer that holds them took a step.
+        handed_out: names of the parameters that got an average since an optimizer took a step.
         world_size: n.
     """
 
@@ -35,7 +35,7 @@ class AdamSteps(AroundSteps):
         self,
         names: Mapping[int, str],
         group_of: Callable[[str], GroupReducer | None],
-        handed_out: Callable[[], Set[str]],
+        handed_out: Callable[[Optimizer], Set[str]],
         world_size: int,
     ) -> None:
         super().__init__(names)
@@ -55,7 +55,7 @@ class AdamSteps(AroundSteps):
         """Step, and take the gradients away."""
         if stepping(optimizer) is not optimizer or not self.takes(optimizer):
             return
-        names = self._handed_out()
+        names = self._handed_out(optimizer)
         # As a GradScaler hands them over to fused optimizers: gradients are still scaled, and the step may be none.
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         for group in optimizer.param_groups:

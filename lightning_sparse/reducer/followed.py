@@ -41,9 +41,9 @@ class Followed:
         self._told: set[str] = set()
         names = {id(p): name for name, p in parameters.items()}
         record = reducer.record
-        self.adam_steps = AdamSteps(names, self._sparse_group, lambda: record.waiting, world_size)
+        self.adam_steps = AdamSteps(names, self._sparse_group, record.waiting, world_size)
         self._momentum_steps = MomentumSteps(
-            names, self._sparse_group, lambda: record.waiting, lambda: record.latest.skipped is None, self._spends
+            names, self._sparse_group, record.waiting, lambda: record.latest.skipped is None, self._spends
         )
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:

@@ -26,7 +26,7 @@ class MomentumSteps(AroundSteps):
     Args:
         names: of parameters, by id.
         group_of: the group of a parameter, by name; None where averages are dense.
-        handed_out: names of the parameters that got an average since an optimizer that holds them took a step.
+        handed_out: names of the parameters that got an average since an optimizer took a step.
         flushed: whether the latest averages are those of a flush between two steps.
         serves: whether this is for an optimizer, which is ``torch.optim.SGD`` then, and none that is around it.
     """
@@ -35,7 +35,7 @@ class MomentumSteps(AroundSteps):
         self,
         names: Mapping[int, str],
         group_of: Callable[[str], GroupReducer | None],
-        handed_out: Callable[[], Set[str]],
+        handed_out: Callable[[Optimizer], Set[str]],
         flushed: Callable[[], bool],
         serves: Callable[[Optimizer], bool],
     ) -> None:
@@ -52,7 +52,7 @@ class MomentumSteps(AroundSteps):
         serves = self._serves(optimizer)
         if not serves and not any(WAITED in state for state in optimizer.state.values()):
             return
-        skip, handed_out = getattr(optimizer, "found_inf", None), self._handed_out()
+        skip, handed_out = getattr(optimizer, "found_inf", None), self._handed_out(optimizer)
         for settings in optimizer.param_groups:
             by = Momentum.of(settings)
             early, whole = [], []

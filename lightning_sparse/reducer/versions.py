@@ -8,6 +8,7 @@ a signal handler or another thread may look at any moment.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -143,8 +144,11 @@ class Record:
         self._names = names
         self.held: Set[str] = frozenset()
         """Parameters that optimizers hold, as far as they have been seen."""
-        self.waiting: Set[str] = frozenset()
-        """Parameters that got an average, also in an earlier exchange, and that no optimizer has stepped since."""
+        self._handouts = 0
+        self._handed_out: dict[str, int] = {}
+        """The number of the handout in which a parameter got its latest average."""
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """The number of handouts when an optimizer took its latest step."""
         self._hook = register_optimizer_step_post_hook(weakly(self.stepped))
 
     @property
@@ -164,7 +168,7 @@ class Record:
     ) -> None:
         """Other groups, between two steps."""
         self.history = History(Version(tuple(groups), rates, surplus, start))
-        self.waiting = frozenset()
+        self._handed_out = {}
 
     def begin_step(self) -> None:
         """From here on, buffers of the version before may be written to; the lock must be held."""
@@ -179,7 +183,6 @@ class Record:
             names: of the parameters that got an average.
         """
         before = self.latest
-        self.waiting = self.waiting | names
         latest = before._replace(groups=tuple(groups), start=before.counts, skipped=skipped)
         self._go_on_with(History(latest, before, self._handout(names)))
 
@@ -188,7 +191,6 @@ class Record:
         with self.lock:
             before, counts = self.latest, self.latest.counts
             start = counts._replace(flushes=counts.flushes + 1)
-            self.waiting = self.waiting | names
             latest = before._replace(groups=tuple(groups), start=start, skipped=None)
             self._go_on_with(History(latest, before, self._handout(names)))
 
@@ -202,6 +204,8 @@ class Record:
             version.group.adopt(version)
 
     def _handout(self, names: Set[str]) -> Handout:
+        self._handouts += 1
+        self._handed_out.update(dict.fromkeys(names, self._handouts))
         return Handout({name: self._parameters[name] for name in names})
 
     def hold(self, optimizer: Optimizer) -> Set[str]:
@@ -214,9 +218,14 @@ class Record:
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has finished a step; called for all of the process."""
         names = self.hold(optimizer)
-        self.waiting = self.waiting - names
+        self._seen[optimizer] = self._handouts
         if names and (handout := self.history.handout) is not None:
             handout.step(names)
+
+    def waiting(self, optimizer: Optimizer) -> Set[str]:
+        """Parameters that got an average, also in an earlier exchange, since this optimizer has taken a step."""
+        seen = self._seen.get(optimizer, 0)
+        return {name for name, number in self._handed_out.items() if number > seen}
 
     def count_as_applied(self) -> None:
         """What the latest exchange handed out has been applied, or never will be."""

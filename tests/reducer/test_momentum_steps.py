@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -302,6 +303,27 @@ def test_what_has_waited_is_spent_where_everything_arrives(two_ranks: Ranks, how
         assert spent > 0.55, spent  # 21 steps: 0.58
         assert not any(counted)
         assert fresh <= 1
+
+
+def two_optimizers(make: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """What two optimizers of the same parameters keep of those that are sparsified."""
+    training = Training()
+    training.optimizer, other = (make(training.module.parameters()) for _ in range(2))
+    training.engine.follow([training.optimizer, other])
+    for step in range(STEPS):
+        training.step(step)
+        other.step()
+    training.engine.close()
+    sparse = [p for p in training.module.parameters() if p.dim() == 2]
+    return [(training.optimizer.state.get(p, {}), other.state.get(p, {})) for p in sparse]
+
+
+def test_two_optimizers_of_the_same_parameters_are_both_served(two_ranks: Ranks) -> None:
+    for result in two_ranks(two_optimizers, functools.partial(torch.optim.SGD, lr=0.02, momentum=0.9)):
+        for first, second in result:
+            assert torch.equal(first["waited"], second["waited"])
+            assert torch.equal(first["momentum_buffer"], second["momentum_buffer"])
+    assert two_ranks(two_optimizers, torch.optim.AdamW) == [[({}, {})] * 2] * 2
 
 
 def flushed_between_steps() -> list[tuple[Tensor, Tensor]]:
