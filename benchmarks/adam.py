@@ -12,8 +12,9 @@ n simulated ranks in one process, on the code that trains. Ways to step:
 
 Parameters with fewer than 2 dimensions stay dense, as in the strategies. A seed decides initial parameters and batches.
 Warm-up over a tenth of the steps, at most 50, and cosine to a tenth, AdamW(0.9, beta2), decoupled weight decay 0.1.
-Gradients of each rank are clipped to a norm of 1 (`--clip`), for all ways alike, as local clipping would. Rates are
-multiples of the user's: 1e-3 for `gpt` and `cnn`, 3e-3 for `lstm`.
+Gradients of each rank are clipped to a norm of 1 (`--clip`), for all ways alike, as local clipping would;
+`--clip_averages true` clips averages instead, as a Trainer does with SGD. Rates are multiples of the user's: 1e-3 for
+`gpt` and `cnn`, 3e-3 for `lstm`. `--momentum` and `--weight_decay` are SGD's.
 
 `--multiple` lets `second_moment` send so many times the coordinates; the table says how its bytes compare with those
 that MiCRO sends at the density that was asked for.
@@ -207,8 +208,23 @@ class Run(NamedTuple):
     beta2: float
 
 
-def train(run: Run, data: Data, clip: float | None = 1.0) -> dict[str, float]:
-    """Train once, with gradients of each rank clipped to a norm, or not."""
+class Clip(NamedTuple):
+    """What gradients are clipped to."""
+
+    limit: float | None
+    by_value: bool
+    averages: bool
+    """Whether averages are clipped, and not each rank's gradients."""
+
+    def apply_(self, parameters: Sequence[nn.Parameter], averages: bool) -> None:
+        """Clip gradients, if this is what is clipped."""
+        if self.limit is not None and averages == self.averages:
+            clip_ = nn.utils.clip_grad_value_ if self.by_value else nn.utils.clip_grad_norm_
+            clip_(parameters, self.limit)
+
+
+def train(run: Run, data: Data, clip: Clip, momentum: float = 0.9, weight_decay: float = 5e-4) -> dict[str, float]:
+    """Train once; momentum and weight decay are SGD's."""
     torch.manual_seed(run.seed)
     model = {"gpt": GPT, "lstm": LSTM, "cnn": cnn}[run.task]()
     parameters = list(model.parameters())
@@ -220,13 +236,13 @@ def train(run: Run, data: Data, clip: float | None = 1.0) -> dict[str, float]:
     stepped = dense if takes_steps else parameters
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(stepped, **settings)
     if run.way.startswith("sgd"):
-        optimizer = torch.optim.SGD(stepped, lr=1.0, momentum=0.9, weight_decay=5e-4)
+        optimizer = torch.optim.SGD(stepped, lr=1.0, momentum=momentum, weight_decay=weight_decay)
     if run.way == "sgd_correction":
         groups = [
-            {"params": sparse, "momentum": 0.0, "weight_decay": 5e-3},
+            {"params": sparse, "momentum": 0.0, "weight_decay": weight_decay / (1 - momentum)},
             {"params": dense},
         ]  # decay as far as before
-        optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.9, weight_decay=5e-4)
+        optimizer = torch.optim.SGD(groups, lr=1.0, momentum=momentum, weight_decay=weight_decay)
     generator = torch.Generator().manual_seed(run.seed + 1)
     waited = [torch.zeros_like(p, dtype=torch.uint8) for p in sparse]
     losses: list[float] = []
@@ -240,8 +256,7 @@ def train(run: Run, data: Data, clip: float | None = 1.0) -> dict[str, float]:
                 model.zero_grad()
                 loss = loss_of(model, *data.draw(generator, BATCH[run.task]))
                 loss.backward()
-                if clip is not None:
-                    nn.utils.clip_grad_norm_(parameters, clip)
+                clip.apply_(parameters, averages=False)
                 total += float(loss.detach()) / run.ranks
                 rows.append(torch.cat([p.grad.flatten() for p in sparse] or [torch.zeros(1)]))
                 own.append([p.grad.clone() for p in dense])
@@ -259,7 +274,7 @@ def train(run: Run, data: Data, clip: float | None = 1.0) -> dict[str, float]:
         "second_moment": ls.SecondMoment(run.beta2),
         "sgd_score": ls.SecondMoment(run.beta2),
         "adam_correction": ls.AdamCorrection(beta2=run.beta2),
-        "sgd_correction": ls.MomentumCorrection(0.9),
+        "sgd_correction": ls.MomentumCorrection(momentum),
     }
     memory = memories.get(run.way, ls.Residual())
     traces = ls.simulate(gradients(), sparsifier="union_topk", density=run.given_density, memory=memory)
@@ -282,10 +297,10 @@ def train(run: Run, data: Data, clip: float | None = 1.0) -> dict[str, float]:
         else:
             for parameter, part in zip(sparse, parts, strict=True):
                 parameter.grad = part.view_as(parameter)
+        clip.apply_(parameters, averages=True)
         optimizer.step()
-        if run.way == "sgd_spent":
-            by = Momentum.of(optimizer.param_groups[0])
-            assert by is not None
+        by = Momentum.of(optimizer.param_groups[0]) if run.way == "sgd_spent" else None
+        if by is not None:
             velocities = [optimizer.state[p]["momentum_buffer"] for p in sparse]
             grads = [part.view_as(p) for p, part in zip(sparse, parts, strict=True)]
             Spending().spend_([Stepped(*each) for each in zip(sparse, grads, velocities, waited, strict=True)], by)
@@ -324,6 +339,10 @@ def main(
     beta2: float = 0.95,
     multiple: float = 1.0,
     clip: float | None = 1.0,
+    clip_by_value: bool = False,
+    clip_averages: bool = False,
+    momentum: float = 0.9,
+    weight_decay: float = 5e-4,
     out: Path = Path("adam.jsonl"),
     table: bool = False,
 ) -> None:
@@ -341,13 +360,19 @@ def main(
         steps: lengths of trainings; None: 300.
         beta2: of AdamW.
         multiple: of the density, for ``second_moment``.
-        clip: norm that gradients of each rank are clipped to; None: not. Keep its results in an ``out`` of their own.
+        clip: norm that gradients are clipped to; None: not. Keep results of this and the next four options in an
+            ``out`` of their own.
+        clip_by_value: clip each value instead.
+        clip_averages: clip averages, and not the gradients of each rank; for ``dense`` and all ways of SGD.
+        momentum: of SGD.
+        weight_decay: of SGD.
         out: where results are kept, a line each.
         table: only print.
     """
     torch.set_num_threads(1)
     known = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     done = {tuple(row["run"]) for row in known}
+    clipping = Clip(clip, clip_by_value, clip_averages)
     if not table:
         if not train_files or valid_file is None:
             raise SystemExit("Expected --train_files and --valid_file, see the top of the file.")
@@ -364,7 +389,7 @@ def main(
         ]
         for run in dict.fromkeys(wanted):
             if tuple(run) not in done:
-                row = {"run": list(run), **train(run, data, clip)}
+                row = {"run": list(run), **train(run, data, clipping, momentum, weight_decay)}
                 known.append(row)
                 with out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
