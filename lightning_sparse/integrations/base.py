@@ -182,16 +182,14 @@ class SparseStrategy:
             engine.follow(optimizers)
 
     def _clips_locally(self, optimizer: Any, limit: Any, algorithm: str) -> bool:
-        """Let engines that take Adam's steps for an optimizer clip each rank's gradients, from the next step on.
+        """Let engines clip each rank's gradients from the next step on, where that is better than clipping averages.
 
         Returns:
             Whether the gradients of this step were clipped so already, and their averages are to be left alone.
         """
         done = False
-        for engine in self.engines:
-            if limit and not engine.direct and engine.takes_steps_of(optimizer):
-                done |= engine.clipped(optimizer)
-                engine.clip_gradients(float(limit), algorithm, optimizer)
+        for engine in self.engines if limit else ():
+            done |= engine.clip_in_place_of_averages(float(limit), algorithm, optimizer)
         return done
 
     def _mean_over_ranks(self, numbers: Mapping[str, float]) -> dict[str, float]:

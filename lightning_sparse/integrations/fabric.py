@@ -47,8 +47,9 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
     """DDP whose gradient all-reduce is a sparsified exchange with error feedback, for Fabric.
 
     Everything else is Fabric's ``DDPStrategy``: launchers, cluster environments, ``fabric.no_backward_sync``. Clipping
-    acts on the averages, after the exchange. Each module that is set up has an engine of its own; see
-    :attr:`engines`. With one device nothing is communicated, and gradients still pass through the sparsifier.
+    acts on each rank's gradients with AdamW and SGD, and on averages otherwise (``docs/training.md``). Each module that
+    is set up has an engine of its own; see :attr:`engines`. With one device nothing is communicated, and gradients
+    still pass through the sparsifier.
 
     ``fabric.save`` writes what each rank remembers beside every checkpoint whose state holds a module and an optimizer;
     ``fabric.load`` into such a state lets the engines continue.
@@ -172,8 +173,8 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Fabric; where no loss scaler does so, a void step is left out before its norm is looked at.
 
-        Where the engine takes Adam's steps, each rank's gradients are clipped from the next step on, before the
-        exchange, and averages are left as they are.
+        Where :meth:`.Engine.clip_in_place_of_averages` does so, each rank's gradients are clipped from the next step
+        on, before the exchange, and averages are left as they are.
         """
         self._skip_void(optimizer, self.precision, drop=True)
         given = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
@@ -184,7 +185,7 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         return super().clip_gradients_norm(*given.args, **given.kwargs)
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any) -> None:
-        """As in Fabric; where the engine takes Adam's steps, as :meth:`clip_gradients_norm`."""
+        """As in Fabric, or as :meth:`clip_gradients_norm`."""
         if not self._clips_locally(optimizer, clip_val, "value"):
             super().clip_gradients_value(module, optimizer, clip_val)
 

@@ -165,7 +165,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._clip_before_the_exchange(trainer)
 
     def _clip_before_the_exchange(self, trainer: Any) -> None:
-        """Clip each rank's gradients, and not their averages, where the engine takes Adam's steps."""
+        """Clip each rank's gradients, and not their averages, where that is better; from the first step on."""
         algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm"
         for optimizer in self.optimizers:
             self._clips_locally(optimizer, trainer.gradient_clip_val, algorithm)

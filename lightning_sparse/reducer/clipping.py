@@ -45,12 +45,12 @@ class Clipping(NamedTuple):
         """
         if not pieces:
             return
-        factor = 1.0 if scale is None else scale
+        factor = 1.0 if scale is None else scale.double()
         if self.algorithm == "value":
             limit = self.limit * factor
             for piece in pieces:
                 # Made on the device: copying it there would make the host wait.
-                bound = torch.ones((), dtype=piece.dtype, device=piece.device) * limit
+                bound = (torch.ones((), device=piece.device) * limit).to(piece.dtype)
                 piece.copy_(torch.where(piece.isfinite(), piece.clamp(-bound, bound), piece))
             return
         limit = self.limit * math.sqrt(world_size * share) * factor

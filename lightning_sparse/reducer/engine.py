@@ -145,9 +145,21 @@ class Engine(EngineView):
         """
         self._followed.clip(limit, algorithm, optimizer)
 
-    def clipped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the gradients of an optimizer's parameters were clipped before the latest exchange."""
-        return bool(self._reducer.clipped & {None, id(optimizer)})
+    def clip_in_place_of_averages(self, limit: float, algorithm: str, optimizer: torch.optim.Optimizer) -> bool:
+        """Clip each rank's gradients from the next step on, where the averages of an optimizer were to be clipped.
+
+        That is done for Adam whose steps are taken here, and for ``torch.optim.SGD`` with the default memory, as long
+        as something is sparsified; nothing is done for others. All ranks must call this.
+
+        Args:
+            limit: as in :meth:`clip_gradients`.
+            algorithm: "norm" or "value".
+            optimizer: that was about to step.
+
+        Returns:
+            Whether the gradients of the latest averages were clipped so already: these are to be left alone.
+        """
+        return self._followed.clip_in_place_of_averages(limit, algorithm, optimizer)
 
     def count_as_applied(self) -> None:
         """What the latest exchange handed out has been applied, or never will be: between two steps.

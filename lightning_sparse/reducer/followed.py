@@ -10,12 +10,12 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_sparse.console import say
 from lightning_sparse.memory import Adapting, Memory, NoMemory, Residual, named_in
 from lightning_sparse.momentum import has_velocities
-from lightning_sparse.optim import made_for, stepping
+from lightning_sparse.optim import holds, made_for, stepping
 from lightning_sparse.reducer.adam_steps import AdamSteps
 from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.group import GroupReducer
@@ -39,6 +39,8 @@ class Followed:
         self._reducer, self._parameters, self._rank = reducer, parameters, rank
         self._chosen_memory = reducer.settings.memory
         self._told: set[str] = set()
+        self._clipped_in_place: set[int] = set()
+        """Ids of optimizers whose averages are not clipped, because each rank's gradients are."""
         names = {id(p): name for name, p in parameters.items()}
         record = reducer.record
         self.adam_steps = AdamSteps(names, self._sparse_group, record.waiting, world_size)
@@ -137,6 +139,32 @@ class Followed:
         names = frozenset(name for name in held if self._parameters[name].numel())
         if names:
             self._reducer.clippings[None if optimizer is None else id(optimizer)] = clipping, names
+
+    def clip_in_place_of_averages(self, limit: float, algorithm: str, optimizer: Optimizer) -> bool:
+        """See :meth:`.Engine.clip_in_place_of_averages`."""
+        reducer, key = self._reducer, id(optimizer)
+        if reducer.direct:
+            return False
+        if self._suits_clipping(optimizer):
+            self.clip(limit, algorithm, optimizer)
+            self._clipped_in_place.add(key)
+            self._say_once(
+                "Each rank's own gradients are clipped before they wait, and not their averages, by norm to sqrt(n) "
+                "times the limit (docs/training.md). memory='residual' leaves clipping to averages."
+            )
+        elif key in self._clipped_in_place:  # all is dense from now on
+            self._clipped_in_place.remove(key)
+            reducer.clippings.pop(key, None)
+        else:
+            return False
+        return bool(reducer.clipped & {None, key})
+
+    def _suits_clipping(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer's gradients are clipped before they wait, where nothing else was chosen."""
+        if self.adam_steps.takes(optimizer):
+            return True
+        adapts = type(self._reducer.settings.memory) is Adapting
+        return adapts and type(stepping(optimizer)) is SGD and holds(optimizer, self._sparsified)
 
     def close(self) -> None:
         """Leave optimizers alone."""

@@ -1,0 +1,92 @@
+"""SGD with the default memory: each rank's gradients are clipped before they wait, in the Trainer and in Fabric."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_sparse as ls
+from tests.integrations.test_adamw import SPARSE, clippings_of, with_optimizer
+from tests.integrations.test_fabric import close, make_fabric
+from tests.integrations.test_strategy import strategy_class
+from tests.integrations.test_telling import Lines
+from tests.ranks import Ranks
+from tests.trainers import make_data, make_trainer
+
+LIMIT = 1e-3
+STEPS = 6
+PACKAGE = "pytorch_lightning"
+OPTIMIZERS: dict[str, Any] = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "other": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
+}
+
+
+def largest(engine: ls.Engine) -> tuple[float, float]:
+    """The largest value that waits, and the norm of all that do."""
+    waits = torch.cat([residual for name in engine.parameters if (residual := engine.residual(name)) is not None])
+    return float(waits.abs().max()), float(waits.norm())
+
+
+def fit(kind: str, algorithm: str, options: dict[str, Any]) -> tuple[float, float, list[Any], list[str]]:
+    """What waits at the end, what gradients are clipped to, and what is said of it."""
+    strategy = strategy_class(PACKAGE)(**{**SPARSE, **options})
+    found: list[tuple[float, float]] = []
+    module = with_optimizer(PACKAGE, OPTIMIZERS[kind])
+    module.on_train_end = lambda: found.append(largest(strategy.engine))
+    clip = {"gradient_clip_val": LIMIT, "gradient_clip_algorithm": algorithm}
+    with Lines("Each rank's own gradients are clipped") as lines:
+        make_trainer(PACKAGE, strategy=strategy, max_epochs=1, **clip).fit(module, make_data(), make_data(16))
+        assert strategy.engine.step == STEPS
+    return *found[0], clippings_of(strategy.engine), lines
+
+
+@pytest.mark.parametrize(("kind", "algorithm"), [("momentum", "norm"), ("plain", "value")])
+def test_what_waits_in_the_trainer_was_clipped_from_the_first_step_on(
+    two_ranks: Ranks, kind: str, algorithm: str
+) -> None:
+    for rank, (value, norm, clippings, lines) in enumerate(two_ranks(fit, kind, algorithm, {})):
+        most = STEPS * LIMIT * 2**0.5 * (1 + 1e-5)
+        assert 0 < (norm if algorithm == "norm" else value) <= most
+        assert clippings == [(LIMIT, algorithm)]
+        assert len(lines) == 1 - rank
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("momentum", {"memory": "residual"}), ("momentum", {"density": 1.0}), ("other", {})]
+)
+def test_averages_are_clipped_elsewhere(two_ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
+    for value, _, clippings, lines in two_ranks(fit, kind, "value", options):
+        assert clippings == lines == []
+        assert value > 2 * STEPS * LIMIT or "density" in options
+
+
+def in_fabric(limit: dict[str, float]) -> tuple[list[float], list[float]]:
+    """The largest value of each step's averages as the optimizer finds them, and of what waits in the end."""
+    fabric = make_fabric("lightning_fabric", SPARSE)
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(10, 30), torch.nn.Linear(30, 3))
+    model, optimizer = fabric.setup(module, OPTIMIZERS["momentum"](module.parameters()))
+    averages: list[Tensor] = []
+    waits = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        data = torch.full((4, 10), 1.0 + step + fabric.global_rank)
+        fabric.backward(model(data).square().mean())
+        fabric.clip_gradients(model, optimizer, **limit)
+        averages.append(torch.cat([p.grad.flatten() for p in module.parameters()]))  # type: ignore[union-attr]
+        optimizer.step()
+        waits.append(largest(fabric.strategy.engine)[0])
+    close(fabric)
+    return [float(average.abs().max()) for average in averages], waits
+
+
+def test_in_fabric_averages_are_clipped_until_the_limit_is_known(two_ranks: Ranks) -> None:
+    for largest_averages, waits in two_ranks(in_fabric, {"clip_val": LIMIT}):
+        assert largest_averages[0] == pytest.approx(LIMIT)
+        assert max(largest_averages[1:]) > 10 * LIMIT  # what waited since the first step is not clipped again
+        assert waits[-1] <= waits[0] + STEPS * LIMIT * 2**0.5
