@@ -14,6 +14,7 @@ from tests.integrations.test_fabric import close, make_fabric
 from tests.integrations.test_strategy import strategy_class
 from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
+from tests.reducer.test_momentum_steps import Training, plan_of
 from tests.trainers import make_data, make_trainer
 
 LIMIT = 1e-3
@@ -63,6 +64,45 @@ def test_averages_are_clipped_elsewhere(two_ranks: Ranks, kind: str, options: di
     for value, _, clippings, lines in two_ranks(fit, kind, "value", options):
         assert clippings == lines == []
         assert value > 2 * STEPS * LIMIT or "density" in options
+
+
+def where_groups_change() -> list[tuple[bool, list[Any]]]:
+    """Whether averages are left alone, and what is clipped: sparse, dense, past the groups, sparse again."""
+    training = Training(memory=None)
+    sparse = training.engine.plan
+    plans: list[Any] = [sparse, plan_of(training.engine, "model", rules=ls.Rules(dense=["*"])), None, sparse]
+    found = []
+    for number, plan in enumerate(plans):
+        if plan is not None:
+            training.engine.regroup(plan)
+        else:
+            assert training.engine.go_direct()
+        for step in (2 * number, 2 * number + 1):
+            training.step(step)
+            left_alone = training.engine.clip_in_place_of_averages(LIMIT, "norm", training.optimizer)
+            found.append((left_alone, clippings_of(training.engine)))
+    training.engine.close()
+    return found
+
+
+def test_averages_are_clipped_while_all_is_dense(two_ranks: Ranks) -> None:
+    clips: list[Any] = [(LIMIT, "norm")]
+    expected = [(False, clips), (True, clips), (True, []), (False, []), (False, []), (False, [])]
+    for found in two_ranks(where_groups_change):
+        assert found == [*expected, (False, clips), (True, clips)]
+
+
+def chosen_by_the_user() -> tuple[bool, list[Any]]:
+    training = Training(memory="residual")
+    training.engine.clip_gradients(1.0, "norm", training.optimizer)
+    training.step(0)
+    left_alone = training.engine.clip_in_place_of_averages(LIMIT, "norm", training.optimizer)
+    training.engine.close()
+    return left_alone, clippings_of(training.engine)
+
+
+def test_what_the_user_clips_is_left_as_it_is(two_ranks: Ranks) -> None:
+    assert two_ranks(chosen_by_the_user) == [(False, [(1.0, "norm")])] * 2
 
 
 def in_fabric(limit: dict[str, float]) -> tuple[list[float], list[float]]:
