@@ -6,7 +6,7 @@ fewer than 2 dimensions stay dense. Ways to clip:
 
 - `dense`: averages, without sparsification.
 - `averages`: after the exchange, as with `memory="residual"`.
-- `ranks`: before the exchange, as `sparse_ddp` does; by norm to `sqrt(n)` times the limit.
+- `ranks`: before the exchange, as `sparse_ddp` does; to `sqrt(n)` times the limit.
 
 Every finished training is a line of JSON in `--out`; the same command again does only what is missing.
 

@@ -19,7 +19,7 @@ class Clipping(NamedTuple):
     """What gradients are clipped to.
 
     A limit c is meant for the average over n ranks. Of n independent gradients it is about ``sqrt(n)`` times shorter
-    than each of them, so that each rank's own norm is clipped to ``sqrt(n) c``, as in DGC. Values are clipped to c.
+    than each of them, so that each rank's own norm, or each of its values, is clipped to ``sqrt(n) c``, as in DGC.
     """
 
     limit: float
@@ -45,16 +45,14 @@ class Clipping(NamedTuple):
         """
         if not pieces:
             return
-        factor = 1.0 if scale is None else scale.double()
+        limit = self.limit * math.sqrt(world_size) * (1.0 if scale is None else scale.double())
         if self.algorithm == "value":
-            limit = self.limit * factor
             for piece in pieces:
                 # Made on the device: copying it there would make the host wait.
                 bound = (torch.ones((), device=piece.device) * limit).to(piece.dtype)
                 piece.copy_(torch.where(piece.isfinite(), piece.clamp(-bound, bound), piece))
             return
-        limit = self.limit * math.sqrt(world_size * share) * factor
         whole = torch.linalg.vector_norm(torch.stack([norm(piece) for piece in pieces]))
-        shrink = torch.where(whole.isfinite(), (limit / whole).clamp(max=1.0), 1.0)
+        shrink = torch.where(whole.isfinite(), (limit * math.sqrt(share) / whole).clamp(max=1.0), 1.0)
         for piece in pieces:
             piece.mul_(shrink.to(piece.dtype))

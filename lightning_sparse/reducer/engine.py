@@ -136,7 +136,7 @@ class Engine(EngineView):
         are here; with "group", each group is clipped to its share.
 
         Args:
-            limit: above 0, for the average over ranks; the norm of each rank is clipped to ``sqrt(n)`` times that.
+            limit: above 0, for averages over ranks; each rank's norm or values are clipped to ``sqrt(n)`` times that.
             algorithm: "norm" or "value".
             optimizer: clip the gradients of its parameters together, apart from others; None: those of all parameters.
 

@@ -149,8 +149,8 @@ class Followed:
             self.clip(limit, algorithm, optimizer)
             self._clipped_in_place.add(key)
             self._say_once(
-                "Each rank's own gradients are clipped before they wait, and not their averages, by norm to sqrt(n) "
-                "times the limit (docs/training.md). memory='residual' leaves clipping to averages."
+                "Each rank's own gradients are clipped before they wait, and not their averages, to sqrt(n) times the "
+                "limit (docs/training.md). memory='residual' leaves clipping to averages."
             )
         elif key in self._clipped_in_place:  # all is dense from now on
             self._clipped_in_place.remove(key)

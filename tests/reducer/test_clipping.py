@@ -1,0 +1,35 @@
+"""What a rank's gradients are clipped to, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightning_sparse.reducer.clipping import Clipping
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_limit_is_for_averages_which_are_shorter_by_the_root_of_the_number_of_ranks(
+    algorithm: str, scale: float | None
+) -> None:
+    x = [torch.tensor([3.0, -0.5, 0.0]), torch.tensor([[4.0]])]
+    loss_scale = None if scale is None else torch.tensor(scale)
+    pieces = [piece * (scale or 1.0) for piece in x]
+    Clipping(0.5, algorithm).apply_(pieces, 4, 1.0, loss_scale)
+    found = [piece / (scale or 1.0) for piece in pieces]
+    if algorithm == "value":
+        assert torch.equal(found[0], torch.tensor([1.0, -0.5, 0.0])) and torch.equal(found[1], torch.tensor([[1.0]]))
+        return
+    length = math.sqrt(9 + 0.25 + 16)
+    for piece, whole in zip(found, x, strict=True):
+        torch.testing.assert_close(piece, whole / length)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_what_is_not_finite_is_left_to_be_found(algorithm: str) -> None:
+    piece = torch.tensor([math.inf, math.nan, 3.0])
+    Clipping(0.5, algorithm).apply_([piece], 4, 1.0, None)
+    assert piece[0] == math.inf and bool(piece[1].isnan())
