@@ -10,12 +10,12 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Parameter
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lightning_sparse.console import say
 from lightning_sparse.memory import Adapting, Memory, NoMemory, Residual, named_in
 from lightning_sparse.momentum import has_velocities
-from lightning_sparse.optim import holds, made_for, stepping
+from lightning_sparse.optim import made_for, stepping
 from lightning_sparse.reducer.adam_steps import AdamSteps
 from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.group import GroupReducer
@@ -164,7 +164,7 @@ class Followed:
         if self.adam_steps.takes(optimizer):
             return True
         adapts = type(self._reducer.settings.memory) is Adapting
-        return adapts and type(stepping(optimizer)) is SGD and holds(optimizer, self._sparsified)
+        return adapts and has_velocities(stepping(optimizer), self._sparsified)
 
     def close(self) -> None:
         """Leave optimizers alone."""
