@@ -148,8 +148,8 @@ class Engine(EngineView):
     def clip_in_place_of_averages(self, limit: float, algorithm: str, optimizer: torch.optim.Optimizer) -> bool:
         """Clip each rank's gradients from the next step on, where the averages of an optimizer were to be clipped.
 
-        That is done for Adam whose steps are taken here, and for ``torch.optim.SGD`` with momentum and the default
-        memory, as long as something is sparsified; nothing is done for others. All ranks must call this.
+        That is done for Adam whose steps are taken here, and with the default memory for ``torch.optim.SGD``, by norm
+        if it has momentum, as long as something is sparsified; nothing is done for others. All ranks must call this.
 
         Args:
             limit: as in :meth:`clip_gradients`.

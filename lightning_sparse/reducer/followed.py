@@ -10,12 +10,12 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_sparse.console import say
 from lightning_sparse.memory import Adapting, Memory, NoMemory, Residual, named_in
 from lightning_sparse.momentum import has_velocities
-from lightning_sparse.optim import made_for, stepping
+from lightning_sparse.optim import holds, made_for, stepping
 from lightning_sparse.reducer.adam_steps import AdamSteps
 from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.group import GroupReducer
@@ -145,7 +145,7 @@ class Followed:
         reducer, key = self._reducer, id(optimizer)
         if reducer.direct:
             return False
-        if self._suits_clipping(optimizer):
+        if self._suits_clipping(optimizer, algorithm):
             self.clip(limit, algorithm, optimizer)
             self._clipped_in_place.add(key)
             self._say_once(
@@ -159,12 +159,16 @@ class Followed:
             return False
         return bool(reducer.clipped & {None, key})
 
-    def _suits_clipping(self, optimizer: Optimizer) -> bool:
+    def _suits_clipping(self, optimizer: Optimizer, algorithm: str) -> bool:
         """Whether an optimizer's gradients are clipped before they wait, where nothing else was chosen."""
         if self.adam_steps.takes(optimizer):
             return True
-        adapts = type(self._reducer.settings.memory) is Adapting
-        return adapts and has_velocities(stepping(optimizer), self._sparsified)
+        optimizer, sparsified = stepping(optimizer), self._sparsified
+        if type(self._reducer.settings.memory) is not Adapting:
+            return False
+        if algorithm == "value":
+            return type(optimizer) is SGD and holds(optimizer, sparsified)
+        return has_velocities(optimizer, sparsified)  # without, clipping norms of averages was measured to be better
 
     def close(self) -> None:
         """Leave optimizers alone."""

@@ -1,4 +1,4 @@
-"""Momentum SGD with the default memory: each rank's gradients are clipped before they wait, in Trainer and Fabric."""
+"""SGD with the default memory: each rank's gradients are clipped before they wait, in Trainer and Fabric."""
 
 from __future__ import annotations
 
@@ -45,9 +45,11 @@ def fit(kind: str, algorithm: str, options: dict[str, Any]) -> tuple[float, floa
     return *found[0], clippings_of(strategy.engine), lines
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_what_waits_in_the_trainer_was_clipped_from_the_first_step_on(two_ranks: Ranks, algorithm: str) -> None:
-    for rank, (value, norm, clippings, lines) in enumerate(two_ranks(fit, "momentum", algorithm, {})):
+@pytest.mark.parametrize(("kind", "algorithm"), [("momentum", "norm"), ("momentum", "value"), ("plain", "value")])
+def test_what_waits_in_the_trainer_was_clipped_from_the_first_step_on(
+    two_ranks: Ranks, kind: str, algorithm: str
+) -> None:
+    for rank, (value, norm, clippings, lines) in enumerate(two_ranks(fit, kind, algorithm, {})):
         most = STEPS * LIMIT * 2**0.5 * (1 + 1e-5)
         assert 0 < (norm if algorithm == "norm" else value) <= most
         assert clippings == [(LIMIT, algorithm)]
@@ -58,7 +60,7 @@ def test_what_waits_in_the_trainer_was_clipped_from_the_first_step_on(two_ranks:
     ("kind", "options"), [("momentum", {"memory": "residual"}), ("momentum", {"density": 1.0}), ("plain", {})]
 )
 def test_averages_are_clipped_elsewhere(two_ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
-    for value, _, clippings, lines in two_ranks(fit, kind, "value", options):
+    for value, _, clippings, lines in two_ranks(fit, kind, "norm" if kind == "plain" else "value", options):
         assert clippings == lines == []
         assert value > 2 * STEPS * LIMIT or "density" in options
 
