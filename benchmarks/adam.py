@@ -2,7 +2,7 @@
 
 n simulated ranks in one process, on the code that trains. Ways to step:
 
-- `dense`: torch's AdamW on the mean gradient.
+- `dense`: torch's AdamW on the mean gradient; `dense_beta0` the same without a first moment.
 - `second_moment`: what `sparse_ddp` does with AdamW, see `lightning_sparse.SecondMoment`.
 - `residual`: torch's AdamW behind plain error feedback; `residual_beta0` the same without a first moment.
 - `adam_correction`: Adam's directions formed on each rank before the exchange, see `lightning_sparse.AdamCorrection`.
@@ -56,10 +56,11 @@ LENGTH = {"gpt": 64, "lstm": 16}
 RATE = {"gpt": 1e-3, "lstm": 3e-3, "cnn": 1e-3}
 BATCH = {"gpt": 8, "lstm": 8, "cnn": 16}
 SGD_RATE = 0.05
-DENSE = ("dense", "sgd")
+DENSE = ("dense", "dense_beta0", "sgd")
 
 Way = Literal[
     "dense",
+    "dense_beta0",
     "second_moment",
     "residual",
     "residual_beta0",
@@ -230,7 +231,7 @@ def train(run: Run, data: Data, clip: Clip, momentum: float = 0.9, weight_decay:
     parameters = list(model.parameters())
     sparse = [p for p in parameters if p.dim() > 1] if run.way not in DENSE else []
     dense = [p for p in parameters if all(p is not other for other in sparse)]
-    beta1 = 0.0 if run.way == "residual_beta0" else 0.9
+    beta1 = 0.0 if run.way in ("dense_beta0", "residual_beta0") else 0.9
     settings: dict[str, Any] = {"lr": 1.0, "betas": (beta1, run.beta2), "weight_decay": 0.1}
     takes_steps = run.way in ("second_moment", "adam_correction")
     stepped = dense if takes_steps else parameters

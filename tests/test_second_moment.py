@@ -47,7 +47,7 @@ def reference_steps(gradients: Rows, k: int, beta2: float, eps: float) -> list[t
         average, divisor = np.zeros(numel), {}
         for j in union:
             average[j] = acc[:, j].mean()
-            divisor[j] = max(math.sqrt(corrected[:, j].mean()) + eps, abs(average[j]) / 100)
+            divisor[j] = max(math.sqrt(corrected[:, j].mean()) + eps, abs(average[j]) / 10)
             acc[:, j] = 0
         seen.append((average, divisor))
     return seen
@@ -89,7 +89,7 @@ def test_where_gradients_have_stopped_steps_stay_bounded() -> None:
         assert trace.divisor is not None
         quotients.append(float((trace.update / trace.divisor).abs().max()))
     assert {int(j) for j in trace.indices} <= {0, 1, 2, 3}
-    assert 1 <= max(quotients) <= 100
+    assert 1 <= max(quotients) <= 10.001
 
 
 def test_steps_stay_bounded_however_long_a_coordinate_has_waited() -> None:
@@ -99,7 +99,7 @@ def test_steps_stay_bounded_however_long_a_coordinate_has_waited() -> None:
     waited = [float(trace.update.max()) for trace in traces]
     steps = [float((trace.update / trace.divisor).max()) for trace in traces if trace.divisor is not None]
     assert max(waited) > 200
-    assert len(steps) == 450 and 50 < max(steps) <= 100.001
+    assert len(steps) == 450 and max(steps) == pytest.approx(0.25 / 0.004)
 
 
 def reference_parts(second: Rows, picked: list[set[int]], j: int, parts: int) -> float:
@@ -131,7 +131,7 @@ def test_packed_second_moments_are_averaged_in_parts_of_the_largest_that_was_tol
         assert all(torch.equal(divisor, divisors[0]) for divisor in divisors)
         np.testing.assert_allclose(
             divisors[0][update.indices],
-            np.maximum(np.sqrt(np.array(expected) / correction) + 1e-8, update.values.abs().numpy() / 100),
+            np.maximum(np.sqrt(np.array(expected) / correction) + 1e-8, update.values.abs().numpy() / 10),
             rtol=1e-12,
         )
         # Coarse, but never far off: a rank that has picked has told its own size.

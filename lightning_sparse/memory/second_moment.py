@@ -29,12 +29,29 @@ class SecondMomentState(CountedState):
     divisor: Tensor
     """(numel + 1,) ``sqrt(v) + eps`` where the latest averages arrived, at other coordinates older ones or 1. Not
     remembered: it belongs to the averages in the gradients."""
+    longest: Tensor
+    """() on the host, :func:`longest` in the step that goes on."""
 
 
-LONGEST = 100.0
-"""Largest quotient of an average and its divisor: the longest step, in learning rates. What waited longer and agreed
-all the time was formed of gradients too old for its full length: at density 0.001, with 4000 instead, an LSTM diverged
-after some hundred steps (``docs/adam.md``)."""
+SHARE, SHORTEST, LONGEST = 0.25, 10.0, 100.0
+"""Of the steps that a coordinate waits on average, as how many an average counts at most, and the bounds of that."""
+
+
+def longest(density: float) -> float:
+    """Largest quotient of an average and its divisor: the longest step, in learning rates.
+
+    ``0.25 / density``, but at least 10 and at most 100. What waited for long and agreed all the time was formed of
+    gradients too old for its full length, and does the more harm the higher the learning rate. At low densities nearly
+    everything waits for long, and bounds below 100 cost more than they save (``docs/adam.md``).
+
+    Args:
+        density: of the step, in (0, 1].
+
+    Example:
+        >>> [longest(density) for density in (1.0, 0.01, 0.001)]
+        [10.0, 25.0, 100.0]
+    """
+    return min(LONGEST, max(SHORTEST, SHARE / density))
 
 
 @MEMORIES.register
@@ -49,11 +66,11 @@ class SecondMoment(CountedFeedback):
 
         ``lr sqrt(n) mean(acc) / (sqrt(mean(v) / (1 - beta2^t)) + eps)``
 
-    with decoupled weight decay, and without a first moment: the residual has averaged over the steps that a coordinate
-    waited. Adam behind an exchange of sparse averages forms its second moment of squares of sums and zeros, so that a
-    step has the same length however long a coordinate has waited; this v knows the gradients of every step. It holds
-    the noise of one rank, n times that of the average: hence ``sqrt(n)``, with which a learning rate chosen for dense
-    training keeps its meaning (``docs/adam.md``).
+    where the quotient counts as at most :func:`longest`, with decoupled weight decay, and without a first moment: the
+    residual has averaged over the steps that a coordinate waited. Adam behind an exchange of sparse averages forms its
+    second moment of squares of sums and zeros, so that a step has the same length however long a coordinate has waited;
+    this v knows the gradients of every step. It holds the noise of one rank, n times that of the average: hence
+    ``sqrt(n)``, with which a learning rate chosen for dense training keeps its meaning (``docs/adam.md``).
 
     The engine applies these steps in place of ``torch.optim.Adam`` and ``AdamW`` (and :class:`lightning_sparse.AdamW`)
     for parameters that are sparsified; parameters that are dense are left to the optimizer. It is what ``memory=None``
@@ -106,12 +123,14 @@ class SecondMoment(CountedFeedback):
         residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
         divisor = torch.ones(numel + 1, device=device, dtype=dtype)
         steps = torch.zeros((), device=device, dtype=torch.float64)
-        return SecondMomentState(residual, steps, second, divisor)
+        bound = torch.tensor(LONGEST, dtype=torch.float64, device="cpu")
+        return SecondMomentState(residual, steps, second, divisor, bound)
 
     def accumulate_(self, state: SecondMomentState, grad: Gradient, ctx: Context) -> Tensor:
         """``acc = residual + grad``, and the next second moment."""
         residual, acc = state.residual
         now, following = state.second
+        state.longest.fill_(longest(ctx.density))
         for vector in (following, acc):
             vector[-1:].zero_()
         if ctx.candidates is not None:  # the score, too, in the same pass
@@ -141,7 +160,7 @@ class SecondMoment(CountedFeedback):
         """As :class:`Residual`; note what the averages are to be divided by."""
         super().settle_(state, update, rounding)
         assert update.second is not None, "an exchange that does not carry second values"
-        divisor = self._divisor(update.second, self._correction(state), update.values)
+        divisor = self._divisor(update.second, self._correction(state), update.values, state.longest.item())
         if update.indices is None:
             state.divisor[: divisor.numel()].copy_(divisor)
         else:
@@ -155,7 +174,7 @@ class SecondMoment(CountedFeedback):
         """By the mean of what the ranks remember."""
         correction = 1 - torch.pow(self.beta2, state.steps.clamp(min=1))
         second = mean(state.second.now[:-1])
-        state.divisor[:-1].copy_(self._divisor(second, correction, average))
+        state.divisor[:-1].copy_(self._divisor(second, correction, average, LONGEST))
 
     def complete_(self, state: SecondMomentState, span: slice, names: Collection[str]) -> None:
         """A residual without a second moment counts as one gradient of its size, so that steps start short."""
@@ -176,10 +195,10 @@ class SecondMoment(CountedFeedback):
         correction: Tensor = 1 - self.power(state)
         return correction
 
-    def _divisor(self, second: Tensor, correction: Tensor, average: Tensor) -> Tensor:
+    def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, most: float) -> Tensor:
         """By what averages are divided, from means of second moments at the same coordinates."""
         root = (second / correction.to(second.dtype)).sqrt_().add_(self.eps)
-        shortest = average.abs().to(root.dtype).mul_(1 / LONGEST)
+        shortest = average.abs().to(root.dtype).mul_(1 / most)
         # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.
         return torch.maximum(root.nan_to_num_(nan=1.0, posinf=math.inf), shortest.nan_to_num_(nan=0.0))
 

@@ -54,7 +54,7 @@ RESIDUAL, ADAM = ls.Residual(), ls.SecondMoment(1 - 2**-10)
         pytest.param(
             2, 66_000, 0.01, torch.float32, False, RESIDUAL, marks=[thorough, pytest.mark.timeout(900)]
         ),  # two blocks
-        (2, 300, 0.05, torch.bfloat16, False, ADAM),
+        (2, 300, 0.05, torch.bfloat16, False, ls.SecondMoment(0.0)),  # some steps are bounded
         pytest.param(5, 2600, 0.05, torch.float32, False, ls.SecondMoment(1 - 2**-4, 0.1), marks=thorough),
         pytest.param(2, 1000, 0.004, torch.float16, True, ADAM, marks=thorough),
         pytest.param(17, 300, 0.3, torch.float32, True, ls.SecondMoment(0.0), marks=thorough),  # in 32 bits
