@@ -134,7 +134,7 @@ class SecondMoment(CountedFeedback):
         for vector in (following, acc):
             vector[-1:].zero_()
         if ctx.candidates is not None:  # the score, too, in the same pass
-            by = Weights(self.beta2, 1 - self.beta2, self._least(state).item(), 1 / LONGEST)
+            by = Weights(self.beta2, 1 - self.beta2, self._least(state).item(), 1 / longest(ctx.density))
             vectors = acc[:-1], following[:-1], grad.room(acc.dtype), residual[:-1], now[:-1]
             weigh_(*vectors, grad.runs, by, ctx.candidates)
             return acc
@@ -143,13 +143,13 @@ class SecondMoment(CountedFeedback):
         return acc
 
     def score_(self, state: SecondMomentState, acc: Tensor, grad: Gradient, ctx: Context) -> Tensor:
-        """``acc / max(sqrt(v) + eps, |acc| / longest)^(1/2)``."""
+        """``acc / max(sqrt(v) + eps sqrt(1 - beta2^t), |acc| / longest)^(1/2)``, of v not corrected for its start."""
         score = grad.room(acc.dtype)
         if ctx.candidates is not None:
             return score
         second, power = state.second.following, self.power(state)
         for piece, part in pieces(Gradient([score])):
-            score_(part, acc[piece], second[piece], power, self.eps, LONGEST)
+            score_(part, acc[piece], second[piece], power, self.eps, longest(ctx.density))
         return score
 
     def second(self, state: SecondMomentState) -> Tensor:

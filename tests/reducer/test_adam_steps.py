@@ -124,15 +124,18 @@ def reference(steps: int, hyper: Any, limit: float = math.inf) -> tuple[list[Ten
         g = torch.stack(rows)
         acc += g
         v = beta2 * v + (1 - beta2) * g * g
-        corrected = v / (1 - beta2 ** (step + 1))
+        correction = 1 - beta2 ** (step + 1)
+        corrected = v / correction
         union: set[int] = set()
         for rank in range(N):
-            score = acc[rank].square() / (corrected[rank].sqrt() + 1e-8)
+            root = v[rank].sqrt() + 1e-8 * math.sqrt(correction)
+            score = acc[rank].square() / torch.maximum(root, acc[rank].abs() / 10)
             union |= set(score.topk(k // N).indices.tolist())
         u = torch.tensor(sorted(union))
         with torch.no_grad():
             move = torch.zeros(total, dtype=torch.float64)
-            move[u] = lr * math.sqrt(N) * acc[:, u].mean(0) / (corrected[:, u].mean(0).sqrt() + 1e-8)
+            quotient = acc[:, u].mean(0) / (corrected[:, u].mean(0).sqrt() + 1e-8)
+            move[u] = lr * math.sqrt(N) * quotient.clamp(-10, 10)
             acc[:, u] = 0
             for i, part in zip(sparse, move.split(sizes), strict=True):
                 parameters[i].mul_(1 - lr * decay).sub_(part.view_as(parameters[i]))
