@@ -29,8 +29,8 @@ class SecondMomentState(CountedState):
     divisor: Tensor
     """(numel + 1,) ``sqrt(v) + eps`` where the latest averages arrived, at other coordinates older ones or 1. Not
     remembered: it belongs to the averages in the gradients."""
-    longest: Tensor
-    """() on the host, :func:`longest` in the step that goes on."""
+    quickest: Tensor
+    """() on the host, the reciprocal of :func:`longest` in the step that goes on."""
 
 
 SHARE, SHORTEST, LONGEST = 0.25, 10.0, 100.0
@@ -123,14 +123,14 @@ class SecondMoment(CountedFeedback):
         residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
         divisor = torch.ones(numel + 1, device=device, dtype=dtype)
         steps = torch.zeros((), device=device, dtype=torch.float64)
-        bound = torch.tensor(LONGEST, dtype=torch.float64, device="cpu")
-        return SecondMomentState(residual, steps, second, divisor, bound)
+        quickest = torch.ones((), device="cpu", dtype=torch.float64)
+        return SecondMomentState(residual, steps, second, divisor, quickest)
 
     def accumulate_(self, state: SecondMomentState, grad: Gradient, ctx: Context) -> Tensor:
         """``acc = residual + grad``, and the next second moment."""
         residual, acc = state.residual
         now, following = state.second
-        state.longest.fill_(longest(ctx.density))
+        state.quickest.fill_(1 / longest(ctx.density))
         for vector in (following, acc):
             vector[-1:].zero_()
         if ctx.candidates is not None:  # the score, too, in the same pass
@@ -160,7 +160,7 @@ class SecondMoment(CountedFeedback):
         """As :class:`Residual`; note what the averages are to be divided by."""
         super().settle_(state, update, rounding)
         assert update.second is not None, "an exchange that does not carry second values"
-        divisor = self._divisor(update.second, self._correction(state), update.values, state.longest.item())
+        divisor = self._divisor(update.second, self._correction(state), update.values, state.quickest)
         if update.indices is None:
             state.divisor[: divisor.numel()].copy_(divisor)
         else:
@@ -174,7 +174,7 @@ class SecondMoment(CountedFeedback):
         """By the mean of what the ranks remember."""
         correction = 1 - torch.pow(self.beta2, state.steps.clamp(min=1))
         second = mean(state.second.now[:-1])
-        state.divisor[:-1].copy_(self._divisor(second, correction, average, LONGEST))
+        state.divisor[:-1].copy_(self._divisor(second, correction, average, 1 / LONGEST))
 
     def complete_(self, state: SecondMomentState, span: slice, names: Collection[str]) -> None:
         """A residual without a second moment counts as one gradient of its size, so that steps start short."""
@@ -195,10 +195,10 @@ class SecondMoment(CountedFeedback):
         correction: Tensor = 1 - self.power(state)
         return correction
 
-    def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, most: float) -> Tensor:
+    def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, quickest: Tensor | float) -> Tensor:
         """By what averages are divided, from means of second moments at the same coordinates."""
         root = (second / correction.to(second.dtype)).sqrt_().add_(self.eps)
-        shortest = average.abs().to(root.dtype).mul_(1 / most)
+        shortest = average.abs().to(root.dtype).mul_(quickest)
         # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.
         return torch.maximum(root.nan_to_num_(nan=1.0, posinf=math.inf), shortest.nan_to_num_(nan=0.0))
 
