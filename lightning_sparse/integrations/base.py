@@ -19,6 +19,7 @@ from lightning_sparse.config import StrategyConfig
 from lightning_sparse.controllers import Planner
 from lightning_sparse.fields import from_keywords
 from lightning_sparse.integrations.earlier import Left, go_on
+from lightning_sparse.optim import ids_of
 from lightning_sparse.plan.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
 from lightning_sparse.reducer import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.sparsifiers import SPARSIFIERS
@@ -181,16 +182,19 @@ class SparseStrategy:
         with failing_together(engine.comm, engine.device):
             engine.follow(optimizers)
 
-    def _clips_locally(self, optimizer: Any, limit: Any, algorithm: str) -> bool:
-        """Let engines clip each rank's gradients from the next step on, where that is better than clipping averages.
+    def _clips_locally(self, optimizer: Any, limit: Any, algorithm: str, known: bool = False) -> bool:
+        """Let an engine clip each rank's gradients from the next step on, where that is better than clipping averages.
+
+        Where several engines share the optimizer's parameters, none knows the norm of all.
 
         Returns:
             Whether the gradients of this step were clipped so already, and their averages are to be left alone.
         """
-        done = False
-        for engine in self.engines if limit else ():
-            done |= engine.clip_in_place_of_averages(float(limit), algorithm, optimizer)
-        return done
+        held = ids_of(optimizer)
+        engines = [engine for engine in self.engines if any(id(p) in held for p in engine.parameters.values())]
+        if len(engines) != 1:
+            return False
+        return engines[0].clip_in_place_of_averages(float(limit or 0.0), algorithm, optimizer, known)
 
     def _mean_over_ranks(self, numbers: Mapping[str, float]) -> dict[str, float]:
         comm, own = TorchCollective(), torch.tensor(list(numbers.values()), dtype=torch.float64, device="cpu")

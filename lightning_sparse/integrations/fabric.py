@@ -186,7 +186,9 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any) -> None:
         """As in Fabric, or as :meth:`clip_gradients_norm`."""
-        if not self._clips_locally(optimizer, clip_val, "value"):
+        if self._clips_locally(optimizer, clip_val, "value"):
+            self.precision.unscale_gradients(optimizer)
+        else:
             super().clip_gradients_value(module, optimizer, clip_val)
 
     def save_checkpoint(

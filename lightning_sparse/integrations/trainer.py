@@ -57,6 +57,13 @@ class ClipBeforeTheExchange:
             type(plugin).clip_gradients(plugin, optimizer, clip_val, gradient_clip_algorithm)
 
 
+def _has_own_clipping(module: Any) -> bool:
+    """Whether a ``configure_gradient_clipping`` of the user decides what is clipped."""
+    name = "configure_gradient_clipping"
+    of_lightning = next(vars(kind)[name] for kind in reversed(type(module).__mro__) if name in vars(kind))
+    return getattr(module, name).__func__ is not of_lightning
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments(StrategyArguments):  # type: ignore[misc]  # see StrategyConfig
     """What the strategies for the Trainer take."""
@@ -167,8 +174,8 @@ class SparseDDPMixin(SparseStrategy, Base):
     def _clip_before_the_exchange(self, trainer: Any) -> None:
         """Clip each rank's gradients, and not their averages, where that is better; from the first step on."""
         algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm"
-        for optimizer in self.optimizers:
-            self._clips_locally(optimizer, trainer.gradient_clip_val, algorithm)
+        for optimizer in () if _has_own_clipping(self.lightning_module) else self.optimizers:
+            self._clips_locally(optimizer, trainer.gradient_clip_val, algorithm, known=True)
         vars(self.precision_plugin)["clip_gradients"] = ClipBeforeTheExchange(self)
 
     def on_train_start(self) -> None:

@@ -145,21 +145,24 @@ class Engine(EngineView):
         """
         self._followed.clip(limit, algorithm, optimizer)
 
-    def clip_in_place_of_averages(self, limit: float, algorithm: str, optimizer: torch.optim.Optimizer) -> bool:
+    def clip_in_place_of_averages(
+        self, limit: float, algorithm: str, optimizer: torch.optim.Optimizer, known: bool = False
+    ) -> bool:
         """Clip each rank's gradients from the next step on, where the averages of an optimizer were to be clipped.
 
         That is done for Adam whose steps are taken here, and with the default memory for ``torch.optim.SGD``, by norm
         if it has momentum, as long as something is sparsified; nothing is done for others. All ranks must call this.
 
         Args:
-            limit: as in :meth:`clip_gradients`.
+            limit: as in :meth:`clip_gradients`; 0 or infinite: nothing is clipped any more.
             algorithm: "norm" or "value".
             optimizer: that was about to step.
+            known: whether this is before the first step. SGD is left alone if it is not.
 
         Returns:
             Whether the gradients of the latest averages were clipped so already: these are to be left alone.
         """
-        return self._followed.clip_in_place_of_averages(limit, algorithm, optimizer)
+        return self._followed.clip_in_place_of_averages(limit, algorithm, optimizer, known)
 
     def count_as_applied(self) -> None:
         """What the latest exchange handed out has been applied, or never will be: between two steps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -39,8 +40,6 @@ class Followed:
         self._reducer, self._parameters, self._rank = reducer, parameters, rank
         self._chosen_memory = reducer.settings.memory
         self._told: set[str] = set()
-        self._clipped_in_place: set[int] = set()
-        """Ids of optimizers whose averages are not clipped, because each rank's gradients are."""
         names = {id(p): name for name, p in parameters.items()}
         record = reducer.record
         self.adam_steps = AdamSteps(names, self._sparse_group, record.waiting, world_size)
@@ -140,31 +139,36 @@ class Followed:
         if names:
             self._reducer.clippings[None if optimizer is None else id(optimizer)] = clipping, names
 
-    def clip_in_place_of_averages(self, limit: float, algorithm: str, optimizer: Optimizer) -> bool:
+    def clip_in_place_of_averages(
+        self, limit: float, algorithm: str, optimizer: Optimizer, known: bool = False
+    ) -> bool:
         """See :meth:`.Engine.clip_in_place_of_averages`."""
         reducer, key = self._reducer, id(optimizer)
-        if reducer.direct:
+        begun = key in reducer.in_place_of_averages
+        if not 0 < limit < math.inf:
+            if begun:
+                reducer.in_place_of_averages -= {key}
+                reducer.clippings.pop(key, None)
             return False
-        if self._suits_clipping(optimizer, algorithm):
-            self.clip(limit, algorithm, optimizer)
-            self._clipped_in_place.add(key)
+        if not begun:
+            if reducer.direct or not self._suits_clipping(optimizer, algorithm, known):
+                return False
             self._say_once(
                 "Each rank's own gradients are clipped before they wait, and not their averages, to sqrt(n) times the "
                 "limit (docs/training.md). memory='residual' leaves clipping to averages."
             )
-        elif key in self._clipped_in_place:  # all is dense from now on
-            self._clipped_in_place.remove(key)
-            reducer.clippings.pop(key, None)
-        else:
-            return False
-        return bool(reducer.clipped & {None, key})
+        self.clip(limit, algorithm, optimizer)
+        reducer.in_place_of_averages |= {key}
+        return not reducer.direct and bool(reducer.clipped & {None, key})
 
-    def _suits_clipping(self, optimizer: Optimizer, algorithm: str) -> bool:
+    def _suits_clipping(self, optimizer: Optimizer, algorithm: str, known: bool) -> bool:
         """Whether an optimizer's gradients are clipped before they wait, where nothing else was chosen."""
         if self.adam_steps.takes(optimizer):
             return True
-        optimizer, sparsified = stepping(optimizer), self._sparsified
-        if type(self._reducer.settings.memory) is not Adapting:
+        # What is not clipped in the first step would wait, and move parameters without any limit later. Of what is
+        # sharded over ranks, each rank sees a part.
+        sparsified = self._sparsified
+        if not known or type(self._reducer.settings.memory) is not Adapting:
             return False
         if algorithm == "value":
             return type(optimizer) is SGD and holds(optimizer, sparsified)

@@ -73,6 +73,8 @@ class Reducer:
         self.clippings: dict[int | None, tuple[Clipping, Set[str]]] = {}
         """What each rank's gradients are clipped to from the next step on, before they are accumulated, and which
         parameters' are; by the id of an optimizer, None for all parameters."""
+        self.in_place_of_averages: Set[int] = frozenset()
+        """Keys of those that rest while nothing of their parameters can wait: averages are clipped then."""
         self.clipped: Set[int | None] = frozenset()
         """Keys of those that the latest step began with."""
         self.flush_asked = False
@@ -199,21 +201,26 @@ class Reducer:
         self._begun = True
         self.skipped.begin_step()
         self._number = self.step
-        self.clipped = set(self.clippings)
-        self._batches.begin_step(
-            [
-                (clipping, names, sum(self._parameters[name].numel() for name in names))
-                for clipping, names in self.clippings.values()
-            ]
-        )
         with self.record.lock:
             self.record.begin_step()
             for group in self.groups:
                 group.density.take_in()
         self._before_exchange()
+        self._begin_clipping()
         if self.flush_asked:  # looked at once, so that all groups of the step do the same
             self.flush_at, self.flush_asked = self.step, False
         self._flushes = self.flush_at == self.step
+
+    def _begin_clipping(self) -> None:
+        """What this step's gradients are clipped to, when its groups are known."""
+        waiting = {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
+        acting = {
+            key: (clipping, names, sum(self._parameters[name].numel() for name in names))
+            for key, (clipping, names) in self.clippings.items()
+            if key not in self.in_place_of_averages or names & waiting
+        }
+        self.clipped = acting.keys()
+        self._batches.begin_step(list(acting.values()))
 
     def rescale(self) -> None:
         """Let residuals stand for the same steps when learning rates have changed."""

@@ -1,7 +1,8 @@
-"""SGD with the default memory: each rank's gradients are clipped before they wait, in Trainer and Fabric."""
+"""SGD with the default memory: each rank's gradients are clipped before they wait, if the limit is known at first."""
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -65,12 +66,13 @@ def test_averages_are_clipped_elsewhere(two_ranks: Ranks, kind: str, options: di
         assert value > 2 * STEPS * LIMIT or "density" in options
 
 
-def where_groups_change() -> list[tuple[bool, list[Any]]]:
-    """Whether averages are left alone, and what is clipped: sparse, dense, past the groups, sparse again."""
+def where_groups_change() -> list[bool]:
+    """Whether averages are left alone: sparse, dense, past the groups, sparse again."""
     training = Training(memory=None)
     sparse = training.engine.plan
     plans: list[Any] = [sparse, plan_of(training.engine, "model", rules=ls.Rules(dense=["*"])), None, sparse]
     found = []
+    assert not training.engine.clip_in_place_of_averages(LIMIT, "norm", training.optimizer, known=True)
     for number, plan in enumerate(plans):
         if plan is not None:
             training.engine.regroup(plan)
@@ -79,23 +81,24 @@ def where_groups_change() -> list[tuple[bool, list[Any]]]:
         for step in (2 * number, 2 * number + 1):
             training.step(step)
             left_alone = training.engine.clip_in_place_of_averages(LIMIT, "norm", training.optimizer)
-            found.append((left_alone, clippings_of(training.engine)))
+            assert clippings_of(training.engine) == [(LIMIT, "norm")]
+            found.append(left_alone)
+    for limit in (0.0, float("inf")):  # no more
+        training.engine.clip_in_place_of_averages(limit, "norm", training.optimizer)
+        assert not clippings_of(training.engine)
     training.engine.close()
     return found
 
 
 def test_averages_are_clipped_while_all_is_dense(two_ranks: Ranks) -> None:
-    clips: list[Any] = [(LIMIT, "norm")]
-    expected = [(False, clips), (True, clips), (True, []), (False, []), (False, []), (False, [])]
-    for found in two_ranks(where_groups_change):
-        assert found == [*expected, (False, clips), (True, clips)]
+    assert two_ranks(where_groups_change) == [[True, True, False, False, False, False, True, True]] * 2
 
 
 def chosen_by_the_user() -> tuple[bool, list[Any]]:
     training = Training(memory="residual")
     training.engine.clip_gradients(1.0, "norm", training.optimizer)
     training.step(0)
-    left_alone = training.engine.clip_in_place_of_averages(LIMIT, "norm", training.optimizer)
+    left_alone = training.engine.clip_in_place_of_averages(LIMIT, "norm", training.optimizer, known=True)
     training.engine.close()
     return left_alone, clippings_of(training.engine)
 
@@ -124,8 +127,45 @@ def in_fabric(limit: dict[str, float]) -> tuple[list[float], list[float]]:
     return [float(average.abs().max()) for average in averages], waits
 
 
-def test_in_fabric_averages_are_clipped_until_the_limit_is_known(two_ranks: Ranks) -> None:
+def test_in_fabric_averages_are_clipped_because_the_first_step_would_not_be(two_ranks: Ranks) -> None:
     for largest_averages, waits in two_ranks(in_fabric, {"clip_val": LIMIT}):
-        assert largest_averages[0] == pytest.approx(LIMIT)
-        assert max(largest_averages[1:]) > 10 * LIMIT  # what waited since the first step is not clipped again
-        assert waits[-1] <= waits[0] + STEPS * LIMIT * 2**0.5
+        assert max(largest_averages) == pytest.approx(LIMIT)
+        assert waits[-1] > STEPS * LIMIT * 2**0.5
+
+
+def with_a_hook(package: str) -> tuple[tuple[float, float], list[Any]]:
+    """What waits at the end, and what gradients are clipped to, with a hook of the user's that clips nothing."""
+    strategy = strategy_class(package)(**SPARSE)
+    module = with_optimizer(package, OPTIMIZERS["momentum"])
+    module.configure_gradient_clipping = MethodType(lambda self, *args, **kwargs: None, module)
+    clip = {"gradient_clip_val": LIMIT, "gradient_clip_algorithm": "value"}
+    make_trainer(package, strategy=strategy, max_epochs=1, **clip).fit(module, make_data(), make_data(16))
+    return largest(strategy.engine), clippings_of(strategy.engine)
+
+
+@pytest.mark.parametrize("package", ["pytorch_lightning", "lightning.pytorch"])
+def test_a_hook_of_the_user_decides_what_is_clipped(two_ranks: Ranks, package: str) -> None:
+    for (value, _), clippings in two_ranks(with_a_hook, package):
+        assert clippings == []
+        assert value > 2 * STEPS * LIMIT
+
+
+def removed() -> tuple[tuple[float, float], list[Any]]:
+    """What waits at the end, with a limit that is taken away after two steps."""
+    strategy = strategy_class(PACKAGE)(**SPARSE)
+    module = with_optimizer(PACKAGE, OPTIMIZERS["momentum"])
+
+    def take_away(*_: Any) -> None:
+        if module.trainer.global_step == 2:
+            module.trainer.gradient_clip_val = None
+
+    module.on_train_batch_start = take_away
+    clip = {"gradient_clip_val": LIMIT, "gradient_clip_algorithm": "value"}
+    make_trainer(PACKAGE, strategy=strategy, max_epochs=1, **clip).fit(module, make_data(), make_data(16))
+    return largest(strategy.engine), clippings_of(strategy.engine)
+
+
+def test_a_limit_that_is_taken_away_clips_nothing_more(two_ranks: Ranks) -> None:
+    for (value, _), clippings in two_ranks(removed):
+        assert clippings == []
+        assert value > 2 * STEPS * LIMIT

@@ -74,7 +74,6 @@ def test_the_next_selection_looks_at_candidates_only(monkeypatch: pytest.MonkeyP
     assert above.tolist() == (acc.abs() >= threshold).nonzero().flatten().tolist()
 
 
-@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("kernel", ["portable"], indirect=True)  # numpy adds up in a pass of its own
 def test_sums_are_known_from_the_pass_that_forms_the_vector(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = Candidates()
@@ -89,6 +88,7 @@ def test_sums_are_known_from_the_pass_that_forms_the_vector(kernel: str, monkeyp
     assert float(kernels.mean_and_maximum(acc, candidates)[1]) == float(acc.abs().max())
 
 
+@pytest.mark.usefixtures("kernel")
 def test_scores_of_adam_are_collected_with_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"sparsifier": ls.UnionTopK(), "density": 0.01, "memory": ls.SecondMoment(), "dtype": torch.float32}
     with_them, without = (Ranks(2, NUMEL, **given) for _ in range(2))
