@@ -35,6 +35,7 @@ def reference_steps(gradients: Rows, k: int, beta2: float, eps: float) -> list[t
     """Averages, and by what they are divided, of SharedTopK with exact values."""
     steps, n, numel = gradients.shape
     acc, v = np.zeros((n, numel)), np.zeros((n, numel))
+    most = max(2.0, numel / k / 4)
     seen = []
     for step in range(steps):
         acc += gradients[step]
@@ -43,12 +44,12 @@ def reference_steps(gradients: Rows, k: int, beta2: float, eps: float) -> list[t
         union: set[int] = set()
         for rank in range(n):
             root = np.sqrt(v[rank]) + eps * math.sqrt(1 - beta2 ** (step + 1))
-            score = acc[rank] ** 2 / np.maximum(root, abs(acc[rank]) / 10)
+            score = acc[rank] ** 2 / np.maximum(root, abs(acc[rank]) / most)
             union |= reference_picks(score, k // n)
         average, divisor = np.zeros(numel), {}
         for j in union:
             average[j] = acc[:, j].mean()
-            divisor[j] = max(math.sqrt(corrected[:, j].mean()) + eps, abs(average[j]) / 10)
+            divisor[j] = max(math.sqrt(corrected[:, j].mean()) + eps, abs(average[j]) / most)
             acc[:, j] = 0
         seen.append((average, divisor))
     return seen
@@ -67,8 +68,8 @@ def test_the_best_steps_of_adam_are_sent_with_what_they_are_divided_by(n: int, b
 
 
 def test_what_agrees_with_itself_is_sent_before_it_is_large() -> None:
-    # Coordinate 0 flips its sign at every step, 1 is a thousand times smaller and does not.
-    gradients = torch.tensor([[[10.0, 0.01]], [[-10.0, 0.01]]]).repeat(75, 1, 1)
+    # Coordinate 0 flips its sign at every step, 1 is a hundred times smaller and does not.
+    gradients = torch.tensor([[[10.0, 0.1]], [[-10.0, 0.1]]]).repeat(40, 1, 1)
 
     def sent(memory: ls.Memory) -> set[int]:
         traces = ls.simulate(gradients, sparsifier="topk", exchange="reduce_union", density=0.5, memory=memory)
@@ -90,7 +91,7 @@ def test_where_gradients_have_stopped_steps_stay_bounded() -> None:
         assert trace.divisor is not None
         quotients.append(float((trace.update / trace.divisor).abs().max()))
     assert {int(j) for j in trace.indices} <= {0, 1, 2, 3}
-    assert 1 <= max(quotients) <= 10.001
+    assert 1 <= max(quotients) <= 2.001
 
 
 def test_steps_stay_bounded_however_long_a_coordinate_has_waited() -> None:
@@ -132,7 +133,7 @@ def test_packed_second_moments_are_averaged_in_parts_of_the_largest_that_was_tol
         assert all(torch.equal(divisor, divisors[0]) for divisor in divisors)
         np.testing.assert_allclose(
             divisors[0][update.indices],
-            np.maximum(np.sqrt(np.array(expected) / correction) + 1e-8, update.values.abs().numpy() / 10),
+            np.maximum(np.sqrt(np.array(expected) / correction) + 1e-8, update.values.abs().numpy() / 2),
             rtol=1e-12,
         )
         # Coarse, but never far off: a rank that has picked has told its own size.

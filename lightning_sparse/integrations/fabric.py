@@ -47,7 +47,7 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
     """DDP whose gradient all-reduce is a sparsified exchange with error feedback, for Fabric.
 
     Everything else is Fabric's ``DDPStrategy``: launchers, cluster environments, ``fabric.no_backward_sync``. Clipping
-    acts on each rank's gradients with AdamW and momentum SGD, and on averages otherwise (``docs/training.md``). Each
+    acts on each rank's gradients with AdamW, and on averages otherwise (``docs/training.md``). Each
     module that is set up has an engine of its own; see :attr:`engines`. With one device nothing is communicated, and
     gradients still pass through the sparsifier.
 

@@ -33,14 +33,14 @@ class SecondMomentState(CountedState):
     """() on the host, the reciprocal of :func:`longest` in the step that goes on."""
 
 
-SHARE, SHORTEST, LONGEST = 0.25, 10.0, 100.0
+SHARE, SHORTEST, LONGEST = 0.25, 2.0, 100.0
 """Of the steps that a coordinate waits on average, as how many an average counts at most, and the bounds of that."""
 
 
 def longest(density: float) -> float:
     """Largest quotient of an average and its divisor: the longest step, in learning rates.
 
-    ``0.25 / density``, but at least 10 and at most 100. What waited for long and agreed all the time was formed of
+    ``0.25 / density``, but at least 2 and at most 100. What waited for long and agreed all the time was formed of
     gradients too old for its full length, and does the more harm the higher the learning rate. At low densities nearly
     everything waits for long, and bounds below 100 cost more than they save (``docs/adam.md``).
 
@@ -49,7 +49,7 @@ def longest(density: float) -> float:
 
     Example:
         >>> [longest(density) for density in (1.0, 0.01, 0.001)]
-        [10.0, 25.0, 100.0]
+        [2.0, 25.0, 100.0]
     """
     return min(LONGEST, max(SHORTEST, SHARE / density))
 
@@ -94,12 +94,12 @@ class SecondMoment(CountedFeedback):
     Example:
         >>> import lightning_sparse as ls
         >>> import torch
-        >>> stream = torch.tensor([[[5.0, 0.1]], [[-5.0, 0.1]]]).repeat(4, 1, 1)              # one rank, k = 1
-        >>> for memory in (ls.Residual(), ls.SecondMoment()):
+        >>> stream = torch.tensor([[[5.0, 0.5]], [[-5.0, 0.5]]]).repeat(4, 1, 1)              # one rank, k = 1
+        >>> for memory in (ls.Residual(), ls.SecondMoment(0.9)):
         ...     steps = ls.simulate(stream, sparsifier="shared_topk", density=0.5, memory=memory)
         ...     print([int(step.indices) for step in steps])
         [0, 0, 0, 0, 0, 0, 0, 0]
-        [0, 0, 0, 0, 0, 0, 0, 1]
+        [0, 0, 0, 0, 0, 0, 1, 1]
 
     References:
         Ours. Kingma, Ba, Adam, ICLR 2015, arXiv 1412.6980, algorithm 1; Loshchilov, Hutter, Decoupled weight decay

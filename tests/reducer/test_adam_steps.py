@@ -129,13 +129,13 @@ def reference(steps: int, hyper: Any, limit: float = math.inf) -> tuple[list[Ten
         union: set[int] = set()
         for rank in range(N):
             root = v[rank].sqrt() + 1e-8 * math.sqrt(correction)
-            score = acc[rank].square() / torch.maximum(root, acc[rank].abs() / 10)
+            score = acc[rank].square() / torch.maximum(root, acc[rank].abs() / 2.5)
             union |= set(score.topk(k // N).indices.tolist())
         u = torch.tensor(sorted(union))
         with torch.no_grad():
             move = torch.zeros(total, dtype=torch.float64)
             quotient = acc[:, u].mean(0) / (corrected[:, u].mean(0).sqrt() + 1e-8)
-            move[u] = lr * math.sqrt(N) * quotient.clamp(-10, 10)
+            move[u] = lr * math.sqrt(N) * quotient.clamp(-2.5, 2.5)
             acc[:, u] = 0
             for i, part in zip(sparse, move.split(sizes), strict=True):
                 parameters[i].mul_(1 - lr * decay).sub_(part.view_as(parameters[i]))
