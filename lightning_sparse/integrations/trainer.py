@@ -61,7 +61,7 @@ def _has_own_clipping(module: Any) -> bool:
     """Whether a ``configure_gradient_clipping`` of the user decides what is clipped."""
     name = "configure_gradient_clipping"
     of_lightning = next(vars(kind)[name] for kind in reversed(type(module).__mro__) if name in vars(kind))
-    return getattr(module, name).__func__ is not of_lightning
+    return getattr(getattr(module, name), "__func__", None) is not of_lightning
 
 
 @dataclass(frozen=True, kw_only=True)
