@@ -49,7 +49,7 @@ class Clipping(NamedTuple):
         if self.algorithm == "value":
             for piece in pieces:
                 # Made on the device: copying it there would make the host wait.
-                bound = (torch.ones((), device=piece.device) * limit).to(piece.dtype)
+                bound = (torch.ones((), dtype=torch.float64, device=piece.device) * limit).to(piece.dtype)
                 piece.copy_(torch.where(piece.isfinite(), piece.clamp(-bound, bound), piece))
             return
         whole = torch.linalg.vector_norm(torch.stack([norm(piece) for piece in pieces]))
