@@ -246,6 +246,7 @@ def train(run: Run, data: Data, clip: Clip, momentum: float = 0.9, weight_decay:
         optimizer = torch.optim.SGD(groups, lr=1.0, momentum=momentum, weight_decay=weight_decay)
     generator = torch.Generator().manual_seed(run.seed + 1)
     waited = [torch.zeros_like(p, dtype=torch.uint8) for p in sparse]
+    spending = Spending()
     losses: list[float] = []
     sent = begin = 0.0
     means: list[Tensor] = []
@@ -304,7 +305,7 @@ def train(run: Run, data: Data, clip: Clip, momentum: float = 0.9, weight_decay:
         if by is not None:
             velocities = [optimizer.state[p]["momentum_buffer"] for p in sparse]
             grads = [part.view_as(p) for p, part in zip(sparse, parts, strict=True)]
-            Spending().spend_([Stepped(*each) for each in zip(sparse, grads, velocities, waited, strict=True)], by)
+            spending.spend_([Stepped(*each) for each in zip(sparse, grads, velocities, waited, strict=True)], by)
         sent += float(trace.bytes_sent.mean())
         if not math.isfinite(losses[-1]):
             break

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from lightning_sparse.compare.tasks import text as text_task
-from lightning_sparse.momentum import Momentum, Stepped, spend_
+from lightning_sparse.momentum import Momentum, Spending, Stepped
 from lightning_sparse.reducer.clipping import Clipping
 
 WARM = 30
@@ -58,7 +58,7 @@ def train(run: Run, path: Path) -> dict[str, float]:
     sizes = [p.numel() for p in parameters]
     chosen = torch.cat([torch.full((size,), own) for size, own in zip(sizes, sparse, strict=True)])
     waited = [torch.zeros_like(p, dtype=torch.uint8) for p in parameters]
-    clipping = Clipping(run.limit, run.algorithm)
+    clipping, spending = Clipping(run.limit, run.algorithm), Spending()
     rows = torch.empty(0)
     clipped = 0.0
 
@@ -92,7 +92,7 @@ def train(run: Run, path: Path) -> dict[str, float]:
                 for p, since, own in zip(parameters, waited, sparse, strict=True)
                 if own and p.grad is not None
             ]
-            spend_(found, by)
+            spending.spend_(found, by)
         if not math.isfinite(task.loss):
             return {"perplexity": math.inf, "clipped": clipped}
     return {"perplexity": task.evaluate(), "clipped": clipped}

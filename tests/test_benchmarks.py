@@ -49,6 +49,17 @@ def test_local_steps_are_timed_beside_copies(tmp_path: Path, capsys: pytest.Capt
     assert "union_topk" in (tmp_path / "local_step.svg").read_text()
 
 
+def test_clipping_is_compared_with_dense_training(tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "clipping.jsonl"
+    text.write_text(" ".join(f"word{i * i % 97}" for i in range(30_000)))
+    clipping = benchmark("clipping")
+    for _ in range(2):  # the second time, nothing is missing
+        clipping.main(text, limits=[0.25], densities=[0.01], ranks=2, steps=2, out=out)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["run"][0] for row in rows] == ["dense", "averages", "ranks"]
+    assert all(math.isfinite(row["perplexity"]) for row in rows)
+
+
 def test_local_steps_take_the_sizes_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     local_step = benchmark("local_step")
     monkeypatch.setattr(local_step, "memory", lambda: local_step.bytes_for(1_000_000, 4))

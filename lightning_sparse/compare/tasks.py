@@ -58,6 +58,7 @@ class Task:
             p.data = view
         self.parameters = parameters
         self._waited = torch.zeros(self.numel, dtype=torch.uint8, device="cpu")
+        self._spending = Spending()
         self.optimizer = optimizer(parameters)
         self.loss = 0.0
         """Mean training loss of all ranks at the latest :meth:`gradients`."""
@@ -99,7 +100,7 @@ class Task:
                 if by is None:
                     continue
                 grad, waited = beside[p]
-                Spending().spend_([Stepped(p, grad, self.optimizer.state[p]["momentum_buffer"], waited)], by)
+                self._spending.spend_([Stepped(p, grad, self.optimizer.state[p]["momentum_buffer"], waited)], by)
 
     def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy."""

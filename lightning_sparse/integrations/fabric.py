@@ -47,9 +47,9 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
     """DDP whose gradient all-reduce is a sparsified exchange with error feedback, for Fabric.
 
     Everything else is Fabric's ``DDPStrategy``: launchers, cluster environments, ``fabric.no_backward_sync``. Clipping
-    acts on each rank's gradients with AdamW, and on averages otherwise (``docs/training.md``). Each
-    module that is set up has an engine of its own; see :attr:`engines`. With one device nothing is communicated, and
-    gradients still pass through the sparsifier.
+    acts on each rank's gradients with AdamW, and on averages otherwise (``docs/training.md``). Each module that is set
+    up has an engine of its own; see :attr:`engines`. With one device nothing is communicated, and gradients still pass
+    through the sparsifier.
 
     ``fabric.save`` writes what each rank remembers beside every checkpoint whose state holds a module and an optimizer;
     ``fabric.load`` into such a state lets the engines continue.
