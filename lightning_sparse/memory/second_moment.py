@@ -130,11 +130,12 @@ class SecondMoment(CountedFeedback):
         """``acc = residual + grad``, and the next second moment."""
         residual, acc = state.residual
         now, following = state.second
-        state.quickest.fill_(1 / longest(ctx.density))
+        quickest = 1 / longest(ctx.density)
+        state.quickest.fill_(quickest)
         for vector in (following, acc):
             vector[-1:].zero_()
         if ctx.candidates is not None:  # the score, too, in the same pass
-            by = Weights(self.beta2, 1 - self.beta2, self._least(state).item(), 1 / longest(ctx.density))
+            by = Weights(self.beta2, 1 - self.beta2, self._least(state).item(), quickest)
             vectors = acc[:-1], following[:-1], grad.room(acc.dtype), residual[:-1], now[:-1]
             weigh_(*vectors, grad.runs, by, ctx.candidates)
             return acc

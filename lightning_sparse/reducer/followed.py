@@ -73,7 +73,7 @@ class Followed:
         settings = self._reducer.settings
         if not isinstance(self._chosen_memory, Adapting) or not settings.exchange.carries_second:
             return
-        if not self._sparse_groups:  # for a while, maybe
+        if not any(group.sparsified for group in self._reducer.groups):  # for a while, maybe
             return
         sparsified = self._sparsified
         memory: Memory = self._chosen_memory
@@ -89,14 +89,9 @@ class Followed:
                 )
 
     @property
-    def _sparse_groups(self) -> list[GroupReducer]:
-        return [group for group in self._reducer.groups if group.sparsified]
-
-    @property
     def _sparsified(self) -> set[int]:
         """Ids of the parameters that are not always sent as a whole."""
-        groups = [group for group in self._sparse_groups if not group.always_whole]
-        return {id(self._parameters[name]) for group in groups for name in group.spans}
+        return {id(self._parameters[name]) for name in self._reducer.sparsified}
 
     def _spends(self, optimizer: Optimizer) -> bool:
         """Whether momentum of an optimizer is spent as if averages had not waited; the user is told once."""

@@ -211,13 +211,18 @@ class Reducer:
             self.flush_at, self.flush_asked = self.step, False
         self._flushes = self.flush_at == self.step
 
+    @property
+    def sparsified(self) -> set[str]:
+        """Names of the parameters that are not always sent as a whole."""
+        return {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
+
     def _begin_clipping(self) -> None:
         """What this step's gradients are clipped to, when its groups are known."""
-        waiting = {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
+        sparsified = self.sparsified if self.in_place_of_averages else set()
         acting = {
             key: (clipping, names, sum(self._parameters[name].numel() for name in names))
             for key, (clipping, names) in self.clippings.items()
-            if key not in self.in_place_of_averages or names & waiting
+            if key not in self.in_place_of_averages or names & sparsified
         }
         self.clipped = acting.keys()
         self._batches.begin_step(list(acting.values()))
