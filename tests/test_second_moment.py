@@ -43,8 +43,7 @@ def reference_steps(gradients: Rows, k: int, beta2: float, eps: float) -> list[t
         corrected = v / (1 - beta2 ** (step + 1))
         union: set[int] = set()
         for rank in range(n):
-            root = np.sqrt(v[rank]) + eps * math.sqrt(1 - beta2 ** (step + 1))
-            score = acc[rank] ** 2 / np.maximum(root, abs(acc[rank]) / most)
+            score = acc[rank] ** 2 / np.maximum(np.sqrt(corrected[rank]) + eps, abs(acc[rank]) / most)
             union |= reference_picks(score, k // n)
         average, divisor = np.zeros(numel), {}
         for j in union:

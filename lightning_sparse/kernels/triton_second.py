@@ -25,7 +25,7 @@ class Weighed(NamedTuple):
     second: Tensor
     """(numel + 1,) float32 second moments, the last one zero."""
     by: Tensor
-    """(2,) float32: what stands for Adam's eps, and the reciprocal of the largest quotient."""
+    """(2,) float32: what stands for Adam's eps, and what magnitudes are multiplied by."""
 
 
 @triton.jit
@@ -47,8 +47,14 @@ def _magnitude(x, second, by, i, mask, WEIGHED: tl.constexpr):
 
 @triton.jit
 def _least(power, EPS: tl.constexpr):
-    """What stands for Adam's eps beside roots that are not corrected, see :meth:`.SecondMoment._least`."""
+    """What stands for Adam's eps beside roots that are not corrected, see :meth:`.SecondMoment.score_`."""
     return (tl.sqrt(1.0 - tl.load(power)) * tl.full((), EPS, tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _quickest(power, reciprocal):
+    """What magnitudes are multiplied by beside roots that are not corrected, see :meth:`.SecondMoment.score_`."""
+    return (tl.sqrt(1.0 - tl.load(power)) * reciprocal).to(tl.float32)
 
 
 @triton.jit
@@ -91,7 +97,7 @@ def _moments(
 
 @triton.jit(do_not_specialize=["numel", "per"])
 def _weigh(
-    acc, following, residual, now, grad, words, counts, broken, bound, scale, power, by, keep, add, quickest,
+    acc, following, residual, now, grad, words, counts, broken, bound, scale, power, by, keep, add, reciprocal,
     numel, per,
     EPS: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -102,6 +108,7 @@ def _weigh(
     places = row[:, None] * 32 + lane[None, :]
     reach = tl.load(bound)
     least = _least(power, EPS)
+    quickest = _quickest(power, reciprocal)
     found = 0
     trouble = 0
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
@@ -135,7 +142,7 @@ def weigh_(
     power: Tensor,
     beta2: float,
     eps: float,
-    longest: float,
+    reciprocal: float,
     words: Tensor,
     counts: Tensor,
     broken: Tensor,
@@ -153,7 +160,7 @@ def weigh_(
         power: () float64 ``beta2^t``, with t the number of the step from 1.
         beta2: decay of the second moment.
         eps: Adam's.
-        longest: largest quotient of an average and its divisor.
+        reciprocal: of the largest quotient of an average and its divisor, a number of float32.
         words: int32, a bit for each coordinate, rounded up to tiles: which scores reach the bound.
         counts: (programs,) int32, how many do so, by program.
         broken: (1,) int32, set to 1 if some of acc is not finite, else left as it is.
@@ -163,7 +170,7 @@ def weigh_(
     share = Share.of(numel)
     launch(
         _weigh, share.programs, acc, weighed.second, residual, now, grad, words, counts, broken, bound,
-        bound if scale is None else scale, power, weighed.by, beta2, 1 - beta2, 1 / longest, numel, share.per,
+        bound if scale is None else scale, power, weighed.by, beta2, 1 - beta2, reciprocal, numel, share.per,
         EPS=eps, TILE=TILE, SCALED=scale is not None,
     )  # fmt: skip
 
@@ -189,9 +196,10 @@ def form_(acc: Tensor, following: Tensor, residual: Tensor, now: Tensor, grad: T
 
 
 @triton.jit(do_not_specialize=["numel", "per"])
-def _store_scores(out, acc, second, power, quickest, numel, per, EPS: tl.constexpr, TILE: tl.constexpr):
+def _store_scores(out, acc, second, power, reciprocal, numel, per, EPS: tl.constexpr, TILE: tl.constexpr):
     pid = tl.program_id(0)
     least = _least(power, EPS)
+    quickest = _quickest(power, reciprocal)
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
         i = tile * TILE + tl.arange(0, TILE)
         if tile * TILE + TILE <= numel:
@@ -200,9 +208,9 @@ def _store_scores(out, acc, second, power, quickest, numel, per, EPS: tl.constex
             _put(out, i, _score(_at(acc, i, numel, False), _at(second, i, numel, False), least, quickest), numel, False)
 
 
-def score_(out: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, longest: float) -> None:
+def score_(out: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, reciprocal: float) -> None:
     """Store the scores of (numel,) coordinates; 12 bytes a coordinate. The arguments are those of :func:`weigh_`."""
     share = Share.of(out.numel())
     launch(
-        _store_scores, share.programs, out, acc, second, power, 1 / longest, out.numel(), share.per, EPS=eps, TILE=TILE
+        _store_scores, share.programs, out, acc, second, power, reciprocal, out.numel(), share.per, EPS=eps, TILE=TILE
     )  # fmt: skip

@@ -150,8 +150,8 @@ class Beside(NamedTuple):
     divisor: Tensor
     """(numel + 1,) float32, written to where averages arrive."""
     eps: float
-    longest: float
-    """Largest quotient of an average and its divisor."""
+    reciprocal: float
+    """Of the largest quotient of an average and its divisor."""
 
 
 class Rounded(NamedTuple):
@@ -225,12 +225,12 @@ def settle_(
     """
     slots, values = indices.numel(), acc.new_empty(indices.numel())
     adam = (trouble, trouble, acc) if beside is None else (codes, beside.power, beside.divisor)
-    low, wide, parts, eps, longest = (0, False, 0, 0.0, 1.0)
+    low, wide, parts, eps, reciprocal = (0, False, 0, 0.0, 1.0)
     if beside is not None:
-        low, wide, parts, eps, longest = beside.low, beside.wide, beside.parts, beside.eps, beside.longest
+        low, wide, parts, eps, reciprocal = beside.low, beside.wide, beside.parts, beside.eps, beside.reciprocal
     launch(
         _settle, -(-slots // PICKS), acc, grad, indices, total, rounded.lanes, rounded.units, trouble,
-        trouble if scale is None else scale, values, void, *adam, slots, n, acc.numel() - 1, parts, 1 / longest,
+        trouble if scale is None else scale, values, void, *adam, slots, n, acc.numel() - 1, parts, reciprocal,
         torch.finfo(grad.dtype).max, LOW=low, WIDE=wide, EPS=eps, SCALED=scale is not None,
         NARROW=grad.dtype != acc.dtype, PICKS=PICKS, warps=4,
     )  # fmt: skip

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -30,7 +31,7 @@ class SecondMomentState(CountedState):
     """(numel + 1,) ``sqrt(v) + eps`` where the latest averages arrived, at other coordinates older ones or 1. Not
     remembered: it belongs to the averages in the gradients."""
     quickest: Tensor
-    """() on the host, the reciprocal of :func:`longest` in the step that goes on."""
+    """() on the host, :func:`reciprocal` in the step that goes on."""
 
 
 SHARE, SHORTEST, LONGEST = 0.25, 2.0, 100.0
@@ -52,6 +53,11 @@ def longest(density: float) -> float:
         [2.0, 25.0, 100.0]
     """
     return min(LONGEST, max(SHORTEST, SHARE / density))
+
+
+def reciprocal(density: float) -> float:
+    """Of :func:`longest`, as a number of float32: kernels for CUDA take no others."""
+    return float(np.float32(1 / longest(density)))
 
 
 @MEMORIES.register
@@ -130,12 +136,12 @@ class SecondMoment(CountedFeedback):
         """``acc = residual + grad``, and the next second moment."""
         residual, acc = state.residual
         now, following = state.second
-        quickest = 1 / longest(ctx.density)
-        state.quickest.fill_(quickest)
+        state.quickest.fill_(reciprocal(ctx.density))
         for vector in (following, acc):
             vector[-1:].zero_()
         if ctx.candidates is not None:  # the score, too, in the same pass
-            by = Weights(self.beta2, 1 - self.beta2, self._least(state).item(), quickest)
+            start = self._correction(state).sqrt().item()
+            by = Weights(self.beta2, 1 - self.beta2, self.eps * start, start * reciprocal(ctx.density))
             vectors = acc[:-1], following[:-1], grad.room(acc.dtype), residual[:-1], now[:-1]
             weigh_(*vectors, grad.runs, by, ctx.candidates)
             return acc
@@ -144,13 +150,13 @@ class SecondMoment(CountedFeedback):
         return acc
 
     def score_(self, state: SecondMomentState, acc: Tensor, grad: Gradient, ctx: Context) -> Tensor:
-        """``acc / max(sqrt(v) + eps sqrt(1 - beta2^t), |acc| / longest)^(1/2)``, of v not corrected for its start."""
+        """``acc / max(sqrt(v) + eps s, |acc| s / longest)^(1/2)``, ``s = sqrt(1 - beta2^t)``: v is not corrected."""
         score = grad.room(acc.dtype)
         if ctx.candidates is not None:
             return score
         second, power = state.second.following, self.power(state)
         for piece, part in pieces(Gradient([score])):
-            score_(part, acc[piece], second[piece], power, self.eps, longest(ctx.density))
+            score_(part, acc[piece], second[piece], power, self.eps, reciprocal(ctx.density))
         return score
 
     def second(self, state: SecondMomentState) -> Tensor:
@@ -185,11 +191,6 @@ class SecondMoment(CountedFeedback):
     def power(self, state: SecondMomentState) -> Tensor:
         """() float64 ``beta2^t`` in the step that goes on, with t its number from 1."""
         return torch.pow(self.beta2, state.steps + 1)
-
-    def _least(self, state: SecondMomentState) -> Tensor:
-        """What stands for Adam's eps beside roots that are not corrected, in the step that goes on."""
-        least: Tensor = self.eps * self._correction(state).sqrt()
-        return least
 
     def _correction(self, state: SecondMomentState) -> Tensor:
         """Adam's ``1 - beta2^t`` in the step that goes on."""
