@@ -10,6 +10,10 @@ n simulated ranks in one process, on the code that trains. Ways to step:
   `sgd_residual` behind plain error feedback; `sgd_score` the same, selected by the score of `SecondMoment`;
   `sgd_correction` DGC's momentum correction with factor masking. Rates are multiples of 0.05.
 
+- `lion`: Lion on the mean gradient, betas 0.9 and 0.99, weight decay 1; `lion_residual` behind plain error feedback.
+- `muon`: torch's Muon for the matrices of blocks and of the LSTM, AdamW for the others; `muon_residual` the same, with
+  those of Muon behind plain error feedback, and the others dense. With `gpt` and `lstm`.
+
 Parameters with fewer than 2 dimensions stay dense, as in the strategies. A seed decides initial parameters and batches.
 Warm-up over a tenth of the steps, at most 50, and cosine to a tenth, AdamW(0.9, beta2), decoupled weight decay 0.1.
 Gradients of each rank are clipped to a norm of 1 (`--clip`), for all ways alike, as local clipping would;
@@ -35,7 +39,7 @@ import json
 import lzma
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
@@ -56,7 +60,7 @@ LENGTH = {"gpt": 64, "lstm": 16}
 RATE = {"gpt": 1e-3, "lstm": 3e-3, "cnn": 1e-3}
 BATCH = {"gpt": 8, "lstm": 8, "cnn": 16}
 SGD_RATE = 0.05
-DENSE = ("dense", "dense_beta0", "sgd")
+DENSE = ("dense", "dense_beta0", "sgd", "lion", "muon")
 
 Way = Literal[
     "dense",
@@ -70,6 +74,10 @@ Way = Literal[
     "sgd_residual",
     "sgd_score",
     "sgd_correction",
+    "lion",
+    "lion_residual",
+    "muon",
+    "muon_residual",
 ]
 
 
@@ -224,18 +232,53 @@ class Clip(NamedTuple):
             clip_(parameters, self.limit)
 
 
+class Lion(torch.optim.Optimizer):
+    """Signs of a first moment; Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv 2302.06675."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 1.0, "betas": (0.9, 0.99), "weight_decay": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of all parameters."""
+        for group in self.param_groups:
+            rate, (beta1, beta2) = group["lr"], group["betas"]
+            for parameter in group["params"]:
+                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                direction = average.lerp(parameter.grad, 1 - beta1).sign_()
+                parameter.mul_(1 - rate * group["weight_decay"]).sub_(direction, alpha=rate)
+                average.lerp_(parameter.grad, 1 - beta2)
+
+
+class Both:
+    """Two optimizers, one after the other."""
+
+    def __init__(self, first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> None:
+        self._each = first, second
+        self.param_groups = first.param_groups + second.param_groups
+
+    def step(self) -> None:
+        """Of both."""
+        for optimizer in self._each:
+            optimizer.step()
+
+
 def train(run: Run, data: Data, clip: Clip, momentum: float = 0.9, weight_decay: float = 5e-4) -> dict[str, float]:
     """Train once; momentum and weight decay are SGD's."""
     torch.manual_seed(run.seed)
     model = {"gpt": GPT, "lstm": LSTM, "cnn": cnn}[run.task]()
     parameters = list(model.parameters())
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith(("blocks", "lstm"))]
+    if run.way.startswith("muon") and not matrices:
+        raise ValueError(f"Expected gpt or lstm for {run.way}, but got {run.task}.")
     sparse = [p for p in parameters if p.dim() > 1] if run.way not in DENSE else []
+    sparse = matrices if run.way == "muon_residual" else sparse
     dense = [p for p in parameters if all(p is not other for other in sparse)]
     beta1 = 0.0 if run.way in ("dense_beta0", "residual_beta0") else 0.9
     settings: dict[str, Any] = {"lr": 1.0, "betas": (beta1, run.beta2), "weight_decay": 0.1}
     takes_steps = run.way in ("second_moment", "adam_correction")
     stepped = dense if takes_steps else parameters
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(stepped, **settings)
+    optimizer: torch.optim.Optimizer | Both = torch.optim.AdamW(stepped, **settings)
     if run.way.startswith("sgd"):
         optimizer = torch.optim.SGD(stepped, lr=1.0, momentum=momentum, weight_decay=weight_decay)
     if run.way == "sgd_correction":
@@ -244,6 +287,12 @@ def train(run: Run, data: Data, clip: Clip, momentum: float = 0.9, weight_decay:
             {"params": dense},
         ]  # decay as far as before
         optimizer = torch.optim.SGD(groups, lr=1.0, momentum=momentum, weight_decay=weight_decay)
+    elif run.way.startswith("lion"):
+        optimizer = Lion(stepped)
+    elif run.way.startswith("muon"):
+        others = [p for p in parameters if all(p is not matrix for matrix in matrices)]
+        muon = torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        optimizer = Both(muon, torch.optim.AdamW(others, **settings))
     generator = torch.Generator().manual_seed(run.seed + 1)
     waited = [torch.zeros_like(p, dtype=torch.uint8) for p in sparse]
     spending = Spending()
@@ -302,7 +351,7 @@ def train(run: Run, data: Data, clip: Clip, momentum: float = 0.9, weight_decay:
         clip.apply_(parameters, averages=True)
         optimizer.step()
         by = Momentum.of(optimizer.param_groups[0]) if run.way == "sgd_spent" else None
-        if by is not None:
+        if by is not None and isinstance(optimizer, torch.optim.Optimizer):
             velocities = [optimizer.state[p]["momentum_buffer"] for p in sparse]
             grads = [part.view_as(p) for p, part in zip(sparse, parts, strict=True)]
             spending.spend_([Stepped(*each) for each in zip(sparse, grads, velocities, waited, strict=True)], by)

@@ -37,7 +37,8 @@ class Watch:
     - *Shortage*: far less is selected than the density asks for, although the residual is not empty.
     - *Void steps*: many steps in a row were skipped, because a gradient was not finite on some rank.
     - *Parameters without an optimizer*: they need gradients, which compete for the density, and nobody steps them.
-    - *Adam's first moment*: an optimizer of Adam's family keeps a first moment of sparsified parameters; docs/adam.md.
+    - *Unsuited optimizers*: one of Adam's family keeps a first moment of sparsified parameters, or one steps by signs
+      (Lion) or orthogonal matrices (Muon) of what arrives; docs/adam.md.
 
     At first, residuals grow by themselves, because a coordinate waits for about ``1 / density`` steps until it is sent
     again. The reference for growth is therefore the norm (Euclidean, mean over ranks) at the first check after
@@ -63,7 +64,7 @@ class Watch:
             at three checks in a row. It is that of the rank with most picks for methods whose ranks select by
             themselves, and the size of the union for all others.
         voids: void steps in a row, at least 1.
-        adam: whether to warn of a first moment, also with one rank, whose gradients are sparsified, too.
+        adam: whether to warn of optimizers, also with one rank, whose gradients are sparsified, too.
 
     Raises:
         ValueError: if a setting is outside its range.

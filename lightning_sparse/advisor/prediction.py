@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from lightning_sparse.checks import check_integer, check_positive
 from lightning_sparse.memory import SecondMoment
-from lightning_sparse.memory.first_moment import FirstMoment
+from lightning_sparse.memory.unsuited import Unsuited
 from lightning_sparse.performance import GroupCost, Line, Network, Overlap, Profile, Traffic
 from lightning_sparse.performance.serialization import Plain
 from lightning_sparse.plan import Messages, ParameterSize, Rules, make_plan
@@ -101,13 +101,13 @@ class Measured(Plain):
         sizes: of all parameters, in order of registration.
         profile: of a step, with the cost of dense groups.
         methods: with their costs.
-        moment: that an optimizer of Adam's family keeps; None if none does.
+        unsuited: an optimizer that trains worse behind error feedback; None if none does.
     """
 
     sizes: Sequence[ParameterSize]
     profile: Profile
     methods: Sequence[Method]
-    moment: FirstMoment | None = None
+    unsuited: Unsuited | None = None
 
     @property
     def on_cpu(self) -> bool:

@@ -137,9 +137,9 @@ class Advice:
 
     def remarks(self, scenario: Scenario | None = None) -> list[str]:
         """What has to change in the training where this advice is followed, one paragraph each; none elsewhere."""
-        moment, best = self.measured.moment, self.best(scenario)
+        unsuited, best = self.measured.unsuited, self.best(scenario)
         served = any(method.second_moments for method in self.measured.methods if method.name == best.method)
-        return [moment.remedy()] if moment is not None and best.sparse and not served else []
+        return [unsuited.remedy()] if unsuited is not None and best.sparse and not served else []
 
     def assumptions(self) -> list[str]:
         """What the predictions take for granted, one sentence each."""
@@ -358,7 +358,7 @@ def kept_settings(strategy: Any) -> dict[str, Any]:
 
 
 def silenced(strategy: Any) -> bool:
-    """Whether a strategy of ours is told not to warn of a first moment.
+    """Whether a strategy of ours is told not to warn of optimizers.
 
     Args:
         strategy: as for :func:`kept_settings`.

@@ -17,7 +17,7 @@ from lightning_sparse.core import Agreement
 from lightning_sparse.density import check_density
 from lightning_sparse.exchanges import as_exchange
 from lightning_sparse.memory import Adapting, Residual
-from lightning_sparse.memory.first_moment import first_moment
+from lightning_sparse.memory.unsuited import unsuited
 from lightning_sparse.performance import NOTHING, GroupCost, Line, Profiler, Traffic
 from lightning_sparse.performance.rank_sync import measure
 from lightning_sparse.plan.plan import bucket_numels
@@ -116,8 +116,8 @@ class Survey:
                 seconds=0.3,
             )
             methods.append(Method(name, density, cost, second_moments=memory.needs_second))
-        moments = [found for one in engine.optimizers if (found := first_moment(one, own)) is not None]
-        return Measured(sizes, profiler.profile([dense]), methods, moments[0] if moments else None)
+        unfit = [found for one in engine.optimizers if (found := unsuited(one, own)) is not None]
+        return Measured(sizes, profiler.profile([dense]), methods, unfit[0] if unfit else None)
 
     def _tell(self, engine: Engine, what: str, done: float) -> None:
         if engine.comm.rank == 0:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_sparse.config import Watch
 from lightning_sparse.controllers.checksum import checksum
 from lightning_sparse.controllers.group_history import GroupHistory
-from lightning_sparse.memory.first_moment import first_moment, of_adams_family
+from lightning_sparse.memory.unsuited import may_be_unsuited, unsuited
 from lightning_sparse.optim import holds, is_adam, made_for, refusal, stepping, weakly
 from lightning_sparse.reducer import Engine
 from lightning_sparse.reducer.group import GroupReducer
@@ -28,7 +28,7 @@ NAMED = 3
 
 
 WARNED_OF: WeakSet[Optimizer] = WeakSet()
-"""Optimizers with a first moment: they outlive engines, which strategies replace where parameters are unfrozen."""
+"""Optimizers that are unsuited: they outlive engines, which strategies replace where parameters are unfrozen."""
 
 
 class Watchdog:
@@ -105,14 +105,14 @@ class Watchdog:
             )
 
     def _check_optimizer(self, optimizer: Optimizer, engine: Engine) -> None:
-        if not of_adams_family(optimizer) or engine.takes_steps_of(optimizer):
+        if not may_be_unsuited(optimizer) or engine.takes_steps_of(optimizer):
             return
         # Where nothing waits in a residual, or is averaged there already, nothing comes too late.
         groups = [g for g in self._selecting(engine) if not g.memory.has_momentum]
         groups = [g for g in groups if g.memory.residual(g.state.memory) is not None]
         parameters = engine.parameters
         sparsified = {id(parameters[p.name]) for g in groups for p in g.plan.parameters}
-        found = first_moment(optimizer, sparsified)
+        found = unsuited(optimizer, sparsified)
         if found is None:
             return
         if optimizer in WARNED_OF:

@@ -1,4 +1,4 @@
-"""The warning of Adam's first moment behind a sparse exchange: in all doors, once, and only where it is true."""
+"""The warning of optimizers that a sparse exchange harms: in all doors, once, and only where it is true."""
 
 from __future__ import annotations
 
@@ -29,12 +29,20 @@ class FusedAdam8bit(torch.optim.AdamW):
     """As other packages name theirs."""
 
 
-class Lion(torch.optim.SGD):
+class Sophia(torch.optim.SGD):
     """Has betas and is no Adam."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr)
         self.param_groups[0]["betas"] = (0.9, 0.99)
+
+
+class FusedLion(torch.optim.SGD):
+    """Named as those of other packages."""
+
+
+class MuonWithAuxAdam(torch.optim.SGD):
+    """Named as those of other packages."""
 
 
 def make_optimizer(name: str, parameters: Any, settings: dict[str, Any]) -> torch.optim.Optimizer:
@@ -43,11 +51,11 @@ def make_optimizer(name: str, parameters: Any, settings: dict[str, Any]) -> torc
 
 
 def said(job: Job, *args: Any) -> list[str]:
-    """What was warned of a first moment on this rank."""
+    """What was warned of optimizers on this rank."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         job(*args)
-    return [str(warning.message) for warning in caught if "first moment" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "behind the sparse exchange" in str(warning.message)]
 
 
 def attach(options: dict[str, Any], name: str, settings: dict[str, Any], followed: bool = False) -> None:
@@ -117,6 +125,16 @@ def test_the_whole_family_is_known(two_ranks: Ranks, name: str, settings: dict[s
     assert f"betas=(0.0, {beta2:g})" in sentence
 
 
+@pytest.mark.parametrize(
+    ("name", "loss"), [("FusedLion", "280 instead of 179"), ("MuonWithAuxAdam", "87 instead of 80")]
+)
+def test_optimizers_whose_steps_have_one_length_are_known(two_ranks: Ranks, name: str, loss: str) -> None:
+    [sentence], others = two_ranks(said, attach, {"sparsifier": "union_topk"}, name, ADAM)
+    assert others == []
+    for part in (f"{name} ", loss, "lightning_sparse.AdamW", "dense=['*.weight']", "docs/adam.md", "Watch(adam=False)"):
+        assert part in sentence
+
+
 def attach_without(part: str) -> None:
     """A first moment for parameters that stay dense, of a model whose others are left to SGD."""
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 20)))
@@ -135,7 +153,9 @@ def attach_without(part: str) -> None:
         ({}, "SGD", {"momentum": 0.9}),
         ({}, "RMSprop", {}),
         ({}, "Adafactor", {}),
-        ({}, "Lion", {}),
+        ({}, "Sophia", {}),
+        ({"density": 1.0}, "FusedLion", {}),
+        ({"dense": ["*"]}, "FusedLion", {}),
         ({"density": 1.0}, "AdamW", {}),
         ({"dense": ["*"]}, "AdamW", {}),
         ({"sparsifier": "everything"}, "AdamW", {}),

@@ -1,4 +1,4 @@
-"""Adam's family is known by its names, and whatever else its settings hold ends no training."""
+"""Optimizers are known by their names, and whatever else their settings hold ends no training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_sparse.memory.first_moment import first_moment
+from lightning_sparse.memory.unsuited import unsuited
 
 
 @pytest.mark.parametrize(
@@ -28,5 +28,5 @@ def test_settings_of_other_packages_are_read_as_far_as_they_are_numbers(setting:
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = type("OwnAdam", (torch.optim.SGD,), {})([weight], lr=0.1)
     optimizer.param_groups[0].update(setting)
-    found = first_moment(optimizer, {id(weight)})
-    assert (None if found is None else found[1:]) == expected
+    found = unsuited(optimizer, {id(weight)})
+    assert (None if found is None else found[2:]) == expected
