@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sparse.checks import check_positive, expect
 from lightning_sparse.memory.clip import norm
+from lightning_sparse.reducer.around_steps import AroundSteps
 
 ALGORITHMS = ("norm", "value")
 
@@ -56,3 +58,43 @@ class Clipping(NamedTuple):
         shrink = torch.where(whole.isfinite(), (limit * math.sqrt(share) / whole).clamp(max=1.0), 1.0)
         for piece in pieces:
             piece.mul_(shrink.to(piece.dtype))
+
+
+class Asked(AroundSteps):
+    """Notices where clipping is not asked for any more: an optimizer steps without, and once was enough to begin.
+
+    Args:
+        names: of parameters, by id.
+        goes_on: whether gradients of an optimizer, given by its id, are clipped.
+        applies: whether an optimizer is about to apply averages of a backward, for the first time.
+        stop: is given the id of an optimizer that applies them unasked.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        goes_on: Callable[[int], bool],
+        applies: Callable[[Optimizer], bool],
+        stop: Callable[[int], None],
+    ) -> None:
+        super().__init__(names)
+        self._goes_on, self._applies, self._stop = goes_on, applies, stop
+        self._asked: set[int] = set()
+
+    def note(self, key: int) -> None:
+        """Clipping was asked for since an optimizer, given by its id, has stepped."""
+        self._asked.add(key)
+
+    def before(self, optimizer: Optimizer) -> None:
+        """What was asked for has been, for this step."""
+        key = id(optimizer)
+        if key in self._asked:
+            self._asked.remove(key)
+        elif self._goes_on(key) and self._applies(optimizer):
+            self._stop(key)
+
+    def after(self) -> None:
+        """Nothing is left to do."""
+
+    def forget(self) -> None:
+        """Nothing was done."""

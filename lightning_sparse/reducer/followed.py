@@ -18,7 +18,7 @@ from lightning_sparse.memory import Adapting, Memory, NoMemory, Residual, named_
 from lightning_sparse.momentum import has_velocities
 from lightning_sparse.optim import holds, made_for, stepping
 from lightning_sparse.reducer.adam_steps import AdamSteps
-from lightning_sparse.reducer.clipping import Clipping
+from lightning_sparse.reducer.clipping import Asked, Clipping
 from lightning_sparse.reducer.group import GroupReducer
 from lightning_sparse.reducer.momentum_steps import MomentumSteps
 from lightning_sparse.reducer.reducer import Reducer
@@ -45,6 +45,12 @@ class Followed:
         self.adam_steps = AdamSteps(names, self._sparse_group, record.waiting, world_size)
         self._momentum_steps = MomentumSteps(
             names, self._sparse_group, record.waiting, lambda: record.latest.skipped is None, self._spends
+        )
+        self._asked = Asked(
+            names,
+            lambda key: key in reducer.in_place_of_averages,
+            lambda optimizer: record.latest.skipped is not None and bool(record.waiting(optimizer)),  # no flush
+            self._clip_averages,
         )
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
@@ -142,8 +148,7 @@ class Followed:
         begun = key in reducer.in_place_of_averages
         if not 0 < limit < math.inf:
             if begun:
-                reducer.in_place_of_averages -= {key}
-                reducer.clippings.pop(key, None)
+                self._clip_averages(key)
             return False
         if not begun:
             if reducer.direct or not self._suits_clipping(optimizer, algorithm, known):
@@ -154,7 +159,13 @@ class Followed:
             )
         self.clip(limit, algorithm, optimizer)
         reducer.in_place_of_averages |= {key}
+        self._asked.note(key)
         return not reducer.direct and bool(reducer.clipped & {None, key})
+
+    def _clip_averages(self, key: int) -> None:
+        """Leave gradients of an optimizer, given by its id, as they are."""
+        self._reducer.in_place_of_averages -= {key}
+        self._reducer.clippings.pop(key, None)
 
     def _suits_clipping(self, optimizer: Optimizer, algorithm: str, known: bool) -> bool:
         """Whether an optimizer's gradients are clipped before they wait, where nothing else was chosen."""
@@ -173,6 +184,7 @@ class Followed:
         """Leave optimizers alone."""
         self.adam_steps.close()
         self._momentum_steps.close()
+        self._asked.close()
 
     def _sparse_group(self, name: str) -> GroupReducer | None:
         """The group whose averages are stepped here; torch steps what is always sent as a whole."""

@@ -94,6 +94,39 @@ def test_the_trainers_clipping_acts_on_each_ranks_gradients(two_ranks: Ranks, me
     assert sgd_like[3] is None
 
 
+def asked_for_at_first(manual: bool) -> list[int]:
+    """How many clippings there are after each step, where two steps ask for one."""
+    module = with_optimizer("pytorch_lightning", adamw)
+    module.automatic_optimization = not manual
+    training_step, found = module.training_step, []
+
+    def by_hand(batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = module.optimizers()
+        optimizer.zero_grad()
+        module.manual_backward(training_step(batch, batch_idx))
+        clip(optimizer)
+        optimizer.step()
+
+    def clip(optimizer: Any, *_: Any, **__: Any) -> None:
+        if module.global_step < 2:
+            module.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="norm")
+
+    def look(*_: Any) -> None:
+        found.append(len(clippings_of(strategy.engine)))
+
+    module.training_step = by_hand if manual else training_step
+    module.configure_gradient_clipping, module.on_train_batch_end = clip, look
+    strategy = strategy_class("pytorch_lightning")(**SPARSE)
+    trainer = make_trainer("pytorch_lightning", strategy=strategy, max_epochs=1, limit_train_batches=4)
+    trainer.fit(module, make_data(), make_data(16))
+    return found
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_limit_that_is_not_asked_for_any_more_clips_nothing(two_ranks: Ranks, manual: bool) -> None:
+    assert two_ranks(asked_for_at_first, manual) == [[1, 1, 0, 0]] * 2
+
+
 def in_fabric() -> tuple[Tensor, Any, Any]:
     fabric = make_fabric("lightning_fabric", SPARSE)
     module = torch.nn.Sequential(torch.nn.Linear(10, 30), torch.nn.Linear(30, 3))
