@@ -42,7 +42,8 @@ class Followed:
         self._told: set[str] = set()
         names = {id(p): name for name, p in parameters.items()}
         record = reducer.record
-        self.adam_steps = AdamSteps(names, self._sparse_group, record.waiting, world_size)
+        takes_turns = reducer.settings.fallback is not None
+        self.adam_steps = AdamSteps(names, self._sparse_group, record.waiting, world_size, takes_turns)
         self._momentum_steps = MomentumSteps(
             names, self._sparse_group, record.waiting, lambda: record.latest.skipped is None, self._spends
         )
