@@ -66,8 +66,15 @@ class Kept:
         """
         reducer = self._reducer
         reducer.skipped.resolve()
-        suit(state)
-        draft = load(lambda: self._draft(state), state, self._comm, self._device)
+        before = reducer.settings
+        if isinstance(state, Mapping):
+            suit(state)
+        try:
+            draft = load(lambda: self._draft(state), state, self._comm, self._device)
+        except ValueError:
+            if reducer.settings is not before:
+                reducer.remember_by(before)
+            raise
         counts = reducer.record.latest.counts._replace(step=state["step"], void=state["void_steps"])
         if reducer.flush_at is not None:
             reducer.flush_at = counts.step if reducer.flush_at == reducer.step else None

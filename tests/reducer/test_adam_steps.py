@@ -436,6 +436,31 @@ def other_ranks_state() -> list[str]:
     return told
 
 
+def no_state_on_one_rank() -> tuple[list[str], bool, bool]:
+    """What is raised where one rank has a state of second moments and the other one none; whether a step is taken."""
+    before = Training()
+    before.step(0)
+    state = before.engine.state_dict()
+    before.engine.close()
+    after = Training(follow=False, watch=None)
+    raised = []
+    for given in (None, {**state, "step": "none"}):
+        try:
+            after.engine.load_state_dict(given if dist.get_rank() else state)
+        except ValueError as error:
+            raised.append(str(error))
+    alike = not after.engine.settings.memory.needs_second
+    after.step(1)
+    after.engine.close()
+    return raised, alike, after.engine.step == 1
+
+
+def test_a_state_that_one_rank_does_not_have_changes_no_memory(two_ranks: Ranks) -> None:
+    for raised, alike, stepped in two_ranks(no_state_on_one_rank):
+        assert ["cannot be loaded, and no rank has loaded it: rank 1" in text for text in raised] == [True, True]
+        assert alike and stepped
+
+
 def state_in_another_exchange() -> tuple[list[str], float]:
     """What misfits where second moments can not be averaged, and how much of the residual arrives."""
     before = Training()
