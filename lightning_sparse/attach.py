@@ -14,6 +14,7 @@ import torch
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.checks import expect
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import SparsificationConfig, StrategyConfig
 from lightning_sparse.controllers import DenseFallback, Planner
@@ -45,6 +46,9 @@ class AttachArguments(SparsificationConfig):
         super().__post_init__()
         if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):
             raise ValueError(f"Expected scaler to be a GradScaler or None, but got {self.scaler!r}.")
+        given = self.observers
+        fits = isinstance(given, Sequence) and all(hasattr(one, "before_step") for one in given)
+        expect(fits, "observers", "a list of objects with before_step(engine) and close()", given)
 
 
 @keywords_of(AttachArguments)

@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_sparse.interrupts import uninterrupted
+from lightning_sparse.optim import listed
 from lightning_sparse.reducer import Engine
 
 
@@ -32,7 +33,8 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
         Euclidean norm of the pending update; 0: there was none.
 
     Raises:
-        ValueError: if there is no engine in ``what``, or an engine comes without optimizers.
+        ValueError: if there is no engine in ``what``, an engine comes without optimizers, or they are no list of
+            optimizers.
         RuntimeError: if an engine is closed.
 
     Example:
@@ -59,7 +61,7 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
             "Expected an engine's optimizers, too, as in flush(engine, [optimizer]): it does not know them."
         )
     engines, known = _inside(what)
-    chosen = [_unwrapped(o) for o in (known if optimizers is None else optimizers)]
+    chosen = [_unwrapped(o) for o in (known if optimizers is None else listed(optimizers))]
     if not engines or not chosen:
         raise ValueError(
             "Expected an engine and its optimizers, or a Trainer or Fabric whose strategy sparsifies, but got "

@@ -71,6 +71,19 @@ def _takes_all_steps(inner: Optimizer, optimizer: Optimizer) -> bool:
     return ids_of(inner) == ids_of(optimizer)
 
 
+def listed(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Several optimizers, as users give them.
+
+    Raises:
+        ValueError: for something else.
+    """
+    chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    if not isinstance(optimizers, Iterable) or not all(hasattr(one, "param_groups") for one in chosen):
+        came = ", ".join(type(one).__name__ for one in chosen)
+        raise ValueError(f"Expected a list of optimizers, such as [optimizer], but got {came}.")
+    return chosen
+
+
 def ids_of(optimizer: Optimizer) -> set[int]:
     """The ids of the parameters that an optimizer holds."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

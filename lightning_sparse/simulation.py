@@ -92,7 +92,8 @@ def simulate(
 
     Raises:
         ValueError: at the call, for an unknown name, a density outside (0, 1] or an exchange that does not accept the
-            sparsifier or does not carry what the memory needs; while iterating, for gradients of a wrong shape.
+            sparsifier or does not carry what the memory needs; while iterating, for gradients of a wrong shape,
+            dtype or device.
 
     Example:
         >>> import torch, lightning_sparse as ls
@@ -112,10 +113,10 @@ def _run(
     gradients: Iterator[Tensor], sparsifier: Sparsifier, schedule: DensitySchedule, memory: Memory, exchange: Exchange
 ) -> Iterator[StepTrace]:
     states: list[GroupState] = []
-    shape = None
+    alike = None
     density = schedule.for_group()
     for step, rows in enumerate(gradients):
-        shape = n, numel = _check_rows(rows, shape)
+        (n, numel), *_ = alike = _check_rows(rows, alike)
         if not states:
             ctx = Context(step=0, density=schedule(0), rank=0, world_size=n)
             states = [
@@ -140,15 +141,26 @@ def _run(
         yield _trace(ctx, update, states, statistics, memory, sparsifier)
 
 
-def _check_rows(rows: Tensor, shape: torch.Size | None) -> torch.Size:
-    if not isinstance(rows, Tensor) or rows.dim() != 2 or 0 in rows.shape or not rows.is_floating_point():
+def _check_rows(
+    rows: Tensor, alike: tuple[torch.Size, torch.dtype, torch.device] | None
+) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """Shape, dtype and device of a step's gradients, which have to be those of the first step."""
+    dense = isinstance(rows, Tensor) and rows.layout == torch.strided and not rows.is_meta
+    if not dense or rows.dim() != 2 or 0 in rows.shape or not rows.is_floating_point():
         came = f"{tuple(rows.shape)} {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
+        if isinstance(rows, Tensor) and not dense:
+            came += " on meta" if rows.is_meta else f" {rows.layout}"
         raise ValueError(f"Expected gradients of each step as one (n, numel) floating-point tensor, but got {came}.")
-    if shape is not None and rows.shape != shape:
+    if alike is not None and rows.shape != alike[0]:
         raise ValueError(
-            f"Expected gradients of shape {tuple(shape)} as in the first step, but got {tuple(rows.shape)}."
+            f"Expected gradients of shape {tuple(alike[0])} as in the first step, but got {tuple(rows.shape)}."
         )
-    return rows.shape
+    if alike is not None and (rows.dtype, rows.device) != alike[1:]:
+        raise ValueError(
+            f"Expected gradients of {alike[1]} on {alike[2]} as in the first step, but got {rows.dtype} on "
+            f"{rows.device}."
+        )
+    return rows.shape, rows.dtype, rows.device
 
 
 def _trace(

@@ -66,6 +66,15 @@ def test_settings_of_strategies_are_told_to_be_theirs(two_ranks: Ranks) -> None:
         assert "The strategies for Lightning alone know save_residuals, strict_resume, resize." in said
 
 
+def told_of_observers() -> list[str]:
+    return [told(DistributedDataParallel(nn.Linear(3, 3)), observers=given) for given in (3, [3])]
+
+
+def test_what_cannot_observe_is_refused_before_the_first_step(two_ranks: Ranks) -> None:
+    for said in two_ranks(told_of_observers):
+        assert all("Expected observers to be a list of objects with before_step(engine)" in one for one in said)
+
+
 def told_of_strict_resume() -> str:
     return told(DistributedDataParallel(nn.Linear(3, 3)), strict_resume=True)
 

@@ -232,6 +232,11 @@ def flush_wrongly() -> None:
     training = Training({})
     with pytest.raises(ValueError, match=r"optimizers, too, as in flush\(engine, \[optimizer\]\)"):
         ls.flush(training.engine)
+    for given in (training.optimizer, ["adam"]):
+        with pytest.raises(ValueError, match=r"Expected a list of optimizers, such as \[optimizer\], but got"):
+            ls.flush(training.engine, given)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"Expected a list of optimizers, such as \[optimizer\], but got"):
+            training.engine.follow(given)  # type: ignore[arg-type]
     training.engine.close()
     with pytest.raises(RuntimeError, match=r"The engine is closed.*FlushResidual"):
         ls.flush(training.engine, [training.optimizer])

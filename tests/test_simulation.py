@@ -125,12 +125,22 @@ def test_a_group_that_the_method_cannot_serve_is_refused_at_the_first_step() -> 
         (torch.zeros(0, 3), r"\(0, 3\) torch.float32"),
         (torch.zeros(2, 0), r"\(2, 0\) torch.float32"),
         (torch.zeros(2, 3, dtype=torch.int64), r"\(2, 3\) torch.int64"),
+        (torch.zeros(2, 3).to_sparse(), r"\(2, 3\) torch.float32 torch.sparse_coo"),
+        (torch.zeros(2, 3, device="meta"), r"\(2, 3\) torch.float32 on meta"),
         ([[1.0, 2.0]], "list"),
     ],
 )
 def test_gradients_of_a_wrong_shape_or_type_are_refused_with_what_came(rows: object, came: str) -> None:
     with pytest.raises(ValueError, match=rf"one \(n, numel\) floating-point tensor, but got {came}\."):
         next(ls.simulate([rows], sparsifier="topk", density=0.2))
+
+
+def test_gradients_must_keep_the_dtype_of_the_first_step() -> None:
+    traces = ls.simulate([noise(2, 10).float(), noise(2, 10).double()], sparsifier="topk", density=0.2)
+    next(traces)
+    message = "gradients of torch.float32 on cpu as in the first step, but got torch.float64 on cpu"
+    with pytest.raises(ValueError, match=message):
+        next(traces)
 
 
 @pytest.mark.parametrize("shape", [(2, 11), (3, 10)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -68,7 +68,7 @@ class SparsityMonitorMixin:
         check_integer(every, "every")
         self.groups = groups
         self.table = table
-        named = [shadow] if isinstance(shadow, str | Sparsifier) else shadow
+        named = shadow if isinstance(shadow, Iterable) and not isinstance(shadow, str) else [shadow]
         self.shadow = [SPARSIFIERS.resolve(one) for one in named]
         self.every = every
         self.density = SparsificationConfig(density=density).density

@@ -118,7 +118,7 @@ class Engine(EngineView):
         """Look at the optimizers that apply the averages; with ``lr_aware`` their rates are read in every step.
 
         Raises:
-            ValueError: if one does not go with the memory or with ``lr_aware``.
+            ValueError: if one does not go with the memory or with ``lr_aware``, or for what is no list of optimizers.
         """
         self._followed.follow(optimizers)
 

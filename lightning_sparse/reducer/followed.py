@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 from lightning_sparse.console import say
 from lightning_sparse.memory import Adapting, Memory, NoMemory, Residual, named_in
 from lightning_sparse.momentum import has_velocities
-from lightning_sparse.optim import holds, made_for, stepping
+from lightning_sparse.optim import holds, listed, made_for, stepping
 from lightning_sparse.reducer.adam_steps import AdamSteps
 from lightning_sparse.reducer.clipping import Asked, Clipping
 from lightning_sparse.reducer.group import GroupReducer
@@ -56,7 +56,7 @@ class Followed:
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
         """See :meth:`.Engine.follow`."""
-        chosen, reducer = list(optimizers), self._reducer
+        chosen, reducer = listed(optimizers), self._reducer
         self.suit(chosen)
         # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
         with warnings.catch_warnings(action="ignore") if self._rank else nullcontext():

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import is_number
 from lightning_sparse.core import Agreement, Context, Selection
 from lightning_sparse.density import count
 from lightning_sparse.kernels import above, static_shapes
@@ -56,9 +57,10 @@ class HardThreshold(Sparsifier):
     follows_density: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.threshold is not None and not (self.threshold > 0 and math.isfinite(self.threshold)):
+        given = self.threshold
+        if given is not None and not (is_number(given) and 0 < given < math.inf):
             raise ValueError(
-                f"Expected threshold to be a positive finite magnitude or None, but got {self.threshold!r}. "
+                f"Expected threshold to be a positive finite magnitude or None, but got {given!r}. "
                 "A threshold of zero or less would select everything: use the sparsifier 'everything' for that."
             )
 

@@ -125,6 +125,8 @@ def test_gradients_are_copied_only_when_asked() -> None:
 def test_wrong_settings_are_refused() -> None:
     for options, words in (
         ({"shadow": ["exdina"]}, "Did you mean 'exdyna'"),
+        ({"shadow": 3}, "sparsifier or its name, but got 3"),
+        ({"shadow": ls.TopK}, r"write TopK\(\)"),
         ({"every": 0}, "every to be"),
         ({"density": 2.0}, "density to be"),
     ):

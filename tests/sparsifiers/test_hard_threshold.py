@@ -70,7 +70,7 @@ def test_the_density_follows_the_scale_of_the_gradients() -> None:
     assert counts[2] == pytest.approx(16_829, abs=260)
 
 
-@pytest.mark.parametrize("threshold", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("threshold", [0.0, -1.0, float("nan"), float("inf"), "0.1"])
 def test_a_threshold_that_is_no_positive_magnitude_is_refused(threshold: float) -> None:
     with pytest.raises(
         ValueError, match=r"positive finite magnitude or None, but got .*use the sparsifier 'everything'"
