@@ -49,7 +49,11 @@ def main(args: Sequence[str] | None = None) -> None:
     if words[:1] == ["--version"]:  # needs no package
         return _print_versions()
     need("jsonargparse", "docstring_parser")
-    given = _parser().parse_args(words)
+    parser = _parser()
+    try:
+        given = parser.parse_args(words)
+    except UnicodeDecodeError as error:
+        parser.error(f"Expected --config to be a file in UTF-8: {error}")
     options = given[given.subcommand].as_dict()
     command = COMMANDS[given.subcommand]
     arguments = [options.pop(name) for name, one in _parameters(command).items() if _is_argument(one)]
@@ -85,6 +89,9 @@ def _parser() -> Any:
             """In the words of the command line, with what is close to a command or an option that is not known."""
             if "are required: " in message:
                 message = re.sub(rf"\b({'|'.join(COMMANDS)})\.(\w+)", required, message)
+            message = re.sub(
+                "^'(.+)' object is not iterable$", r"Expected a list of values in --config, but got one \1", message
+            )
             message = re.sub(
                 r".*\"config\": File does not exist: (.+)", r"Expected --config to be a file: no \1", message
             )

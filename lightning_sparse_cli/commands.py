@@ -268,7 +268,7 @@ def report(
         if svg:
             from lightning_sparse.report.static import write_figures
 
-            write_figures(found, _folder(svg))
+            write_figures(found, _folder(svg, "svg"))
     if json:
         return print_json([total.as_dict() for total in totals(found)])
     totals_table(found).show()
@@ -337,17 +337,17 @@ def _complaints(command: str) -> Iterator[None]:
         raise SystemExit(2) from error
 
 
-def _folder(out: Path) -> Path:
+def _folder(out: Path, option: str = "out") -> Path:
     """Make the folder of results, and write into it, now and not when the first one is there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"Expected out to be a folder, but got {out}: {error.strerror}.") from error
+        raise ValueError(f"Expected {option} to be a folder, but got {out}: {error.strerror}.") from error
     try:
         with TemporaryFile(dir=out) as file:
             file.write(b"results")
     except OSError as error:
-        raise ValueError(f"Expected out to be a folder to write into, but got {out}: {error.strerror}.") from error
+        raise ValueError(f"Expected {option} to be a folder to write into, but got {out}: {error.strerror}.") from error
     return out
 
 

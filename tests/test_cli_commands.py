@@ -206,6 +206,7 @@ def test_a_diverging_method_is_reported_and_the_others_go_on(tmp_path: Path, mon
         (["judge", "--tasks", "heavy_tail"], "Unknown task 'heavy_tail'. Known names: digits, text."),
         (["judge", "--tasks", "digits", "--ranks", "90"], "Expected at least 1440 examples to train on"),
         (["judge", "--ranks", "1"], "Expected ranks to be at least 2, but got 1."),
+        (["simulate", "--seed", str(2**64)], "Expected seeds to be numbers of 64 bits"),
         (["judge", "--jobs", "0"], "Expected jobs to be at least 1, but got 0."),
         (["judge", "--out", "{short}"], "short: File exists."),
         (["judge", "--out", "{other}"], "judge.csv to have the columns task, ranks,"),
@@ -250,6 +251,8 @@ def test_bad_input_is_answered_in_one_line(
         (["--versoin"], "Did you mean --version?"),
         (["simulate", "--config", "missing.yaml"], "error: Expected --config to be a file: no '"),
         (["simulate", "--config", "misspelt.yaml"], "does not accept option 'stepz'. Did you mean steps?"),
+        (["simulate", "--config", "binary.yaml"], "error: Expected --config to be a file in UTF-8: "),
+        (["simulate", "--config", "no_list.yaml"], "error: Expected a list of values in --config, but got one int"),
         (["simulate", "--ranks=4", "8"], "unrecognized arguments: 8"),
         (["advise"], "the following arguments are required: --config"),
         (["simulate", "--ranks", "four"], "Got value: four"),
@@ -262,6 +265,8 @@ def test_options_that_cannot_be_read_are_answered_with_usage(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("misspelt.yaml").write_text("stepz: 4\n")
+    Path("binary.yaml").write_bytes(b"\xff\xfe")
+    Path("no_list.yaml").write_text("ranks: 4\n")
     with pytest.raises(SystemExit) as stop:
         cli.main(args)
     assert stop.value.code == 2

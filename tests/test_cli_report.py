@@ -35,6 +35,7 @@ def test_report_leaves_a_page_and_a_table(tmp_path: Path, capsys: pytest.Capture
 
 COMPLAINTS = {
     "report nothing_there": "Expected a run in nothing_there, but there is no such file or folder.",
+    f"report {'x' * 300}": "xxx, but got: File name too long.",
     "report . --out .": "Expected a run in ., but found none of metrics.csv",
     "dashboard --entity a/b --project c": "Expected entity to be one name without a slash, but got 'a/b'.",
 }

@@ -114,7 +114,7 @@ def _read(sections: dict[str, Any], model: str | None, data: str | None, folder:
             parser_kwargs={"exit_on_error": False},
             run=False,
         )
-    except (ArgumentError, misfit) as error:
+    except (ArgumentError, ValueError, misfit) as error:
         raise ValueError(f"Expected a configuration that LightningCLI accepts, but: {_line(error)}") from error
 
 

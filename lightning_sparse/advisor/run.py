@@ -322,10 +322,10 @@ def package_of(module_class: type) -> str:
     Raises:
         ValueError: if it is of neither.
     """
-    for name in packages.installed():
+    for name in packages.installed() if isinstance(module_class, type) else ():
         if name in sys.modules and issubclass(module_class, sys.modules[name].LightningModule):
             return name
-    raise ValueError(f"Expected a LightningModule, but got {module_class.__name__}.")
+    raise ValueError(f"Expected a LightningModule, but got {getattr(module_class, '__name__', module_class)}.")
 
 
 def kept_settings(strategy: Any) -> dict[str, Any]:

@@ -73,6 +73,8 @@ def plan(
             raise ValueError(f"Expected {name} to be at least {least}, but got {number}.")
     if every < 1:
         raise ValueError(f"Expected every to be at least 1, but got {every}.")
+    if seeds and not -(2**63) <= min(seeds) <= max(seeds) < 2**64:
+        raise ValueError(f"Expected seeds to be numbers of 64 bits, as torch takes them, but got {list(seeds)}.")
     lists = {f"{kind}s": sources, "ranks": ranks, "densities": densities, "methods": methods, "seeds": seeds}
     for name, given in lists.items():
         if not given:

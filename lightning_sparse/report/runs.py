@@ -146,7 +146,11 @@ def read_runs(paths: Sequence[Path], names: Sequence[str] | None = None) -> list
 
 def _files(path: Path) -> list[Path]:
     """The run's file, or files of all runs below."""
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(f"Expected a run in {path}, but got: {error.strerror}.") from error
+    if not there:
         raise ValueError(f"Expected a run in {path}, but there is no such file or folder.")
     if path.is_file():
         if not any(path.match(pattern) for pattern in READERS):

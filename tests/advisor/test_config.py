@@ -234,6 +234,8 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ({"model": TOY | {"init_args": {"width": "wide"}}}, {}, "LightningCLI accepts, but: .*wide"),
     ({"model": {}}, {"model": "Toy"}, "Expected --model to be an import path such as package.module.Class"),
     ({"model": {}}, {"model": "tests.advisor.toys.Tyo"}, "Expected --model to be an import path .*'Tyo'"),
+    ({"model": {}}, {"model": "os.path.join"}, "Expected a configuration that LightningCLI accepts, but: "),
+    ({"model": {"class_path": "os.path.join"}}, {}, "Expected a configuration that LightningCLI accepts, but: "),
     ({"model": {}}, {"model": "nowhere.Toy"}, "Expected --model to be an import path .*'nowhere'"),
     ({"model": {}}, {"model": "torch.nn.Linear"}, "LightningCLI accepts, but: .*subclass of: .*LightningModule"),
     ({"model": TOY}, {"data": "nowhere.Data"}, "Expected --data to be an import path .*'nowhere'"),
