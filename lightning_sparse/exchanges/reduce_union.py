@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.exchanges.base import EXCHANGES, Exchange, Picks, gather_picks, joined, reduce_at
-from lightning_sparse.kernels import compiled, distinct, static_shapes, thin, unite, united
+from lightning_sparse.kernels import distinct, static_shapes, unite, united
 from lightning_sparse.messages import Steps
 
 
@@ -68,8 +68,8 @@ def union_of(picks: Picks, selection: Selection, padding: int, ctx: Context, lev
         levels: of all picks in rank order, integers in [0, 2**20), int64 on the CPU; None: there are none.
     """
     all_picks = picks.joined()
-    spare = None if picks.spare is None else joined(picks.spare)
     if static_shapes(all_picks.device):
+        spare = None if picks.spare is None else joined(picks.spare)
         # Of what is below the padding index, there is not more than the total.
         return Union(*united(all_picks, spare, levels, padding, selection.total, selection.limit, ctx.step))
     if levels is None:
@@ -79,21 +79,7 @@ def union_of(picks: Picks, selection: Selection, padding: int, ctx: Context, lev
             return Union(all_picks, size, size, levels)
     assert not isinstance(picks.indices, Tensor)
     assert not isinstance(picks.spare, Tensor)  # one vector for each rank, where lengths are known
-    library = compiled(all_picks.device)
-    if library and (made := library.unite(picks.indices, levels, picks.spare, padding, selection.limit, ctx.step)):
-        union, levels, before = made
-        size, named = (torch.tensor(number, device="cpu") for number in (union.numel(), before))
-        end = selection.total if union.numel() == before else None  # more than promised, if a rank raises an alarm
-        return Union(union[:end], size, named, levels[:end].long())
-    spare = torch.zeros_like(all_picks, dtype=torch.bool) if spare is None else spare
-    union, spare, levels, named = unite(all_picks, spare, levels, padding)
-    limit = selection.limit
-    if limit is None or limit >= union.numel():
-        return Union(union[: selection.total], named, named, levels[: selection.total])
-    real = union < padding
-    spare = real & spare
-    first = real & ~spare
-    first = thin(first, torch.full_like(named, limit), ctx.step)
-    spare = thin(spare, limit - first.sum(), ctx.step)
-    kept = first | spare
-    return Union(union[kept], kept.sum(), named, levels[kept])
+    union, levels, before = unite(picks.indices, levels, picks.spare, padding, selection.limit, ctx.step)
+    size, named = (torch.tensor(number, device="cpu") for number in (union.numel(), before))
+    end = selection.total if union.numel() == before else None  # more than promised, if a rank raises an alarm
+    return Union(union[:end], size, named, levels[:end].long())

@@ -47,7 +47,7 @@ __all__ = [
     "accumulate_", "weigh_", "all_finite",
     "above", "tail", "top_k", "top_k_of_blocks",
     "moments", "mean_and_maximum", "excess", "log_sum",
-    "distinct", "add_up", "locate", "among", "take", "put_", "pad", "thin",
+    "distinct", "add_up", "locate", "among", "take", "put_", "pad",
     "fill_if_", "copy_if_", "choose",
     # on the CPU only
     "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
@@ -251,29 +251,6 @@ def pad(x: Tensor, slots: int, value: float) -> Tensor:
     """
     missing = slots - x.numel()
     return torch.cat([x, x.new_full((missing,), value)]) if missing else x
-
-
-def thin(candidates: Tensor, room: Tensor, phase: int) -> Tensor:
-    """At most ``room`` of the candidates, evenly spread over them.
-
-    Args:
-        candidates: (c,) bool.
-        room: () int64, at least 0.
-        phase: rotates which ones are given up.
-
-    Returns:
-        (c,) bool: all candidates if there is room, else exactly ``room`` of them, those that :func:`spread` names.
-
-    Example:
-        >>> thin(torch.ones(6, dtype=torch.bool), torch.tensor(2), phase=0).nonzero().flatten().tolist()
-        [2, 5]
-        >>> thin(torch.ones(6, dtype=torch.bool), torch.tensor(2), phase=2).nonzero().flatten().tolist()
-        [1, 4]
-    """
-    ordinals = candidates.cumsum(0)
-    total = ordinals[-1:].sum()  # of nothing, 0
-    room = torch.minimum(room, total)
-    return candidates & (torch.remainder(ordinals * room + phase, total.clamp(min=1)) < room)
 
 
 def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,8 +16,8 @@ from lightning_sparse.candidates import Candidates
 from lightning_sparse.kernels.host_arrays import Found, compiled_for
 from lightning_sparse.kernels.host_reach import MARGIN, reaching, reaching_in_blocks
 
-"""Sums are formed in as many parts: part j is that of elements j, j + LANES, ... of a chunk, in float64."""
 NEXT = 1.5
+"""How many times more than it needs a step lets the next one collect."""
 
 
 def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
@@ -57,30 +57,29 @@ def top_k_and_stripe(
             if candidates is not None:
                 candidates.expect(made[2] if more < known[0].size else MARGIN * made[2])
             return torch.from_numpy(made[0]), torch.from_numpy(made[1])
-    keep, following = _best(known[1], enough, more)
+    indices, magnitudes = known
     if candidates is not None:
-        candidates.expect(following)
-    indices, magnitudes = known[0][keep].astype(np.int64), known[1][keep]
-    first = np.zeros(enough, dtype=bool)
-    if share:
-        first[_best(magnitudes, share, share)[0]] = True
-    inside = indices % n == turn
-    own = np.flatnonzero(inside & ~first)
-    if own.size < spare and enough < values.size:
-        chosen, mine = indices[first], indices[first & inside]
-        stripe = np.ascontiguousarray(values[turn::n])
-        others = _top_k(stripe, min(stripe.size, spare + mine.size)) * n + turn
-        others = others[~np.isin(others, mine, assume_unique=True)]
-        if others.size > spare:
-            others = others[_best(np.abs(values[others]), spare, spare)[0]] if spare else others[:0]
-        keys = np.sort(np.concatenate([2 * chosen, 2 * others + 1]))
-        return torch.from_numpy(keys >> 1), torch.from_numpy((keys & 1).astype(bool))
-    if own.size > spare:
-        own = own[_best(magnitudes[own], spare, spare)[0]] if spare else own[:0]
-    other = np.zeros(enough, dtype=bool)
-    other[own] = True
-    picked = np.flatnonzero(first | other)
-    return torch.from_numpy(indices[picked]), torch.from_numpy(other[picked])
+        candidates.expect(_next_bound(magnitudes, enough, more))
+    first, spares = np.zeros(indices.size, dtype=bool), np.zeros(indices.size, dtype=bool)
+    first[_best(magnitudes, share)] = True
+    inside = indices // n * n + turn == indices  # divisions take a quarter of the time of remainders
+    others = (inside & ~first).nonzero()[0]
+    if others.size < spare and indices.size < values.size:
+        return _with_whole_stripe(values, indices[first], indices[first & inside], spare, turn, n)
+    spares[others.take(_best(magnitudes.take(others), min(spare, others.size)))] = True
+    picked = (first | spares).nonzero()[0]
+    return torch.from_numpy(indices.take(picked).astype(np.int64)), torch.from_numpy(spares.take(picked))
+
+
+def _with_whole_stripe(
+    values: NDArray[np.floating], first: NDArray[np.int32], mine: NDArray[np.int32], spare: int, turn: int, n: int
+) -> tuple[Tensor, Tensor]:
+    """What :func:`top_k_and_stripe` gives, where the largest of all are known, and which of them are of the stripe."""
+    stripe = np.ascontiguousarray(values[turn::n])
+    others = _top_k(stripe, min(stripe.size, spare + mine.size)) * n + turn
+    others = others[~np.isin(others, mine, assume_unique=True)]
+    keys = np.sort(np.concatenate([2 * first.astype(np.int64), 2 * others + 1]))
+    return torch.from_numpy(keys >> 1), torch.from_numpy((keys & 1).astype(bool))
 
 
 def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
@@ -123,8 +122,7 @@ def many_of_largest(
         indices += np.int32(first)
         return torch.from_numpy(indices), torch.from_numpy(magnitudes)
     indices, magnitudes = _enough(values, k, x, candidates)
-    more = _more(k)
-    candidates.expect(_reached_by(magnitudes, min(more, magnitudes.size)) * (1.0 if more < magnitudes.size else MARGIN))
+    candidates.expect(_next_bound(magnitudes, k, _more(k)))
     return torch.from_numpy(indices), torch.from_numpy(magnitudes)
 
 
@@ -181,8 +179,7 @@ def _picked(known: Found, k: int, more: int) -> tuple[NDArray[np.int64], float]:
         made = compiled.largest(known, k, 0, 0, 1, more if more < magnitudes.size else k)
         assert made is not None
         return made[0], made[2] if more < magnitudes.size else MARGIN * made[2]
-    keep, reached = _best(magnitudes, k, more)
-    return indices[keep].astype(np.int64), reached
+    return indices.take(_best(magnitudes, k)).astype(np.int64), _next_bound(magnitudes, k, more)
 
 
 def _more(k: int) -> int:
@@ -190,27 +187,28 @@ def _more(k: int) -> int:
     return math.ceil(NEXT * k) + 64
 
 
-def _best(magnitudes: NDArray[np.floating], k: int, more: int) -> tuple[NDArray[np.integer], float]:
-    """Places of the k largest, ascending, of equal ones the first; and the magnitude that ``more`` of them reach.
-
-    Where there are fewer than ``more``, somewhat less than that of the k-th.
-    """
-    count = magnitudes.size
-    ranks = (count - k,) if more >= count else (count - more, count - k)
-    ordered = np.partition(magnitudes, ranks)
-    kth = ordered[count - k]
-    keep = np.flatnonzero(magnitudes >= kth)
+def _best(magnitudes: NDArray[np.floating], k: int) -> NDArray[np.intp]:
+    """Places of the k largest, ascending, of equal ones the first."""
+    if not k:
+        return np.empty(0, dtype=np.intp)
+    kth = np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k]
+    keep: NDArray[np.intp] = (magnitudes >= kth).nonzero()[0]
     if keep.size > k:  # of those that are equal to the k-th, the last ones are too many
-        equal = np.flatnonzero(magnitudes[keep] == kth)
+        equal = (magnitudes[keep] == kth).nonzero()[0]
         keep = np.delete(keep, equal[k - keep.size :])
-    return keep, float(ordered[ranks[0]]) if more < count else MARGIN * float(kth)
+    return keep
+
+
+def _next_bound(magnitudes: NDArray[np.floating], k: int, more: int) -> float:
+    """A magnitude that ``more`` of these reach; where there are not more, somewhat less than what k reach."""
+    return _reached_by(magnitudes, more) if more < magnitudes.size else MARGIN * _reached_by(magnitudes, k)
 
 
 def _reached_by(magnitudes: NDArray[np.floating], k: int) -> float:
     """A magnitude that k of these reach, and hardly more."""
     if compiled := compiled_for(magnitudes):
         return compiled.reached_by(magnitudes, k)
-    return float(np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k])
+    return float(np.partition(magnitudes, magnitudes.size - k)[magnitudes.size - k])  # of two ranks at once, it is slow
 
 
 def _bound_from(sample: NDArray[np.floating], share: float, stride: int) -> np.floating:

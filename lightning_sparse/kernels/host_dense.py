@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.candidates import Candidates, Summed, Sums
-from lightning_sparse.kernels.host_arrays import (
-    Found,
-    bits_of,
-    buffer,
-    chunks,
-    compiled_on,
-    joined,
-    magnitudes_of,
-    written,
-)
+from lightning_sparse.kernels.host_arrays import Found, bits_of, buffer, chunks, compiled_on, written
+from lightning_sparse.kernels.host_reach import Hits
 
 
 @np.errstate(over="ignore", invalid="ignore", under="ignore")  # sums may leave the range, as torch's do
@@ -45,56 +36,17 @@ def accumulate(
     room = acc.numel() // Candidates.ROOM
     if compiled := compiled_on(acc, residual, *runs):
         return compiled.accumulate(acc, residual, runs, bound, room, summed)
-    target, kept, zeroed = acc.numpy(), residual.numpy(), [bits_of(run) for run in runs]
-    level = target.dtype.type(bound)
-    widened = np.empty(0, dtype=np.uint32)
-    if runs[0].dtype == torch.bfloat16:
-        widened = buffer("widened", np.dtype(np.uint32))
-    hits = Hits(room)
-    finite = True
-    for span, piece in chunks(zeroed):
-        size, chunk = piece.size, target[span]
-        if widened.size:
-            np.left_shift(piece, 16, out=widened[:size], dtype=np.uint32)
-            np.add(kept[span], widened[:size].view(np.float32), out=chunk)
-        else:
-            np.add(kept[span], piece, out=chunk)
-        piece.fill(0)
-        largest = hits.add(chunk, level, span.start)
-        finite = finite and bool(largest < np.inf)
-    return hits.found(target.dtype), finite, None
-
-
-class Hits:
-    """What of the chunks of a vector reaches a bound.
-
-    Args:
-        room: for so many.
-    """
-
-    def __init__(self, room: int) -> None:
-        self._room, self._total = room, 0
-        self._indices: list[NDArray[np.int32]] = []
-        self._magnitudes: list[NDArray[np.floating]] = []
-
-    def add(self, chunk: NDArray[np.floating], bound: np.floating, start: int) -> np.floating:
-        """A chunk that begins at a coordinate; its largest magnitude."""
-        magnitudes, mask = magnitudes_of(chunk)
-        np.greater_equal(magnitudes, bound, out=mask)
-        hits = np.flatnonzero(mask)
-        self._total += hits.size
-        if hits.size and self._total <= self._room:
-            self._magnitudes.append(magnitudes.take(hits))
-            hits += start
-            self._indices.append(hits.astype(np.int32))
-        largest: np.floating = magnitudes.max()
-        return largest
-
-    def found(self, dtype: np.dtype[Any]) -> Found | None:
-        """All of them; None: there was no room."""
-        if self._total > self._room:
-            return None
-        return joined(self._indices, np.dtype(np.int32)), joined(self._magnitudes, dtype)
+    target, kept = acc.numpy(), residual.numpy()
+    widened = buffer("widened", np.dtype(np.uint32))
+    hits = Hits(target.dtype, bound, room)
+    for span, piece in chunks([bits_of(run) for run in runs]):
+        given, chunk = piece, target[span]
+        if runs[0].dtype == torch.bfloat16:
+            given = np.left_shift(piece, 16, out=widened[: piece.size], dtype=np.uint32).view(np.float32)
+        np.add(kept[span], given, out=chunk)
+        piece.view(np.uint8).fill(0)  # of wider numbers, numpy fills one after another
+        hits.add(chunk, span.start)
+    return *hits.found(), None
 
 
 class Weights(NamedTuple):
@@ -151,9 +103,9 @@ def weigh(
     given = [bits_of(run) for run in runs]
     one = out[0].dtype.type
     keep, add, least, quickest = map(one, by)
-    most, level = np.finfo(one).max, one(bound)
+    most = np.finfo(one).max
     wide, root, quick = (buffer(use, out[0].dtype) for use in ("wide", "root", "magnitudes"))
-    hits = Hits(room)
+    hits = Hits(out[0].dtype, bound, room)
     finite = True
     for span, piece in chunks(given):
         size = piece.size
@@ -164,7 +116,7 @@ def weigh(
         else:
             np.copyto(g, piece)
         if clear:
-            piece.fill(0)
+            piece.view(np.uint8).fill(0)
         np.add(kept[span], g, out=a)
         np.multiply(before[span], keep, out=v)
         np.multiply(g, add, out=r)
@@ -179,5 +131,5 @@ def weigh(
         np.maximum(r, q, out=r)
         np.sqrt(r, out=r)
         np.divide(a, r, out=x)
-        hits.add(x, level, span.start)
-    return hits.found(out[0].dtype), finite, None
+        hits.add(x, span.start)
+    return hits.found()[0], finite, None

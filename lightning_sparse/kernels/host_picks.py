@@ -89,29 +89,59 @@ def distinct(indices: Tensor, padding: int) -> Tensor:
     return torch.from_numpy(ordered[first])
 
 
-def unite(indices: Tensor, spare: Tensor, levels: Tensor, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As :func:`distinct`, with what was said of each coordinate.
+def unite(
+    picks: Sequence[Tensor],
+    levels: Tensor,
+    spare: Sequence[Tensor] | None,
+    padding: int,
+    limit: int | None,
+    phase: int,
+) -> tuple[Tensor, Tensor, int]:
+    """The union of all picks below the padding index, thinned to a limit; see :func:`.reduce_union.union_of`.
 
     Args:
-        indices: (c,) int64 coordinates below 2**31, and maybe the padding index.
-        spare: (c,) bool.
-        levels: (c,) int64 in [0, 2**20).
+        picks: int64 coordinates below 2**31 of each rank, maybe with the padding index.
+        levels: int64 in [0, 2**20) of all of them, one rank after another.
+        spare: bool of each rank's: which are left out first.
         padding: the padding index.
+        limit: of the union.
+        phase: rotates which ones are left out.
 
     Returns:
-        indices as :func:`distinct`; for each of them whether ``spare`` was said every time, and the largest level; and
-        their number, () int64.
+        Ascending coordinates; the largest level of each; and how many there were before the limit.
     """
-    keys = np.sort((indices << 21 | spare.long() << 20 | levels).numpy())
+    if native.library and (made := native.library.picks.unite(picks, levels, spare, padding, limit, phase)):
+        return made
+    keys = torch.cat(list(picks)).numpy() << 21
+    keys |= levels.numpy() << 1
+    if spare is not None:
+        keys |= torch.cat(list(spare)).numpy()
+    keys.sort()
     keys = keys[: np.searchsorted(keys, padding << 21)]
     coordinates = keys >> 21
-    starts = np.flatnonzero(np.concatenate([[True], coordinates[1:] != coordinates[:-1]])[: keys.size])
-    largest = keys & 0xFFFFF
-    if starts.size:
-        largest = np.maximum.reduceat(largest, starts)
-    said = (keys[starts] >> 20 & 1).astype(bool)  # the lowest key of each coordinate comes first
-    union = torch.from_numpy(coordinates[starts])
-    return union, torch.from_numpy(said), torch.from_numpy(largest), torch.tensor(starts.size, device="cpu")
+    last = np.ones(keys.size, dtype=bool)  # of those that name a coordinate, which has the largest level
+    np.not_equal(coordinates[1:], coordinates[:-1], out=last[:-1])
+    kept = last.nonzero()[0]
+    left_out_first = (keys.take(kept) & 1).astype(bool)
+    others = (~last).nonzero()[0]
+    not_spare = keys.take(others) & 1 == 0
+    left_out_first[(others - np.arange(others.size))[not_spare]] = False
+    named = kept.size
+    if limit is not None and limit < named:
+        first, second = (~left_out_first).nonzero()[0], left_out_first.nonzero()[0]
+        room = min(limit, first.size)
+        stay = np.zeros(named, dtype=bool)
+        stay[first[_spread(first.size, room, phase)]] = True
+        stay[second[_spread(second.size, limit - room, phase)]] = True
+        kept = kept[stay]
+    return torch.from_numpy(coordinates.take(kept)), torch.from_numpy(keys.take(kept) >> 1 & 0xFFFFF), named
+
+
+def _spread(total: int, room: int, phase: int) -> NDArray[np.int64]:
+    """Which of so many things stay where there is no room for all, see :func:`.static.spread`; from 0."""
+    if room >= total:
+        return np.arange(total)
+    return (np.arange(1, room + 1) * total - phase % total - 1) // room
 
 
 def expand(words: Tensor, slots: int, blocks: int, padding: int) -> Tensor:

@@ -5,13 +5,15 @@ Torch's own ``nonzero`` takes several times longer: it allocates what it returns
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.candidates import Candidates
-from lightning_sparse.kernels.host_arrays import CHUNK, Found, compiled_for, joined, magnitudes_of
+from lightning_sparse.kernels.host_arrays import CHUNK, Found, buffer, chunks, compiled_for, joined, places_of
 
 MARGIN = 0.9
 """The next step's threshold is expected above this multiple of this one's."""
@@ -67,17 +69,7 @@ def reaching(values: NDArray[np.floating], bound: np.floating) -> Found:
     """What of a vector reaches a bound, with magnitudes."""
     if compiled := compiled_for(values):
         return compiled.above(values[None], float(bound))
-    indices: list[NDArray[np.int32]] = []
-    found: list[NDArray[np.floating]] = []
-    for start in range(0, values.size, CHUNK):
-        magnitudes, mask = magnitudes_of(values[start : start + CHUNK])
-        np.greater_equal(magnitudes, bound, out=mask)
-        hits = np.flatnonzero(mask)
-        if hits.size:
-            found.append(magnitudes.take(hits))  # a boolean index takes ten times as long
-            hits += start
-            indices.append(hits.astype(np.int32))
-    return joined(indices, np.dtype(np.int32)), joined(found, values.dtype)
+    return _reaching([values], values.dtype, bound)
 
 
 def reaching_in_blocks(whole: NDArray[np.floating], rest: NDArray[np.floating], bound: np.floating) -> Found:
@@ -89,21 +81,63 @@ def reaching_in_blocks(whole: NDArray[np.floating], rest: NDArray[np.floating], 
     rounds, block = whole.shape
     rows = max(1, CHUNK // block)
     parts = [whole[row : row + rows] for row in range(0, rounds, rows)] if block <= CHUNK else [*whole]
-    indices: list[NDArray[np.int32]] = []
-    found: list[NDArray[np.floating]] = []
-    start = 0
-    for part in [*parts, rest]:
-        if block <= CHUNK:
-            magnitudes, mask = magnitudes_of(part)
-            hits = np.flatnonzero(np.greater_equal(magnitudes, bound, out=mask))
-            places, reached = hits.astype(np.int32), magnitudes.take(hits)
-        else:
-            places, reached = reaching(part, bound)
-        places += start
-        indices.append(places)
-        found.append(reached)
-        start += part.size
-    return np.concatenate(indices), np.concatenate(found)
+    return _reaching([*parts, rest], rest.dtype, bound)
+
+
+def _reaching(runs: Sequence[NDArray[np.floating]], dtype: np.dtype[np.floating], bound: np.floating) -> Found:
+    hits = Hits(dtype, bound, sum(run.size for run in runs))
+    for span, chunk in chunks(runs):
+        hits.add(chunk, span.start)
+    found, _ = hits.found()
+    assert found is not None  # there is room for all
+    return found
+
+
+class Hits:
+    """What of the chunks of a vector reaches a bound, and whether all of it is finite.
+
+    Magnitudes are compared by their bits as integers, which have the same order, with NaN after infinity: what is not
+    finite is among the hits, and need not be looked for.
+
+    Args:
+        dtype: of the vector.
+        bound: magnitude; NaN is not reached.
+        room: for so many.
+    """
+
+    def __init__(self, dtype: np.dtype[np.floating], bound: float | np.floating, room: int) -> None:
+        self._dtype, self._integers = dtype, np.dtype(f"i{dtype.itemsize}")
+        self._level = np.abs(np.maximum(dtype.type(bound), dtype.type(0))).view(self._integers)
+        self._infinite = dtype.type(np.inf).view(self._integers)
+        self._all_but_sign = np.iinfo(self._integers).max
+        self._bits, self._mask = buffer("bits", self._integers), buffer("mask", np.dtype(bool))
+        self._room, self._total, self._given_up, self._finite = room, 0, False, True
+        self._indices: list[NDArray[np.int32]] = []
+        self._found: list[NDArray[np.integer]] = []
+
+    def add(self, chunk: NDArray[np.floating], start: int) -> None:
+        """At most a chunk, of any shape, that begins at a coordinate."""
+        bits, mask = self._bits[: chunk.size], self._mask[: chunk.size]
+        np.bitwise_and(chunk.view(self._integers), self._all_but_sign, out=bits.reshape(chunk.shape))
+        self._given_up = self._total > self._room
+        places = places_of(np.greater_equal(bits, self._infinite if self._given_up else self._level, out=mask))
+        self._total += places.size
+        if self._given_up:
+            self._finite = self._finite and not places.size
+        elif places.size:
+            self._found.append(bits.take(places))
+            places += start
+            self._indices.append(places.astype(np.int32))
+
+    def found(self) -> tuple[Found | None, bool]:
+        """Ascending coordinates and magnitudes, None if there was no room; and whether all is finite."""
+        indices, bits = joined(self._indices, np.dtype(np.int32)), joined(self._found, self._integers)
+        finite = self._finite and bool((bits < self._infinite).all())
+        if not finite:
+            numbers = (bits <= self._infinite).nonzero()[0]
+            indices, bits = indices.take(numbers), bits.take(numbers)
+        room = not self._given_up and indices.size <= self._room
+        return (indices, bits.view(self._dtype)) if room else None, finite
 
 
 def lowest(dtype: np.dtype[np.floating], threshold: float) -> np.floating:

@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.candidates import Candidates, Summed, Sums
-from lightning_sparse.kernels.host_arrays import CHUNK, buffer, compiled_for, magnitudes_of
+from lightning_sparse.kernels.host_arrays import buffer, compiled_for
 from lightning_sparse.kernels.host_reach import lowest
 
+CHUNK = 1 << 16
+"""Elements that are added up at once; compiled code has the same."""
 LANES = 1 << 8
 """Sums are formed in as many parts: part j is that of elements j, j + LANES, ... of a chunk, in float64."""
 
@@ -80,7 +82,8 @@ def _formed(values: NDArray[np.floating], summed: Summed, level: float) -> Sums:
         if summed == "values":
             np.copyto(wide, chunk)
         else:
-            magnitudes, mask = magnitudes_of(chunk)
+            magnitudes = np.abs(chunk, out=buffer("magnitudes", chunk.dtype)[: chunk.size])
+            mask = buffer("mask", np.dtype(bool))[: chunk.size]
             largest = max(largest, float(magnitudes.max()))
             np.copyto(wide, magnitudes)
             number += int(np.count_nonzero(np.greater_equal(magnitudes, bound, out=mask)))

@@ -3,7 +3,7 @@
 #define LANES_H
 #include "common.h"
 
-#define CHUNK 65536  // as in host_arrays.py
+#define CHUNK 65536  // as in host_sums.py
 #define LANES 256    // as in host_sums.py, and the next four: few enough to leave room in the first-level cache
 #define VALUES 1
 #define MAGNITUDES 2

@@ -126,7 +126,7 @@ def spread(total: Tensor, slots: int, phase: int) -> Tensor:
 
     Of ``total > c`` things for c slots, slot s (from 0) holds the one of ordinal
     ``ceil(((s + 1) total - phase mod total) / c)``: every part of the row loses the same share. Cutting off at c would
-    starve its end for ever. These are the ones that :func:`lightning_sparse.kernels.thin` keeps.
+    starve its end for ever.
 
     Args:
         total: () or (..., 1) int64.
@@ -182,7 +182,7 @@ def united(
         levels: (c,) integers at least 0; None: all 0.
         padding: the padding index.
         total: there are not more different coordinates than this; None: unknown.
-        limit: more than this are thinned to it: those that :func:`lightning_sparse.kernels.thin` keeps, first of the
+        limit: more than this are thinned to it: those that :func:`spread` names, first of the
             coordinates that some rank did not call spare, then of the others. None: there is no limit.
         phase: rotates which ones are left out.
 
@@ -221,7 +221,7 @@ def united(
 
 
 def _thinned(rows: Tensor, limit: int, phase: int) -> tuple[Tensor, Tensor]:
-    """What :func:`lightning_sparse.kernels.thin` leaves of each of (1 or 2, c) rows, the second in what room is left.
+    """What :func:`spread` leaves of each of (1 or 2, c) rows, the second in what room is left.
 
     Returns:
         (c,) bool: what is left of any row; and () how many there were.
