@@ -15,7 +15,6 @@ from lightning_sparse.exchanges.base import (
     Exchange,
     Picks,
     counts_of,
-    is_outside,
     joined,
     reduce_at,
     refuse,
@@ -23,26 +22,19 @@ from lightning_sparse.exchanges.base import (
     values_at,
 )
 from lightning_sparse.exchanges.reduce_union import union_of
-from lightning_sparse.kernels import compiled, expand, locate, pad, static_shapes, take
+from lightning_sparse.kernels import compiled, hear, locate, pad, static_shapes, take, tell, under
+from lightning_sparse.kernels.host_messages import BLOCK, CLASS_BITS, CLASSES, LOWEST, SILENT, TROUBLE
 from lightning_sparse.kernels.native_picks import Met, NativePicks
 from lightning_sparse.messages import AllGather, AllReduce, Steps
 
-BLOCK = 1 << 16
-"""Coordinates that a 16-bit offset can tell apart."""
 LANE = (1 << 15) - 1
 """Largest magnitude of a sum in half of a 32-bit word."""
 FEWEST_LEVELS = 64
 """With so many ranks that each has fewer levels than this, values travel unrounded."""
-CLASSES, CLASS_BITS = 8, 3
-"""Classes of magnitude of a rank's picks, each 2**3 times smaller than the one before."""
-LOWEST = -1100
-"""A *level* is the exponent of a step, counted from here, below that of any number."""
 NARROW_RANKS = 16
 """Up to so many ranks, a value and a second value share 16 bits."""
 CODE_ZERO = 128
 """Code of the power of two 1."""
-SILENT, TROUBLE = 0, (1 << 20) - 1
-"""Levels of a rank that has picked nothing but zeros, and of one with a value that is not finite."""
 
 
 @EXCHANGES.register
@@ -98,7 +90,8 @@ class PackedUnion(Exchange):
             mean, second = yield from reduce_at(acc, indices, ctx)
             return Update(indices, mean, indices, None, picks.counts, union.size, named, second)
         unit = _step_of(_raised(union.levels, lowest, lanes.most), acc.dtype)
-        whole = (take(acc, indices) / unit).round_().clamp_(-lanes.most, lanes.most).nan_to_num_(nan=0.0)
+        here = take(acc, indices)
+        whole = (here / unit).round_().clamp_(-lanes.most, lanes.most).nan_to_num_(nan=0.0)
         if ctx.second is None:
             total, second = unpack((yield AllReduce(pack(whole.int()))), indices.numel()), None
         else:
@@ -111,12 +104,12 @@ class PackedUnion(Exchange):
             # Whoever has told has a quarter of the top there at least, also where that rounds to nothing.
             second = torch.maximum(parts_sum * _divided(top, n * lanes.parts), _divided(top, 4 * n))
         values = _divided(total * unit, n).masked_fill(trouble, float("nan"))
-        given, rounded = whole != 0, whole * unit
+        given, rounded, left = whole != 0, whole * unit, None
         if static_shapes(acc.device):
             sent = torch.where(given, indices, numel)
         else:
-            sent, rounded = indices[given], rounded[given]
-        return Update(indices, values, sent, rounded, picks.counts, union.size, named, second)
+            sent, rounded, left = under(given, indices, rounded, here.sub_(rounded))
+        return Update(indices, values, sent, rounded, picks.counts, union.size, named, second, left)
 
 
 def _divided(x: Tensor, by: int) -> Tensor:
@@ -213,11 +206,10 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     selection, _ = yield from same_length(selection, None, padding)
     indices, slots = selection.indices, selection.indices.numel()
     blocks = _blocks(slots, padding)
-    library = compiled(acc.device, acc.dtype)
-    if library is None:
+    if static_shapes(acc.device):
         words = _tell(acc, selection, most, blocks, ctx)
     else:
-        words = library.tell(acc, indices, selection.spare, int(selection.count), most, blocks)
+        words = tell(acc, indices, selection.spare, int(selection.count), most, blocks)
     after = words.numel()
     if ctx.second is not None:
         words = torch.cat([words, _pack_octets(_codes(ctx.second[indices]))])
@@ -226,41 +218,22 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     counts, tops = head[:, 0], head[:, 1:]
     trouble = tops.max() == TROUBLE
     octets = None if ctx.second is None else _unpack_octets(rows[:, after:], slots)
-    ends = [] if static_shapes(acc.device) else counts_of(rows, slots)
-
-    def each(rows: Tensor) -> list[Tensor]:
-        return [row[:end] for row, end in zip(rows, ends, strict=True)]
-
-    if library is not None:
-        heard = library.hear(rows, ends, slots, blocks, padding)
+    if not static_shapes(acc.device):
+        ends = counts_of(rows, slots)
+        heard = hear(rows, ends, slots, blocks, padding)
         refuse([heard.lowest == -1 - rank for rank in range(ctx.world_size)])
         spares = None if selection.spare is None else heard.spares
+        codes = None if octets is None else [row[:end] for row, end in zip(octets, ends, strict=True)]
         lowest = torch.tensor(heard.lowest, device="cpu")
-        codes = None if octets is None else each(octets)
         return Picks(heard.picks, None, counts, spares, codes), heard.levels, lowest, trouble
     body = after - -(-slots // 8)
     told = _unpack_nibbles(rows[:, body:after], slots)
     levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)
     within = torch.arange(slots, device=acc.device) < counts[:, None]
     lowest = torch.where(within, levels, tops).amin(1).max() if slots else tops.max()
-    if ends:
-        refuse([_is_wrong(row, end, slots, blocks, padding) for row, end in zip(rows, ends, strict=True)])
     places = _lengthen(rows[:, 2:body], slots, blocks, padding) if blocks else rows[:, 2:body].long()
-    spare = told >= CLASSES
-    if static_shapes(acc.device):
-        all_spares = None if selection.spare is None else spare
-        return Picks(places, None, counts, all_spares, octets), levels.flatten(), lowest, trouble
-    spares = None if selection.spare is None else each(spare)
-    codes = None if octets is None else each(octets)
-    return Picks(each(places), None, counts, spares, codes), torch.cat(each(levels)), lowest, trouble
-
-
-def _is_wrong(words: Tensor, count: int, slots: int, blocks: int, padding: int) -> bool:
-    """Whether :func:`_tell` cannot have written this message of ``count`` picks; what the library says of it, too."""
-    ends = words[2 : 2 + blocks].long()
-    bounds = pad(ends, blocks + 1, slots).diff(prepend=ends.new_zeros(1))
-    outside = not blocks and is_outside(words[2 : 2 + count], padding)
-    return not SILENT <= words[1] <= TROUBLE or bool((bounds < 0).any()) or outside
+    all_spares = None if selection.spare is None else told >= CLASSES
+    return Picks(places, None, counts, all_spares, octets), levels.flatten(), lowest, trouble
 
 
 def _blocks(slots: int, numel: int) -> int:
@@ -291,8 +264,6 @@ def _shorten(indices: Tensor, blocks: int) -> Tensor:
 
 def _lengthen(words: Tensor, slots: int, blocks: int, padding: int) -> Tensor:
     """Undo :func:`_shorten` for (..., words) of one or more ranks; slots without a pick come back as padding."""
-    if not static_shapes(words.device):
-        return expand(words, slots, blocks, padding)
     wide = torch.int32 if 2 * (padding + BLOCK) < 2**31 else torch.int64
     offsets = unpack(words[..., blocks:], slots).to(wide) & (BLOCK - 1)
     places = torch.arange(slots, dtype=torch.int32, device=words.device).expand(*words.shape[:-1], slots).contiguous()

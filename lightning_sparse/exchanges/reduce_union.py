@@ -67,12 +67,13 @@ def union_of(picks: Picks, selection: Selection, padding: int, ctx: Context, lev
         ctx: the step.
         levels: of all picks in rank order, integers in [0, 2**20), int64 on the CPU; None: there are none.
     """
-    all_picks = picks.joined()
-    if static_shapes(all_picks.device):
+    if static_shapes(picks.counts.device):
+        all_picks = picks.joined()
         spare = None if picks.spare is None else joined(picks.spare)
         # Of what is below the padding index, there is not more than the total.
         return Union(*united(all_picks, spare, levels, padding, selection.total, selection.limit, ctx.step))
     if levels is None:
+        all_picks = picks.joined()
         levels = torch.zeros_like(all_picks)
         if ctx.disjoint or all_picks.numel() == selection.total:
             size = picks.counts.sum() if ctx.disjoint else distinct(all_picks, padding)[1]

@@ -5,7 +5,7 @@ Two formulations, chosen by device and equal in what they return up to padding:
 - ``host_*`` (CPU): numpy on zero-copy views in cache-sized chunks, results of exactly the size that was found. For
   float32, functions in C take their place where they have been compiled: ``dense.c`` for ``host_dense`` and
   ``host_reach``, ``sums.c`` for ``host_sums``, ``choose.c`` for ``host_choose``, ``picks.c`` and ``unite.c`` for
-  ``host_picks``.
+  ``host_picks`` and ``host_messages``.
 - :mod:`~lightning_sparse.kernels.static` (CUDA and everything else): torch operations of fixed output size, so that
   the host never waits for the device. Slots without a pick hold the padding index. On CUDA, kernels in Triton take
   their place where :mod:`~lightning_sparse.kernels.on_cuda` says so.
@@ -36,7 +36,8 @@ from lightning_sparse.kernels import (
 )
 from lightning_sparse.kernels.host_choose import largest_of, many_of_largest, top_k_and_stripe
 from lightning_sparse.kernels.host_dense import Weights
-from lightning_sparse.kernels.host_picks import expand, put_in_runs_, take_from_runs, under, unite
+from lightning_sparse.kernels.host_messages import hear, tell
+from lightning_sparse.kernels.host_picks import put_in_runs_, take_from_runs, under, unite
 from lightning_sparse.kernels.host_reach import reached, reaching_of
 from lightning_sparse.kernels.host_sums import sums
 from lightning_sparse.kernels.native_picks import NativePicks
@@ -51,7 +52,7 @@ __all__ = [
     "fill_if_", "copy_if_", "choose",
     # on the CPU only
     "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
-    "sums", "unite", "expand", "under", "put_in_runs_", "take_from_runs",
+    "sums", "tell", "hear", "unite", "under", "put_in_runs_", "take_from_runs",
     # not on the CPU
     "largest", "strongest", "united", "spread", "scatter_",
 ]  # fmt: skip

@@ -144,38 +144,6 @@ def _spread(total: int, room: int, phase: int) -> NDArray[np.int64]:
     return (np.arange(1, room + 1) * total - phase % total - 1) // room
 
 
-def expand(words: Tensor, slots: int, blocks: int, padding: int) -> Tensor:
-    """Coordinates from 16-bit offsets in blocks of 65 536.
-
-    Args:
-        words: (..., blocks + (slots + 1) // 2) int32: the slot at which each block ends, ascending; then offsets, two
-            in each word, of which the first may have borrowed from the second.
-        slots: number of offsets.
-        blocks: number of blocks.
-        padding: what slots behind the last block hold, and what coordinates are limited to.
-
-    Returns:
-        (..., slots) int64.
-
-    Example:
-        >>> expand(torch.tensor([1, 2, 7 + (3 << 16)], dtype=torch.int32), slots=2, blocks=2, padding=100_000)
-        tensor([    7, 65539])
-    """
-    rows = np.ascontiguousarray(words.numpy().reshape(-1, words.shape[-1]))
-    made = np.empty((len(rows), slots), dtype=np.int64)
-    firsts = np.arange(blocks + 1) << 16
-    for row, places in zip(rows, made, strict=True):
-        low, high = row[blocks:] & 0xFFFF, row[blocks:] >> 16 & 0xFFFF
-        high += low >> 15  # what the first of the two had borrowed, where it is negative as a 16-bit integer
-        high &= 0xFFFF
-        counts = np.diff(row[:blocks], prepend=0, append=slots)
-        places[:] = np.repeat(firsts, counts)
-        places[0::2] += low[: (slots + 1) // 2]
-        places[1::2] += high[: slots // 2]
-    np.minimum(made, padding, out=made)
-    return torch.from_numpy(made.reshape(*words.shape[:-1], slots))
-
-
 def among(values: Tensor, ordered: Tensor) -> Tensor:
     """Which of some coordinates are among ascending ones."""
     if (compiled := native.library) and _are_places(values) and _are_places(ordered):
