@@ -175,17 +175,10 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
     keys.sort()
     keys = keys[: np.searchsorted(keys, padding << 32)]
     ordered = keys >> 32
-    values = values[keys & 0xFFFFFFFF]
-    first = np.empty(ordered.size, dtype=bool)
-    first[:1] = True
+    values = values.take(keys & 0xFFFFFFFF)
+    first = np.ones(ordered.size, dtype=bool)
     np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-    starts = np.flatnonzero(first)
-    totals = values[starts] + values.dtype.type(0)  # as every sum begins: -0 becomes 0
-    repeated = np.flatnonzero(np.diff(starts, append=ordered.size) > 1)
-    ends = np.append(starts[1:], ordered.size)
-    place = 1
-    while repeated.size:
-        totals[repeated] += values[starts[repeated] + place]
-        place += 1
-        repeated = repeated[starts[repeated] + place < ends[repeated]]
-    return torch.from_numpy(ordered[starts]), torch.from_numpy(totals)
+    starts, others = first.nonzero()[0], (~first).nonzero()[0]
+    totals = values.take(starts) + values.dtype.type(0)  # as every sum begins: -0 becomes 0
+    np.add.at(totals, others - np.arange(1, others.size + 1), values.take(others))  # one after the other
+    return torch.from_numpy(ordered.take(starts)), torch.from_numpy(totals)
