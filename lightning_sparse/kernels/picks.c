@@ -1,5 +1,5 @@
 // Work on picks, which are few: taking and putting values, telling picks, rounding their values. The CPU formulations of
-// host_picks.py and packed_union.py for float32, equal bit for bit.
+// host_picks.py, host_messages.py and packed_union.py for float32, equal bit for bit.
 #include "common.h"
 
 #define LOWEST (-1100)
@@ -55,7 +55,7 @@ INLINE int32_t level_of(float step) {
   return (frexpf(step, &exponent) == 0.5f ? exponent - 1 : exponent) - LOWEST;
 }
 
-// The message of one rank, see packed.py. words is zero; magnitudes have room for n. 1 where an index is outside.
+// The message of one rank, see host_messages.py. words is zero; magnitudes have room for n. 1 where an index is outside.
 INLINE int32_t tell(const float *x, int64_t size, const int64_t *indices, const uint8_t *spare, int64_t n,
                        int32_t count, float most, int64_t blocks, int32_t *words, float *magnitudes) {
   uint32_t largest = 0;

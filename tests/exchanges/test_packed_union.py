@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 import lightning_sparse as ls
 from lightning_sparse.core import Context, Selection
-from lightning_sparse.exchanges.packed_union import _lengthen, _shorten, pack, unpack
+from lightning_sparse.exchanges.packed_union import _classes, _lengthen, _tell, pack, unpack
+from lightning_sparse.kernels import hear, native, tell
+from lightning_sparse.kernels.host_messages import CLASS_BITS
 from tests.lockstep import Outcome, Ranks
 from tests.static_path import static_path
 
@@ -33,21 +35,38 @@ def test_sums_of_packed_words_are_packed_sums(n: int, size: int, seed: int) -> N
 
 
 @settings(deadline=None)
-@given(st.integers(1, 400_000), st.integers(0, 300), st.integers(0, 5), st.integers(0, 2**16))
-def test_coordinates_survive_the_short_form_with_and_without_padding(
-    numel: int, picks: int, missing: int, seed: int
+@given(
+    st.integers(1, 400_000), st.integers(0, 300), st.integers(0, 5), st.integers(0, 2**16),
+    st.sampled_from([torch.float32, torch.float64]),
+)  # fmt: skip
+def test_what_is_told_of_picks_is_heard_with_and_without_padding(
+    numel: int, picks: int, missing: int, seed: int, dtype: torch.dtype
 ) -> None:
-    picks = min(picks, numel)
-    chosen = np.sort(np.random.default_rng(seed).choice(numel, picks, replace=False))
+    picks, generator = min(picks, numel), np.random.default_rng(seed)
+    chosen = np.sort(generator.choice(numel, picks, replace=False))
     indices = torch.cat([torch.tensor(chosen, dtype=torch.int64), torch.full((missing,), numel)])
-    blocks = -(-numel // 65_536)
-    words = _shorten(indices, blocks)
-    assert words.numel() == blocks + (picks + missing + 1) // 2
-    found = _lengthen(words, picks + missing, blocks, numel)
-    assert found[:picks].tolist() == chosen.tolist()
-    with static_path():
-        everywhere = _lengthen(torch.stack([words, words]), picks + missing, blocks, numel)
-    assert everywhere.tolist() == [found.tolist()] * 2
+    acc = torch.from_numpy(generator.normal(size=numel + 1)).to(dtype)
+    acc *= 10.0 ** float(generator.uniform(*(-325, 300) if dtype == torch.float64 else (-46, 35)))  # also subnormal
+    acc[: numel // 2] *= 1e-3
+    acc[numel] = 0
+    slots, spare = picks + missing, torch.from_numpy(generator.random(picks + missing) < 0.3)
+    selection, ctx = Selection(indices, torch.tensor(picks), spare=spare), Context(0, 0.01, 0, 2)
+    for blocks in (0, -(-numel // 65_536)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "library", None)
+            words = tell(acc, indices, spare, picks, 1000, blocks)
+            heard = hear(torch.stack([words, words]), [picks, 0], slots, blocks, numel)
+        assert words.tolist() == _tell(acc, selection, 1000, blocks, ctx).tolist()
+        assert heard.picks[0].tolist() == chosen.tolist()
+        assert heard.spares[0].tolist() == spare[:picks].tolist()
+        magnitudes = acc[indices].abs()
+        classes = _classes(magnitudes, magnitudes.max() if slots else acc[numel])[:picks].long()
+        assert heard.levels.tolist() == (int(words[1]) - CLASS_BITS * classes).clamp(min=0).tolist()
+        assert heard.lowest == max(int(heard.levels.min()) if picks else 0, int(words[1]))
+        if blocks:
+            with static_path():
+                everywhere = _lengthen(words[2 : len(words) - (slots + 7) // 8], slots, blocks, numel)
+            assert everywhere[:picks].tolist() == chosen.tolist()
 
 
 def packed(rows: torch.Tensor, density: float, sparsifier: ls.Sparsifier | None = None, steps: int = 1) -> list:
