@@ -7,10 +7,8 @@
 
 #define STRIP 64       // elements that are worked on in registers
 #define BLOCK 2048     // and in the first-level cache
-#define STRIPS (BLOCK / STRIP)
 #define STREAM (1 << 20)  // from so many elements on, what is written goes past the caches
-#define FEW 2          // hits in a strip with any, on average, up to which they are faster taken one by one
-#define FAR 2048       // elements to ask for ahead in a row
+#define FAR 1024       // elements to ask for ahead in a row
 
 // Bits of what magnitudes are compared with: all reach a negative bound, none reaches one that is not a number.
 INLINE uint32_t level_of(float bound) { return bound >= 0 ? bits_of(bound) & MAGNITUDE : bound < 0 ? 0 : MAGNITUDE; }
@@ -29,8 +27,8 @@ typedef struct {
   // sum[i] = x[i] + y[i], to acc, too, if it is not NULL; top holds the largest bits of magnitudes so far, in 16 parts.
   uint64_t (*add)(const float *x, const float *y, float *acc, float *sum, uint32_t level, uint32_t *top, int stream);
   uint64_t (*reach)(const float *x, uint32_t level);
-  // Places and magnitudes of what has a bit, with room for 15 more; how many they are.
-  int64_t (*extract)(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes);
+  // Places and magnitudes of what has a bit of at least one, with room for 15 more.
+  void (*extract)(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes);
   // Past the caches, where less than a line is written at once: other writes in between would tear lines.
   void (*stream)(float *y, const float *x, int64_t n);
 } strip;
@@ -58,25 +56,18 @@ INLINE uint64_t add_portable(const float *x, const float *y, float *acc, float *
   return reach_portable(sum, level);
 }
 
-INLINE int64_t extract_portable(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes) {
-  int64_t found = 0;
-  for (; hits; hits &= hits - 1, found++) {
-    int j = __builtin_ctzll(hits);
-    if (indices) indices[found] = first + j;
-    magnitudes[found] = fabsf(x[j]);
-  }
-  return found;
-}
-
-// The same of at least one: the first two without a branch that nobody can predict.
-INLINE int64_t extract_few(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes) {
+INLINE void extract_portable(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes) {
   uint64_t rest = hits & (hits - 1);
   int j = __builtin_ctzll(hits), next = __builtin_ctzll(rest | 1ull << 63);
+  // As a rule there are few: the first two without a branch that nobody can predict.
   if (indices) indices[0] = first + j, indices[1] = first + next;
   magnitudes[0] = fabsf(x[j]), magnitudes[1] = fabsf(x[next]);
   rest &= rest - 1;
-  if (!rest) return 1 + ((hits & (hits - 1)) != 0);
-  return 2 + extract_portable(x, rest, first, indices ? indices + 2 : indices, magnitudes + 2);
+  for (int64_t i = 2; rest; rest &= rest - 1, i++) {
+    j = __builtin_ctzll(rest);
+    if (indices) indices[i] = first + j;
+    magnitudes[i] = fabsf(x[j]);
+  }
 }
 static const strip PORTABLE = {add_portable, reach_portable, extract_portable, NULL};
 
@@ -150,8 +141,7 @@ AVX512 INLINE uint64_t reach_avx512(const float *x, uint32_t level) {
   return hits;
 }
 
-AVX512 INLINE int64_t extract_avx512(const float *x, uint64_t hits, int32_t first, int32_t *indices,
-                                     float *magnitudes) {
+AVX512 INLINE void extract_avx512(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes) {
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   int64_t found = 0;
   for (int j = 0; j < STRIP; j += 16) {
@@ -162,31 +152,16 @@ AVX512 INLINE int64_t extract_avx512(const float *x, uint64_t hits, int32_t firs
     _mm512_storeu_si512(magnitudes + found, _mm512_maskz_compress_epi32(some, m));
     found += __builtin_popcount(some);
   }
-  return found;
 }
 static const strip OF_AVX512 = {add_avx512, reach_avx512, extract_avx512, NULL};
 #endif
 
-// What has a bit in the words of a block, behind what was found before; only counted where there is no room.
-INLINE int64_t collect(const float *x, const uint64_t *hits, int32_t words, int32_t first, int32_t *indices,
-                       float *magnitudes, int64_t found, int64_t room, const strip s) {
-  int32_t some = 0, reached = 0, places[STRIPS];
-  for (int32_t w = 0; w < words; w++) {  // without a branch that nobody can predict
-    places[some] = w;
-    some += hits[w] != 0;
-  }
-  for (int32_t i = 0; i < some; i++) reached += __builtin_popcountll(hits[places[i]]);
-  if (found + reached > room) return found + reached;
-  const int many = reached > FEW * some;
-  for (int32_t i = 0; i < some; i++) {
-    int32_t at = STRIP * places[i], *next = indices ? indices + found : indices;
-    uint64_t here = hits[places[i]];
-    if (many)
-      found += s.extract(x + at, here, first + at, next, magnitudes + found);
-    else  // as a rule
-      found += extract_few(x + at, here, first + at, next, magnitudes + found);
-  }
-  return found;
+// What has a bit of at least one, behind what was found before; only counted where there is no room.
+INLINE int64_t collect(const float *x, uint64_t hits, int64_t first, int32_t *indices, float *magnitudes, int64_t found,
+                       int64_t room, const strip s) {
+  int64_t end = found + __builtin_popcountll(hits);
+  if (end <= room) s.extract(x, hits, (int32_t)first, indices ? indices + found : indices, magnitudes + found);
+  return end;
 }
 
 // 64 elements of a gradient as float32, where they lie or widened.
@@ -202,7 +177,7 @@ INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kin
                           int64_t first, int32_t *indices, float *magnitudes, int64_t found, int64_t room,
                           int stream, int32_t *finite, lanes *sums, const strip s) {
   float sum[BLOCK], wide[STRIP], left[2][STRIP];
-  uint64_t hits[STRIPS];
+  uint64_t hits;
   uint32_t top[16] = {0}, level = level_of(bound), largest = 0;
   const int late = stream && s.stream;  // whether a block is written at its end
   int64_t item = kind ? 2 : 4, ahead = (int64_t)(-(uintptr_t)acc % 64 / 4);  // up to where writing past caches begins
@@ -210,32 +185,30 @@ INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kin
   for (int64_t start = 0, size; start < n; start += size) {
     size = !start && stream && ahead ? ahead : BLOCK;
     if (size > n - start) size = n - start;
-    int64_t words = (size + STRIP - 1) / STRIP;
-    for (int64_t w = 0; w < words; w++) {
-      int64_t at = start + STRIP * w, whole = start + size - at;
+    for (int64_t at = start; at < start + size; at += STRIP) {
+      int64_t whole = start + size - at;
+      float *here = sum + (late || sums->kind ? at - start : 0);  // otherwise one strip is enough
       if (whole >= STRIP) {
         for (int64_t j = 0; j < STRIP && !sums->kind; j += 16) __builtin_prefetch(residual + at + FAR + j);
         for (int64_t j = 0; j < STRIP * item; j += 64) __builtin_prefetch(g + item * (at + FAR) + j);
         const float *y = widened(grad, kind, at, STRIP, wide);
-        hits[w] = s.add(residual + at, y, late ? NULL : acc + at, sum + STRIP * w, level, top, stream);
-        if (late)
-          continue;
-        else if (kind)  // of lengths that the compiler knows
+        hits = s.add(residual + at, y, late ? NULL : acc + at, here, level, top, stream);
+        if (!late && kind)  // of lengths that the compiler knows
           memset(g + item * at, 0, 2 * STRIP);
-        else
+        else if (!late)
           memset(g + item * at, 0, 4 * STRIP);
       } else {
         memset(left, 0, sizeof left);
         memcpy(left[0], residual + at, 4 * (size_t)whole);
         memcpy(left[1], widened(grad, kind, at, whole, wide), 4 * (size_t)whole);
-        hits[w] = s.add(left[0], left[1], left[0], sum + STRIP * w, level, top, 0) & ((1ull << whole) - 1);
+        hits = s.add(left[0], left[1], left[0], here, level, top, 0) & ((1ull << whole) - 1);
         memcpy(acc + at, left[0], 4 * (size_t)whole);
         memset(g + item * at, 0, (size_t)(item * whole));
       }
+      if (hits) found = collect(here, hits, first + at, indices, magnitudes, found, room, s);
     }
     if (late) s.stream(acc + start, sum, size / STRIP * STRIP);
     if (late) memset(g + item * start, 0, (size_t)(item * (size / STRIP * STRIP)));
-    found = collect(sum, hits, (int32_t)words, (int32_t)(first + start), indices, magnitudes, found, room, s);
     if (sums->kind) add_to(sums, first + start, sum, residual + start + FAR, size);
   }
   for (int j = 0; j < 16; j++) largest = top[j] > largest ? top[j] : largest;
@@ -273,36 +246,36 @@ INLINE int64_t weigh(const float *residual, void *grad, int kind, const float *n
                      float *score, int clear, int64_t n, const weights by, float bound, int64_t first, int32_t *indices,
                      float *magnitudes, int64_t found, int64_t room, int32_t *finite, lanes *sums, const strip s) {
   float x[BLOCK], wide[STRIP], in[3][STRIP], out[2][STRIP];
-  uint64_t hits[STRIPS];
+  uint64_t hits;
   uint32_t level = level_of(bound), largest = 0, top;
   int64_t item = kind ? 2 : 4;
   for (int64_t start = 0; start < n; start += BLOCK) {
-    int64_t size = n - start < BLOCK ? n - start : BLOCK, words = (size + STRIP - 1) / STRIP;
-    for (int64_t w = 0; w < words; w++) {
-      int64_t at = start + STRIP * w, whole = n - at < STRIP ? n - at : STRIP;
+    int64_t size = n - start < BLOCK ? n - start : BLOCK;
+    for (int64_t at = start; at < start + size; at += STRIP) {
+      int64_t whole = n - at < STRIP ? n - at : STRIP;
       size_t bytes = 4 * (size_t)whole;
-      float *found_here = x + STRIP * w;
+      float *here = x + (at - start);
       if (whole == STRIP) {
         for (int64_t j = 0; j < STRIP; j += 16) {
           __builtin_prefetch(residual + at + FAR + j), __builtin_prefetch(now + at + FAR + j);
           __builtin_prefetch((char *)grad + item * (at + FAR + j));
         }
         memcpy(in[0], widened(grad, kind, at, STRIP, wide), 4 * STRIP);
-        top = weigh_strip(residual + at, in[0], now + at, out[0], out[1], found_here, by);
-        hits[w] = s.reach(found_here, level);
+        top = weigh_strip(residual + at, in[0], now + at, out[0], out[1], here, by);
+        hits = s.reach(here, level);
       } else {
         memset(in, 0, sizeof in);
         memcpy(in[0], widened(grad, kind, at, whole, wide), bytes);
         memcpy(in[1], residual + at, bytes), memcpy(in[2], now + at, bytes);
-        top = weigh_strip(in[1], in[0], in[2], out[0], out[1], found_here, by);
-        hits[w] = s.reach(found_here, level) & ((1ull << whole) - 1);
+        top = weigh_strip(in[1], in[0], in[2], out[0], out[1], here, by);
+        hits = s.reach(here, level) & ((1ull << whole) - 1);
       }
       largest = top > largest ? top : largest;
       memcpy(acc + at, out[0], bytes), memcpy(second + at, out[1], bytes);
       if (clear) memset((char *)grad + item * at, 0, (size_t)(item * whole));
-      memcpy(score + at, found_here, bytes);
+      memcpy(score + at, here, bytes);
+      if (hits) found = collect(here, hits, first + at, indices, magnitudes, found, room, s);
     }
-    found = collect(x, hits, (int32_t)words, (int32_t)(first + start), indices, magnitudes, found, room, s);
     if (sums->kind) add_to(sums, first + start, x, residual + start + FAR, size);
   }
   *finite &= largest < INFINITE;
@@ -313,25 +286,21 @@ INLINE int64_t weigh(const float *residual, void *grad, int kind, const float *n
 INLINE int64_t above(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound, int64_t first,
                      int32_t *indices, float *magnitudes, int64_t room, const strip s) {
   float left[STRIP] = {0};
-  uint64_t hits[STRIPS];
+  uint64_t hits;
   uint32_t level = level_of(bound);
   int64_t found = 0;
-  for (int64_t row = 0; row < rows; row++, x += stride, first += columns)
-    for (int64_t start = 0; start < columns; start += BLOCK) {
-      const float *block = x + start;
-      int64_t size = columns - start < BLOCK ? columns - start : BLOCK, whole = size / STRIP;
-      for (int64_t w = 0; w < whole; w++) {
-        for (int64_t j = 0; j < STRIP; j += 16) __builtin_prefetch(block + STRIP * w + FAR + j);
-        hits[w] = s.reach(block + STRIP * w, level);
-      }
-      found = collect(block, hits, (int32_t)whole, (int32_t)(first + start), indices, magnitudes, found, room, s);
-      if (size % STRIP) {
-        memcpy(left, block + STRIP * whole, 4 * (size_t)(size % STRIP));
-        hits[0] = s.reach(left, level) & ((1ull << size % STRIP) - 1);
-        int32_t at = (int32_t)(first + start + STRIP * whole);
-        found = collect(left, hits, 1, at, indices, magnitudes, found, room, s);
-      }
+  for (int64_t row = 0; row < rows; row++, x += stride, first += columns) {
+    int64_t whole = columns / STRIP * STRIP;
+    for (int64_t at = 0; at < whole; at += STRIP) {
+      for (int64_t j = 0; j < STRIP; j += 16) __builtin_prefetch(x + at + FAR + j);
+      hits = s.reach(x + at, level);
+      if (hits) found = collect(x + at, hits, first + at, indices, magnitudes, found, room, s);
     }
+    if (columns == whole) continue;
+    memcpy(left, x + whole, 4 * (size_t)(columns - whole));
+    hits = s.reach(left, level) & ((1ull << (columns - whole)) - 1);
+    if (hits) found = collect(left, hits, first + whole, indices, magnitudes, found, room, s);
+  }
   return found;
 }
 
