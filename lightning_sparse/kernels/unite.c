@@ -5,8 +5,8 @@
 #include "common.h"
 
 #define WORDS (OFFSETS / 64)
-#define FIRST 0x8000u  // somebody has named it, and not as a spare one
 #define HIGHEST 0x7fff  // stands for TROUBLE, and what is a bit lower for what lies as far below it
+#define FIRST 1u        // somebody has named it, and not as a spare one; above this bit, the largest level
 
 typedef struct {
   uint64_t named[WORDS];
@@ -16,18 +16,18 @@ typedef struct {
   } of;
 } table;
 
-INLINE uint16_t short_level(int64_t level) {
+INLINE uint16_t code_of(int64_t level, int spare) {
   int64_t shorter = level > HIGHEST / 2 ? level - TROUBLE + HIGHEST : level;
-  return (uint16_t)(shorter < 0 ? 0 : shorter > HIGHEST ? HIGHEST : shorter);
+  return (uint16_t)((shorter < 0 ? 0 : shorter > HIGHEST ? HIGHEST : shorter) << 1 | (spare ? 0 : FIRST));
 }
 
-INLINE int32_t long_level(uint16_t level) { return level > HIGHEST / 2 ? level - HIGHEST + TROUBLE : level; }
+INLINE int32_t level_in(uint16_t code) { return code >> 1 > HIGHEST / 2 ? (code >> 1) - HIGHEST + TROUBLE : code >> 1; }
 
 INLINE void name(table *t, uint32_t offset) { t->named[offset / 64] |= 1ull << offset % 64; }
 
 INLINE void say(table *t, uint32_t offset, uint32_t now) {
-  uint32_t before = t->of.said[offset], low = before & (FIRST - 1), new = now & (FIRST - 1);
-  t->of.said[offset] = (uint16_t)((low > new ? low : new) | ((before | now) & FIRST));
+  uint32_t before = t->of.said[offset], larger = now > before ? now : before;
+  t->of.said[offset] = (uint16_t)(larger | ((now | before) & FIRST));
   name(t, offset);
 }
 
@@ -70,33 +70,34 @@ INLINE int64_t sums_in(table *t, int64_t start, int64_t found, int64_t *places, 
 }
 
 // Thin a union evenly to a limit, spare ones first; levels as they are told.
-INLINE int64_t thinned(int64_t found, int64_t limit, int64_t phase, int64_t *places, const uint16_t *said,
-                       int32_t *levels) {
+INLINE int64_t thinned(int64_t found, int64_t limit, int64_t phase, int64_t *places, uint16_t *said, int32_t *levels) {
   int64_t first = 0, kept = 0;
-  for (int64_t i = 0; i < found; i++) levels[i] = long_level(said[i] & (FIRST - 1)), first += said[i] >> 15;
-  if (found <= limit) return found;
-  int64_t total[2] = {found - first, first}, room[2], sum[2];
+  for (int64_t i = 0; found > limit && i < found; i++) first += said[i] & FIRST;
+  int64_t total[2] = {found - first, first}, room[2], now[2];
   room[1] = first < limit ? first : limit;
   room[0] = limit - room[1] < total[0] ? limit - room[1] : total[0];
-  for (int f = 0; f < 2; f++) sum[f] = total[f] ? phase % total[f] : 0;
+  for (int f = 0; f < 2; f++) now[f] = total[f] ? phase % total[f] : 0;
   // The one of ordinal o stays where (o room + phase) mod total < room.
-  if (room[1] == total[1]) {
-    int64_t all = total[0], some = room[0], now = sum[0];
+  if (found <= limit) {
+    kept = found;
+  } else if (room[1] == total[1]) {
+    int64_t all = total[0], some = room[0], sum = now[0];
     for (int64_t i = 0; i < found; i++) {
-      int64_t is_first = said[i] >> 15, next = now + (some & (is_first - 1)) - all;
-      now = next + (all & (next >> 63));
-      places[kept] = places[i], levels[kept] = levels[i];
-      kept += is_first | (now < some);
+      int64_t is_first = said[i] & FIRST, next = sum + ((some & (is_first - 1)) - all);
+      sum = next + (all & (next >> 63));
+      places[kept] = places[i], said[kept] = said[i];
+      kept += is_first | (sum < some);
     }
-    return kept;
+  } else {
+    for (int64_t i = 0; i < found; i++) {
+      int f = said[i] & FIRST;
+      now[f] += room[f];
+      now[f] -= now[f] >= total[f] ? total[f] : 0;
+      places[kept] = places[i], said[kept] = said[i];
+      kept += now[f] < room[f];
+    }
   }
-  for (int64_t i = 0; i < found; i++) {
-    int f = said[i] >> 15;
-    sum[f] += room[f];
-    sum[f] -= sum[f] >= total[f] ? total[f] : 0;
-    places[kept] = places[i], levels[kept] = levels[i];
-    kept += sum[f] < room[f];
-  }
+  for (int64_t i = 0; i < kept; i++) levels[i] = level_in(said[i]);
   return kept;
 }
 
@@ -125,7 +126,7 @@ INLINE int64_t unite(const int64_t *places, const int64_t *levels, const uint8_t
     for (int64_t r = 0; r < n; r++) {
       int64_t i = at[2 * r], last = at[2 * r + 1];
       for (; i < last && places[i] >= start && places[i] < end; i++)
-        say(t, (uint32_t)(places[i] - start), short_level(levels ? levels[i] : 0) | (spare && spare[i] ? 0 : FIRST));
+        say(t, (uint32_t)(places[i] - start), code_of(levels ? levels[i] : 0, spare && spare[i]));
       at[2 * r] = i;
     }
     found = union_in(t, start, found, united, said);
@@ -164,7 +165,7 @@ INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, int64_t slo
     }
     for (int c = 0; c < 2 * CLASSES; c++) {
       int64_t level = row[1] - (c & (CLASSES - 1)) * CLASS_BITS;
-      codes[16 * r + c] = (uint16_t)(short_level(level > SILENT ? level : SILENT) | (c < CLASSES ? FIRST : 0));
+      codes[16 * r + c] = code_of(level > SILENT ? level : SILENT, c >= CLASSES);
     }
     int64_t least = highest ? row[1] - highest * CLASS_BITS : row[1];
     least = highest && least < SILENT ? SILENT : least;
@@ -173,17 +174,21 @@ INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, int64_t slo
     at[2 * r] = 0, at[2 * r + 1] = last;
   }
   for (int64_t start = 0, block = 0; start < padding; start += OFFSETS, block++) {
-    int64_t size = padding - start < OFFSETS ? padding - start : OFFSETS;
+    uint32_t size = (uint32_t)(padding - start < OFFSETS ? padding - start : OFFSETS);
     for (int64_t r = 0; r < n; r++) {
       const int32_t *row = words + r * stride + 2;
-      const uint16_t *code = codes + 16 * r, *offsets = (const uint16_t *)(row + blocks);
+      const uint16_t *code = codes + 16 * r;
       const uint8_t *nibbles = (const uint8_t *)(row - 2 + body);
       int64_t i = at[2 * r], last = at[2 * r + 1];
       if (blocks) {
         last = row[block] < last ? row[block] : last;
-        for (; i < last; i++) {  // the first of two may have borrowed from the second
-          uint32_t offset = (offsets[i] + ((uint32_t)offsets[i - (i & 1)] >> 15 & (uint32_t)i & 1)) & 0xffff;
-          if (offset < size) say(t, offset, code[nibbles[i / 2] >> 4 * (i % 2) & 15]);
+        while (i < last) {
+          uint32_t two = (uint32_t)row[blocks + i / 2], both = nibbles[i / 2];
+          two += (two & 0x8000) << 1;  // what the first of two has borrowed from the second
+          if (i % 2 == 0 && (two & 0xffff) < size) say(t, two & 0xffff, code[both & 15]);
+          i |= 1;
+          if (i < last && two >> 16 < size) say(t, two >> 16, code[both >> 4]);
+          i += i < last;
         }
       } else {
         for (; i < last && row[i] >= start && row[i] < start + size; i++)
