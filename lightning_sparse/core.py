@@ -114,8 +114,8 @@ class Update(NamedTuple):
     """() int64 different coordinates that the ranks named, where these may be more than ``union``."""
     second: Tensor | None = None
     """(u,) mean over ranks of :attr:`Context.second`, as far as it travels exactly, where it was given."""
-    left: Tensor | None = None
-    """What stays of the accumulator at ``sent``, without ``sent_values``, where the exchange has seen it."""
+    settled: bool = False
+    """Whether the exchange has taken ``sent_values`` out of the accumulator already."""
 
 
 class GroupState(NamedTuple):

@@ -35,7 +35,8 @@ class Exchange(ABC):
 
         Args:
             acc: (numel + 1,) accumulator of this rank; the spare slot is zero. Read only, except for an exchange that
-                sends everything: what it leaves there is not looked at.
+                sends everything, where what it leaves there is not looked at, and one that takes out what was sent, and
+                says so (:attr:`Update.settled <lightning_sparse.core.Update.settled>`).
             selection: what this rank picked.
             ctx: the step.
 

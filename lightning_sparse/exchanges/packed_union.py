@@ -141,11 +141,11 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, most: int
     if n == 1 or most < FEWEST_LEVELS:
         mean, _ = yield from reduce_at(acc, indices, ctx)
         return Update(indices, mean, indices, None, *about)
-    made = library.round(acc, indices, levels, met.lowest, _most_raised(most), most)
+    made = library.round_(acc, indices, levels, met.lowest, _most_raised(most), most)
     values = library.average((yield AllReduce(made.words)), made.units, n)
     if met.trouble:
         values.fill_(float("nan"))
-    return Update(indices, values, made.sent, made.values, *about, left=made.left)
+    return Update(indices, values, made.sent, made.values, *about, settled=True)
 
 
 class Lanes(NamedTuple):

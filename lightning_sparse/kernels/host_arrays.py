@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.kernels import native
+from lightning_sparse.kernels.native_buffers import written as written
 
 CHUNK = 1 << 17
 """Elements per chunk: few enough to stay in cache, and so many that what Python does for each of them hardly counts."""
@@ -43,13 +44,6 @@ def compiled_on(first: Tensor, *others: Tensor) -> native.Native | None:
 def bits_of(x: Tensor) -> NDArray[Any]:
     """A view of a vector; bfloat16, which numpy does not know, as integers."""
     return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
-
-
-def written(*tensors: Tensor) -> None:
-    """Let torch count that these were written to, past it."""
-    for x in tensors:
-        if not x.is_inference():
-            torch.autograd.graph.increment_version(x)
 
 
 def chunks(runs: Sequence[NDArray[Any]]) -> Iterator[tuple[slice, NDArray[Any]]]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,7 +37,7 @@ FUNCTIONS = {
     "ls_among": "i: pl pl p",
     "ls_tell": "i: pl ppl i f l pp",
     "ls_hear": "i: p lll p ll ppp",
-    "ls_round": "l: pl ppl ll f ppppp",
+    "ls_round": "l: pl ppl ll f pppp",
     "ls_average": "i: ppl f p",
     "ls_unite": "l: pppp l ll l pppp pp",
     "ls_meet": "l: p lllll ll pppppp",
@@ -61,6 +62,13 @@ def declare(library: ctypes.CDLL) -> None:
 def at(x: NDArray[Any] | Tensor) -> int:
     """Where it lies; the caller keeps it."""
     return x.data_ptr() if isinstance(x, Tensor) else int(x.__array_interface__["data"][0])
+
+
+def written(*tensors: Tensor) -> None:
+    """Let torch count that these were written to, past it."""
+    for x in tensors:
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
 
 
 def space(use: str, size: int, dtype: type[np.generic]) -> NDArray[Any]:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.kernels.native_buffers import address, at, zeros
+from lightning_sparse.kernels.native_buffers import address, at, written, zeros
 
 
 class Heard(NamedTuple):
@@ -53,8 +53,6 @@ class Rounded(NamedTuple):
     """(s,) int64 coordinates of those that are not rounded to zero."""
     values: Tensor
     """(s,) what of them travels."""
-    left: Tensor
-    """(s,) what of them does not."""
 
 
 class NativePicks:
@@ -205,12 +203,12 @@ class NativePicks:
     def _table(self) -> int:
         return zeros("table", self._library.ls_table())
 
-    def round(self, acc: Tensor, union: Tensor, levels: Tensor, lowest: int, raise_by: int, most: int) -> Rounded:
-        """Values at a union in steps of powers of two.
+    def round_(self, acc: Tensor, union: Tensor, levels: Tensor, lowest: int, raise_by: int, most: int) -> Rounded:
+        """Values at a union in steps of powers of two; what of them does not travel stays in their place.
 
         Args:
             acc: (numel + 1,) values.
-            union: (u,) int64 coordinates.
+            union: (u,) int64 coordinates, different ones.
             levels: (u,) integers, of which the steps follow.
             lowest: level towards which they are raised, by at most ``raise_by``.
             raise_by: see there.
@@ -219,14 +217,15 @@ class NativePicks:
         size, levels = union.numel(), levels.int()
         words = torch.empty((size + 1) // 2, dtype=torch.int32, device="cpu")
         sent = torch.empty_like(union)
-        units, rounded, left = (torch.empty(size, dtype=torch.float32, device="cpu") for _ in range(3))
+        units, rounded = (torch.empty(size, dtype=torch.float32, device="cpu") for _ in range(2))
         found = self._library.ls_round(
             at(acc), acc.numel(), at(union), at(levels), size, lowest, raise_by,
-            most, at(words), at(units), at(sent), at(rounded), at(left),
+            most, at(words), at(units), at(sent), at(rounded),
         )  # fmt: skip
+        written(acc)
         if found < 0:
             raise IndexError(f"an index is outside of a vector of {acc.numel()}")
-        return Rounded(words, units, sent[:found], rounded[:found], left[:found])
+        return Rounded(words, units, sent[:found], rounded[:found])
 
     def average(self, words: Tensor, units: Tensor, n: int) -> Tensor:
         """Means over n ranks from the sums of their words."""

@@ -142,11 +142,11 @@ EXPORT int32_t ls_hear(const int32_t *words, int64_t n, int64_t stride, int64_t 
   return (int32_t)lowest;
 }
 
-// Values at the union in steps of powers of two, two in each word; what of them travels, and what is left of them. The
-// number of values that are not rounded to zero; -1 where an index is outside.
-INLINE int64_t round_at(const float *x, int64_t size, const int64_t *indices, const int32_t *levels, int64_t n,
+// Values at the union in steps of powers of two, two in each word; what of them travels. In their places in x, what does
+// not is left. The number of values that are not rounded to zero; -1 where an index is outside.
+INLINE int64_t round_at(float *x, int64_t size, const int64_t *indices, const int32_t *levels, int64_t n,
                         int64_t lowest, int64_t raise_by, float most, int32_t *words, float *units, int64_t *sent,
-                        float *rounded, float *left) {
+                        float *rounded) {
   const float integer = 12582912.0f;  // 1.5 * 2**23: what is added to it is rounded to an integer, half to even
   const int32_t raise = (int32_t)raise_by, low = (int32_t)lowest;
   float values[PART], steps[PART + 1];
@@ -156,7 +156,7 @@ INLINE int64_t round_at(const float *x, int64_t size, const int64_t *indices, co
     uint64_t outside = 0;
     for (int64_t i = 0; i < count; i++) {
       int64_t j = indices[start + i];
-      if (start + i + AHEAD < n) __builtin_prefetch(x + indices[start + i + AHEAD]);
+      if (start + i + AHEAD < n) __builtin_prefetch(x + indices[start + i + AHEAD], 1);
       outside |= (uint64_t)j >= (uint64_t)size;
       values[i] = x[(uint64_t)j < (uint64_t)size ? j : 0];
     }
@@ -182,7 +182,7 @@ INLINE int64_t round_at(const float *x, int64_t size, const int64_t *indices, co
     }
     for (int64_t i = 0; i < count; i++) {
       float part = steps[i] * units[start + i];
-      sent[found] = indices[start + i], rounded[found] = part, left[found] = values[i] - part;
+      sent[found] = indices[start + i], rounded[found] = part, x[indices[start + i]] = values[i] - part;
       found += steps[i] != 0;
     }
   }
@@ -204,10 +204,10 @@ INLINE void average(const int32_t *words, const float *units, int64_t n, float r
                                     float *magnitudes) {                                                               \
     return tell(x, size, indices, spare, n, count, most, blocks, words, magnitudes);                                   \
   }                                                                                                                    \
-  target static int64_t round_at_##name(const float *x, int64_t size, const int64_t *indices, const int32_t *levels,   \
+  target static int64_t round_at_##name(float *x, int64_t size, const int64_t *indices, const int32_t *levels,   \
                                         int64_t n, int64_t lowest, int64_t raise_by, float most, int32_t *words,       \
-                                        float *units, int64_t *sent, float *rounded, float *left) {                    \
-    return round_at(x, size, indices, levels, n, lowest, raise_by, most, words, units, sent, rounded, left);           \
+                                        float *units, int64_t *sent, float *rounded) {                                 \
+    return round_at(x, size, indices, levels, n, lowest, raise_by, most, words, units, sent, rounded);                 \
   }                                                                                                                    \
   target static void average_##name(const int32_t *words, const float *units, int64_t n, float ranks, float *values) { \
     average(words, units, n, ranks, values);                                                                           \
@@ -223,10 +223,10 @@ EXPORT int32_t ls_tell(const float *x, int64_t size, const int64_t *indices, con
                        int32_t count, float most, int64_t blocks, int32_t *words, float *magnitudes) {
   return PICK(tell)(x, size, indices, spare, n, count, most, blocks, words, magnitudes);
 }
-EXPORT int64_t ls_round(const float *x, int64_t size, const int64_t *indices, const int32_t *levels, int64_t n,
+EXPORT int64_t ls_round(float *x, int64_t size, const int64_t *indices, const int32_t *levels, int64_t n,
                         int64_t lowest, int64_t raise_by, float most, int32_t *words, float *units, int64_t *sent,
-                        float *rounded, float *left) {
-  return PICK(round_at)(x, size, indices, levels, n, lowest, raise_by, most, words, units, sent, rounded, left);
+                        float *rounded) {
+  return PICK(round_at)(x, size, indices, levels, n, lowest, raise_by, most, words, units, sent, rounded);
 }
 EXPORT void ls_average(const int32_t *words, const float *units, int64_t n, float ranks, float *values) {
   PICK(average)(words, units, n, ranks, values);

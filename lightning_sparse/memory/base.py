@@ -320,6 +320,8 @@ def pieces(x: Gradient) -> Iterator[tuple[slice, Tensor]]:
 
 def take_out_(acc: Tensor, update: Update) -> None:
     """Set what was sent to zero, or to the rounding error of what was sent."""
+    if update.settled:
+        return
     if update.sent is None:
         if update.sent_values is None:
             acc.zero_()
@@ -328,8 +330,7 @@ def take_out_(acc: Tensor, update: Update) -> None:
     elif update.sent_values is None:
         put_(acc, update.sent, 0.0)
     else:
-        left = take(acc, update.sent) - update.sent_values if update.left is None else update.left
-        put_(acc, update.sent, left)
+        put_(acc, update.sent, take(acc, update.sent) - update.sent_values)
 
 
 def give_back_(acc: Tensor, update: Update, rounding: Tensor) -> None:
