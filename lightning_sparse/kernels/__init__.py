@@ -26,6 +26,7 @@ from lightning_sparse.candidates import Candidates
 from lightning_sparse.kernels import (
     device_flags,
     device_passes,
+    host_arrays,
     host_choose,
     host_dense,
     host_picks,
@@ -44,7 +45,7 @@ from lightning_sparse.kernels.native_picks import NativePicks
 from lightning_sparse.kernels.static import largest, scatter_, spread, strongest, united
 
 __all__ = [
-    "Span", "Weights", "compiled", "static_shapes",
+    "Span", "Weights", "compiled", "static_shapes", "zeros",
     "accumulate_", "weigh_", "all_finite",
     "above", "tail", "top_k", "top_k_of_blocks",
     "moments", "mean_and_maximum", "excess", "log_sum",
@@ -69,6 +70,13 @@ def static_shapes(device: torch.device) -> bool:
 def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> NativePicks | None:
     """The compiled functions on picks, where there are some for vectors of this device and dtype."""
     return native.library.picks if native.library and dtype == torch.float32 and not static_shapes(device) else None
+
+
+def zeros(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(size,) zeros that many steps will work with; float32 or float64."""
+    if static_shapes(device):
+        return torch.zeros(size, device=device, dtype=dtype)
+    return host_arrays.zeros(size, dtype)
 
 
 def accumulate_(

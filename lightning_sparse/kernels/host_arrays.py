@@ -19,6 +19,8 @@ from lightning_sparse.kernels.native_buffers import written as written
 
 CHUNK = 1 << 17
 """Elements per chunk: few enough to stay in cache, and so many that what Python does for each of them hardly counts."""
+LINE = 64
+"""Bytes of a line of the cache."""
 
 Found = tuple[NDArray[np.int32], NDArray[np.floating]]
 """Ascending coordinates and their magnitudes."""
@@ -44,6 +46,17 @@ def compiled_on(first: Tensor, *others: Tensor) -> native.Native | None:
 def bits_of(x: Tensor) -> NDArray[Any]:
     """A view of a vector; bfloat16, which numpy does not know, as integers."""
     return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def zeros(size: int, dtype: torch.dtype) -> Tensor:
+    """(size,) that begins with a line of the cache, in large pages where the system has some: numpy asks for them.
+
+    Places all over a vector are then reached faster, and all of it, too. Torch does not ask.
+    """
+    kind = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    room = np.zeros(size + LINE // kind.itemsize, kind)
+    first = -room.ctypes.data % LINE // kind.itemsize
+    return torch.from_numpy(room[first : first + size])
 
 
 def chunks(runs: Sequence[NDArray[Any]]) -> Iterator[tuple[slice, NDArray[Any]]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core import Context, Update
-from lightning_sparse.kernels import copy_if_, put_, static_shapes, take
+from lightning_sparse.kernels import copy_if_, put_, static_shapes, take, zeros
 from lightning_sparse.layout import Gradient
 from lightning_sparse.registry import Registry
 
@@ -185,7 +185,7 @@ class NoMemory(Memory):
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         """One vector of ``numel + 1`` slots, scratch for acc."""
-        return torch.zeros(numel + 1, device=device, dtype=dtype)
+        return zeros(numel + 1, device, dtype)
 
     def accumulate_(self, state: Tensor, grad: Gradient, ctx: Context) -> Tensor:
         """``acc = grad``."""
@@ -219,7 +219,7 @@ class Pair(NamedTuple):
     @classmethod
     def zeros(cls, numel: int, device: torch.device, dtype: torch.dtype) -> Pair:
         """Both empty."""
-        return cls(*(torch.zeros(numel + 1, device=device, dtype=dtype) for _ in range(2)))
+        return cls(*(zeros(numel + 1, device, dtype) for _ in range(2)))
 
     def commit(self, void: Tensor | bool, unused: Sequence[slice]) -> Pair:
         """What follows becomes what is remembered, unless the flag is set; see :meth:`Memory.commit`."""
