@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.kernels.native_buffers import address, at, written, zeros
+from lightning_sparse.kernels.native_buffers import SLACK, address, at, written, zeros
 
 
 class Heard(NamedTuple):
@@ -245,5 +245,6 @@ def _limit(limit: int | None) -> int:
 
 def _space_for_union(total: int) -> tuple[Tensor, Tensor, int]:
     """For coordinates and levels of at most so many picks, and where to write what is said of them."""
-    union = torch.empty(total + 1, dtype=torch.int64, device="cpu")
-    return union, torch.empty(total + 1, dtype=torch.int32, device="cpu"), address("said", total + 1, np.uint16)
+    size = total + SLACK
+    union = torch.empty(size, dtype=torch.int64, device="cpu")
+    return union, torch.empty(size, dtype=torch.int32, device="cpu"), address("said", size, np.uint16)

@@ -69,32 +69,68 @@ INLINE int64_t sums_in(table *t, int64_t start, int64_t found, int64_t *places, 
   return end;
 }
 
+// Of a union with `all` spare ones, keep `some` of these, evenly, and all others. sum: below `all`.
+typedef int64_t thinner(int64_t found, uint32_t all, uint32_t some, uint32_t sum, int64_t *places, uint16_t *said);
+
+// The spare one of ordinal o stays where (o some + sum) mod all < some.
+INLINE int64_t fewer_portable(int64_t found, uint32_t all, uint32_t some, uint32_t sum, int64_t *places,
+                              uint16_t *said) {
+  int64_t kept = 0, now = sum;
+  for (int64_t i = 0; i < found; i++) {
+    int64_t is_first = said[i] & FIRST, next = now + (some & (is_first - 1)) - all;
+    now = next + (all & (next >> 63));
+    places[kept] = places[i], said[kept] = said[i];
+    kept += is_first | (now < some);
+  }
+  return kept;
+}
+
+#ifdef STREAMS
+AVX512 INLINE int64_t fewer_avx512(int64_t found, uint32_t all, uint32_t some, uint32_t sum, int64_t *places,
+                                   uint16_t *said) {
+  uint32_t steps[17];
+  for (uint32_t o = 0; o < 17; o++) steps[o] = (uint32_t)((uint64_t)o * some % all);
+  const __m512i ahead = _mm512_loadu_si512(steps + 1);
+  int64_t kept = 0;
+  for (int64_t i = 0; i < found; i += 16) {
+    __mmask16 rest = (__mmask16)(found - i < 16 ? (1u << (found - i)) - 1 : 0xffffu);
+    __m512i low = _mm512_maskz_loadu_epi64((__mmask8)rest, places + i);
+    __m512i high = _mm512_maskz_loadu_epi64((__mmask8)(rest >> 8), places + i + 8);
+    __m512i what = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(rest, said + i));
+    __mmask16 first = _mm512_test_epi32_mask(what, _mm512_set1_epi32(FIRST)), spare = rest & ~first;
+    __m512i sums = _mm512_add_epi32(_mm512_set1_epi32((int)sum), ahead);  // of the next 16 ordinals
+    sums = _mm512_min_epu32(sums, _mm512_sub_epi32(sums, _mm512_set1_epi32((int)all)));
+    __mmask16 next = _mm512_cmplt_epu32_mask(sums, _mm512_set1_epi32((int)some));
+    __mmask16 stay = first | (__mmask16)_pdep_u32(next, spare);
+    int64_t lower = __builtin_popcount(stay & 0xffu);
+    sum += steps[__builtin_popcount(spare)];
+    sum = sum < sum - all ? sum : sum - all;
+    _mm512_storeu_si512(places + kept, _mm512_maskz_compress_epi64((__mmask8)stay, low));
+    _mm512_storeu_si512(places + kept + lower, _mm512_maskz_compress_epi64((__mmask8)(stay >> 8), high));
+    _mm256_storeu_si256((__m256i *)(said + kept), _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(stay, what)));
+    kept += __builtin_popcount(stay);
+  }
+  return kept;
+}
+#endif
+
 // Thin a union evenly to a limit, spare ones first; levels as they are told.
-INLINE int64_t thinned(int64_t found, int64_t limit, int64_t phase, int64_t *places, uint16_t *said, int32_t *levels) {
-  int64_t first = 0, kept = 0;
+INLINE int64_t thinned(int64_t found, int64_t limit, int64_t phase, int64_t *places, uint16_t *said, int32_t *levels,
+                       thinner *fewer) {
+  int64_t first = 0, kept = found;
   for (int64_t i = 0; found > limit && i < found; i++) first += said[i] & FIRST;
-  int64_t total[2] = {found - first, first}, room[2], now[2];
-  room[1] = first < limit ? first : limit;
-  room[0] = limit - room[1] < total[0] ? limit - room[1] : total[0];
-  for (int f = 0; f < 2; f++) now[f] = total[f] ? phase % total[f] : 0;
-  // The one of ordinal o stays where (o room + phase) mod total < room.
-  if (found <= limit) {
-    kept = found;
-  } else if (room[1] == total[1]) {
-    int64_t all = total[0], some = room[0], sum = now[0];
+  if (found > limit && first <= limit) {
+    int64_t all = found - first;
+    kept = fewer(found, (uint32_t)all, (uint32_t)(limit - first), (uint32_t)(phase % all), places, said);
+  } else if (found > limit) {  // no spare one stays
+    int64_t sum = phase % first;
+    kept = 0;
     for (int64_t i = 0; i < found; i++) {
-      int64_t is_first = said[i] & FIRST, next = sum + ((some & (is_first - 1)) - all);
-      sum = next + (all & (next >> 63));
+      int64_t is_first = said[i] & FIRST;
+      sum += limit & -is_first;
+      sum -= sum >= first ? first : 0;
       places[kept] = places[i], said[kept] = said[i];
-      kept += is_first | (sum < some);
-    }
-  } else {
-    for (int64_t i = 0; i < found; i++) {
-      int f = said[i] & FIRST;
-      now[f] += room[f];
-      now[f] -= now[f] >= total[f] ? total[f] : 0;
-      places[kept] = places[i], said[kept] = said[i];
-      kept += now[f] < room[f];
+      kept += is_first & (sum < limit);
     }
   }
   for (int64_t i = 0; i < kept; i++) levels[i] = level_in(said[i]);
@@ -118,7 +154,7 @@ INLINE int left_over(const int64_t *places, const int64_t *at, int64_t n, int64_
 // See ls_unite.
 INLINE int64_t unite(const int64_t *places, const int64_t *levels, const uint8_t *spare, const int64_t *lengths,
                      int64_t n, int64_t padding, int64_t limit, int64_t phase, table *t, int64_t *at, int64_t *united,
-                     uint16_t *said, int32_t *united_levels, int64_t *named) {
+                     uint16_t *said, int32_t *united_levels, int64_t *named, thinner *fewer) {
   int64_t found = 0;
   begin(lengths, n, at);
   for (int64_t start = 0; start < padding; start += OFFSETS) {
@@ -132,7 +168,7 @@ INLINE int64_t unite(const int64_t *places, const int64_t *levels, const uint8_t
     found = union_in(t, start, found, united, said);
   }
   *named = found;
-  return left_over(places, at, n, padding) ? -1 : thinned(found, limit, phase, united, said, united_levels);
+  return left_over(places, at, n, padding) ? -1 : thinned(found, limit, phase, united, said, united_levels, fewer);
 }
 
 // Whether ls_tell has written a message, as far as it can be seen.
@@ -149,7 +185,7 @@ INLINE int is_possible(const int32_t *row, int64_t slots, int64_t blocks, int64_
 // See ls_meet.
 INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t blocks, int64_t padding,
                     int64_t limit, int64_t phase, table *t, int64_t *at, int64_t *united, uint16_t *said,
-                    int32_t *levels, int64_t *numbers) {
+                    int32_t *levels, int64_t *numbers, thinner *fewer) {
   const int64_t body = 2 + (blocks ? blocks + (slots + 1) / 2 : slots);
   int64_t found = 0, lowest = SILENT, top = SILENT;
   uint16_t *codes = (uint16_t *)(at + 2 * n);
@@ -202,7 +238,7 @@ INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, int64_t slo
     for (int64_t i = at[2 * r]; i < at[2 * r + 1]; i++)
       if (words[r * stride + 2 + i] < padding) return -1 - n;
   numbers[0] = found, numbers[1] = lowest, numbers[2] = top == TROUBLE;
-  return thinned(found, limit, phase, united, said, levels);
+  return thinned(found, limit, phase, united, said, levels, fewer);
 }
 
 // See ls_add_up.
@@ -257,17 +293,18 @@ INLINE int64_t average_pairs(const int32_t *words, int64_t n, int64_t stride, in
   return found;
 }
 
-#define VARIANTS(suffix, target)                                                                                      \
+#define VARIANTS(suffix, target, fewer)                                                                                \
   target static int64_t unite_##suffix(const int64_t *places, const int64_t *levels, const uint8_t *spare,            \
                                        const int64_t *lengths, int64_t n, int64_t padding, int64_t limit,             \
                                        int64_t phase, table *t, int64_t *at, int64_t *united, uint16_t *said,         \
                                        int32_t *united_levels, int64_t *named) {                                      \
-    return unite(places, levels, spare, lengths, n, padding, limit, phase, t, at, united, said, united_levels, named); \
+    return unite(places, levels, spare, lengths, n, padding, limit, phase, t, at, united, said, united_levels, named, \
+                 fewer);                                                                                              \
   }                                                                                                                   \
   target static int64_t meet_##suffix(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t blocks, \
                                       int64_t padding, int64_t limit, int64_t phase, table *t, int64_t *at,           \
                                       int64_t *united, uint16_t *said, int32_t *levels, int64_t *numbers) {           \
-    return meet(words, n, stride, slots, blocks, padding, limit, phase, t, at, united, said, levels, numbers);        \
+    return meet(words, n, stride, slots, blocks, padding, limit, phase, t, at, united, said, levels, numbers, fewer); \
   }                                                                                                                   \
   target static int64_t add_up_##suffix(const int64_t *places, const float *values, const int64_t *lengths,           \
                                         int64_t n, int64_t padding, table *t, int64_t *at, int64_t *united,           \
@@ -280,10 +317,10 @@ INLINE int64_t average_pairs(const int32_t *words, int64_t n, int64_t stride, in
     return average_pairs(words, n, stride, slots, padding, t, at, united, means);                                     \
   }
 
-VARIANTS(portable, )
+VARIANTS(portable, , fewer_portable)
 #ifdef STREAMS
-VARIANTS(avx2, AVX2)
-VARIANTS(avx512, AVX512)
+VARIANTS(avx2, AVX2, fewer_portable)
+VARIANTS(avx512, AVX512, fewer_avx512)
 #endif
 
 // Tables have as many bytes as this says, zero, and are left so.
@@ -291,7 +328,7 @@ EXPORT int64_t ls_table(void) { return (int64_t)sizeof(table); }
 
 // The union of n lists that ascend, below padding: coordinates and largest levels; thinned evenly to a limit, spare ones
 // first; -1 where one does not ascend. levels and spare may be missing. named: how many there were. What is written has
-// room for the sum of the lengths and one more; at for 2 n.
+// room for the sum of the lengths and 16 more; at for 2 n.
 EXPORT int64_t ls_unite(const int64_t *places, const int64_t *levels, const uint8_t *spare, const int64_t *lengths,
                         int64_t n, int64_t padding, int64_t limit, int64_t phase, table *t, int64_t *at,
                         int64_t *united, uint16_t *said, int32_t *united_levels, int64_t *named) {
