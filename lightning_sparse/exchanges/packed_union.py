@@ -137,7 +137,8 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, most: int
     indices, levels, size = met.indices, met.levels, met.indices.numel()
     if size == met.named:
         indices, levels = indices[: selection.total], levels[: selection.total]
-    about = rows[:, 0].long(), torch.tensor(size, device="cpu"), torch.tensor(met.named, device="cpu")
+    different, named = torch.tensor([size, met.named], device="cpu").unbind()
+    about = torch.tensor(ends, device="cpu"), different, named
     if n == 1 or most < FEWEST_LEVELS:
         mean, _ = yield from reduce_at(acc, indices, ctx)
         return Update(indices, mean, indices, None, *about)
