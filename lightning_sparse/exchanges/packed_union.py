@@ -22,7 +22,7 @@ from lightning_sparse.exchanges.base import (
     values_at,
 )
 from lightning_sparse.exchanges.reduce_union import union_of
-from lightning_sparse.kernels import compiled, hear, locate, pad, static_shapes, take, tell, under
+from lightning_sparse.kernels import compiled, hear, locate, pad, put_, static_shapes, take, tell, under
 from lightning_sparse.kernels.host_messages import BLOCK, CLASS_BITS, CLASSES, LOWEST, SILENT, TROUBLE
 from lightning_sparse.kernels.native_picks import Met, NativePicks
 from lightning_sparse.messages import AllGather, AllReduce, Steps
@@ -104,12 +104,13 @@ class PackedUnion(Exchange):
             # Whoever has told has a quarter of the top there at least, also where that rounds to nothing.
             second = torch.maximum(parts_sum * _divided(top, n * lanes.parts), _divided(top, 4 * n))
         values = _divided(total * unit, n).masked_fill(trouble, float("nan"))
-        given, rounded, left = whole != 0, whole * unit, None
-        if static_shapes(acc.device):
-            sent = torch.where(given, indices, numel)
-        else:
+        given, rounded, settled = whole != 0, whole * unit, not static_shapes(acc.device)
+        if settled:
             sent, rounded, left = under(given, indices, rounded, here.sub_(rounded))
-        return Update(indices, values, sent, rounded, picks.counts, union.size, named, second, left)
+            put_(acc, sent, left)
+        else:
+            sent = torch.where(given, indices, numel)
+        return Update(indices, values, sent, rounded, picks.counts, union.size, named, second, settled)
 
 
 def _divided(x: Tensor, by: int) -> Tensor:

@@ -87,7 +87,8 @@ class Memory(ABC):
 
         Args:
             state: this group's state.
-            update: what the ranks agreed on.
+            update: what the ranks agreed on. Some exchanges have taken out of acc already what they sent
+                (:attr:`Update.settled <lightning_sparse.core.Update.settled>`); :func:`take_out_` knows.
             rounding: (u,) what casting the average to the gradient's dtype lost, at the update's coordinates.
         """
 
