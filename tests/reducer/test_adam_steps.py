@@ -124,12 +124,10 @@ def reference(steps: int, hyper: Any, limit: float = math.inf) -> tuple[list[Ten
         g = torch.stack(rows)
         acc += g
         v = beta2 * v + (1 - beta2) * g * g
-        correction = 1 - beta2 ** (step + 1)
-        corrected = v / correction
+        corrected = v / (1 - beta2 ** (step + 1))
         union: set[int] = set()
         for rank in range(N):
-            root = v[rank].sqrt() + 1e-8 * math.sqrt(correction)
-            score = acc[rank].square() / torch.maximum(root, acc[rank].abs() / 2.5)
+            score = acc[rank].square() / torch.maximum(corrected[rank].sqrt() + 1e-8, acc[rank].abs() / 2.5)
             union |= set(score.topk(k // N).indices.tolist())
         u = torch.tensor(sorted(union))
         with torch.no_grad():
