@@ -23,14 +23,12 @@ class AdamSteps(AroundSteps):
 
     ``p -= lr sqrt(n) grad / divisor``, after decoupled weight decay, where the memory knows a divisor. While the
     optimizer steps, such parameters have no gradient, so that it passes them over; afterwards they have it again.
-    Moments of theirs that the optimizer brings, from a checkpoint of plain DDP, are dropped: they would only grow old.
 
     Args:
         names: of parameters, by id.
         group_of: the group of a parameter, by name; None where averages are dense.
         handed_out: names of the parameters that got an average since an optimizer took a step.
         world_size: n.
-        takes_turns: with dense steps, which are the optimizer's own, so that it keeps its moments.
     """
 
     def __init__(
@@ -39,10 +37,8 @@ class AdamSteps(AroundSteps):
         group_of: Callable[[str], GroupReducer | None],
         handed_out: Callable[[Optimizer], Set[str]],
         world_size: int,
-        takes_turns: bool,
     ) -> None:
         super().__init__(names)
-        self._takes_turns = takes_turns
         self._group_of, self._handed_out = group_of, handed_out
         self._factor = math.sqrt(world_size)
         self._steps = Steps()
@@ -69,8 +65,6 @@ class AdamSteps(AroundSteps):
                 moved.append(Moved(parameter, parameter.grad, divisor))
                 self._aside.append((parameter, parameter.grad))
                 parameter.grad = None
-                if not self._takes_turns:
-                    optimizer.state.pop(parameter, None)
             if moved:
                 self._steps.take_(moved, Step(*self._rates(group), scale, skip))
 

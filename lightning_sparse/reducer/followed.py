@@ -42,8 +42,7 @@ class Followed:
         self._told: set[str] = set()
         names = {id(p): name for name, p in parameters.items()}
         record = reducer.record
-        takes_turns = reducer.settings.fallback is not None
-        self.adam_steps = AdamSteps(names, self._sparse_group, record.waiting, world_size, takes_turns)
+        self.adam_steps = AdamSteps(names, self._sparse_group, record.waiting, world_size)
         self._momentum_steps = MomentumSteps(
             names, self._sparse_group, record.waiting, lambda: record.latest.skipped is None, self._spends
         )

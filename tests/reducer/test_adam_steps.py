@@ -512,26 +512,6 @@ def test_an_engine_that_was_not_closed_takes_no_steps_of_a_later_one(two_ranks: 
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def after_plain_ddp(fallback: Any) -> tuple[list[bool], list[bool]]:
-    """Which parameters are sparsified, and of which the optimizer has moments after a step; it brings those of all."""
-    training = Training(fallback=fallback)
-    plain = torch.optim.AdamW(model().parameters(), **HYPER)
-    for parameter in plain.param_groups[0]["params"]:
-        parameter.grad = torch.ones_like(parameter)
-    plain.step()
-    training.optimizer.load_state_dict(plain.state_dict())
-    training.step(0)
-    training.engine.close()
-    parameters = list(training.module.parameters())
-    return [p.dim() > 1 for p in parameters], [bool(training.optimizer.state.get(p)) for p in parameters]
-
-
-@pytest.mark.parametrize("fallback", [None, "dense"])
-def test_moments_of_plain_ddp_do_not_grow_old(two_ranks: Ranks, fallback: Any) -> None:
-    for sparsified, kept in two_ranks(after_plain_ddp, fallback):
-        assert kept == [fallback is not None or not one for one in sparsified]
-
-
 def two_limits() -> tuple[list[float], bool]:
     """Two optimizers, of which one is clipped."""
     module = model()
