@@ -30,3 +30,13 @@ def test_settings_of_other_packages_are_read_as_far_as_they_are_numbers(setting:
     optimizer.param_groups[0].update(setting)
     found = unsuited(optimizer, {id(weight)})
     assert (None if found is None else found[2:]) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("FusedLion8bit", "lion"), ("lion", "lion"), ("MuonWithAuxAdam", "muon"), ("Medallion", None), ("Million", None)],
+)
+def test_optimizers_of_one_length_are_known_by_a_whole_word(name: str, kind: str | None) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    found = unsuited(type(name, (torch.optim.SGD,), {})([weight], lr=0.1), {id(weight)})
+    assert (None if found is None else found.kind) == kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -76,9 +77,9 @@ def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | No
     """
     name = type(stepping(optimizer)).__name__
     for kind in OF_ONE_LENGTH:
-        if _named(optimizer, kind):
+        if _is(kind, optimizer):
             return Unsuited(name, kind) if holds(optimizer, parameters) else None
-    if not _named(optimizer, *FAMILY):
+    if not _of_adams_family(optimizer):
         return None
     for group in optimizer.param_groups:
         betas = group.get("betas")
@@ -91,11 +92,22 @@ def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | No
 
 def may_be_unsuited(optimizer: Optimizer) -> bool:
     """Whether :func:`unsuited` knows an optimizer by the names of its classes."""
-    return _named(optimizer, *FAMILY, *OF_ONE_LENGTH)
+    return _of_adams_family(optimizer) or any(_is(kind, optimizer) for kind in OF_ONE_LENGTH)
 
 
-def _named(optimizer: Optimizer, *words: str) -> bool:
-    return any(word in base.__name__.lower() for base in type(stepping(optimizer)).__mro__ for word in words)
+def _of_adams_family(optimizer: Optimizer) -> bool:
+    return any(word in name.lower() for name in _names(optimizer) for word in FAMILY)
+
+
+def _is(kind: str, optimizer: Optimizer) -> bool:
+    """By a whole word of a name, as in ``FusedLion8bit`` and ``lion``, not in ``Medallion``."""
+    words = f"{kind.title()}|{kind.upper()}|^{kind}|_{kind}"
+    return any(re.search(words, name) for name in _names(optimizer))
+
+
+def _names(optimizer: Optimizer) -> list[str]:
+    """Of its class and the classes that it is derived from."""
+    return [base.__name__ for base in type(stepping(optimizer)).__mro__]
 
 
 def _number(beta: Any) -> float | None:

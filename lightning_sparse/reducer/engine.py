@@ -151,7 +151,8 @@ class Engine(EngineView):
         """Clip each rank's gradients from the next step on, where the averages of an optimizer were to be clipped.
 
         That is done for Adam whose steps are taken here, and with the default memory for ``torch.optim.SGD``, by norm
-        if it has momentum, as long as something is sparsified; nothing is done for others. All ranks must call this.
+        if it has momentum, as long as something is sparsified; nothing is done for others. It ends where the optimizer
+        applies averages and this was not called for them. All ranks must call this.
 
         Args:
             limit: as in :meth:`clip_gradients`; 0 or infinite: nothing is clipped any more.

@@ -49,7 +49,7 @@ class Followed:
         self._asked = Asked(
             names,
             lambda key: key in reducer.in_place_of_averages,
-            lambda optimizer: record.latest.skipped is not None and bool(record.waiting(optimizer)),  # no flush
+            lambda optimizer: record.latest.skipped is not None and self._has_averages(optimizer),  # no flush
             self._clip_averages,
         )
 
@@ -161,6 +161,11 @@ class Followed:
         reducer.in_place_of_averages |= {key}
         self._asked.note(key)
         return not reducer.direct and bool(reducer.clipped & {None, key})
+
+    def _has_averages(self, optimizer: Optimizer) -> bool:
+        """Whether parameters that an optimizer holds got an average since its last step."""
+        record = self._reducer.record
+        return not record.waiting(optimizer).isdisjoint(record.hold(optimizer))
 
     def _clip_averages(self, key: int) -> None:
         """Leave gradients of an optimizer, given by its id, as they are."""

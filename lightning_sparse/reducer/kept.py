@@ -66,14 +66,15 @@ class Kept:
         """
         reducer = self._reducer
         reducer.skipped.resolve()
-        before = reducer.settings
+        settings, groups = reducer.settings, reducer.groups
         if isinstance(state, Mapping):
             suit(state)
         try:
             draft = load(lambda: self._draft(state), state, self._comm, self._device)
         except ValueError:
-            if reducer.settings is not before:
-                reducer.remember_by(before)
+            if reducer.settings is not settings:
+                reducer.settings = settings
+                reducer.adopt(groups, reducer.record.latest.counts)
             raise
         counts = reducer.record.latest.counts._replace(step=state["step"], void=state["void_steps"])
         if reducer.flush_at is not None:

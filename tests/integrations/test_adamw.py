@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from tests.integrations.test_fabric import close, make_fabric
@@ -125,6 +126,41 @@ def asked_for_at_first(manual: bool) -> list[int]:
 @pytest.mark.parametrize("manual", [False, True])
 def test_a_limit_that_is_not_asked_for_any_more_clips_nothing(two_ranks: Ranks, manual: bool) -> None:
     assert two_ranks(asked_for_at_first, manual) == [[1, 1, 0, 0]] * 2
+
+
+class Either(torch.nn.Module):
+    """Two networks, of which a batch uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        result: Tensor = self.each[which](x)
+        return result
+
+
+def in_turns() -> list[bool]:
+    """Whether gradients were clipped before they waited, where each of two optimizers asks when it has gradients."""
+    ddp = DistributedDataParallel(Either(), find_unused_parameters=True)
+    both = [adamw(part.parameters()) for part in ddp.module.each]
+    engine = ls.attach(ddp, density=0.05)
+    engine.follow(both)
+    clipped = []
+    for step in range(6):
+        which = step % 2
+        for optimizer in both:
+            optimizer.zero_grad()
+        ddp(torch.ones(4, 64), which).square().mean().backward()
+        clipped.append(engine.clip_in_place_of_averages(0.1, "norm", both[which]))
+        for optimizer in both:
+            optimizer.step()
+    engine.close()
+    return clipped
+
+
+def test_a_step_without_averages_does_not_end_clipping(two_ranks: Ranks) -> None:
+    assert two_ranks(in_turns) == [[False, False, True, True, True, True]] * 2
 
 
 def in_fabric() -> tuple[Tensor, Any, Any]:

@@ -441,13 +441,13 @@ def no_state_on_one_rank() -> tuple[list[str], bool, bool]:
     state = before.engine.state_dict()
     before.engine.close()
     after = Training(follow=False, watch=None)
-    raised = []
+    raised, groups = [], list(after.engine.groups)
     for given in (None, {**state, "step": "none"}):
         try:
             after.engine.load_state_dict(given if dist.get_rank() else state)
         except ValueError as error:
             raised.append(str(error))
-    alike = not after.engine.settings.memory.needs_second
+    alike = list(after.engine.groups) == groups and not after.engine.settings.memory.needs_second
     after.step(1)
     after.engine.close()
     return raised, alike, after.engine.step == 1
