@@ -228,8 +228,8 @@ def log_sum(x: Tensor) -> Tensor:
 def tail(x: Tensor, threshold: Tensor | float) -> Tensor:
     """Something shorter than x that has the same :func:`excess` over this threshold and higher ones.
 
-    On the CPU the magnitudes that reach the threshold, without zeros; elsewhere x itself, since nobody knows how many
-    these are.
+    On the CPU the magnitudes that reach the threshold, without zeros, maybe in a buffer that the next call writes to;
+    elsewhere x itself, since nobody knows how many these are.
 
     Args:
         x: (numel,) values.
@@ -267,7 +267,7 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
 
     Args:
         parts: int64 coordinates, different ones within a part but for the padding index, and values of equal length.
-        padding: the padding index, at most 2**31.
+        padding: the padding index, below 2**31.
 
     Returns:
         indices as :func:`distinct`; their sums; and count: () int64.

@@ -14,6 +14,7 @@
 #define CLASS_BITS 3
 #define SILENT 0
 #define TROUBLE ((1 << 20) - 1)
+#define LEVELS 4096  // those of numbers are below
 #define OFFSETS 65536  // coordinates that a 16-bit offset can tell apart
 #define AHEAD 48  // elements to prefetch in places all over a vector
 

@@ -18,8 +18,9 @@ CLASSES, CLASS_BITS = 8, 3
 """Classes of magnitude of a rank's picks, each 2**3 times smaller than the one before."""
 LOWEST = -1100
 """A *level* is the exponent of a step, counted from here, below that of any number."""
-SILENT, TROUBLE = 0, (1 << 20) - 1
-"""Levels of a rank that has picked nothing but zeros, and of one with a value that is not finite."""
+SILENT, LEVELS, TROUBLE = 0, 4096, (1 << 20) - 1
+"""The level of a rank that has picked nothing but zeros; what those of numbers are below; that of one with a value that
+is not finite."""
 
 
 def tell(acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int) -> Tensor:
@@ -84,7 +85,7 @@ def hear(rows: Tensor, ends: list[int], slots: int, blocks: int, padding: int) -
         own, top = slice(start, start + end), int(row[1])
         counts = np.diff(row[2 : 2 + blocks].astype(np.int64), prepend=0, append=slots)
         outside = not blocks and end and not 0 <= row[2 : 2 + end].min() <= row[2 : 2 + end].max() <= padding
-        if outside or (counts < 0).any() or not SILENT <= top <= TROUBLE:
+        if outside or (counts < 0).any() or not (SILENT <= top < LEVELS or top == TROUBLE):
             lowest = -1 - rank
             break
         if blocks:

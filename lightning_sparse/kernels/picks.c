@@ -115,7 +115,7 @@ EXPORT int32_t ls_hear(const int32_t *words, int64_t n, int64_t stride, int64_t 
     const int32_t *body = words + 2;
     const uint8_t *nibbles = (const uint8_t *)(body + (blocks ? blocks + (slots + 1) / 2 : slots));
     int64_t top = words[1], least = top, end = ends[r], i = 0, before = 0;
-    if (top < SILENT || top > TROUBLE) return (int32_t)(-1 - r);
+    if (top < SILENT || (top >= LEVELS && top != TROUBLE)) return (int32_t)(-1 - r);
     for (int64_t block = 0; blocks && block <= blocks; block++) {
       int64_t last = block < blocks && body[block] < end ? body[block] : end;
       if (block < blocks && (body[block] < before || body[block] > slots)) return (int32_t)(-1 - r);

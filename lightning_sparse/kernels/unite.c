@@ -174,7 +174,7 @@ INLINE int64_t unite(const int64_t *places, const int64_t *levels, const uint8_t
 // Whether ls_tell has written a message, as far as it can be seen.
 INLINE int is_possible(const int32_t *row, int64_t slots, int64_t blocks, int64_t padding) {
   const int32_t *body = row + 2;
-  if (row[0] < 0 || row[0] > slots || row[1] < SILENT || row[1] > TROUBLE) return 0;
+  if (row[0] < 0 || row[0] > slots || row[1] < SILENT || (row[1] >= LEVELS && row[1] != TROUBLE)) return 0;
   for (int64_t block = 0; block < blocks; block++)
     if (body[block] < (block ? body[block - 1] : 0) || body[block] > slots) return 0;
   for (int64_t i = 0; !blocks && i < row[0]; i++)

@@ -44,6 +44,8 @@ def corrupted(message: Tensor, seed: int) -> Tensor:
     if seed % 8 == 1:  # the header alone
         chosen = torch.zeros_like(chosen)
         chosen[:, : 1 + seed // 8 % 2] = True
+    if seed % 8 == 5:  # a level that no number has
+        rows[seed // 8 % N, 1] = 4096 + 37_123 * seed % (1 << 20)
     return torch.where(chosen, words, rows)
 
 
