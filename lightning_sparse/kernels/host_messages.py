@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.host_arrays import compiled_on
-from lightning_sparse.kernels.native_picks import Heard
+from lightning_sparse.kernels.native_picks import Heard, body_words
 
 BLOCK = 1 << 16
 """Coordinates that a 16-bit offset can tell apart."""
@@ -41,7 +41,7 @@ def tell(acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: i
     if compiled := compiled_on(acc):
         return compiled.picks.tell(acc, indices, spare, count, most, blocks)
     places, slots = indices.numpy(), indices.numel()
-    body = _body(slots, blocks)
+    body = body_words(slots, blocks)
     words = np.zeros(2 + body + (slots + 7) // 8, dtype=np.int32)
     magnitudes = np.abs(acc.numpy().take(places))
     largest = magnitudes.max(initial=0)
@@ -79,7 +79,7 @@ def hear(rows: Tensor, ends: list[int], slots: int, blocks: int, padding: int) -
     if native.library:
         return native.library.picks.hear(rows, ends, slots, blocks, padding)
     places, levels, spares = (np.empty(sum(ends), dtype=dtype) for dtype in (np.int64, np.int64, bool))
-    body, start, lowest = 2 + _body(slots, blocks), 0, SILENT
+    body, start, lowest = 2 + body_words(slots, blocks), 0, SILENT
     firsts = np.arange(blocks + 1) * BLOCK
     for rank, (row, end) in enumerate(zip(np.ascontiguousarray(rows.numpy()), ends, strict=True)):
         own, top = slice(start, start + end), int(row[1])
@@ -104,11 +104,6 @@ def hear(rows: Tensor, ends: list[int], slots: int, blocks: int, padding: int) -
         lowest, start = max(lowest, int(level_of[nibbles.max(initial=0)]) if end else top), start + end
     picks, spare = (list(torch.split(torch.from_numpy(x), ends)) for x in (places, spares))
     return Heard(picks, spare, torch.from_numpy(levels), lowest)
-
-
-def _body(slots: int, blocks: int) -> int:
-    """Words that coordinates take."""
-    return blocks + (slots + 1) // 2 if blocks else slots
 
 
 def _level_of(step: np.floating) -> int:

@@ -84,19 +84,10 @@ class NativePicks:
         return found
 
     def tell(self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int) -> Tensor:
-        """The message of one rank, see :mod:`~lightning_sparse.exchanges.packed_union`; int32 words.
-
-        Args:
-            acc: (numel + 1,) values.
-            indices: (c,) integers, ascending, up to numel.
-            spare: (c,) bool.
-            count: how many of the indices are picks.
-            most: steps of the largest value.
-            blocks: of 65 536 coordinates, if offsets in these are told; 0: whole coordinates.
-        """
+        """See :func:`~lightning_sparse.kernels.host_messages.tell`."""
         indices, spare = indices.long().contiguous(), None if spare is None else spare.contiguous()
         slots = indices.numel()
-        words = torch.zeros(2 + _body(slots, blocks) + (slots + 7) // 8, dtype=torch.int32, device="cpu")
+        words = torch.zeros(2 + body_words(slots, blocks) + (slots + 7) // 8, dtype=torch.int32, device="cpu")
         magnitudes = np.empty(slots, np.float32)
         if self._library.ls_tell(
             at(acc), acc.numel(), at(indices), None if spare is None else at(spare), slots,
@@ -106,15 +97,7 @@ class NativePicks:
         return words
 
     def hear(self, rows: Tensor, ends: list[int], slots: int, blocks: int, padding: int) -> Heard:
-        """Read what :meth:`tell` has written.
-
-        Args:
-            rows: (n, words) int32, contiguous in words.
-            ends: how many indices of each rank are picks, from 0 to ``slots``.
-            slots: indices of each rank.
-            blocks: see :meth:`tell`.
-            padding: what coordinates are limited to.
-        """
+        """See :func:`~lightning_sparse.kernels.host_messages.hear`; rows are contiguous in words."""
         places = torch.empty(sum(ends), dtype=torch.int64, device="cpu")
         levels, spare = torch.empty_like(places), torch.empty(sum(ends), dtype=torch.bool, device="cpu")
         lengths = np.array(ends, np.int64)
@@ -234,7 +217,7 @@ class NativePicks:
         return values
 
 
-def _body(slots: int, blocks: int) -> int:
+def body_words(slots: int, blocks: int) -> int:
     """Words that coordinates take."""
     return blocks + (slots + 1) // 2 if blocks else slots
 

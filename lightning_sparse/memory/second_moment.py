@@ -136,12 +136,13 @@ class SecondMoment(CountedFeedback):
         """``acc = residual + grad``, and the next second moment."""
         residual, acc = state.residual
         now, following = state.second
-        state.quickest.fill_(reciprocal(ctx.density))
+        quickest = reciprocal(ctx.density)
+        state.quickest.fill_(quickest)
         for vector in (following, acc):
             vector[-1:].zero_()
         if ctx.candidates is not None:  # the score, too, in the same pass
             start = self._correction(state).sqrt().item()
-            by = Weights(self.beta2, 1 - self.beta2, self.eps * start, start * reciprocal(ctx.density))
+            by = Weights(self.beta2, 1 - self.beta2, self.eps * start, start * quickest)
             vectors = acc[:-1], following[:-1], grad.room(acc.dtype), residual[:-1], now[:-1]
             weigh_(*vectors, grad.runs, by, ctx.candidates)
             return acc
