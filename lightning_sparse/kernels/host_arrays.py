@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.kernels import native
-from lightning_sparse.kernels.native_buffers import written as written
 
 CHUNK = 1 << 17
 """Elements per chunk: few enough to stay in cache, and so many that what Python does for each of them hardly counts."""

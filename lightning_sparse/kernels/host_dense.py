@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.candidates import Candidates, Summed, Sums
-from lightning_sparse.kernels.host_arrays import Found, bits_of, buffer, chunks, compiled_on, written
+from lightning_sparse.kernels.host_arrays import Found, bits_of, buffer, chunks, compiled_on
 from lightning_sparse.kernels.host_reach import Hits
+from lightning_sparse.kernels.native_buffers import written
 
 
 @np.errstate(over="ignore", invalid="ignore", under="ignore")  # sums may leave the range, as torch's do

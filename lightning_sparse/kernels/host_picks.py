@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.kernels import native
-from lightning_sparse.kernels.host_arrays import bits_of, compiled_for, compiled_on, written
+from lightning_sparse.kernels.host_arrays import bits_of, compiled_for, compiled_on
+from lightning_sparse.kernels.native_buffers import written
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
