@@ -17,8 +17,9 @@ n simulated ranks in one process, on the code that trains. Ways to step:
 Parameters with fewer than 2 dimensions stay dense, as in the strategies. A seed decides initial parameters and batches.
 Warm-up over a tenth of the steps, at most 50, and cosine to a tenth, AdamW(0.9, beta2), decoupled weight decay 0.1.
 Gradients of each rank are clipped to a norm of 1 (`--clip`), for all ways alike, as local clipping would;
-`--clip_averages true` clips averages instead, as a Trainer does with SGD. Rates are multiples of the user's: 1e-3 for
-`gpt` and `cnn`, 3e-3 for `lstm`. `--momentum` and `--weight_decay` are SGD's.
+`--clip_averages true` clips averages instead, as a Trainer does with SGD. `--warm_up` lets the density begin at 0.25.
+Rates are multiples of the user's: 1e-3 for `gpt` and `cnn`, 3e-3 for `lstm`. `--momentum` and `--weight_decay` are
+SGD's.
 
 `--multiple` lets `second_moment` send so many times the coordinates; the table says how its bytes compare with those
 that MiCRO sends at the density that was asked for.
@@ -60,6 +61,8 @@ LENGTH = {"gpt": 64, "lstm": 16}
 RATE = {"gpt": 1e-3, "lstm": 3e-3, "cnn": 1e-3}
 BATCH = {"gpt": 8, "lstm": 8, "cnn": 16}
 SGD_RATE = 0.05
+WARM = 0.25
+"""Density that a warm-up begins with."""
 DENSE = ("dense", "dense_beta0", "sgd", "lion", "muon")
 
 Way = Literal[
@@ -263,8 +266,10 @@ class Both:
             optimizer.step()
 
 
-def train(run: Run, data: Data, clip: Clip, momentum: float = 0.9, weight_decay: float = 5e-4) -> dict[str, float]:
-    """Train once; momentum and weight decay are SGD's."""
+def train(
+    run: Run, data: Data, clip: Clip, momentum: float = 0.9, weight_decay: float = 5e-4, warm_up: int = 0
+) -> dict[str, float]:
+    """Train once; momentum and weight decay are SGD's, the warm-up is the density's."""
     torch.manual_seed(run.seed)
     model = {"gpt": GPT, "lstm": LSTM, "cnn": cnn}[run.task]()
     parameters = list(model.parameters())
@@ -328,7 +333,8 @@ def train(run: Run, data: Data, clip: Clip, momentum: float = 0.9, weight_decay:
         "sgd_correction": ls.MomentumCorrection(momentum),
     }
     memory = memories.get(run.way, ls.Residual())
-    traces = ls.simulate(gradients(), sparsifier="union_topk", density=run.given_density, memory=memory)
+    density = ls.Warmup(WARM, run.given_density, warm_up) if warm_up else run.given_density
+    traces = ls.simulate(gradients(), sparsifier="union_topk", density=density, memory=memory)
     begin = time.perf_counter()
     for trace in traces:
         rate = rate_at(trace.step)
@@ -394,6 +400,7 @@ def main(
     clip_averages: bool = False,
     momentum: float = 0.9,
     weight_decay: float = 5e-4,
+    warm_up: int = 0,
     out: Path = Path("adam.jsonl"),
     table: bool = False,
 ) -> None:
@@ -411,12 +418,13 @@ def main(
         steps: lengths of trainings; None: 300.
         beta2: of AdamW.
         multiple: of the density, for ``second_moment``.
-        clip: norm that gradients are clipped to; None: not. Keep results of this and the next four options in an
+        clip: norm that gradients are clipped to; None: not. Keep results of this and the next five options in an
             ``out`` of their own.
         clip_by_value: clip each value instead.
         clip_averages: clip averages, and not the gradients of each rank; for ``dense`` and all ways of SGD.
         momentum: of SGD.
         weight_decay: of SGD.
+        warm_up: steps in which the density falls from 0.25; 0: none.
         out: where results are kept, a line each.
         table: only print.
     """
@@ -440,7 +448,7 @@ def main(
         ]
         for run in dict.fromkeys(wanted):
             if tuple(run) not in done:
-                row = {"run": list(run), **train(run, data, clipping, momentum, weight_decay)}
+                row = {"run": list(run), **train(run, data, clipping, momentum, weight_decay, warm_up)}
                 known.append(row)
                 with out.open("a") as file:
                     file.write(json.dumps(row) + "\n")

@@ -60,6 +60,32 @@ def test_clipping_is_compared_with_dense_training(tmp_path: Path) -> None:
     assert all(math.isfinite(row["perplexity"]) for row in rows)
 
 
+def test_seconds_of_training_steps_stand_beside_perplexities(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for split, words in (("train", 9000), ("valid", 3000)):
+        (tmp_path / f"{split}.txt").write_text(" ".join(f"word{i * i % 97}" for i in range(words)))
+    adam_seconds, found = benchmark("adam_seconds"), tmp_path / "found.json"
+    monkeypatch.setattr(adam_seconds, "WORDS", 100)
+    monkeypatch.setattr(adam_seconds, "VALIDATIONS", 2)
+    adam_seconds.train("auto", 8, 0, 1, tmp_path, found)
+    seen = json.loads(found.read_text())
+    (half, after, before), (whole, total, perplexity) = seen["curve"]
+    assert (half, whole) == (4, 8)
+    assert 0 < seen["step"] < after < total == pytest.approx(seen["seconds"])
+    assert perplexity < before < 100
+    out = tmp_path / "adam_seconds.jsonl"
+    rows = [{"run": ["auto", 8, seed, 1, 100], **seen, **adam_seconds.about()} for seed in (0, 1)]
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(adam_seconds, "why_not", lambda: "no namespaces")
+    assert adam_seconds.main(tmp_path) == 0
+    assert "skipped: no namespaces" in capsys.readouterr().out
+    assert adam_seconds.main(tmp_path, table=True) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(f"{seen['curve'][-1][2]:.1f}") == 3  # the mean, and two seeds
+    assert "auto" in printed
+
+
 def test_local_steps_take_the_sizes_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     local_step = benchmark("local_step")
     monkeypatch.setattr(local_step, "memory", lambda: local_step.bytes_for(1_000_000, 4))
