@@ -24,6 +24,7 @@ from lightning_sparse.fields import from_keywords, keywords_of
 from lightning_sparse.plan import Group, ParameterSize, Rules, make_plan
 from lightning_sparse.plan.groupings import CUDA_BUCKET_MB, MIB
 from lightning_sparse.reducer import Engine, StepObserver, check_equal_on_ranks, failing_together
+from lightning_sparse.reducer.observer import can_observe
 from lightning_sparse.sparsifiers import Everything
 
 _settings, _strategies = ({field.name: None for field in fields(c)} for c in (SparsificationConfig, StrategyConfig))
@@ -46,8 +47,10 @@ class AttachArguments(SparsificationConfig):
         super().__post_init__()
         if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):
             raise ValueError(f"Expected scaler to be a GradScaler or None, but got {self.scaler!r}.")
+        known = self.profile is None or isinstance(self.profile, dict)
+        expect(known, "profile", "a dict, as an earlier run has saved it, or None", self.profile)
         given = self.observers
-        fits = isinstance(given, Sequence) and all(hasattr(one, "before_step") for one in given)
+        fits = isinstance(given, Sequence) and all(map(can_observe, given))
         expect(fits, "observers", "a list of objects with before_step(engine) and close()", given)
 
 

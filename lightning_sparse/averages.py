@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_sparse.checks import expect
 from lightning_sparse.metrics import MB, QUANTITIES, Step
 
 __all__ = ["BuildUp", "DensityError", "PaddingRatio", "Traffic"]
@@ -37,6 +38,7 @@ class _MeanOverSteps(Metric):
 
     def update(self, step: Step) -> None:
         """Count a step."""
+        _check_step(step)
         value = QUANTITIES[self.quantity].compute(step)
         if value is not None:
             self.total += value
@@ -109,6 +111,7 @@ class Traffic(Metric):
 
     def update(self, step: Step) -> None:
         """Count a step."""
+        _check_step(step)
         if step.totals is not None:
             self.sent = torch.full_like(self.sent, step.totals.sent_bytes)
             self.dense = torch.full_like(self.dense, step.totals.dense_bytes)
@@ -124,3 +127,8 @@ class Traffic(Metric):
     def plot(self, val: Any = None, ax: Any = None) -> Any:
         """A figure and axes with what :meth:`compute` gives, or with the values that are given; needs matplotlib."""
         return self._plot(val, ax)
+
+
+def _check_step(given: Any) -> None:
+    """Raise a ValueError unless there was a step."""
+    expect(isinstance(given, Step), "step", "what Engine.latest_step() gives after a step", given)

@@ -84,6 +84,12 @@ def listed(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     return chosen
 
 
+def check_is_optimizer(given: Any) -> None:
+    """Raise a ValueError unless this is an optimizer, or made like one."""
+    if not hasattr(given, "param_groups"):
+        raise ValueError(f"Expected optimizer to be an optimizer, but got {given!r}.")
+
+
 def ids_of(optimizer: Optimizer) -> set[int]:
     """The ids of the parameters that an optimizer holds."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import expect
 from lightning_sparse.collective import drive_ranks
 from lightning_sparse.core import Context, GroupState
 from lightning_sparse.density import DensitySchedule, as_schedule
@@ -91,9 +92,9 @@ def simulate(
         One :class:`StepTrace` per step.
 
     Raises:
-        ValueError: at the call, for an unknown name, a density outside (0, 1] or an exchange that does not accept the
-            sparsifier or does not carry what the memory needs; while iterating, for gradients of a wrong shape,
-            dtype or device.
+        ValueError: at the call, for an unknown name, a density outside (0, 1], gradients that are no iterable, or an
+            exchange that does not accept the sparsifier or does not carry what the memory needs; while iterating, for
+            gradients of a wrong shape, dtype or device.
 
     Example:
         >>> import torch, lightning_sparse as ls
@@ -106,6 +107,7 @@ def simulate(
     sparsifier = SPARSIFIERS.resolve(sparsifier)
     memory = as_memory(memory)
     exchange = as_exchange(exchange, sparsifier, memory)
+    expect(isinstance(gradients, Iterable), "gradients", "an iterable of (n, numel) tensors", gradients)
     return _run(iter(gradients), sparsifier, as_schedule(density), memory, exchange)
 
 

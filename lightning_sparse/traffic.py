@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_sparse.checks import check_integer
 from lightning_sparse.collective import drive_mirrored
 from lightning_sparse.core import Context
+from lightning_sparse.density import check_density
 from lightning_sparse.exchanges import Exchange, as_exchange
-from lightning_sparse.memory import Memory, NoMemory
+from lightning_sparse.memory import Memory, NoMemory, as_memory
 from lightning_sparse.messages import Message, SendRecv
 from lightning_sparse.pipeline import init_group, reduce_group
 from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
@@ -64,8 +66,8 @@ def count_bytes(
         dtype: of the gradients.
 
     Raises:
-        ValueError: if a name is unknown, if the exchange does not go with the sparsifier and the memory, or if the
-            sparsifier cannot serve such a group.
+        ValueError: if a name is unknown, if a number is out of range, if the exchange does not go with the sparsifier
+            and the memory, or if the sparsifier cannot serve such a group.
 
     Example:
         >>> count_bytes("topk", 1000, world_size=4, density=0.01)
@@ -74,7 +76,10 @@ def count_bytes(
         Traffic(messages=(('all_reduce', 4000),), bytes_sent=6000.0)
     """
     sparsifier = SPARSIFIERS.resolve(sparsifier)
-    memory = memory or NoMemory()
+    memory = NoMemory() if memory is None else as_memory(memory)
+    check_integer(numel, "numel")
+    check_integer(world_size, "world_size")
+    check_density(density)
     exchange = as_exchange(exchange, sparsifier, memory)
     grad = torch.empty(numel, dtype=dtype, device=META)
 

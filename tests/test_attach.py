@@ -66,13 +66,53 @@ def test_settings_of_strategies_are_told_to_be_theirs(two_ranks: Ranks) -> None:
         assert "The strategies for Lightning alone know save_residuals, strict_resume, resize." in said
 
 
+class NeverClosed:
+    def before_step(self, engine: ls.Engine) -> None: ...
+
+
 def told_of_observers() -> list[str]:
-    return [told(DistributedDataParallel(nn.Linear(3, 3)), observers=given) for given in (3, [3])]
+    return [told(DistributedDataParallel(nn.Linear(3, 3)), observers=given) for given in (3, [3], [NeverClosed()])]
 
 
 def test_what_cannot_observe_is_refused_before_the_first_step(two_ranks: Ranks) -> None:
     for said in two_ranks(told_of_observers):
         assert all("Expected observers to be a list of objects with before_step(engine)" in one for one in said)
+
+
+def told_of_a_profile() -> str:
+    return told(DistributedDataParallel(nn.Linear(3, 3)), profile=on_rank(1, 3, None))
+
+
+def test_what_is_no_profile_is_refused(two_ranks: Ranks) -> None:
+    sentence = "ValueError: Expected profile to be a dict, as an earlier run has saved it, or None, but got 3."
+    for said in two_ranks(told_of_a_profile):
+        assert said.endswith(sentence)
+
+
+def told_of_wrong_arguments() -> list[str]:
+    engine = ls.attach(DistributedDataParallel(nn.Linear(60, 60)), **SPARSE)
+    calls = {
+        "optimizer": (
+            engine.skip_void,
+            engine.drop_void,
+            engine.takes_steps_of,
+            partial(engine.clip_gradients, 1.0, "norm"),
+        ),
+        "observer": (engine.add_observer,),
+        "name": (engine.residual,),
+    }
+    said = []
+    for name, several in calls.items():
+        for call in several:
+            with pytest.raises(ValueError, match=rf"^Expected {name} to be .*, but got 3\.$") as caught:
+                call(3)
+            said.append(str(caught.value))
+    engine.close()
+    return said
+
+
+def test_engines_refuse_what_cannot_be_an_argument(two_ranks: Ranks) -> None:
+    assert [len(said) for said in two_ranks(told_of_wrong_arguments)] == [6, 6]
 
 
 def told_of_strict_resume() -> str:

@@ -39,6 +39,12 @@ def test_traffic_of_an_engine_counts_steps_that_were_not_given_and_that_of_a_sim
     assert float(traffic.compute()["ratio"]) == pytest.approx(4000 / 116)
 
 
+def test_what_was_no_step_is_refused() -> None:
+    for metric in (ls.PaddingRatio(), ls.Traffic()):
+        with pytest.raises(ValueError, match=r"^Expected step to be what Engine\.latest_step\(\) gives after a step"):
+            metric.update(None)  # type: ignore[arg-type]  # as before the first one
+
+
 def synchronised() -> dict[str, float]:
     """Rank 0 has one step, rank 1 two others."""
     rank = torch.distributed.get_rank()

@@ -333,4 +333,7 @@ def test_groups_that_a_method_cannot_serve_cannot_be_counted() -> None:
         count_bytes("tpok", 100, 4, 0.1)
     with pytest.raises(ValueError, match="needs groups of at least"):
         count_bytes(ls.ExDyna(variant="published"), 100, 4, 0.1)
+    for wrong in ({"numel": 0}, {"world_size": 1.5}, {"density": 2}, {"memory": 3}):
+        with pytest.raises(ValueError, match=r"^Expected "):
+            count_bytes("topk", **{"numel": 100, "world_size": 4, "density": 0.1} | wrong)
     assert all(count_bytes(case.sparsifier, 1000, 1, 0.1).bytes_sent == 0 for case in CASES)

@@ -135,6 +135,11 @@ def test_gradients_of_a_wrong_shape_or_type_are_refused_with_what_came(rows: obj
         next(ls.simulate([rows], sparsifier="topk", density=0.2))
 
 
+def test_what_is_no_stream_of_gradients_is_refused_at_the_call() -> None:
+    with pytest.raises(ValueError, match=r"^Expected gradients to be an iterable of \(n, numel\) tensors, but got 3"):
+        ls.simulate(3, sparsifier="topk", density=0.2)  # type: ignore[arg-type]
+
+
 def test_gradients_must_keep_the_dtype_of_the_first_step() -> None:
     traces = ls.simulate([noise(2, 10).float(), noise(2, 10).double()], sparsifier="topk", density=0.2)
     next(traces)

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse.averages import BuildUp, DensityError, PaddingRatio, Traffic
-from lightning_sparse.checks import check_integer
+from lightning_sparse.checks import check_integer, expect
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.gradients import LocalGradients, trained_parameters
@@ -46,7 +46,7 @@ class SparsityMonitorMixin:
             sparsifies.
 
     Raises:
-        ValueError: for an unknown sparsifier or a number outside its range.
+        ValueError: for an unknown sparsifier, a number outside its range, or something else than True or False.
 
     Example:
         >>> import lightning_sparse as ls
@@ -66,6 +66,8 @@ class SparsityMonitorMixin:
         density: Any = 0.01,
     ) -> None:
         check_integer(every, "every")
+        for name, given in (("groups", groups), ("table", table)):
+            expect(isinstance(given, bool), name, "True or False", given)
         self.groups = groups
         self.table = table
         named = shadow if isinstance(shadow, Iterable) and not isinstance(shadow, str) else [shadow]

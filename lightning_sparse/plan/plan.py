@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from lightning_sparse.density import count
+from lightning_sparse.checks import check_positive, expect
+from lightning_sparse.density import check_density, count
 from lightning_sparse.plan.groupings import DDP_BUCKET_MB, GROUPINGS, MIB, Bucket, Grouping, ParameterSize
 from lightning_sparse.plan.rules import Rules, as_rules
 
@@ -78,8 +79,8 @@ def make_plan(
         density: at which groups without a density of their own are exchanged; groupings that use a profile ask for it.
 
     Raises:
-        ValueError: for an unknown grouping, a pattern that matches no parameter, or a parameter that is to be dense and
-            sparsified.
+        ValueError: for an unknown grouping, a pattern that matches no parameter, a parameter that is to be dense and
+            sparsified, or an argument of another kind.
 
     Example:
         >>> sizes = [ParameterSize(name, numel, 4, "float32") for name, numel in
@@ -88,7 +89,11 @@ def make_plan(
         [('head', 500, False), ('conv', 900, False), ('density0.001.embed', 5000, False), ('dense.bucket0', 15, True)]
     """
     wanted, rules = GROUPINGS.resolve(grouping), as_rules(rules)
-    ordered = list(parameters)[::-1]
+    check_positive(bucket_cap_mb, "bucket_cap_mb")
+    check_density(density)
+    ordered = list(parameters)[::-1] if isinstance(parameters, Iterable) else []
+    sizes = isinstance(parameters, Iterable) and all(isinstance(p, ParameterSize) for p in ordered)
+    expect(sizes, "parameters", "a ParameterSize for each parameter", parameters)
     rules.check([p.name for p in ordered])
     ordered = [p for p in ordered if p.numel]  # of others there is nothing to exchange
     apart: dict[tuple[bool, float | None, Hashable], list[ParameterSize]] = {}

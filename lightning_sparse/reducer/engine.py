@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn import Parameter
 
+from lightning_sparse.checks import expect
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.memory import NoMemory
+from lightning_sparse.optim import check_is_optimizer
 from lightning_sparse.plan import Group, Messages
 from lightning_sparse.reducer.agreement import check_equal_on_ranks
 from lightning_sparse.reducer.copied import CopiedEngine
@@ -22,20 +24,11 @@ from lightning_sparse.reducer.flush import average_residuals
 from lightning_sparse.reducer.followed import Followed
 from lightning_sparse.reducer.group import check_covers
 from lightning_sparse.reducer.kept import Kept
+from lightning_sparse.reducer.observer import StepObserver, can_observe
 from lightning_sparse.reducer.reducer import Reducer
 from lightning_sparse.reducer.schema import renamed
 from lightning_sparse.reducer.versions import Counts
 from lightning_sparse.reducer.view import EngineView
-
-
-class StepObserver(Protocol):
-    """Called at the start of every step of an engine, whose groups it may inspect and change."""
-
-    def before_step(self, engine: Engine) -> None:
-        """The first gradients of a step are here and nothing is exchanged yet; called on all ranks."""
-
-    def close(self) -> None:
-        """The engine ends."""
 
 
 class Engine(EngineView):
@@ -101,7 +94,11 @@ class Engine(EngineView):
 
         Returns:
             Whether there were any.
+
+        Raises:
+            ValueError: for something that is no optimizer.
         """
+        check_is_optimizer(optimizer)
         return self._skipped.drop(optimizer)
 
     def skip_void(self, optimizer: torch.optim.Optimizer) -> None:
@@ -111,7 +108,11 @@ class Engine(EngineView):
         parameters, momenta and counters of steps stay as they are, the gradients of a void step stay NaN, and the step
         is counted when the next one begins. Where the host knows the flag, for all other optimizers, for those that
         step parameters of others, too, and beside a loss scale, this is :meth:`drop_void`.
+
+        Raises:
+            ValueError: for something that is no optimizer.
         """
+        check_is_optimizer(optimizer)
         self._skipped.skip(optimizer, hand_over=self.loss_scale() is None)
 
     def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -124,6 +125,7 @@ class Engine(EngineView):
 
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
+        check_is_optimizer(optimizer)
         return self._followed.adam_steps.takes(optimizer)
 
     def clip_gradients(
@@ -141,8 +143,10 @@ class Engine(EngineView):
             optimizer: clip the gradients of its parameters together, apart from others; None: those of all parameters.
 
         Raises:
-            ValueError: for a limit or an algorithm that cannot be.
+            ValueError: for a limit or an algorithm that cannot be, or something that is no optimizer.
         """
+        if optimizer is not None:
+            check_is_optimizer(optimizer)
         self._followed.clip(limit, algorithm, optimizer)
 
     def clip_in_place_of_averages(
@@ -182,7 +186,12 @@ class Engine(EngineView):
             rank_zero_warn(sentence)
 
     def add_observer(self, observer: StepObserver) -> None:
-        """Let something look on, and change groups, at the start of every exchange; until the engine is closed."""
+        """Let something look on, and change groups, at the start of every exchange; until the engine is closed.
+
+        Raises:
+            ValueError: for something without the methods of a :class:`StepObserver`.
+        """
+        expect(can_observe(observer), "observer", "an object with before_step(engine) and close()", observer)
         self.observers.append(observer)
 
     def go_direct(self) -> bool:
@@ -212,8 +221,8 @@ class Engine(EngineView):
             messages: what travels together from then on; None: as before.
 
         Raises:
-            ValueError: on all ranks, if these are not the parameters of this engine, each once, or if names of groups
-                repeat.
+            ValueError: on all ranks, if these are no groups or not the parameters of this engine, each once, if names
+                of groups repeat, or for other ``messages``.
             RuntimeError: within a backward; on all ranks, if their plans differ.
 
         Example:
@@ -232,11 +241,13 @@ class Engine(EngineView):
             >>> dist.destroy_process_group()
         """
         self._check_between_steps("Groups can only be changed")
-        chosen = messages or self.messages
-        facts = {"settings": self.settings, "groups": list(plan), "messages": chosen}
+        chosen = self.messages if messages is None else messages
+        groups = list(plan) if isinstance(plan, Iterable) else plan
+        facts = {"settings": self.settings, "groups": groups, "messages": chosen}
         check_equal_on_ranks(facts, self.comm, self._device)
-        check_covers(plan, self._parameters)
-        self._reducer.regroup(plan, chosen)
+        expect(chosen in get_args(Messages), "messages", "'group', 'step' or None", messages)
+        check_covers(groups, self._parameters)
+        self._reducer.regroup(groups, chosen)
         if self.optimizers:
             self._followed.suit(self.optimizers)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_sparse.checks import expect
 from lightning_sparse.clock import Stamp
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core import Agreement, Context, GroupState
@@ -315,8 +316,10 @@ def check_covers(plan: Sequence[Group], parameters: Mapping[str, Parameter]) -> 
     """Raise unless a plan names each parameter once.
 
     Raises:
-        ValueError: saying which ones are wrong, or which names of groups repeat.
+        ValueError: saying which ones are wrong, or which names of groups repeat; for what is no plan.
     """
+    made = isinstance(plan, Sequence) and all(isinstance(group, Group) for group in plan)
+    expect(made, "plan", "a list of groups, as make_plan() gives it", plan)
     named = Counter(p.name for group in plan for p in group.parameters)
     known = parameters.keys()
     wrong = [name for name in sorted(named.keys() | known) if named[name] != 1 or name not in known]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from lightning_sparse.checks import expect
 from lightning_sparse.reducer.schema import State, check_state
 
 
@@ -46,6 +47,7 @@ def merge_states(states: Iterable[State]) -> State:
         >>> merged["parameters"]["weight"]["residual"].tolist(), merged["step"]
         ([1.5, 1.5, 1.5], 7)
     """
+    expect(isinstance(states, Iterable), "states", "several states of Engine.state_dict()", states)
     head: State = {}
     sums: dict[str, dict[str, Tensor]] = {}
     dtypes: dict[tuple[str, str], torch.dtype] = {}

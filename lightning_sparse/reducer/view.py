@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_sparse.checks import expect
 from lightning_sparse.clock import Totals
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import SparsificationConfig
@@ -199,7 +200,11 @@ class EngineView:
         """What this rank has not sent yet of a parameter, (numel,), or None where nothing is remembered.
 
         A view, which is valid until the next step begins.
+
+        Raises:
+            ValueError: for another name than those of :attr:`parameters`.
         """
+        expect(isinstance(name, str) and name in self._parameters, "name", "that of a parameter of the engine", name)
         group = self._reducer.group_of[name]
         residual = group.memory.residual(group.state.memory)
         return None if residual is None else residual[group.spans[name]]

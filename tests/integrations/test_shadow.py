@@ -128,6 +128,8 @@ def test_wrong_settings_are_refused() -> None:
         ({"shadow": 3}, "sparsifier or its name, but got 3"),
         ({"shadow": ls.TopK}, r"write TopK\(\)"),
         ({"every": 0}, "every to be"),
+        ({"groups": 3}, "groups to be True or False"),
+        ({"table": "no"}, "table to be True or False"),
         ({"density": 2.0}, "density to be"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -159,6 +159,15 @@ def test_a_threshold_that_is_no_number_of_coordinates_is_refused(numel: object) 
         MergeBelow(numel)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("parameters", 3), ("parameters", ["weight"]), ("bucket_cap_mb", 0), ("bucket_cap_mb", "25"), ("density", 2)],
+)
+def test_arguments_of_another_kind_are_refused(name: str, given: object) -> None:
+    with pytest.raises(ValueError, match=rf"^Expected {name} to be .*, but got "):
+        make_plan(**{"parameters": MODEL, name: given})
+
+
 def test_a_pattern_that_matches_nothing_is_answered_with_names_that_are_close() -> None:
     with pytest.raises(ValueError, match=r"'\*\.biases' in dense matches no parameter\. Names that are close: .*bias"):
         cut(MODEL, dense=["*.biases"])

@@ -293,6 +293,14 @@ def bad_plans() -> list[str]:
         with pytest.raises(ValueError, match="Expected") as caught:
             engine.regroup(plan)
         told.append(str(caught.value))
+    for nothing in (3, "layer", [3]):
+        with pytest.raises(ValueError, match=r"^Expected plan to be a list of groups, as make_plan\(\) gives it"):
+            engine.regroup(nothing)  # type: ignore[arg-type]
+    for unknown in (3, "steps", ""):
+        with pytest.raises(ValueError, match=r"^Expected messages to be 'group', 'step' or None, but got"):
+            engine.regroup(engine.plan, unknown)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="The ranks disagree"):
+        engine.regroup(3 if dist.get_rank() else engine.plan)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="The ranks disagree") as disagreement:
         engine.regroup(sparse_plan(sizes, "layer" if dist.get_rank() else "model"))
     told.append(str(disagreement.value))
