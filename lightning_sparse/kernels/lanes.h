@@ -73,9 +73,10 @@ INLINE void add_few(lanes *s, int64_t lane, const float *x, int64_t n, int rows,
       double z = kind == VALUES ? value : fabsf(value), over = z - level;
       if (kind == BEYOND) z = over > 0 ? over : 0;
       sum += z, squares += z * z;
-      number += (m >= least) & (m <= INFINITE), top = m > top ? m : top;
-      exponent += m >> 23;
-      product *= float_of(m >= SMALLEST ? (m & (SMALLEST - 1)) | 0x3f000000u : 0x3f800000u);
+      uint32_t counted = (m >= least) & (m <= INFINITE);
+      number += counted, top = m > top ? m : top;
+      exponent += counted ? m >> 23 : 0;
+      product *= float_of(counted ? (m & (SMALLEST - 1)) | 0x3f000000u : 0x3f800000u);
     }
     part[j] = sum, second[j] = squares;
     if (kind != VALUES) numbers[j] = number, largest[j] = top;

@@ -121,6 +121,7 @@ def test_sums_have_the_same_bits(numel: int, kind: str, each_kernel: Callable[[]
                 *host_sums.moments(x),
                 *host_sums.mean_and_maximum(x),
                 host_sums.log_sum(x),
+                torch.tensor(host_sums.sums(x, "logarithms", level=0.7).logarithms, dtype=torch.float64),
             ]
         )
         for kernel in each_kernel()
@@ -136,6 +137,7 @@ def test_sums_have_the_same_bits(numel: int, kind: str, each_kernel: Callable[[]
         *((exact >= np.float32(0.7)).sum(), beyond.sum(), beyond.square().sum()),
         *(x.double().mean(), x.double().var(correction=min(1, numel - 1)).sqrt(), exact.mean(), exact.max()),
         exact[x.abs() >= torch.finfo(torch.float32).tiny].log().sum(),
+        exact[exact >= np.float32(0.7)].log().sum(),
     ]
     torch.testing.assert_close(
         plain, torch.stack([e.double() for e in expected]), rtol=1e-9, atol=1e-12 * float(exact.max()), equal_nan=True
