@@ -124,8 +124,7 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, most: int
     selection, _ = yield from same_length(selection, None, numel)
     slots = selection.indices.numel()
     blocks = _blocks(slots, numel)
-    words = library.tell(acc, selection.indices, selection.spare, int(selection.count), most, blocks)
-    rows = yield AllGather(words)
+    rows = yield AllGather(_told(acc, selection, most, blocks)[0])
     ends = counts_of(rows, slots)
     met = library.meet(rows, slots, blocks, numel, selection.limit, ctx.step)
     refuse([rank == met for rank in range(n)])
@@ -211,7 +210,7 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     if static_shapes(acc.device):
         words = _tell(acc, selection, most, blocks, ctx)
     else:
-        words = tell(acc, indices, selection.spare, int(selection.count), most, blocks)
+        words, indices = _told(acc, selection, most, blocks)
     after = words.numel()
     if ctx.second is not None:
         words = torch.cat([words, _pack_octets(_codes(ctx.second[indices]))])
@@ -242,6 +241,17 @@ def _blocks(slots: int, numel: int) -> int:
     """Blocks in which offsets are told; 0 where whole coordinates are shorter."""
     blocks = -(-numel // BLOCK)
     return 0 if blocks + (slots + 1) // 2 >= slots else blocks
+
+
+def _told(acc: Tensor, selection: Selection, most: int, blocks: int) -> tuple[Tensor, Tensor]:
+    """The message of one rank on the CPU, and its coordinates in the order in which they are told."""
+    indices, spare = selection.indices, selection.spare
+    words = tell(acc, indices, spare, int(selection.count), most, blocks)
+    if words is not None:
+        return words, indices
+    indices, order = indices.sort()  # those of an outside sparsifier that do not ascend
+    spare = None if spare is None else spare[order]
+    return _told(acc, selection._replace(indices=indices, spare=spare), most, blocks)
 
 
 def _tell(acc: Tensor, selection: Selection, most: int, blocks: int, ctx: Context) -> Tensor:

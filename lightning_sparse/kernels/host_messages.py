@@ -23,12 +23,12 @@ SILENT, LEVELS, TROUBLE = 0, 4096, (1 << 20) - 1
 is not finite."""
 
 
-def tell(acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int) -> Tensor:
+def tell(acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int) -> Tensor | None:
     """The message of one rank: number of picks and level of the largest; coordinates; and four bits for each.
 
     Args:
         acc: (numel + 1,) values.
-        indices: (c,) integers, ascending, up to numel.
+        indices: (c,) integers up to numel, those of a block behind those of the blocks before it.
         spare: (c,) bool.
         count: how many of the indices are picks.
         most: steps of the largest value.
@@ -36,11 +36,13 @@ def tell(acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: i
             first may have borrowed from the second. 0: whole coordinates.
 
     Returns:
-        int32 words.
+        int32 words; None where the indices of blocks are in another order.
     """
     if compiled := compiled_on(acc):
         return compiled.picks.tell(acc, indices, spare, count, most, blocks)
     places, slots = indices.numpy(), indices.numel()
+    if blocks and (np.diff(places // BLOCK) < 0).any():
+        return None
     body = body_words(slots, blocks)
     words = np.zeros(2 + body + (slots + 7) // 8, dtype=np.int32)
     magnitudes = np.abs(acc.numpy().take(places))

@@ -83,18 +83,21 @@ class NativePicks:
         self._library.ls_among(at(values), values.numel(), at(ordered), ordered.numel(), at(found))
         return found
 
-    def tell(self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int) -> Tensor:
+    def tell(
+        self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int
+    ) -> Tensor | None:
         """See :func:`~lightning_sparse.kernels.host_messages.tell`."""
         indices, spare = indices.long().contiguous(), None if spare is None else spare.contiguous()
         slots = indices.numel()
         words = torch.zeros(2 + body_words(slots, blocks) + (slots + 7) // 8, dtype=torch.int32, device="cpu")
         magnitudes = np.empty(slots, np.float32)
-        if self._library.ls_tell(
+        failed = self._library.ls_tell(
             at(acc), acc.numel(), at(indices), None if spare is None else at(spare), slots,
             count, most, blocks, at(words), at(magnitudes),
-        ):  # fmt: skip
+        )  # fmt: skip
+        if failed == 1:
             raise IndexError(f"an index is outside of a vector of {acc.numel()}")
-        return words
+        return None if failed else words
 
     def hear(self, rows: Tensor, ends: list[int], slots: int, blocks: int, padding: int) -> Heard:
         """See :func:`~lightning_sparse.kernels.host_messages.hear`; rows are contiguous in words."""

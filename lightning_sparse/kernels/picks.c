@@ -55,7 +55,8 @@ INLINE int32_t level_of(float step) {
   return (frexpf(step, &exponent) == 0.5f ? exponent - 1 : exponent) - LOWEST;
 }
 
-// The message of one rank, see host_messages.py. words is zero; magnitudes have room for n. 1 where an index is outside.
+// The message of one rank, see host_messages.py. words is zero; magnitudes have room for n. 1 where an index is outside,
+// 2 where one lies in an earlier block than one before it.
 INLINE int32_t tell(const float *x, int64_t size, const int64_t *indices, const uint8_t *spare, int64_t n,
                        int32_t count, float most, int64_t blocks, int32_t *words, float *magnitudes) {
   uint32_t largest = 0;
@@ -74,11 +75,13 @@ INLINE int32_t tell(const float *x, int64_t size, const int64_t *indices, const 
     if ((double)bounds[c] > bound) bounds[c] = float_of(bits_of(bounds[c]) - 1);
   }
   if (blocks) {
-    int64_t i = 0;
+    int64_t i = 0, misplaced = 0;
     for (int64_t block = 0; block < blocks; block++) {
-      while (i < n && indices[i] < (block + 1) * OFFSETS) i++;
+      for (; i < n && indices[i] < (block + 1) * OFFSETS; i++) misplaced |= indices[i] < block * OFFSETS;
       body[block] = (int32_t)i;
     }
+    for (; i < n; i++) misplaced |= indices[i] < blocks * OFFSETS;
+    if (misplaced) return 2;
     body += blocks;
     for (i = 0; i < half; i++) {
       int32_t low = (int16_t)indices[2 * i], high = 2 * i + 1 < n ? (int16_t)indices[2 * i + 1] : 0;

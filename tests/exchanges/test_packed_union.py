@@ -16,6 +16,7 @@ from lightning_sparse.core import Context, Selection
 from lightning_sparse.exchanges.packed_union import _classes, _lengthen, _tell, pack, unpack
 from lightning_sparse.kernels import hear, native, tell
 from lightning_sparse.kernels.host_messages import CLASS_BITS
+from lightning_sparse.messages import Steps, resolve
 from tests.lockstep import Outcome, Ranks
 from tests.static_path import static_path
 
@@ -224,6 +225,36 @@ def test_messages_are_half_as_long() -> None:
     assert outcome.statistics[0].bytes_sent == 3 * indices + 1.5 * values
     plain = Ranks(4, 200_000, sparsifier=ls.SharedTopK(), exchange="reduce_union", density=0.01, dtype=torch.float32)
     assert outcome.statistics[0].bytes_sent < 0.56 * plain.step(rows).statistics[0].bytes_sent
+
+
+@dataclass(frozen=True)
+class Descending(ls.UnionTopK):
+    def select(self, acc: torch.Tensor, state: Any, ctx: Context) -> Steps[tuple[Selection, Any]]:
+        selection, state = yield from resolve(super().select(acc, state, ctx))
+        order = torch.arange(len(selection.indices))
+        order[: int(selection.count)] = order[: int(selection.count)].flip(0)
+        spare = None if selection.spare is None else selection.spare[order]
+        return selection._replace(indices=selection.indices[order], spare=spare), state
+
+
+@pytest.mark.parametrize("memory", [ls.Residual(), ls.SecondMoment()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_picks_that_do_not_ascend_travel_like_others(
+    dtype: torch.dtype, memory: ls.Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.randn(3, 196_608, generator=torch.Generator().manual_seed(0), dtype=dtype)  # 3 blocks
+    for density in (1e-5, 1e-3):  # told whole, and in blocks
+        for library in {native.library, None}:
+            monkeypatch.setattr(native, "library", library)
+            ways = [
+                Ranks(3, 196_608, sparsifier=sparsifier, exchange="packed_union", density=density, dtype=dtype,
+                      memory=memory)
+                for sparsifier in (ls.UnionTopK(), Descending())
+            ]  # fmt: skip
+            for _ in range(3):
+                plain, turned = (way.step(rows) for way in ways)
+                assert torch.equal(plain.averages, turned.averages)
+                assert all(map(torch.equal, plain.after, turned.after))  # type: ignore[arg-type]
 
 
 def test_where_blocks_hold_fewer_picks_than_counts_cost_indices_stay_long() -> None:
