@@ -315,11 +315,11 @@ def _locate(path: Path, directory: str, file: SideFile) -> str:
 
 
 def _emptied(state: State, comm: TorchCollective) -> tuple[State, str]:
-    """A merged state with nothing in it, and a sentence that says what is lost."""
+    """A merged state that remembers nothing, and a sentence that says what is lost."""
     pending = [vectors["residual"] for vectors in state["parameters"].values() if "residual" in vectors]
     norm = sum(float(residual.double().square().sum()) for residual in pending) ** 0.5
-    empty = {name: {key: v.zero_() for key, v in vectors.items()} for name, vectors in state["parameters"].items()}
-    return {**state, "parameters": empty, "counters": {}}, (
+    nothing: State = {"parameters": {name: {} for name in state["parameters"]}, "counters": {}}
+    return {**state, **nothing}, (
         f"Training continues with {comm.world_size} ranks instead of {state['world_size']} and resize='zero': the "
         f"residuals, an update of norm {norm:.4g} that was still to be sent, are dropped."
     )

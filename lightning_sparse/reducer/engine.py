@@ -357,6 +357,7 @@ class Engine(EngineView):
                 the ranks do not belong together.
         """
         misfits = self._kept.load(state, self._followed.suit_state)
+        self._followed.go_on(state)
         return [*misfits.learned, *misfits.remembered]
 
     def take_over(self, state: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> list[str]:
@@ -375,7 +376,9 @@ class Engine(EngineView):
         """
         now = {id(p): name for name, p in {**self._parameters, **self.frozen}.items()}
         kept, gone = renamed(state, {name: now[id(p)] for name, p in parameters.items() if id(p) in now})
-        return gone + self._kept.load(kept, self._followed.suit_state).remembered
+        misfits = self._kept.load(kept, self._followed.suit_state)
+        self._followed.go_on(kept)
+        return gone + misfits.remembered
 
     def close(self) -> None:
         """Stop the communication thread, give the process group back, stop watching parameters."""

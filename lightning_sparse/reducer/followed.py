@@ -128,6 +128,11 @@ class Followed:
             if memory:
                 self._remember_by(memory)
 
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """A state was loaded: what has waited is what it remembers."""
+        kept = {name for name, vectors in state["parameters"].items() if "residual" in vectors}
+        self._momentum_steps.go_on(kept)
+
     def _remember_by(self, memory: Memory) -> None:
         self._reducer.remember_by(replace(self._reducer.settings, memory=memory))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -44,11 +45,24 @@ class MomentumSteps(AroundSteps):
         self._spending = Spending()
         self._noted: list[_Noted] = []
         """The step that an optimizer is taking."""
+        self._kept: Set[str] = frozenset()
+        """Parameters whose residuals are those of an earlier engine."""
+        self._met: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that have stepped since the residuals are as they are."""
+
+    def go_on(self, names: Set[str]) -> None:
+        """The residuals of these parameters were loaded, and all others start empty."""
+        self._kept, self._met = names, WeakSet()
 
     def before(self, optimizer: Optimizer) -> None:
         """Note with which averages it steps, and by which settings."""
         if type(optimizer) is not SGD:
             return
+        if optimizer not in self._met:
+            self._met.add(optimizer)
+            for parameter, state in optimizer.state.items():
+                if (name := self.name(id(parameter))) is not None and name not in self._kept:
+                    state.pop(WAITED, None)  # of residuals that are gone; others may have trained since
         serves = self._serves(optimizer)
         if not serves and not any(WAITED in state for state in optimizer.state.values()):
             return
@@ -69,6 +83,8 @@ class MomentumSteps(AroundSteps):
                         whole.append((parameter, grad))
                 elif serves:
                     early.append((parameter, grad))
+                else:
+                    optimizer.state.get(parameter, {}).pop(WAITED, None)
             if by is not None and (early or whole):
                 self._noted.append(_Noted(optimizer, early, whole, by, skip, 0 if self._flushed() else 1))
 

@@ -154,6 +154,42 @@ def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Ranks) -> None:
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
 
+def without_residuals(between: str) -> list[Tensor]:
+    """Steps of a run whose optimizer has waits of an earlier one, or none, and whose residuals start empty."""
+    before = Training()
+    for step in range(5):
+        before.step(step)
+    before.engine.close()
+    again = Training()
+    again.module.load_state_dict(before.module.state_dict())
+    again.optimizer.load_state_dict(copy.deepcopy(before.optimizer.state_dict()))
+    if between == "nothing waits":
+        for state in again.optimizer.state.values():
+            state.pop("waited", None)
+    elif between == "a state without residuals":  # as where side files are lost
+        again.engine.load_state_dict({**before.engine.state_dict(), "parameters": {}, "counters": {}})
+    elif between == "memory='residual'":
+        again.engine.close()
+        again.ddp = DistributedDataParallel(again.module)
+        again.engine = ls.attach(again.ddp, **OPTIONS, memory="residual")
+        again.engine.follow([again.optimizer])
+        again.engine.load_state_dict(before.engine.state_dict())
+    for step in range(5, STEPS):
+        again.step(step)
+    again.engine.close()
+    counted = ["waited" in again.optimizer.state[p] for p in again.module.parameters() if p.dim() == 2]
+    assert counted == [between != "memory='residual'"] * 2
+    return again.weights()
+
+
+def test_what_has_waited_is_counted_as_long_as_its_residual_is_kept(two_ranks: Ranks) -> None:
+    expected = two_ranks(without_residuals, "nothing waits")
+    for between in ("no state", "a state without residuals"):  # other training, such as DDP's, may lie in between
+        for wanted, weights in zip(expected, two_ranks(without_residuals, between), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(wanted, weights, strict=True)), between
+    two_ranks(without_residuals, "memory='residual'")
+
+
 def two_engines(dense: bool) -> list[Tensor]:
     """An engine that was not closed must not act beside the one that came after it."""
     training = Training()
