@@ -113,6 +113,7 @@ class Hits:
         self._dtype, self._integers = dtype, np.dtype(f"i{dtype.itemsize}")
         self._level = np.abs(np.maximum(dtype.type(bound), dtype.type(0))).view(self._integers)
         self._infinite = dtype.type(np.inf).view(self._integers)
+        self._least = min(self._level, self._infinite)
         self._all_but_sign = np.iinfo(self._integers).max
         self._bits, self._mask = buffer("bits", self._integers), buffer("mask", np.dtype(bool))
         self._room, self._total, self._given_up, self._finite = room, 0, False, True
@@ -124,7 +125,7 @@ class Hits:
         bits, mask = self._bits[: chunk.size], self._mask[: chunk.size]
         np.bitwise_and(chunk.view(self._integers), self._all_but_sign, out=bits.reshape(chunk.shape))
         self._given_up = self._total > self._room
-        places = places_of(np.greater_equal(bits, self._infinite if self._given_up else self._level, out=mask))
+        places = places_of(np.greater_equal(bits, self._infinite if self._given_up else self._least, out=mask))
         self._total += places.size
         if self._given_up:
             self._finite = self._finite and not places.size
@@ -138,7 +139,7 @@ class Hits:
         indices, bits = joined(self._indices, np.dtype(np.int32)), joined(self._found, self._integers)
         finite = self._finite and bool((bits < self._infinite).all())
         if not finite:
-            numbers = (bits <= self._infinite).nonzero()[0]
+            numbers = ((bits >= self._level) & (bits <= self._infinite)).nonzero()[0]
             indices, bits = indices.take(numbers), bits.take(numbers)
         room = not self._given_up and indices.size <= self._room
         return (indices, bits.view(self._dtype)) if room else None, finite

@@ -54,9 +54,11 @@ class Around(Memory):
         """As the memory inside."""
         return self.memory.divisor(state.inner)
 
-    def divide_all_(self, state: AroundState, average: Tensor, mean: Callable[[Tensor], Tensor]) -> None:
+    def divide_all_(
+        self, state: AroundState, average: Tensor, mean: Callable[[Tensor], Tensor], density: float
+    ) -> None:
         """As the memory inside."""
-        self.memory.divide_all_(state.inner, average, mean)
+        self.memory.divide_all_(state.inner, average, mean, density)
 
     def complete_(self, state: AroundState, span: slice, names: Collection[str]) -> None:
         """As the memory inside."""

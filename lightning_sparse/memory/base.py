@@ -106,13 +106,16 @@ class Memory(ABC):
         """(numel + 1,) what the latest averages have to be divided by to be steps of Adam; None: they are gradients."""
         return None
 
-    def divide_all_(self, state: Any, average: Tensor, mean: Callable[[Tensor], Tensor]) -> None:  # noqa: B027  # most divide nothing
+    def divide_all_(  # noqa: B027  # most divide nothing
+        self, state: Any, average: Tensor, mean: Callable[[Tensor], Tensor], density: float
+    ) -> None:
         """Form :meth:`divisor` for averages at all coordinates, between two steps; collective.
 
         Args:
             state: this group's state.
             average: (numel,) of residuals.
             mean: over ranks, of a vector.
+            density: that the next step would have.
         """
 
     def scale(self, state: Any, factors: Sequence[tuple[slice, float]]) -> Any:

@@ -178,11 +178,13 @@ class SecondMoment(CountedFeedback):
         """``sqrt(v) + eps``."""
         return state.divisor
 
-    def divide_all_(self, state: SecondMomentState, average: Tensor, mean: Callable[[Tensor], Tensor]) -> None:
+    def divide_all_(
+        self, state: SecondMomentState, average: Tensor, mean: Callable[[Tensor], Tensor], density: float
+    ) -> None:
         """By the mean of what the ranks remember."""
         correction = 1 - torch.pow(self.beta2, state.steps.clamp(min=1))
         second = mean(state.second.now[:-1])
-        state.divisor[:-1].copy_(self._divisor(second, correction, average, 1 / LONGEST))
+        state.divisor[:-1].copy_(self._divisor(second, correction, average, reciprocal(density)))
 
     def complete_(self, state: SecondMomentState, span: slice, names: Collection[str]) -> None:
         """A residual without a second moment counts as one gradient of its size, so that steps start short."""

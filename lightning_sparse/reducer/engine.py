@@ -303,7 +303,7 @@ class Engine(EngineView):
         if self.settings.lr_aware and self._reducer.rates.known:
             self._reducer.rescale()
         with self._reducer.on_stream.between_steps():
-            pending, sent = average_residuals(self.groups, self._parameters, self.comm, self._device)
+            pending, sent = average_residuals(self.groups, self._parameters, self.comm, self._device, self.step)
             self.totals.add(sent, 0.0)
             emptied = dict.fromkeys(pending, 0.0)
             with self._record.lock:

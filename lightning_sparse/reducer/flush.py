@@ -15,7 +15,11 @@ from lightning_sparse.reducer.group import GroupReducer
 
 
 def average_residuals(
-    groups: Sequence[GroupReducer], parameters: Mapping[str, Parameter], comm: TorchCollective, device: torch.device
+    groups: Sequence[GroupReducer],
+    parameters: Mapping[str, Parameter],
+    comm: TorchCollective,
+    device: torch.device,
+    step: int,
 ) -> tuple[dict[str, Tensor], float]:
     """``(1/n) sum_i residual_i`` of each parameter that has a residual on any rank, in its shape and dtype; collective.
 
@@ -24,6 +28,7 @@ def average_residuals(
         parameters: by name.
         comm: the ranks.
         device: where gradients live.
+        step: number of the next one.
 
     Returns:
         The averages by name, and the bytes that this rank has sent for them.
@@ -48,7 +53,7 @@ def average_residuals(
         if residual is None:
             residual = torch.zeros(group.plan.numel, device=device, dtype=group.wide)
         average = mean(residual)
-        group.memory.divide_all_(group.state.memory, average, mean)
+        group.memory.divide_all_(group.state.memory, average, mean, group.density(step))
         for name, span in group.spans.items():
             parameter = parameters[name]
             pending[name] = shaped(average[span].to(parameter.dtype), parameter)

@@ -261,6 +261,17 @@ def test_one_pass_forms_second_moments_and_scores(
                 np.testing.assert_array_equal(found[1], magnitudes[places].astype(one), err_msg=kernel)
 
 
+def test_infinity_is_noticed_whatever_is_collected(each_kernel: Callable[[], Iterator[str]]) -> None:
+    for kernel in each_kernel():
+        for bound in (1.0, float("inf"), float("nan")):
+            grad = torch.zeros(70_000)
+            grad[3], grad[5] = -float("inf"), 2.0
+            found, finite, _ = host_dense.accumulate(torch.empty(70_000), torch.zeros(70_000), [grad], bound)
+            assert not finite, (kernel, bound)
+            assert found is not None
+            assert found[0].tolist() == ([3, 5] if bound == 1 else [3] if bound > 1 else []), (kernel, bound)
+
+
 def test_large_numbers_in_a_run_that_is_not_aligned_are_finite(each_kernel: Callable[[], Iterator[str]]) -> None:
     for kernel in each_kernel():
         numel = LARGE + 16  # 1, 15 up to where writing past the caches begins, whole strips, and 3
