@@ -26,7 +26,7 @@ from lightning_sparse.exchanges.packed_union import Lanes, PackedUnion
 from lightning_sparse.kernels.on_cuda import on_cuda
 from lightning_sparse.memory import Memory, Residual, SecondMoment
 from lightning_sparse.memory.base import FeedbackState
-from lightning_sparse.memory.second_moment import Adapting, SecondMomentState, reciprocal
+from lightning_sparse.memory.second_moment import Adapting, SecondMomentState, damping
 from lightning_sparse.messages import AllGather, AllReduce, Meter, Steps
 from lightning_sparse.metrics import Statistics, measure
 from lightning_sparse.sparsifiers import Sparsifier, UnionTopK
@@ -157,13 +157,13 @@ def exchange_group(
     else:
         moments: SecondMomentState = state.memory
         now, second = moments.second
-        power, least = memory.power(moments), reciprocal(ctx.density)
+        power, damp = memory.power(moments), damping(ctx.density)
         weighed = triton_second.Weighed(second, acc.new_empty(2))
         beside = triton_values.Beside(
             second, lanes.low, lanes.wide, lanes.parts, (ctx.rank + 0.5) / n, power, moments.divisor, memory.eps,
-            least,
+            damp,
         )  # fmt: skip
-        triton_second.weigh_(acc, weighed, residual, now, grad, scale, power, memory.beta2, memory.eps, least, *noted)
+        triton_second.weigh_(acc, weighed, residual, now, grad, scale, power, memory.beta2, memory.eps, damp, *noted)
     found = triton_select.pick(acc[:numel], search, scratch.bound, share, slots + room, spare, turn, n, weighed)
     selected = Stamp.now(grad.device)
 

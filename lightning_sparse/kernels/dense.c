@@ -221,7 +221,7 @@ INLINE int64_t accumulate(float *acc, const float *residual, void *grad, int kin
 
 typedef struct {
   float keep, add;        // of the second moment and of a squared gradient
-  float least, quickest;  // what roots have added, and what magnitudes are multiplied by
+  float least, damping;   // what roots have added, and what magnitudes are multiplied by
 } weights;
 
 // Of 64 coordinates: acc, the next second moment, and the score; see host_dense.py.
@@ -232,11 +232,11 @@ INLINE uint32_t weigh_strip(const float *restrict residual, const float *restric
   for (int j = 0; j < STRIP; j++) {
     float g = grad[j], a = residual[j] + g, v = now[j] * by.keep + by.add * g * g;
     v = v > most ? most : v;
-    float root = sqrtf(v) + by.least, quick = fabsf(a) * by.quickest;
-    root = quick > root ? quick : root;
+    float waited = a * by.damping, within = v + waited * waited;
+    within = within > most ? most : within;
     uint32_t m = bits_of(a) & MAGNITUDE;
     largest = m > largest ? m : largest;
-    acc[j] = a, second[j] = v, score[j] = a / sqrtf(root);
+    acc[j] = a, second[j] = v, score[j] = a / sqrtf(sqrtf(within) + by.least);
   }
   return largest;
 }

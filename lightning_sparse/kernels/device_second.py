@@ -41,8 +41,8 @@ def form_(acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tens
     (_form_in_triton if works else _form_in_torch)(acc, second, residual, now, grad, beta2)
 
 
-def score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, reciprocal: float) -> None:
-    """``score = acc / sqrt(max(sqrt(second) + eps s, |acc| s reciprocal))`` with ``s = sqrt(1 - power)``.
+def score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
+    """``score = acc / sqrt(sqrt(second + (acc s damping)^2) + eps s)`` with ``s = sqrt(1 - power)``.
 
     Args:
         score: (numel,) float32 or float64, overwritten.
@@ -50,17 +50,17 @@ def score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float
         second: the same.
         power: () float64 ``beta2^t``.
         eps: Adam's.
-        reciprocal: of the largest quotient of an average and its divisor, a number of float32.
+        damping: what sums are multiplied by before their squares are added, a number of float32.
     """
 
     def attempt() -> None:
         x, out = _few(acc.device), acc.new_empty((2, FEW))
-        _score_in_triton(out[0], x, x.square() / 7, torch.full_like(power, 0.5), eps, reciprocal)
-        _score_in_torch(out[1], x, x.square() / 7, torch.full_like(power, 0.5), eps, reciprocal)
+        _score_in_triton(out[0], x, x.square() / 7, torch.full_like(power, 0.5), eps, damping)
+        _score_in_torch(out[1], x, x.square() / 7, torch.full_like(power, 0.5), eps, damping)
         torch.testing.assert_close(out[0], out[1], rtol=1e-6, atol=0)
 
     works = _takes((score_, eps, acc.device), attempt, score, acc, second)
-    (_score_in_triton if works else _score_in_torch)(score, acc, second, power, eps, reciprocal)
+    (_score_in_triton if works else _score_in_torch)(score, acc, second, power, eps, damping)
 
 
 def _takes(what: object, attempt: Callable[[], None], *vectors: Tensor) -> bool:
@@ -88,14 +88,13 @@ def _form_in_torch(acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, g
     second.clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow where gradients do not
 
 
-def _score_in_triton(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, reciprocal: float) -> None:
+def _score_in_triton(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
     from lightning_sparse.kernels import triton_second
 
-    triton_second.score_(score, acc, second, power, eps, reciprocal)
+    triton_second.score_(score, acc, second, power, eps, damping)
 
 
-def _score_in_torch(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, reciprocal: float) -> None:
+def _score_in_torch(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
     start = (1 - power).sqrt()
-    root = second.sqrt().add_(eps * start)
-    root = torch.maximum(root, acc.abs().mul_(start * reciprocal), out=root).sqrt_()
-    torch.div(acc, root, out=score)
+    root = acc.mul(start * damping).square_().add_(second).clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow
+    torch.div(acc, root.sqrt_().add_(eps * start).sqrt_(), out=score)

@@ -59,8 +59,8 @@ class Weights(NamedTuple):
     """Of a squared gradient."""
     least: float
     """Added to roots."""
-    quickest: float
-    """What a magnitude is multiplied by, to be the least root that it is divided by."""
+    damping: float
+    """What a magnitude is multiplied by, before its square is added to the second moment."""
 
 
 @np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore")
@@ -78,7 +78,7 @@ def weigh(
     """What :class:`~lightning_sparse.SecondMoment` forms of a gradient g, in one pass.
 
     ``acc = residual + g``, ``second = keep now + add g^2``, at most the largest number, and
-    ``score = acc / sqrt(max(sqrt(second) + least, quickest |acc|))``.
+    ``score = acc / sqrt(sqrt(second + (damping acc)^2) + least)``, of a sum up to the largest number.
 
     Args:
         acc: (numel,) float32 or float64, overwritten.
@@ -103,7 +103,7 @@ def weigh(
     out, kept, before = [x.numpy() for x in (acc, second, score)], residual.numpy(), now.numpy()
     given = [bits_of(run) for run in runs]
     one = out[0].dtype.type
-    keep, add, least, quickest = map(one, by)
+    keep, add, least, damping = map(one, by)
     most = np.finfo(one).max
     wide, root, quick = (buffer(use, out[0].dtype) for use in ("wide", "root", "magnitudes"))
     hits = Hits(out[0].dtype, bound, room)
@@ -124,12 +124,14 @@ def weigh(
         np.multiply(r, g, out=r)
         np.add(v, r, out=v)
         np.minimum(v, most, out=v)
-        np.sqrt(v, out=r)
-        np.add(r, least, out=r)
         np.abs(a, out=q)
         finite = finite and bool(q.max() < np.inf)
-        np.multiply(q, quickest, out=q)
-        np.maximum(r, q, out=r)
+        np.multiply(q, damping, out=q)
+        np.multiply(q, q, out=q)
+        np.add(v, q, out=r)
+        np.minimum(r, most, out=r)
+        np.sqrt(r, out=r)
+        np.add(r, least, out=r)
         np.sqrt(r, out=r)
         np.divide(a, r, out=x)
         hits.add(x, span.start)

@@ -29,11 +29,11 @@ class Weighed(NamedTuple):
 
 
 @triton.jit
-def _score(x, second, least, quickest):
-    """``x / sqrt(max(sqrt(second) + least, quickest |x|))``, each operation rounded by itself."""
-    root = tl.sqrt_rn(second) + least
-    shortest = tl.abs(x) * quickest
-    return tl.div_rn(x, tl.sqrt_rn(tl.where(root > shortest, root, shortest)))
+def _score(x, second, least, damping):
+    """``x / sqrt(sqrt(second + (damping x)^2) + least)``, each operation rounded by itself."""
+    waited = x * damping
+    within = second + waited * waited
+    return tl.div_rn(x, tl.sqrt_rn(tl.sqrt_rn(tl.where(within > MOST, MOST, within)) + least))
 
 
 @triton.jit
@@ -52,9 +52,9 @@ def _least(power, EPS: tl.constexpr):
 
 
 @triton.jit
-def _quickest(power, reciprocal):
+def _damp(power, damping):
     """What magnitudes are multiplied by beside roots that are not corrected, see :meth:`.SecondMoment.score_`."""
-    return (tl.sqrt(1.0 - tl.load(power)) * reciprocal).to(tl.float32)
+    return (tl.sqrt(1.0 - tl.load(power)) * damping).to(tl.float32)
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _moments(
 
 @triton.jit(do_not_specialize=["numel", "per"])
 def _weigh(
-    acc, following, residual, now, grad, words, counts, broken, bound, scale, power, by, keep, add, reciprocal,
+    acc, following, residual, now, grad, words, counts, broken, bound, scale, power, by, keep, add, damping,
     numel, per,
     EPS: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +108,7 @@ def _weigh(
     places = row[:, None] * 32 + lane[None, :]
     reach = tl.load(bound)
     least = _least(power, EPS)
-    quickest = _quickest(power, reciprocal)
+    damp = _damp(power, damping)
     found = 0
     trouble = 0
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
@@ -117,7 +117,7 @@ def _weigh(
             x, second = _moments(acc, following, residual, now, grad, scale, keep, add, i, numel, SCALED, True, True)
         else:
             x, second = _moments(acc, following, residual, now, grad, scale, keep, add, i, numel, SCALED, True, False)
-        magnitude = tl.abs(_score(x, second, least, quickest))
+        magnitude = tl.abs(_score(x, second, least, damp))
         reached = ((magnitude >= reach) & (i < numel)).to(tl.int32)
         tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
         found += tl.sum(reached)
@@ -129,7 +129,7 @@ def _weigh(
         tl.store(acc + numel, 0.0)
         tl.store(following + numel, 0.0)
         tl.store(by, least)
-        tl.store(by + 1, quickest)
+        tl.store(by + 1, damp)
 
 
 def weigh_(
@@ -142,7 +142,7 @@ def weigh_(
     power: Tensor,
     beta2: float,
     eps: float,
-    reciprocal: float,
+    damping: float,
     words: Tensor,
     counts: Tensor,
     broken: Tensor,
@@ -160,7 +160,7 @@ def weigh_(
         power: () float64 ``beta2^t``, with t the number of the step from 1.
         beta2: decay of the second moment.
         eps: Adam's.
-        reciprocal: of the largest quotient of an average and its divisor, a number of float32.
+        damping: what sums are multiplied by before their squares are added, a number of float32.
         words: int32, a bit for each coordinate, rounded up to tiles: which scores reach the bound.
         counts: (programs,) int32, how many do so, by program.
         broken: (1,) int32, set to 1 if some of acc is not finite, else left as it is.
@@ -170,7 +170,7 @@ def weigh_(
     share = Share.of(numel)
     launch(
         _weigh, share.programs, acc, weighed.second, residual, now, grad, words, counts, broken, bound,
-        bound if scale is None else scale, power, weighed.by, beta2, 1 - beta2, reciprocal, numel, share.per,
+        bound if scale is None else scale, power, weighed.by, beta2, 1 - beta2, damping, numel, share.per,
         EPS=eps, TILE=TILE, SCALED=scale is not None,
     )  # fmt: skip
 
@@ -196,21 +196,21 @@ def form_(acc: Tensor, following: Tensor, residual: Tensor, now: Tensor, grad: T
 
 
 @triton.jit(do_not_specialize=["numel", "per"])
-def _store_scores(out, acc, second, power, reciprocal, numel, per, EPS: tl.constexpr, TILE: tl.constexpr):
+def _store_scores(out, acc, second, power, damping, numel, per, EPS: tl.constexpr, TILE: tl.constexpr):
     pid = tl.program_id(0)
     least = _least(power, EPS)
-    quickest = _quickest(power, reciprocal)
+    damp = _damp(power, damping)
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
         i = tile * TILE + tl.arange(0, TILE)
         if tile * TILE + TILE <= numel:
-            _put(out, i, _score(_at(acc, i, numel, True), _at(second, i, numel, True), least, quickest), numel, True)
+            _put(out, i, _score(_at(acc, i, numel, True), _at(second, i, numel, True), least, damp), numel, True)
         else:
-            _put(out, i, _score(_at(acc, i, numel, False), _at(second, i, numel, False), least, quickest), numel, False)
+            _put(out, i, _score(_at(acc, i, numel, False), _at(second, i, numel, False), least, damp), numel, False)
 
 
-def score_(out: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, reciprocal: float) -> None:
+def score_(out: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
     """Store the scores of (numel,) coordinates; 12 bytes a coordinate. The arguments are those of :func:`weigh_`."""
     share = Share.of(out.numel())
     launch(
-        _store_scores, share.programs, out, acc, second, power, reciprocal, out.numel(), share.per, EPS=eps, TILE=TILE
+        _store_scores, share.programs, out, acc, second, power, damping, out.numel(), share.per, EPS=eps, TILE=TILE
     )  # fmt: skip

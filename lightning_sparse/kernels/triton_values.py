@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_sparse.kernels.triton_lanes import LEVELS_END, LOWEST, SILENT, TROUBLE, _join, _part
 from lightning_sparse.kernels.triton_launch import launch
+from lightning_sparse.kernels.triton_second import MOST
 from lightning_sparse.kernels.triton_union import PICKS
 
 MOST_RANKS = 512
@@ -73,7 +74,7 @@ def _round(
 
 
 @triton.jit
-def _divisor(sum_of_parts, code, value, power, shortest, n, most_parts, EPS: tl.constexpr):
+def _divisor(sum_of_parts, code, value, power, damping, n, most_parts, EPS: tl.constexpr):
     """What an average is divided by, from the mean of second values, see :meth:`.SecondMoment._divisor`."""
     top = _top(code)
     part = tl.div_rn(top, (n * most_parts).to(tl.float32))
@@ -81,15 +82,16 @@ def _divisor(sum_of_parts, code, value, power, shortest, n, most_parts, EPS: tl.
     second = sum_of_parts.to(tl.float32) * part
     second = tl.where(second > fewest, second, fewest)
     correction = (1.0 - tl.load(power)).to(tl.float32)
-    root = tl.sqrt_rn(tl.div_rn(second, correction)) + EPS
-    least = tl.abs(value) * shortest
-    return tl.where(least > root, least, root)
+    waited = value * damping
+    within = tl.div_rn(second, correction) + waited * waited
+    within = tl.where(within == within, tl.where(within > MOST, MOST, within), 1.0)
+    return tl.sqrt_rn(within) + EPS
 
 
 @triton.jit(do_not_specialize=["slots", "n", "numel", "most_parts"])
 def _settle(
     acc, grad, indices, words, lanes, units, trouble, scale, values, void, codes, power, divisor,
-    slots, n, numel, most_parts, shortest, largest,
+    slots, n, numel, most_parts, damping, largest,
     LOW: tl.constexpr, WIDE: tl.constexpr, EPS: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr,
     PICKS: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +118,7 @@ def _settle(
     tl.store(values + slot, value, mask=inside)
     if LOW > 0:
         code = tl.load(codes + slot, mask=inside, other=0)
-        tl.store(divisor + place, _divisor(below, code, value, power, shortest, n, most_parts, EPS), mask=live)
+        tl.store(divisor + place, _divisor(below, code, value, power, damping, n, most_parts, EPS), mask=live)
     lane = tl.load(lanes + slot, mask=inside, other=0).to(tl.float32)
     left = tl.load(acc + place, mask=live, other=0.0)
     left = tl.where(lane != 0, left - lane * unit, left)
@@ -150,8 +152,8 @@ class Beside(NamedTuple):
     divisor: Tensor
     """(numel + 1,) float32, written to where averages arrive."""
     eps: float
-    reciprocal: float
-    """Of the largest quotient of an average and its divisor."""
+    damping: float
+    """What averages are multiplied by before their squares are added."""
 
 
 class Rounded(NamedTuple):
@@ -225,12 +227,12 @@ def settle_(
     """
     slots, values = indices.numel(), acc.new_empty(indices.numel())
     adam = (trouble, trouble, acc) if beside is None else (codes, beside.power, beside.divisor)
-    low, wide, parts, eps, reciprocal = (0, False, 0, 0.0, 1.0)
+    low, wide, parts, eps, damping = (0, False, 0, 0.0, 1.0)
     if beside is not None:
-        low, wide, parts, eps, reciprocal = beside.low, beside.wide, beside.parts, beside.eps, beside.reciprocal
+        low, wide, parts, eps, damping = beside.low, beside.wide, beside.parts, beside.eps, beside.damping
     launch(
         _settle, -(-slots // PICKS), acc, grad, indices, total, rounded.lanes, rounded.units, trouble,
-        trouble if scale is None else scale, values, void, *adam, slots, n, acc.numel() - 1, parts, reciprocal,
+        trouble if scale is None else scale, values, void, *adam, slots, n, acc.numel() - 1, parts, damping,
         torch.finfo(grad.dtype).max, LOW=low, WIDE=wide, EPS=eps, SCALED=scale is not None,
         NARROW=grad.dtype != acc.dtype, PICKS=PICKS, warps=4,
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -28,18 +27,18 @@ class SecondMomentState(CountedState):
 
     second: Pair
     divisor: Tensor
-    """(numel + 1,) ``sqrt(v) + eps`` where the latest averages arrived, at other coordinates older ones or 1. Not
-    remembered: it belongs to the averages in the gradients."""
-    quickest: Tensor
-    """() on the host, :func:`reciprocal` in the step that goes on."""
+    """(numel + 1,) ``sqrt(v + (average / L)^2) + eps`` where the latest averages arrived, at other coordinates older
+    ones or 1. Not remembered: it belongs to the averages in the gradients."""
+    damping: Tensor
+    """() on the host, :func:`damping` in the step that goes on."""
 
 
 SHARE, SHORTEST, LONGEST = 0.25, 2.0, 100.0
-"""Of the steps that a coordinate waits on average, as how many an average counts at most, and the bounds of that."""
+"""Of the steps that a coordinate waits on average, as how many an average counts at most; the bounds of that."""
 
 
 def longest(density: float) -> float:
-    """Largest quotient of an average and its divisor: the longest step, in learning rates.
+    """What quotients of averages and divisors come near and do not reach: the longest step, in learning rates.
 
     ``0.25 / density``, but at least 2 and at most 100. What waited for long and agreed all the time was formed of
     gradients too old for its full length, and does the more harm the higher the learning rate. At low densities nearly
@@ -55,8 +54,8 @@ def longest(density: float) -> float:
     return min(LONGEST, max(SHORTEST, SHARE / density))
 
 
-def reciprocal(density: float) -> float:
-    """Of :func:`longest`, as a number of float32: kernels for CUDA take no others."""
+def damping(density: float) -> float:
+    """One over :func:`longest`, as a number of float32: kernels for CUDA take no others."""
     return float(np.float32(1 / longest(density)))
 
 
@@ -70,10 +69,11 @@ class SecondMoment(CountedFeedback):
     like ``acc^2 / sqrt(v_i)``: to first order, how much the loss falls by the step ``acc / sqrt(v_i)``. Where an
     average arrives, the mean of all ranks' v_i travels with it, and the optimizer steps by
 
-        ``lr sqrt(n) mean(acc) / (sqrt(mean(v) / (1 - beta2^t)) + eps)``
+        ``lr sqrt(n) mean(acc) / (sqrt(mean(v) / (1 - beta2^t) + (mean(acc) / L)^2) + eps)``
 
-    where the quotient counts as at most :func:`longest`, with decoupled weight decay, and without a first moment: the
-    residual has averaged over the steps that a coordinate waited. Adam behind an exchange of sparse averages forms its
+    with decoupled weight decay, and without a first moment: the residual has averaged over the steps that a coordinate
+    waited. The square of the average keeps steps below ``L = longest(density)``, see :func:`longest`; in the
+    selection, ``(acc / L)^2`` is added to v_i, too. Adam behind an exchange of sparse averages forms its
     second moment of squares of sums and zeros, so that a step has the same length however long a coordinate has waited;
     this v knows the gradients of every step. It holds the noise of one rank, n times that of the average: hence
     ``sqrt(n)``, with which a learning rate chosen for dense training keeps its meaning (``docs/adam.md``).
@@ -129,20 +129,20 @@ class SecondMoment(CountedFeedback):
         residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
         divisor = torch.ones(numel + 1, device=device, dtype=dtype)
         steps = torch.zeros((), device=device, dtype=torch.float64)
-        quickest = torch.ones((), device="cpu", dtype=torch.float64)
-        return SecondMomentState(residual, steps, second, divisor, quickest)
+        damping = torch.ones((), device="cpu", dtype=torch.float64)
+        return SecondMomentState(residual, steps, second, divisor, damping)
 
     def accumulate_(self, state: SecondMomentState, grad: Gradient, ctx: Context) -> Tensor:
         """``acc = residual + grad``, and the next second moment."""
         residual, acc = state.residual
         now, following = state.second
-        quickest = reciprocal(ctx.density)
-        state.quickest.fill_(quickest)
+        damp = damping(ctx.density)
+        state.damping.fill_(damp)
         for vector in (following, acc):
             vector[-1:].zero_()
         if ctx.candidates is not None:  # the score, too, in the same pass
             start = self._correction(state).sqrt().item()
-            by = Weights(self.beta2, 1 - self.beta2, self.eps * start, start * quickest)
+            by = Weights(self.beta2, 1 - self.beta2, self.eps * start, start * damp)
             vectors = acc[:-1], following[:-1], grad.room(acc.dtype), residual[:-1], now[:-1]
             weigh_(*vectors, grad.runs, by, ctx.candidates)
             return acc
@@ -151,13 +151,13 @@ class SecondMoment(CountedFeedback):
         return acc
 
     def score_(self, state: SecondMomentState, acc: Tensor, grad: Gradient, ctx: Context) -> Tensor:
-        """``acc / max(sqrt(v) + eps s, |acc| s / longest)^(1/2)``, ``s = sqrt(1 - beta2^t)``: v is not corrected."""
+        """``acc / (sqrt(v + (acc s / L)^2) + eps s)^(1/2)``, ``s = sqrt(1 - beta2^t)``: v is not corrected."""
         score = grad.room(acc.dtype)
         if ctx.candidates is not None:
             return score
         second, power = state.second.following, self.power(state)
         for piece, part in pieces(Gradient([score])):
-            score_(part, acc[piece], second[piece], power, self.eps, reciprocal(ctx.density))
+            score_(part, acc[piece], second[piece], power, self.eps, damping(ctx.density))
         return score
 
     def second(self, state: SecondMomentState) -> Tensor:
@@ -168,14 +168,14 @@ class SecondMoment(CountedFeedback):
         """As :class:`Residual`; note what the averages are to be divided by."""
         super().settle_(state, update, rounding)
         assert update.second is not None, "an exchange that does not carry second values"
-        divisor = self._divisor(update.second, self._correction(state), update.values, state.quickest)
+        divisor = self._divisor(update.second, self._correction(state), update.values, state.damping)
         if update.indices is None:
             state.divisor[: divisor.numel()].copy_(divisor)
         else:
             state.divisor.index_copy_(0, update.indices, divisor)
 
     def divisor(self, state: SecondMomentState) -> Tensor:
-        """``sqrt(v) + eps``."""
+        """``sqrt(v + (average / L)^2) + eps``."""
         return state.divisor
 
     def divide_all_(
@@ -184,7 +184,7 @@ class SecondMoment(CountedFeedback):
         """By the mean of what the ranks remember."""
         correction = 1 - torch.pow(self.beta2, state.steps.clamp(min=1))
         second = mean(state.second.now[:-1])
-        state.divisor[:-1].copy_(self._divisor(second, correction, average, reciprocal(density)))
+        state.divisor[:-1].copy_(self._divisor(second, correction, average, damping(density)))
 
     def complete_(self, state: SecondMomentState, span: slice, names: Collection[str]) -> None:
         """A residual without a second moment counts as one gradient of its size, so that steps start short."""
@@ -200,12 +200,12 @@ class SecondMoment(CountedFeedback):
         correction: Tensor = 1 - self.power(state)
         return correction
 
-    def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, quickest: Tensor | float) -> Tensor:
+    def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, damp: Tensor | float) -> Tensor:
         """By what averages are divided, from means of second moments at the same coordinates."""
-        root = (second / correction.to(second.dtype)).sqrt_().add_(self.eps)
-        shortest = average.abs().to(root.dtype).mul_(quickest)
-        # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.
-        return torch.maximum(root.nan_to_num_(nan=1.0, posinf=math.inf), shortest.nan_to_num_(nan=0.0))
+        waited = average.to(second.dtype, copy=True).mul_(damp).square_()
+        # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero. Squares overflow.
+        within = (second / correction.to(second.dtype)).add_(waited).nan_to_num_(nan=1.0)
+        return within.sqrt_().add_(self.eps)
 
 
 @dataclass(frozen=True, repr=False)

@@ -56,7 +56,7 @@ TYPES = (
     | dict.fromkeys(LONGS, "*i64")
     | {"decay": "fp32", "value": "fp32", "flag": "*i1", "void": "*u8", "lanes": "*i16", "after": "*fp64"}
     | {"threshold": "*fp64", "parts": "*fp64", "sums": "*fp64", "state": ("*fp64",) * 5, "power": "*fp64"}
-    | {"shortest": "fp32", "keep": "fp32", "add": "fp32", "quickest": "fp32", "reciprocal": "fp32", "offset": "fp32"}
+    | {"keep": "fp32", "add": "fp32", "damping": "fp32", "offset": "fp32"}
 )
 NUMBERS = [
     "numel", "per", "need", "capacity", "turn", "n", "share", "slots", "room", "total", "limit", "phase", "block",

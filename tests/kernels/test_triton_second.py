@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("silent")
 from lightning_sparse.kernels import triton_launch, triton_second, triton_select  # noqa: E402
 
 thorough = pytest.mark.thorough
-BETA2, EPS, RECIPROCAL = 1 - 2**-10, 1e-8, float(torch.tensor(1 / 400))
+BETA2, EPS, DAMPING = 1 - 2**-10, 1e-8, float(torch.tensor(1 / 400))
 
 
 def same(found: Tensor, expected: Tensor) -> None:
@@ -40,7 +40,7 @@ def moments_of(given: Tensor, now: Tensor) -> Tensor:
 def scores_of(acc: Tensor, second: Tensor, power: Tensor) -> Tensor:
     score = torch.empty_like(acc)
     with ExactRoots():
-        device_second._score_in_torch(score, acc, second, power, EPS, RECIPROCAL)
+        device_second._score_in_torch(score, acc, second, power, EPS, DAMPING)
     return score
 
 
@@ -60,7 +60,7 @@ def test_one_pass_forms_clears_and_notes(kind: str, numel: int, dtype: torch.dty
     weighed = triton_second.Weighed(second, by)
     noted = s.words, s.counts, s.broken, bound
     triton_second.weigh_(
-        acc, weighed, residual, now, given, scale if scaled else None, power, BETA2, EPS, RECIPROCAL, *noted
+        acc, weighed, residual, now, given, scale if scaled else None, power, BETA2, EPS, DAMPING, *noted
     )
     wide = (grad / scale if scaled else grad).float()
     expected = wide + residual[:-1], moments_of(wide, now[:-1])
@@ -73,7 +73,7 @@ def test_one_pass_forms_clears_and_notes(kind: str, numel: int, dtype: torch.dty
     programs = triton_launch.Share.of(numel).programs
     assert s.counts[:programs].tolist() == [int(part.sum()) for part in reached.split(TILE)]
     assert bool(s.broken) == (not bool(expected[0].isfinite().all()))
-    assert by.tolist() == (torch.tensor([EPS, RECIPROCAL], dtype=torch.float64) * math.sqrt(1 - BETA2)).float().tolist()
+    assert by.tolist() == (torch.tensor([EPS, DAMPING], dtype=torch.float64) * math.sqrt(1 - BETA2)).float().tolist()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_scores_decide_what_is_picked(kind: str, numel: int, bound: float, case:
     first, others = math.ceil(share * numel), math.ceil(spare * numel)
     s, slots = scratch_for(numel), first + others + 3
     _note(score, bound, s)
-    least = torch.tensor([EPS * math.sqrt(0.5), RECIPROCAL * math.sqrt(0.5)])
+    least = torch.tensor([EPS * math.sqrt(0.5), DAMPING * math.sqrt(0.5)])
     found = triton_select.pick(
         acc[:-1], s, torch.tensor(bound), first, slots, torch.tensor(others, dtype=torch.int32), turn, n,
         triton_second.Weighed(second, least),
@@ -122,11 +122,11 @@ def test_other_methods_get_the_same_of_two_passes(dtype: torch.dtype) -> None:
     with in_triton() as chosen, pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_second, "FEW", 99)
         device_second.form_(acc, second, residual, now, grad, BETA2)
-        device_second.score_(score, acc, second, power, EPS, RECIPROCAL)
+        device_second.score_(score, acc, second, power, EPS, DAMPING)
         assert chosen.trouble is None
         assert len(chosen._tried) == 2
         double = acc.double()
-        device_second.score_(torch.empty_like(double), double, second.double(), power, EPS, RECIPROCAL)
+        device_second.score_(torch.empty_like(double), double, second.double(), power, EPS, DAMPING)
         assert len(chosen._tried) == 2
     same(acc, grad.float() + residual)
     same(second, moments_of(grad.float(), now))

@@ -127,13 +127,14 @@ def reference(steps: int, hyper: Any, limit: float = math.inf) -> tuple[list[Ten
         corrected = v / (1 - beta2 ** (step + 1))
         union: set[int] = set()
         for rank in range(N):
-            score = acc[rank].square() / torch.maximum(corrected[rank].sqrt() + 1e-8, acc[rank].abs() / 2.5)
+            score = acc[rank].square() / ((corrected[rank] + (acc[rank] / 2.5).square()).sqrt() + 1e-8)
             union |= set(score.topk(k // N).indices.tolist())
         u = torch.tensor(sorted(union))
         with torch.no_grad():
             move = torch.zeros(total, dtype=torch.float64)
-            quotient = acc[:, u].mean(0) / (corrected[:, u].mean(0).sqrt() + 1e-8)
-            move[u] = lr * math.sqrt(N) * quotient.clamp(-2.5, 2.5)
+            average = acc[:, u].mean(0)
+            divisor = (corrected[:, u].mean(0) + (average / 2.5).square()).sqrt() + 1e-8
+            move[u] = lr * math.sqrt(N) * average / divisor
             acc[:, u] = 0
             for i, part in zip(sparse, move.split(sizes), strict=True):
                 parameters[i].mul_(1 - lr * decay).sub_(part.view_as(parameters[i]))
@@ -340,9 +341,10 @@ def flushed() -> tuple[list[Tensor], list[Tensor], float]:
             total = state[name][vector].clone()
             dist.all_reduce(total)
             means[vector] = total / N
-        quotients = means["residual"] / ((means["second"] / correction).sqrt() + 1e-8)
-        assert float(quotients.abs().max()) > 2.5
-        move = HYPER["lr"] * math.sqrt(N) * quotients.clamp(-2.5, 2.5)  # 0.25 / density
+        root = (means["second"] / correction).sqrt()
+        assert float((means["residual"] / root).abs().max()) > 2.5
+        divisor = torch.hypot(root, means["residual"] / 2.5) + 1e-8  # 0.25 / density
+        move = HYPER["lr"] * math.sqrt(N) * means["residual"] / divisor
         expected.append(before[name].detach().flatten() - move)
     norm = ls.flush(engine, [training.optimizer])
     left = max(float(engine.residual(name).abs().max()) for name in names)  # type: ignore[union-attr]
