@@ -16,6 +16,7 @@ the others are named. Prints a table, writes JSON and a figure.
     OMP_NUM_THREADS=1 python benchmarks/local_step.py
     OMP_NUM_THREADS=1 LIGHTNING_SPARSE_KERNELS=numpy python benchmarks/local_step.py
     OMP_NUM_THREADS=1 python benchmarks/local_step.py --numel 25000000 --density 0.01 --methods union_topk topk
+    OMP_NUM_THREADS=1 python benchmarks/local_step.py --numel 14000000 --memory second_moment --methods union_topk
 """
 
 import argparse
@@ -39,7 +40,7 @@ import lightning_sparse as ls
 from lightning_sparse.collective.drivers import drive_ranks
 from lightning_sparse.core import Context
 from lightning_sparse.exchanges import Exchange, as_exchange
-from lightning_sparse.memory import Residual
+from lightning_sparse.memory import as_memory
 from lightning_sparse.messages import Steps
 from lightning_sparse.pipeline import init_group, reduce_group
 from lightning_sparse.reducer.group import tensors_in
@@ -110,11 +111,14 @@ def measure(
     warm_up: int,
     steps: int,
     exchange: Exchange | str | None = None,
+    kept: str = "residual",
 ) -> dict[str, Any]:
     """Times of one method, and what rank 0 gives in the median step."""
     n = gradients.ranks
-    sparsifier, memory = ls.SPARSIFIERS.resolve(name), Residual()
+    sparsifier, memory = ls.SPARSIFIERS.resolve(name), as_memory(kept)
     exchange = as_exchange(exchange, sparsifier)
+    if memory.needs_second and not exchange.carries_second:
+        exchange = as_exchange("reduce_union", sparsifier)
     parts = {"memory": memory, "sparsifier": sparsifier}
     contexts = [Context(0, density, rank, n) for rank in range(n)]
     states = [init_group(numel, torch.float32, torch.device("cpu"), ctx, **parts) for ctx in contexts]
@@ -197,6 +201,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--numel", type=int, nargs="+", help="(default: from 1 M to what fits into memory)")
     parser.add_argument("--density", type=float, nargs="+", default=[0.01, 0.001], help="(default: 0.01 0.001)")
     parser.add_argument("--ranks", type=int, default=4, help="(default: 4)")
+    what = "what a rank remembers: residual, or second_moment as with AdamW (default: residual)"
+    parser.add_argument("--memory", choices=["residual", "second_moment"], default="residual", help=what)
     parser.add_argument("--steps", type=int, default=9, help="that are timed, at least 2 (default: 9)")
     parser.add_argument("--warm-up", type=int, default=4, help="steps before these (default: 4)")
     parser.add_argument("--json", type=Path, default=Path("local_step.json"), help="(default: local_step.json)")
@@ -213,8 +219,8 @@ def main(words: Sequence[str] | None = None) -> None:
         for name, density in track(cases, description=f"{numel:,} coordinates"):
             few = numel == SMALL
             steps = 40 if few else arguments.steps
-            rows.append(measure(name, gradients, numel, density, arguments.warm_up, steps))
-    facts = about() | {"ranks": arguments.ranks, "steps": arguments.steps}
+            rows.append(measure(name, gradients, numel, density, arguments.warm_up, steps, kept=arguments.memory))
+    facts = about() | {"ranks": arguments.ranks, "steps": arguments.steps, "memory": arguments.memory}
     arguments.json.write_text(json.dumps({**facts, "rows": rows}, indent=1))
     table = Table("method", title="local step of one rank in copies (quartiles; page faults where there are any)")
     cells: dict[str, list[str]] = defaultdict(list)

@@ -81,8 +81,8 @@ class PackedUnion(Exchange):
         numel, n = acc.numel() - 1, ctx.world_size
         lanes = Lanes.of(n, ctx.second is not None)
         library = compiled(acc.device, acc.dtype)
-        if library is not None and ctx.second is None:
-            return (yield from _compiled(library, acc, selection, lanes.most, ctx))
+        if library is not None:
+            return (yield from _compiled(library, acc, selection, lanes, ctx))
         picks, levels, lowest, trouble = yield from _gather(acc, selection, lanes.most, ctx)
         union = union_of(picks, selection, numel, ctx, levels)
         indices, named = union.indices, union.named
@@ -95,7 +95,7 @@ class PackedUnion(Exchange):
         if ctx.second is None:
             total, second = unpack((yield AllReduce(pack(whole.int()))), indices.numel()), None
         else:
-            top = _second_tops(picks, indices, numel, acc.dtype)
+            top = _second_tops(_largest_codes(picks, indices, numel), acc.dtype)
             # Each rank rounds at a place of its own, so that the sum of n equal numbers is right to one part.
             parts = (ctx.second[indices] / top * lanes.parts + (ctx.rank + 0.5) / n).floor().clamp(0, lanes.parts)
             parts = parts.nan_to_num(nan=0.0)
@@ -118,19 +118,24 @@ def _divided(x: Tensor, by: int) -> Tensor:
     return x / torch.full_like(x[:1], by)
 
 
-def _compiled(library: NativePicks, acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps[Update]:
-    """The whole exchange in functions of the library, without second values."""
+def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: Lanes, ctx: Context) -> Steps[Update]:
+    """The whole exchange in functions of the library."""
     n, numel = ctx.world_size, acc.numel() - 1
     selection, _ = yield from same_length(selection, None, numel)
     slots = selection.indices.numel()
     blocks = _blocks(slots, numel)
-    rows = yield AllGather(_told(acc, selection, most, blocks)[0])
+    words, told = _told(acc, selection, lanes.most, blocks)
+    if ctx.second is not None:
+        words = torch.cat([words, _pack_octets(library.codes(ctx.second, told))])
+    rows = yield AllGather(words)
     ends = counts_of(rows, slots)
     met = library.meet(rows, slots, blocks, numel, selection.limit, ctx.step)
     refuse([rank == met for rank in range(n)])
+    picks = None
     if not isinstance(met, Met):  # some picks do not ascend
         heard = library.hear(rows, ends, slots, blocks, numel)
-        picks = Picks(heard.picks, None, rows[:, 0].long(), None if selection.spare is None else heard.spares)
+        spares = None if selection.spare is None else heard.spares
+        picks = Picks(heard.picks, None, rows[:, 0].long(), spares, _codes_in(rows, ends, slots, ctx))
         union = union_of(picks, selection, numel, ctx, heard.levels)
         trouble = bool(rows[:, 1].max() == TROUBLE)
         met = Met(union.indices, union.levels.int(), int(union.named), heard.lowest, trouble)
@@ -139,14 +144,25 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, most: int
         indices, levels = indices[: selection.total], levels[: selection.total]
     different, named = torch.tensor([size, met.named], device="cpu").unbind()
     about = torch.tensor(ends, device="cpu"), different, named
-    if n == 1 or most < FEWEST_LEVELS:
-        mean, _ = yield from reduce_at(acc, indices, ctx)
-        return Update(indices, mean, indices, None, *about)
-    made = library.round_(acc, indices, levels, met.lowest, _most_raised(most), most)
-    values = library.average((yield AllReduce(made.words)), made.units, n)
+    if n == 1 or lanes.most < lanes.fewest:
+        mean, second = yield from reduce_at(acc, indices, ctx)
+        return Update(indices, mean, indices, None, *about, second)
+    grid = met.lowest, _most_raised(lanes.most), lanes.most
+    if ctx.second is None:
+        made = library.round_(acc, indices, levels, *grid)
+        values, second = library.average((yield AllReduce(made.words)), made.units, n), None
+    else:
+        share = lanes.low, lanes.wide, lanes.parts
+        if picks is None:
+            tops = library.tops(rows, slots, blocks, numel, indices)
+        else:
+            tops = _largest_codes(picks, indices, numel).to(torch.uint8)
+        offset = (ctx.rank + 0.5) / n
+        made = library.round_both_(acc, ctx.second, indices, levels, tops, *grid, *share, offset)
+        values, second = library.average_both((yield AllReduce(made.words)), made.units, tops, n, *share)
     if met.trouble:
         values.fill_(float("nan"))
-    return Update(indices, values, made.sent, made.values, *about, settled=True)
+    return Update(indices, values, made.sent, made.values, *about, second, settled=True)
 
 
 class Lanes(NamedTuple):
@@ -183,8 +199,13 @@ class Lanes(NamedTuple):
         return lanes >> self.low, lanes & (1 << self.low) - 1
 
 
-def _second_tops(picks: Picks, union: Tensor, padding: int, dtype: torch.dtype) -> Tensor:
-    """(u,) twice the largest power of two that any rank has told for each coordinate of the union."""
+def _second_tops(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Twice the powers of two that codes stand for."""
+    return _step_of(codes.clamp(min=1) + (1 - CODE_ZERO - LOWEST), dtype)
+
+
+def _largest_codes(picks: Picks, union: Tensor, padding: int) -> Tensor:
+    """(u,) int64 the largest code that any rank has told for each coordinate of the union."""
     assert picks.codes is not None
     told, codes = picks.joined().long(), joined(picks.codes)
     places = locate(union, told) if union.numel() else told
@@ -193,7 +214,7 @@ def _second_tops(picks: Picks, union: Tensor, padding: int, dtype: torch.dtype) 
     places = torch.where(hit & (told < padding), places, union.numel())
     largest = torch.zeros(union.numel() + 1, dtype=codes.dtype, device=codes.device)
     largest.scatter_reduce_(0, places, codes, "amax")
-    return _step_of(largest[: union.numel()].clamp(min=1) + (1 - CODE_ZERO - LOWEST), dtype)
+    return largest[: union.numel()]
 
 
 def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps[tuple[Picks, Tensor, Tensor, Tensor]]:
@@ -218,15 +239,15 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     head = rows[:, :2].long()
     counts, tops = head[:, 0], head[:, 1:]
     trouble = tops.max() == TROUBLE
-    octets = None if ctx.second is None else _unpack_octets(rows[:, after:], slots)
     if not static_shapes(acc.device):
         ends = counts_of(rows, slots)
         heard = hear(rows, ends, slots, blocks, padding)
         refuse([heard.lowest == -1 - rank for rank in range(ctx.world_size)])
         spares = None if selection.spare is None else heard.spares
-        codes = None if octets is None else [row[:end] for row, end in zip(octets, ends, strict=True)]
         lowest = torch.tensor(heard.lowest, device="cpu")
+        codes = _codes_in(rows, ends, slots, ctx)
         return Picks(heard.picks, None, counts, spares, codes), heard.levels, lowest, trouble
+    octets = None if ctx.second is None else _unpack_octets(rows[:, after:], slots)
     body = after - -(-slots // 8)
     told = _unpack_nibbles(rows[:, body:after], slots)
     levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)
@@ -322,6 +343,14 @@ def _unpack_nibbles(words: Tensor, count: int) -> Tensor:
 def _pack_octets(octets: Tensor) -> Tensor:
     """Four integers of 8 bits, uint8, in each int32 word."""
     return torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).view(torch.int32)
+
+
+def _codes_in(rows: Tensor, ends: list[int], slots: int, ctx: Context) -> list[Tensor] | None:
+    """Codes of second values at the picks of each rank, which are the last in its message."""
+    if ctx.second is None:
+        return None
+    octets = _unpack_octets(rows[:, rows.shape[1] - -(-slots // 4) :], slots)
+    return [row[:end] for row, end in zip(octets, ends, strict=True)]
 
 
 def _unpack_octets(words: Tensor, count: int) -> Tensor:

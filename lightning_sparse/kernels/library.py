@@ -29,7 +29,18 @@ INSTEAD = "numpy, which takes several times as long: "
 """Begins the words on a library that is there and cannot be used."""
 SOURCES = tuple(
     Path(__file__).with_name(name)
-    for name in ("library.c", "dense.c", "sums.c", "choose.c", "picks.c", "unite.c", "common.h", "lanes.h")
+    for name in (
+        "library.c",
+        "dense.c",
+        "sums.c",
+        "choose.c",
+        "picks.c",
+        "unite.c",
+        "second.c",
+        "common.h",
+        "lanes.h",
+        "rounding.h",
+    )
 )
 LIBRARY = Path(__file__).with_name("libhost.so")
 LEVELS = ("portable", "AVX2", "AVX-512")

@@ -44,6 +44,10 @@ FUNCTIONS = {
     "ls_add_up": "l: ppp ll pppp",
     "ls_average_pairs": "l: p llll pppp",
     "ls_table": "l:",
+    "ls_codes": "i: pl pl p",
+    "ls_tops": "i: p lllll pl ppp",
+    "ls_round_both": "l: ppl pppl ll fiii f pppp",
+    "ls_average_both": "i: pppl f iii pp",
 }
 """What each function of the library returns and takes, as letters of :data:`ARGUMENTS`; what returns nothing, ``i``."""
 

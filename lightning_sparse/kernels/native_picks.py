@@ -1,4 +1,4 @@
-"""The functions of picks.c and unite.c, compiled: telling picks, reading what is told, uniting, rounding values."""
+"""The functions of picks.c, unite.c and second.c: telling picks, reading what is told, uniting, rounding values."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.kernels.native_buffers import SLACK, address, at, written, zeros
+
+OFFSETS = 1 << 16
+"""Coordinates that a 16-bit offset can tell apart."""
 
 
 class Heard(NamedTuple):
@@ -218,6 +221,85 @@ class NativePicks:
         values = torch.empty_like(units)
         self._library.ls_average(at(words), at(units), units.numel(), n, at(values))
         return values
+
+    def codes(self, second: Tensor, indices: Tensor) -> Tensor:
+        """What is told of second values at indices: (c,) uint8, see ``packed_union._codes``."""
+        indices = indices.long().contiguous()
+        codes = torch.empty(indices.numel(), dtype=torch.uint8, device="cpu")
+        if self._library.ls_codes(at(second), second.numel(), at(indices), indices.numel(), at(codes)):
+            raise IndexError(f"an index is outside of a vector of {second.numel()}")
+        return codes
+
+    def tops(self, rows: Tensor, slots: int, blocks: int, padding: int, union: Tensor) -> Tensor:
+        """The largest code that any rank tells for each coordinate of a union: (u,) uint8.
+
+        Args:
+            rows: messages that :meth:`meet` has read, with codes behind them, a byte for each slot.
+            slots: see there.
+            blocks: see there.
+            padding: see there.
+            union: (u,) int64, ascending.
+        """
+        tops = torch.empty(union.numel(), dtype=torch.uint8, device="cpu")
+        self._library.ls_tops(
+            at(rows), len(rows), rows.stride(0), slots, blocks, padding, at(union), union.numel(),
+            zeros("told", OFFSETS), address("at", 6 * len(rows), np.int64), at(tops),
+        )  # fmt: skip
+        return tops
+
+    def round_both_(
+        self,
+        acc: Tensor,
+        second: Tensor,
+        union: Tensor,
+        levels: Tensor,
+        tops: Tensor,
+        lowest: int,
+        raise_by: int,
+        most: int,
+        low: int,
+        wide: bool,
+        parts: int,
+        offset: float,
+    ) -> Rounded:
+        """:meth:`round_` with second values in the same words.
+
+        Args:
+            acc: see there, as the next three.
+            second: (numel + 1,) second values.
+            union: see there.
+            levels: see there.
+            tops: (u,) uint8, see :meth:`tops`.
+            lowest: see :meth:`round_`, as the next two.
+            raise_by: see there.
+            most: see there.
+            low: bits of a word for second values.
+            wide: whether a coordinate has a word of its own, and not half of one.
+            parts: largest second value, in parts of the largest one that was told.
+            offset: added to parts of second values before they are rounded down, in [0, 1).
+        """
+        size, levels = union.numel(), levels.int()
+        words = torch.empty(size if wide else (size + 1) // 2, dtype=torch.int32, device="cpu")
+        sent = torch.empty_like(union)
+        units, rounded = (torch.empty(size, dtype=torch.float32, device="cpu") for _ in range(2))
+        found = self._library.ls_round_both(
+            at(acc), at(second), acc.numel(), at(union), at(levels), at(tops), size, lowest, raise_by,
+            most, low, wide, parts, offset, at(words), at(units), at(sent), at(rounded),
+        )  # fmt: skip
+        written(acc)
+        if found < 0:
+            raise IndexError(f"an index is outside of a vector of {acc.numel()}")
+        return Rounded(words, units, sent[:found], rounded[:found])
+
+    def average_both(
+        self, words: Tensor, units: Tensor, tops: Tensor, n: int, low: int, wide: bool, parts: int
+    ) -> tuple[Tensor, Tensor]:
+        """Means over n ranks of values and of second values, from the sums of the words of :meth:`round_both_`."""
+        values, second = torch.empty_like(units), torch.empty_like(units)
+        self._library.ls_average_both(
+            at(words), at(units), at(tops), units.numel(), n, low, wide, parts, at(values), at(second)
+        )
+        return values, second
 
 
 def body_words(slots: int, blocks: int) -> int:

@@ -1,9 +1,6 @@
 // Work on picks, which are few: taking and putting values, telling picks, rounding their values. The CPU formulations of
 // host_picks.py, host_messages.py and packed_union.py for float32, equal bit for bit.
-#include "common.h"
-
-#define LOWEST (-1100)
-#define PART 1024  // elements that are worked on in the first-level cache
+#include "rounding.h"
 
 // Memory, not the processor, decides how long these take: asked for ahead, it answers several at once.
 // 0; or 1 where an index is not below the size of x, and the work is left undone there.
@@ -150,8 +147,6 @@ EXPORT int32_t ls_hear(const int32_t *words, int64_t n, int64_t stride, int64_t 
 INLINE int64_t round_at(float *x, int64_t size, const int64_t *indices, const int32_t *levels, int64_t n,
                         int64_t lowest, int64_t raise_by, float most, int32_t *words, float *units, int64_t *sent,
                         float *rounded) {
-  const float integer = 12582912.0f;  // 1.5 * 2**23: what is added to it is rounded to an integer, half to even
-  const int32_t raise = (int32_t)raise_by, low = (int32_t)lowest;
   float values[PART], steps[PART + 1];
   int64_t found = 0;
   for (int64_t start = 0; start < n; start += PART) {
@@ -164,30 +159,13 @@ INLINE int64_t round_at(float *x, int64_t size, const int64_t *indices, const in
       values[i] = x[(uint64_t)j < (uint64_t)size ? j : 0];
     }
     if (outside) return -1;
-    for (int64_t i = 0; i < count; i++) {
-      int32_t level = levels[start + i], raised = (level == SILENT ? TROUBLE : level) + raise;
-      raised = raised < low ? raised : low;
-      int32_t biased = (raised > level ? raised : level) + (LOWEST + 127);
-      biased = biased < 1 ? 1 : biased > 254 ? 254 : biased;
-      // Times the reciprocal of a power of two is exactly what division gives; that of 2**127 is subnormal.
-      float unit = float_of((uint32_t)biased << 23);
-      float inverse = float_of(biased < 254 ? (uint32_t)(254 - biased) << 23 : 0x00400000u);
-      float step = values[i] * inverse;
-      step = step > most ? most : step;
-      step = step < -most ? -most : step;
-      steps[i] = step == step ? (step + integer) - integer : 0;
-      units[start + i] = unit;
-    }
+    in_steps(values, levels + start, count, (int32_t)lowest, (int32_t)raise_by, most, steps, units + start);
     steps[count] = 0;
     for (int64_t i = 0; i < (count + 1) / 2; i++) {
       uint32_t first = (uint32_t)(int32_t)steps[2 * i], second = (uint32_t)(int32_t)steps[2 * i + 1];
       words[start / 2 + i] = (int32_t)(first + (second << 16));
     }
-    for (int64_t i = 0; i < count; i++) {
-      float part = steps[i] * units[start + i];
-      sent[found] = indices[start + i], rounded[found] = part, x[indices[start + i]] = values[i] - part;
-      found += steps[i] != 0;
-    }
+    found = take_out(x, indices + start, values, steps, units + start, count, found, sent, rounded);
   }
   return found;
 }

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.checks import check_positive, check_share
 from lightning_sparse.core import Context, Update
-from lightning_sparse.kernels import Weights, weigh_
+from lightning_sparse.kernels import Weights, put_, weigh_
 from lightning_sparse.kernels.device_second import form_, score_
 from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
@@ -172,7 +172,7 @@ class SecondMoment(CountedFeedback):
         if update.indices is None:
             state.divisor[: divisor.numel()].copy_(divisor)
         else:
-            state.divisor.index_copy_(0, update.indices, divisor)
+            put_(state.divisor, update.indices, divisor)
 
     def divisor(self, state: SecondMomentState) -> Tensor:
         """``sqrt(v + (average / L)^2) + eps``."""
