@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
@@ -178,3 +179,36 @@ def test_picks_need_not_lie_side_by_side() -> None:
     for given in (indices, indices.int()):
         words = tell(acc, given, spare, 4, 1000, 0)
         assert words.tolist() == tell(acc, indices.contiguous(), spare.contiguous(), 4, 1000, 0).tolist()
+
+
+def sent_and_left(n: int, numel: int, kind: str, ascend: bool) -> list[list[bytes]]:
+    """Of each rank, what an exchange of values and second values gives and leaves."""
+    accs, coroutines = [], []
+    for rank in range(n):
+        acc, second = values(numel + 1, kind, rank), values(numel + 1, "wide", n + rank).square()
+        second[::7], acc[numel], second[numel] = 0, 0, 0
+        second[second.isinf()] = torch.finfo(torch.float32).max
+        order = torch.randperm(numel, generator=torch.Generator().manual_seed(rank))[: max(1, numel // 40)]
+        indices = order.sort().values if ascend else order
+        selection = Selection(
+            indices, torch.tensor(len(order)), spare=torch.arange(len(order)) % 3 == 0, limit=len(order), aligned=True
+        )
+        ctx = Context(5, 0.1, rank, n, second=second)
+        coroutines.append(as_exchange("packed_union", ls.UnionTopK())(acc, selection, ctx))
+        accs.append(acc)
+    updates = drive_ranks(coroutines)  # type: ignore[arg-type]
+    left = [(*update, acc) for update, acc in zip(updates, accs, strict=True)]
+    return [[bits(x) for x in each if isinstance(x, Tensor)] for each in left]
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "subnormal", "wide", "inf", "nan"])
+@pytest.mark.parametrize(("n", "numel"), [(1, 90), (2, 300), (3, 200_000), (5, 9000), (17, 3000), (20, 70_000)])
+def test_second_values_travel_as_in_operations_on_tensors(
+    n: int, numel: int, kind: str, each_kernel: Callable[[], Iterator[str]]
+) -> None:
+    for ascend in (True, False):
+        expected = None
+        for kernel in each_kernel():
+            found = sent_and_left(n, numel, kind, ascend)
+            expected = expected or found
+            assert found == expected, (kernel, ascend)
