@@ -49,6 +49,15 @@ def test_local_steps_are_timed_beside_copies(tmp_path: Path, capsys: pytest.Capt
     assert "union_topk" in (tmp_path / "local_step.svg").read_text()
 
 
+def test_local_steps_are_timed_with_second_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--methods", "union_topk", "topk", "--memory", "second_moment", "--numel", "20000", "--density", "0.01"]
+    benchmark("local_step").main([*words, "--steps", "2", "--ranks", "2"])
+    found = json.loads((tmp_path / "local_step.json").read_text())
+    assert found["memory"] == "second_moment"
+    assert [row["state_bytes"] for row in found["rows"][2:]] == 2 * [5 * 4 * 20001 + 8 + 8]
+
+
 def test_clipping_is_compared_with_dense_training(tmp_path: Path) -> None:
     text, out = tmp_path / "text", tmp_path / "clipping.jsonl"
     text.write_text(" ".join(f"word{i * i % 97}" for i in range(30_000)))
@@ -100,7 +109,7 @@ def test_local_steps_take_the_sizes_that_fit(monkeypatch: pytest.MonkeyPatch) ->
             raise KeyboardInterrupt
 
     monkeypatch.setattr(local_step, "Gradients", stop)
-    monkeypatch.setattr(local_step, "measure", lambda *_: {})
+    monkeypatch.setattr(local_step, "measure", lambda *_, **__: {})
     with pytest.raises(KeyboardInterrupt):
         local_step.main([])
     assert sizes == [2000, 1_000_000]
