@@ -105,6 +105,16 @@ def test_steps_stay_bounded_however_long_a_coordinate_has_waited() -> None:
     assert 0.95 * bound < max(steps) < bound
 
 
+@pytest.mark.parametrize("size", [1e18, 1e21, 1e30, 3e38])
+def test_what_is_too_large_to_be_squared_is_sent_first_and_moves_by_a_step(size: float) -> None:
+    gradients = torch.ones(3, 2, 8)
+    gradients[:, 0, 5] = size
+    for trace in ls.simulate(gradients, sparsifier="union_topk", density=0.25, memory=ls.SecondMoment()):
+        assert 5 in trace.indices.tolist()
+        assert trace.divisor is not None
+        assert 0 < float(trace.update[5] / trace.divisor[5]) <= 2
+
+
 def reference_parts(second: Rows, picked: list[set[int]], j: int, parts: int) -> float:
     """The mean second moment at a coordinate as PackedUnion lets it travel."""
     told = [math.frexp(second[rank, j])[1] for rank, own in enumerate(picked) if j in own]

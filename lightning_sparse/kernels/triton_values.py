@@ -82,10 +82,10 @@ def _divisor(sum_of_parts, code, value, power, damping, n, most_parts, EPS: tl.c
     second = sum_of_parts.to(tl.float32) * part
     second = tl.where(second > fewest, second, fewest)
     correction = (1.0 - tl.load(power)).to(tl.float32)
-    waited = value * damping
+    waited = tl.abs(value) * damping
     within = tl.div_rn(second, correction) + waited * waited
-    within = tl.where(within == within, tl.where(within > MOST, MOST, within), 1.0)
-    return tl.sqrt_rn(within) + EPS
+    root = tl.sqrt_rn(tl.where(within == within, tl.where(within > MOST, MOST, within), 1.0))
+    return tl.where(waited > root, waited, root) + EPS
 
 
 @triton.jit(do_not_specialize=["slots", "n", "numel", "most_parts"])

@@ -202,10 +202,10 @@ class SecondMoment(CountedFeedback):
 
     def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, damp: Tensor | float) -> Tensor:
         """By what averages are divided, from means of second moments at the same coordinates."""
-        waited = average.to(second.dtype, copy=True).mul_(damp).square_()
-        # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero. Squares overflow.
-        within = (second / correction.to(second.dtype)).add_(waited).nan_to_num_(nan=1.0)
-        return within.sqrt_().add_(self.eps)
+        waited = average.abs().to(second.dtype).mul_(damp)
+        # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.
+        within = (second / correction.to(second.dtype)).add_(waited.square()).nan_to_num_(nan=1.0)
+        return torch.fmax(within.sqrt_(), waited).add_(self.eps)  # squares overflow and vanish, bounds must not
 
 
 @dataclass(frozen=True, repr=False)

@@ -62,7 +62,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[int, float]]] = {
     "momentum": ({"memory": ls.MomentumCorrection(0.9)}, (243, 76)),
     "clipped": ({"memory": ls.ClipByNorm(1.0)}, (240, 71)),
     "adam": ({"memory": ls.AdamCorrection()}, (246, 131)),
-    "second moment": ({"memory": ls.SecondMoment()}, (311, 159)),
+    "second moment": ({"memory": ls.SecondMoment()}, (312, 160)),
     "bfloat16": ({"dtype": torch.bfloat16}, (239, 55)),
     "in two buckets": ({"buckets": 2}, (236, 75)),
     "nobody asks whether a step counts": ({"nonfinite": "nan"}, (240, 67)),
