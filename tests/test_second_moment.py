@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 import lightning_sparse as ls
+from lightning_sparse.exchanges.packed_union import Lanes
 from lightning_sparse.memory import Adapting, named_in
 from tests.lockstep import Ranks
 
@@ -150,6 +151,12 @@ def test_packed_second_moments_are_averaged_in_parts_of_the_largest_that_was_tol
         # Coarse, but never far off: a rank that has picked has told its own size.
         exact = v[:, update.indices].mean(0)
         assert np.median(abs(np.array(expected) / exact - 1)) < 0.25
+
+
+@pytest.mark.parametrize("n", [2, 16, 17, 4095, 4096, 10_000])
+def test_integers_are_shared_as_long_as_each_rank_has_a_part(n: int) -> None:
+    lanes = Lanes.of(n, second=True)
+    assert (lanes.most >= lanes.fewest) == (n < 4096) == (lanes.parts > 0)
 
 
 @pytest.mark.parametrize("exchange", ["packed_union", "reduce_union", "dense"])

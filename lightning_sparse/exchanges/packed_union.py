@@ -81,7 +81,7 @@ class PackedUnion(Exchange):
         numel, n = acc.numel() - 1, ctx.world_size
         lanes = Lanes.of(n, ctx.second is not None)
         library = compiled(acc.device, acc.dtype)
-        if library is not None:
+        if library is not None and _fits(ctx.second, acc):
             return (yield from _compiled(library, acc, selection, lanes, ctx))
         picks, levels, lowest, trouble = yield from _gather(acc, selection, lanes.most, ctx)
         union = union_of(picks, selection, numel, ctx, levels)
@@ -113,6 +113,11 @@ class PackedUnion(Exchange):
         return Update(indices, values, sent, rounded, picks.counts, union.size, named, second, settled)
 
 
+def _fits(second: Tensor | None, acc: Tensor) -> bool:
+    """Whether compiled functions can read second values, if there are any."""
+    return second is None or (second.dtype == acc.dtype and second.shape == acc.shape and second.is_contiguous())
+
+
 def _divided(x: Tensor, by: int) -> Tensor:
     """By a tensor: torch multiplies by the reciprocal of a number on CUDA, and some ranks may divide in kernels."""
     return x / torch.full_like(x[:1], by)
@@ -129,13 +134,14 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: La
         words = torch.cat([words, _pack_octets(library.codes(ctx.second, told))])
     rows = yield AllGather(words)
     ends = counts_of(rows, slots)
-    met = library.meet(rows, slots, blocks, numel, selection.limit, ctx.step)
+    spares = selection.spare is not None
+    met = library.meet(rows, slots, blocks, numel, spares, selection.limit, ctx.step)
     refuse([rank == met for rank in range(n)])
     picks = None
     if not isinstance(met, Met):  # some picks do not ascend
         heard = library.hear(rows, ends, slots, blocks, numel)
-        spares = None if selection.spare is None else heard.spares
-        picks = Picks(heard.picks, None, rows[:, 0].long(), spares, _codes_in(rows, ends, slots, ctx))
+        named = heard.spares if spares else None
+        picks = Picks(heard.picks, None, rows[:, 0].long(), named, _codes_in(rows, ends, slots, ctx))
         union = union_of(picks, selection, numel, ctx, heard.levels)
         trouble = bool(rows[:, 1].max() == TROUBLE)
         met = Met(union.indices, union.levels.int(), int(union.named), heard.lowest, trouble)
@@ -186,7 +192,8 @@ class Lanes(NamedTuple):
             return cls(max(1, LANE // n), FEWEST_LEVELS)
         wide = n > NARROW_RANKS
         bits, low = (31, 12) if wide else (15, 6 if n > NARROW_RANKS // 4 else 5)
-        return cls(((1 << bits - low) - 1) // n, 2, low, wide, ((1 << low) - 1) // n)
+        most, parts = ((1 << bits - low) - 1) // n, ((1 << low) - 1) // n
+        return cls(most, 2 if parts else most + 1, low, wide, parts)
 
     def join(self, values: Tensor, parts: Tensor) -> Tensor:
         """int32 words of values and parts, of which sums are sums of both."""

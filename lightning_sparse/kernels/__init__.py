@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,7 +50,7 @@ __all__ = [
     "accumulate_", "weigh_", "all_finite",
     "above", "tail", "top_k", "top_k_of_blocks",
     "moments", "mean_and_maximum", "excess", "log_sum",
-    "distinct", "add_up", "locate", "among", "take", "put_", "pad",
+    "distinct", "add_up", "locate", "among", "take", "put_", "sqrt_", "pad",
     "fill_if_", "copy_if_", "choose",
     # on the CPU only
     "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
@@ -326,6 +327,14 @@ def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
         x.index_copy_(0, indices, values)
     else:
         x.index_fill_(0, indices, values)
+
+
+def sqrt_(x: Tensor) -> Tensor:
+    """Roots in place, rounded alike on all processors: those of torch on CPUs may differ in the last bit."""
+    if static_shapes(x.device):
+        return x.sqrt_()
+    np.sqrt(x.numpy(), out=x.numpy())
+    return x
 
 
 def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:

@@ -40,7 +40,7 @@ FUNCTIONS = {
     "ls_round": "l: pl ppl ll f pppp",
     "ls_average": "i: ppl f p",
     "ls_unite": "l: pppp l ll l pppp pp",
-    "ls_meet": "l: p lllll ll pppppp",
+    "ls_meet": "l: p llllli ll pppppp",
     "ls_add_up": "l: ppp ll pppp",
     "ls_average_pairs": "l: p llll pppp",
     "ls_table": "l:",

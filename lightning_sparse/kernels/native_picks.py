@@ -13,9 +13,6 @@ from torch import Tensor
 
 from lightning_sparse.kernels.native_buffers import SLACK, address, at, written, zeros
 
-OFFSETS = 1 << 16
-"""Coordinates that a 16-bit offset can tell apart."""
-
 
 class Heard(NamedTuple):
     """Messages of all ranks, read."""
@@ -139,7 +136,7 @@ class NativePicks:
         return None if size < 0 else (union[:size], largest[:size], named.value)
 
     def meet(
-        self, rows: Tensor, slots: int, blocks: int, padding: int, limit: int | None, phase: int
+        self, rows: Tensor, slots: int, blocks: int, padding: int, spares: bool, limit: int | None, phase: int
     ) -> Met | int | None:
         """:meth:`hear` and :meth:`unite` in one; None where a list does not ascend, a rank whose message cannot be.
 
@@ -148,13 +145,14 @@ class NativePicks:
             slots: indices of each rank.
             blocks: see :meth:`tell`.
             padding: coordinates from here on do not count.
+            spares: whether picks may be spare ones.
             limit: see :meth:`unite`, as the phase.
             phase: see there.
         """
         n, numbers = rows.shape[0], (ctypes.c_int64 * 3)()
         union, levels, said = _space_for_union(n * slots)
         size = self._library.ls_meet(
-            at(rows), n, rows.stride(0), slots, blocks, padding,
+            at(rows), n, rows.stride(0), slots, blocks, padding, spares,
             _limit(limit), phase, self._table(), address("at", 6 * n, np.int64), at(union),
             said, at(levels), numbers,
         )  # fmt: skip
@@ -243,7 +241,7 @@ class NativePicks:
         tops = torch.empty(union.numel(), dtype=torch.uint8, device="cpu")
         self._library.ls_tops(
             at(rows), len(rows), rows.stride(0), slots, blocks, padding, at(union), union.numel(),
-            zeros("told", OFFSETS), address("at", 6 * len(rows), np.int64), at(tops),
+            zeros("told", 1 << 16), address("at", 6 * len(rows), np.int64), at(tops),
         )  # fmt: skip
         return tops
 

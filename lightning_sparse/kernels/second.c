@@ -13,7 +13,7 @@ typedef struct {
 } lanes_of;
 
 INLINE uint8_t code_of(float x) {
-  int exponent;
+  int exponent = 0;
   if (!(x > 0)) return 1;
   frexpf(x, &exponent);
   exponent += CODE_ZERO;

@@ -184,8 +184,8 @@ INLINE int is_possible(const int32_t *row, int64_t slots, int64_t blocks, int64_
 
 // See ls_meet.
 INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t blocks, int64_t padding,
-                    int64_t limit, int64_t phase, table *t, int64_t *at, int64_t *united, uint16_t *said,
-                    int32_t *levels, int64_t *numbers, thinner *fewer) {
+                    int32_t spares, int64_t limit, int64_t phase, table *t, int64_t *at, int64_t *united,
+                    uint16_t *said, int32_t *levels, int64_t *numbers, thinner *fewer) {
   const int64_t body = 2 + (blocks ? blocks + (slots + 1) / 2 : slots);
   int64_t found = 0, lowest = SILENT, top = SILENT;
   uint16_t *codes = (uint16_t *)(at + 2 * n);
@@ -201,7 +201,7 @@ INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, int64_t slo
     }
     for (int c = 0; c < 2 * CLASSES; c++) {
       int64_t level = row[1] - (c & (CLASSES - 1)) * CLASS_BITS;
-      codes[16 * r + c] = code_of(level > SILENT ? level : SILENT, c >= CLASSES);
+      codes[16 * r + c] = code_of(level > SILENT ? level : SILENT, spares && c >= CLASSES);
     }
     int64_t least = highest ? row[1] - highest * CLASS_BITS : row[1];
     least = highest && least < SILENT ? SILENT : least;
@@ -302,9 +302,11 @@ INLINE int64_t average_pairs(const int32_t *words, int64_t n, int64_t stride, in
                  fewer);                                                                                              \
   }                                                                                                                   \
   target static int64_t meet_##suffix(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t blocks, \
-                                      int64_t padding, int64_t limit, int64_t phase, table *t, int64_t *at,           \
-                                      int64_t *united, uint16_t *said, int32_t *levels, int64_t *numbers) {           \
-    return meet(words, n, stride, slots, blocks, padding, limit, phase, t, at, united, said, levels, numbers, fewer); \
+                                      int64_t padding, int32_t spares, int64_t limit, int64_t phase, table *t,        \
+                                      int64_t *at, int64_t *united, uint16_t *said, int32_t *levels,                  \
+                                      int64_t *numbers) {                                                             \
+    return meet(words, n, stride, slots, blocks, padding, spares, limit, phase, t, at, united, said, levels, numbers, \
+                fewer);                                                                                               \
   }                                                                                                                   \
   target static int64_t add_up_##suffix(const int64_t *places, const float *values, const int64_t *lengths,           \
                                         int64_t n, int64_t padding, table *t, int64_t *at, int64_t *united,           \
@@ -336,13 +338,14 @@ EXPORT int64_t ls_unite(const int64_t *places, const int64_t *levels, const uint
                      named);
 }
 
-// The same of n messages that ls_tell has written, `stride` words each. numbers: how many there were; the largest of all
-// ranks' lowest levels; whether a value is not finite. at has room for 6 n. -1 - r where ls_tell cannot have written rank
-// r's message, -1 - n where one does not ascend.
+// The same of n messages that ls_tell has written, `stride` words each. spares: whether picks may be spare ones. numbers:
+// how many there were; the largest of all ranks' lowest levels; whether a value is not finite. at has room for 6 n. -1 - r
+// where ls_tell cannot have written rank r's message, -1 - n where one does not ascend.
 EXPORT int64_t ls_meet(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t blocks, int64_t padding,
-                       int64_t limit, int64_t phase, table *t, int64_t *at, int64_t *united, uint16_t *said,
-                       int32_t *levels, int64_t *numbers) {
-  return PICK(meet)(words, n, stride, slots, blocks, padding, limit, phase, t, at, united, said, levels, numbers);
+                       int32_t spares, int64_t limit, int64_t phase, table *t, int64_t *at, int64_t *united,
+                       uint16_t *said, int32_t *levels, int64_t *numbers) {
+  return PICK(meet)(words, n, stride, slots, blocks, padding, spares, limit, phase, t, at, united, said, levels,
+                    numbers);
 }
 
 // Sums of n vectors, given at coordinates that ascend, below padding, from zero in the order of the vectors. -1 where

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.checks import check_positive, check_share
 from lightning_sparse.core import Context, Update
-from lightning_sparse.kernels import Weights, put_, weigh_
+from lightning_sparse.kernels import Weights, put_, sqrt_, weigh_
 from lightning_sparse.kernels.device_second import form_, score_
 from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
@@ -38,7 +38,7 @@ SHARE, SHORTEST, LONGEST = 0.25, 2.0, 100.0
 
 
 def longest(density: float) -> float:
-    """What quotients of averages and divisors come near and do not reach: the longest step, in learning rates.
+    """The largest quotient of an average and its divisor, up to rounding.
 
     ``0.25 / density``, but at least 2 and at most 100. What waited for long and agreed all the time was formed of
     gradients too old for its full length, and does the more harm the higher the learning rate. At low densities nearly
@@ -72,8 +72,8 @@ class SecondMoment(CountedFeedback):
         ``lr sqrt(n) mean(acc) / (sqrt(mean(v) / (1 - beta2^t) + (mean(acc) / L)^2) + eps)``
 
     with decoupled weight decay, and without a first moment: the residual has averaged over the steps that a coordinate
-    waited. The square of the average keeps steps below ``L = longest(density)``, see :func:`longest`; in the
-    selection, ``(acc / L)^2`` is added to v_i, too. Adam behind an exchange of sparse averages forms its
+    waited. The square of the average keeps the quotient within ``L``, see :func:`longest`; in the selection,
+    ``(acc / L)^2`` is added to ``v_i / (1 - beta2^t)``, too. Adam behind an exchange of sparse averages forms its
     second moment of squares of sums and zeros, so that a step has the same length however long a coordinate has waited;
     this v knows the gradients of every step. It holds the noise of one rank, n times that of the average: hence
     ``sqrt(n)``, with which a learning rate chosen for dense training keeps its meaning (``docs/adam.md``).
@@ -205,7 +205,8 @@ class SecondMoment(CountedFeedback):
         waited = average.abs().to(second.dtype).mul_(damp)
         # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.
         within = (second / correction.to(second.dtype)).add_(waited.square()).nan_to_num_(nan=1.0)
-        return torch.fmax(within.sqrt_(), waited).add_(self.eps)  # squares overflow and vanish, bounds must not
+        root = sqrt_(within)
+        return torch.fmax(root, waited).add_(self.eps)  # squares overflow and vanish, bounds must not
 
 
 @dataclass(frozen=True, repr=False)

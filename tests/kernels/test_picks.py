@@ -212,3 +212,52 @@ def test_second_values_travel_as_in_operations_on_tensors(
             found = sent_and_left(n, numel, kind, ascend)
             expected = expected or found
             assert found == expected, (kernel, ascend)
+
+
+@pytest.mark.parametrize("kind", ["strided", "wide", "narrow", "short"])
+def test_second_values_of_another_form_are_read_as_tensors_are(kind: str) -> None:
+    acc = values(101, "normal", 1)
+    acc[100] = 0
+    whole = acc.square()
+    given = {
+        "strided": torch.stack([whole, -whole], 1)[:, 0],
+        "wide": whole.double(),
+        "narrow": whole.bfloat16(),
+        "short": whole[:40],
+    }[kind]
+    indices = torch.arange(0, 100, 9)
+    selection = Selection(indices, torch.tensor(len(indices)), aligned=True)
+
+    def exchanged(second: Tensor) -> Tensor:
+        steps = [
+            as_exchange("packed_union", ls.UnionTopK())(acc.clone(), selection, Context(0, 0.1, rank, 2, second=second))
+            for rank in range(2)
+        ]
+        [first, _] = drive_ranks(steps)  # type: ignore[arg-type]
+        assert first.second is not None
+        return first.second
+
+    if kind == "short":
+        with pytest.raises(IndexError):
+            exchanged(given)
+    else:
+        torch.testing.assert_close(exchanged(given).float(), exchanged(given.float().contiguous()), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_picks_are_spare_only_where_spare_ones_are_told(beside: bool, each_kernel: Callable[[], Iterator[str]]) -> None:
+    acc = values(101, "normal", 1)
+    acc[100] = 0
+    selection = Selection(torch.arange(4), torch.tensor(4), limit=2, aligned=True)
+    ctx = Context(0, 0.1, 0, 3, second=acc.square() if beside else None)
+    found = []
+    for _ in each_kernel():
+        steps = as_exchange("packed_union", ls.UnionTopK())(acc.clone(), selection, ctx)
+        rows = next(steps).x.repeat(3, 1)  # type: ignore[arg-type]
+        rows[:, 6] |= 0x8080  # the bits of picks 1 and 3
+        try:
+            steps.send(steps.send(rows).x)  # type: ignore[arg-type, union-attr]
+        except StopIteration as end:
+            found.append(end.value.indices.tolist())
+    assert found == [found[0]] * len(found)
+    assert found[0] != [1, 3]
