@@ -64,8 +64,8 @@ class Context(NamedTuple):
     while after the rate has dropped, with ``lr_aware``. Thresholds that are kept in units of the accumulator are
     multiplied by it where they are applied."""
     second: Tensor | None = None
-    """(numel + 1,) vector of this rank, at least 0, of the accumulator's dtype, whose mean over ranks is wanted wherever
-    an average is formed; None: there is none. For exchanges, see
+    """(numel + 1,) vector of this rank whose mean over ranks is wanted wherever an average is formed: at least 0, in
+    the accumulator's dtype; None: there is none. For exchanges, see
     :attr:`~lightning_sparse.exchanges.Exchange.carries_second`."""
     candidates: Candidates | None = None
     """What forming the accumulator may note, and selecting from it may use; decides what that costs and nothing else.

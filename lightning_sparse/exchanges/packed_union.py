@@ -140,8 +140,8 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: La
     picks = None
     if not isinstance(met, Met):  # some picks do not ascend
         heard = library.hear(rows, ends, slots, blocks, numel)
-        named = heard.spares if spares else None
-        picks = Picks(heard.picks, None, rows[:, 0].long(), named, _codes_in(rows, ends, slots, ctx))
+        spare = heard.spares if spares else None
+        picks = Picks(heard.picks, None, rows[:, 0].long(), spare, _codes_in(rows, ends, slots, ctx))
         union = union_of(picks, selection, numel, ctx, heard.levels)
         trouble = bool(rows[:, 1].max() == TROUBLE)
         met = Met(union.indices, union.levels.int(), int(union.named), heard.lowest, trouble)
