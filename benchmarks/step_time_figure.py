@@ -40,11 +40,12 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
     for r in rows:
         room = times.setdefault((int(r["ranks"]), int(r["mbit"]), r["model"], int(r["parameters"])), {})
         room[r["variant"]] = float(r["step_ms"]) / 1e3
-    figure, places = panels(len(times), 5, 2.2, 2.3)
+    columns = 5 if len(times) <= 5 else 3
+    figure, places = panels(len(times), columns, 2.6, 2.1)
     cores = {row["cores"] for row in rows if row.get("cores")}
     where = f"{cores.pop()} cores of one machine" if len(cores) == 1 else "one machine"
     figure.suptitle(f"Seconds a step: medians, gloo, limited links between ranks on the {where}", fontsize=10)
-    for column, (panel, room) in enumerate(zip(places, sorted(times), strict=True)):
+    for place, (panel, room) in enumerate(zip(places, sorted(times), strict=True)):
         ranks, mbit, model, numel = room
         shown = [name for name in VARIANTS if name in times[room]]
         for height, name in enumerate(shown):
@@ -53,7 +54,7 @@ def draw(rows: Sequence[dict[str, str]], path: Path) -> None:
             bold = "bold" if label == SPARSE[0] else "normal"
             panel.bar_label(bars, [f"{times[room][name]:.2g}"], padding=3, fontsize=9, fontweight=bold)
         names = [VARIANTS[name][0] for name in shown]
-        panel.set_yticks(range(len(shown)), names if column % 5 == 0 else [""] * len(shown), fontsize=9)
+        panel.set_yticks(range(len(shown)), names if place % columns == 0 else [""] * len(shown), fontsize=9)
         for tick in panel.get_yticklabels():
             tick.set_fontweight("bold" if tick.get_text() == SPARSE[0] else "normal")
         panel.invert_yaxis()
