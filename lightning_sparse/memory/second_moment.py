@@ -105,7 +105,7 @@ class SecondMoment(CountedFeedback):
         ...     steps = ls.simulate(stream, sparsifier="shared_topk", density=0.5, memory=memory)
         ...     print([int(step.indices) for step in steps])
         [0, 0, 0, 0, 0, 0, 0, 0]
-        [0, 0, 0, 0, 0, 1, 1, 0]
+        [0, 0, 0, 0, 1, 1, 0, 0]
 
     References:
         Ours. Kingma, Ba, Adam, ICLR 2015, arXiv 1412.6980, algorithm 1; Loshchilov, Hutter, Decoupled weight decay
