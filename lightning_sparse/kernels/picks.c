@@ -121,8 +121,7 @@ EXPORT int32_t ls_hear(const int32_t *words, int64_t n, int64_t stride, int64_t 
       if (block < blocks && (body[block] < before || body[block] > slots)) return (int32_t)(-1 - r);
       before = block < blocks ? body[block] : before;
       for (; i < last; i++) {
-        uint32_t word = (uint32_t)body[blocks + i / 2], low = word & 0xffff;
-        int64_t place = block * OFFSETS + (i % 2 ? ((word >> 16) + (low >> 15)) & 0xffff : low);
+        int64_t place = block * OFFSETS + offset_in(body + blocks, i);
         places[i] = place < padding ? place : padding;
       }
     }
@@ -142,43 +141,6 @@ EXPORT int32_t ls_hear(const int32_t *words, int64_t n, int64_t stride, int64_t 
   return (int32_t)lowest;
 }
 
-// Values at the union in steps of powers of two, two in each word; what of them travels. In their places in x, what does
-// not is left. The number of values that are not rounded to zero; -1 where an index is outside.
-INLINE int64_t round_at(float *x, int64_t size, const int64_t *indices, const int32_t *levels, int64_t n,
-                        int64_t lowest, int64_t raise_by, float most, int32_t *words, float *units, int64_t *sent,
-                        float *rounded) {
-  float values[PART], steps[PART + 1];
-  int64_t found = 0;
-  for (int64_t start = 0; start < n; start += PART) {
-    int64_t count = n - start < PART ? n - start : PART;
-    uint64_t outside = 0;
-    for (int64_t i = 0; i < count; i++) {
-      int64_t j = indices[start + i];
-      if (start + i + AHEAD < n) __builtin_prefetch(x + indices[start + i + AHEAD], 1);
-      outside |= (uint64_t)j >= (uint64_t)size;
-      values[i] = x[(uint64_t)j < (uint64_t)size ? j : 0];
-    }
-    if (outside) return -1;
-    in_steps(values, levels + start, count, (int32_t)lowest, (int32_t)raise_by, most, steps, units + start);
-    steps[count] = 0;
-    for (int64_t i = 0; i < (count + 1) / 2; i++) {
-      uint32_t first = (uint32_t)(int32_t)steps[2 * i], second = (uint32_t)(int32_t)steps[2 * i + 1];
-      words[start / 2 + i] = (int32_t)(first + (second << 16));
-    }
-    found = take_out(x, indices + start, values, steps, units + start, count, found, sent, rounded);
-  }
-  return found;
-}
-
-// Means over ranks from sums of words.
-INLINE void average(const int32_t *words, const float *units, int64_t n, float ranks, float *values) {
-  for (int64_t i = 0; i < n; i++) {
-    int32_t word = words[i / 2], low = (int16_t)word;
-    int32_t total = i % 2 ? (int32_t)((uint32_t)word - (uint32_t)low) >> 16 : low;
-    values[i] = (float)total * units[i] / ranks;
-  }
-}
-
 #define VARIANTS(name, target)                                                                                         \
   target static int32_t tell_##name(const float *x, int64_t size, const int64_t *indices, const uint8_t *spare,        \
                                     int64_t n, int32_t count, float most, int64_t blocks, int32_t *words,              \
@@ -188,10 +150,13 @@ INLINE void average(const int32_t *words, const float *units, int64_t n, float r
   target static int64_t round_at_##name(float *x, int64_t size, const int64_t *indices, const int32_t *levels,   \
                                         int64_t n, int64_t lowest, int64_t raise_by, float most, int32_t *words,       \
                                         float *units, int64_t *sent, float *rounded) {                                 \
-    return round_at(x, size, indices, levels, n, lowest, raise_by, most, words, units, sent, rounded);                 \
+    const lanes_of by = {most, 0, 0, 0};                                                                               \
+    return round_in_lanes(x, NULL, size, indices, levels, NULL, n, lowest, raise_by, by, 0, words, units, sent,        \
+                          rounded);                                                                                    \
   }                                                                                                                    \
   target static void average_##name(const int32_t *words, const float *units, int64_t n, float ranks, float *values) { \
-    average(words, units, n, ranks, values);                                                                           \
+    const lanes_of by = {0, 0, 0, 0};                                                                                  \
+    average_lanes(words, units, NULL, n, ranks, by, values, NULL);                                                     \
   }
 
 VARIANTS(portable, )

@@ -4,14 +4,6 @@
 
 #define CODE_ZERO 128  // as in packed_union.py
 
-// How the integers of a coordinate share a word, as Lanes in packed_union.py has it.
-typedef struct {
-  float most;     // steps of a value
-  int32_t low;    // bits for second values
-  int32_t wide;   // whether a coordinate has a word of its own
-  int32_t parts;  // of a second value
-} lanes_of;
-
 INLINE uint8_t code_of(float x) {
   int exponent = 0;
   if (!(x > 0)) return 1;
@@ -19,9 +11,6 @@ INLINE uint8_t code_of(float x) {
   exponent += CODE_ZERO;
   return (uint8_t)(exponent < 1 ? 1 : exponent > 255 ? 255 : exponent);
 }
-
-// Twice the power of two that a code stands for, not subnormal.
-INLINE float top_of(uint8_t code) { return float_of((code < 1u ? 1u : code > 254u ? 254u : code) << 23); }
 
 // Codes of second values at n indices; 1 where an index is not below the size of x.
 EXPORT int32_t ls_codes(const float *x, int64_t size, const int64_t *indices, int64_t n, uint8_t *codes) {
@@ -35,8 +24,7 @@ EXPORT int32_t ls_codes(const float *x, int64_t size, const int64_t *indices, in
 
 INLINE int64_t place_in(const int32_t *body, int64_t blocks, int64_t block, int64_t i) {
   if (!blocks) return body[i];
-  uint32_t word = (uint32_t)body[blocks + i / 2], low = word & 0xffff;
-  return block * OFFSETS + (i % 2 ? ((word >> 16) + (low >> 15)) & 0xffff : low);  // the first may have borrowed
+  return block * OFFSETS + offset_in(body + blocks, i);
 }
 
 // The largest code that any of n messages tells for each of `size` ascending coordinates below padding. The messages are
@@ -68,71 +56,17 @@ EXPORT void ls_tops(const int32_t *words, int64_t n, int64_t stride, int64_t slo
   }
 }
 
-// ls_round of values and second values: parts of their tops, rounded down after `offset` is added, in the low bits.
-INLINE int64_t round_both(float *x, const float *second, int64_t size, const int64_t *indices, const int32_t *levels,
-                          const uint8_t *tops, int64_t n, int64_t lowest, int64_t raise_by, const lanes_of by,
-                          float offset, int32_t *words, float *units, int64_t *sent, float *rounded) {
-  float values[PART], beside[PART], steps[PART];
-  int32_t lanes[PART + 1];
-  const float parts = (float)by.parts;
-  int64_t found = 0;
-  for (int64_t start = 0; start < n; start += PART) {
-    int64_t count = n - start < PART ? n - start : PART;
-    uint64_t outside = 0;
-    for (int64_t i = 0; i < count; i++) {
-      int64_t j = indices[start + i];
-      if (start + i + AHEAD < n) {
-        __builtin_prefetch(x + indices[start + i + AHEAD], 1);
-        __builtin_prefetch(second + indices[start + i + AHEAD]);
-      }
-      outside |= (uint64_t)j >= (uint64_t)size;
-      j = (uint64_t)j < (uint64_t)size ? j : 0;
-      values[i] = x[j], beside[i] = second[j];
-    }
-    if (outside) return -1;
-    in_steps(values, levels + start, count, (int32_t)lowest, (int32_t)raise_by, by.most, steps, units + start);
-    for (int64_t i = 0; i < count; i++) {
-      float share = beside[i] / top_of(tops[start + i]) * parts + offset;
-      share = share > 0 ? share : 0;
-      share = share < parts ? share : parts;
-      lanes[i] = (int32_t)((uint32_t)(int32_t)steps[i] << by.low) + (int32_t)share;
-    }
-    lanes[count] = 0;
-    if (by.wide)
-      memcpy(words + start, lanes, 4 * (size_t)count);
-    else
-      for (int64_t i = 0; i < (count + 1) / 2; i++)
-        words[start / 2 + i] = (int32_t)((uint32_t)lanes[2 * i] + ((uint32_t)lanes[2 * i + 1] << 16));
-    found = take_out(x, indices + start, values, steps, units + start, count, found, sent, rounded);
-  }
-  return found;
-}
-
-// Means over ranks of values and of second values, from sums of words.
-INLINE void average_both(const int32_t *words, const float *units, const uint8_t *tops, int64_t n, float ranks,
-                         const lanes_of by, float *values, float *seconds) {
-  const int32_t mask = (1 << by.low) - 1;
-  for (int64_t i = 0; i < n; i++) {
-    int32_t lane = by.wide ? words[i] : (int16_t)words[i / 2];
-    if (!by.wide && i % 2) lane = (int32_t)((uint32_t)words[i / 2] - (uint32_t)lane) >> 16;
-    float top = top_of(tops[i]), mean = (float)(lane & mask) * (top / (ranks * (float)by.parts));
-    float least = top / (4 * ranks);  // whoever has told has a quarter of the top there at least
-    values[i] = (float)(lane >> by.low) * units[i] / ranks;
-    seconds[i] = mean > least ? mean : least;
-  }
-}
-
 #define VARIANTS(suffix, target)                                                                                       \
   target static int64_t round_both_##suffix(float *x, const float *second, int64_t size, const int64_t *indices,       \
                                             const int32_t *levels, const uint8_t *tops, int64_t n, int64_t lowest,     \
                                             int64_t raise_by, const lanes_of by, float offset, int32_t *words,         \
                                             float *units, int64_t *sent, float *rounded) {                             \
-    return round_both(x, second, size, indices, levels, tops, n, lowest, raise_by, by, offset, words, units, sent,     \
-                      rounded);                                                                                        \
+    return round_in_lanes(x, second, size, indices, levels, tops, n, lowest, raise_by, by, offset, words, units, sent, \
+                          rounded);                                                                                    \
   }                                                                                                                    \
   target static void average_both_##suffix(const int32_t *words, const float *units, const uint8_t *tops, int64_t n,   \
                                            float ranks, const lanes_of by, float *values, float *seconds) {            \
-    average_both(words, units, tops, n, ranks, by, values, seconds);                                                   \
+    average_lanes(words, units, tops, n, ranks, by, values, seconds);                                                  \
   }
 
 VARIANTS(portable, )
