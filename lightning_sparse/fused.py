@@ -23,6 +23,7 @@ from lightning_sparse.core import Context, GroupState, Selection, Update
 from lightning_sparse.density import count
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.exchanges.packed_union import Lanes, PackedUnion
+from lightning_sparse.kernels.form import Form
 from lightning_sparse.kernels.on_cuda import on_cuda
 from lightning_sparse.memory import Memory, Residual, SecondMoment
 from lightning_sparse.memory.base import FeedbackState
@@ -167,7 +168,7 @@ def exchange_group(
     found = triton_select.pick(acc[:numel], search, scratch.bound, share, slots + room, spare, turn, n, weighed)
     selected = Stamp.now(grad.device)
 
-    form = triton_lanes.Form.of(numel, slots + room, weighed is not None)
+    form = Form.of(numel, slots + room, weighed is not None)
     message = triton_lanes.tell(acc, found.keys, found.number, found.largest, search.broken, form, lanes.most, second)
     rows = yield from meter.watch(_ask(AllGather(message)))
     heard = triton_lanes.hear(rows, form, scratch.named, scratch.first, scratch.lowest, scratch.trouble)

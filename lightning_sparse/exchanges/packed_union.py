@@ -1,4 +1,4 @@
-"""The union of all picks in about half the bytes: 16-bit indices, and 16-bit integers for values."""
+"""The union of all picks in less than half the bytes: short indices, and 16-bit integers for values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from lightning_sparse.exchanges.base import (
 )
 from lightning_sparse.exchanges.reduce_union import union_of
 from lightning_sparse.kernels import compiled, hear, locate, pad, put_, static_shapes, take, tell, under
-from lightning_sparse.kernels.host_messages import BLOCK, CLASS_BITS, CLASSES, LOWEST, SILENT, TROUBLE
+from lightning_sparse.kernels.form import NIBBLE, OCTET, Form
+from lightning_sparse.kernels.host_messages import CLASS_BITS, CLASSES, LOWEST, SILENT, TROUBLE
 from lightning_sparse.kernels.native_picks import Met, NativePicks
 from lightning_sparse.messages import AllGather, AllReduce, Steps
 
@@ -40,7 +41,7 @@ CODE_ZERO = 128
 @EXCHANGES.register
 @dataclass(frozen=True)
 class PackedUnion(Exchange):
-    """What :class:`ReduceUnion` does, with a bit more than half the bytes for indices and half of those for values.
+    """What :class:`ReduceUnion` does, with less than half the bytes for indices and half of those for values.
 
     ``update[U_j] = (1/n) s_j sum_i q_ij``: at coordinate j all ranks round their values to multiples ``q_ij`` of one
     step ``s_j``, with ``|q_ij| <= floor(32767 / n)``, and keep what rounding took away (``acc_i - q_i s``) in their
@@ -56,10 +57,12 @@ class PackedUnion(Exchange):
     last level is sent as the last level; the rest follows later. Where a value is rounded to zero, that rank has sent
     nothing. Sums are exact, and so is what stays behind, but for values beyond the last level.
 
-    Indices travel as 16-bit offsets in blocks of 65 536 coordinates and one count for each block, where that is
-    shorter, and as 32 bits where it is not; with 4 bits each for class and :attr:`spare
-    <lightning_sparse.core.Selection.spare>`. Together ``2.5 (n - 1) m`` bytes of indices for the longest selection m
-    and ``4 (n - 1) / n |U|`` of values, plus a few words.
+    Indices travel in the coding of Elias and Fano (:class:`~lightning_sparse.kernels.form.Form`): of each coordinate
+    the lowest l bits as they are, and the rest as marks, one bit for each pick and one for each ``2**l`` coordinates; l
+    is 8, 12, ... 28, whichever is shortest. For m picks of d coordinates these are ``l + 1 + 2**-l d / m`` bits each:
+    9.8 where one of 200 is picked, 13.5 where one of 2000 is; the entropy of a random choice is 9.1 and 12.4. Class
+    and :attr:`spare <lightning_sparse.core.Selection.spare>` take 4 bits. Together these are 1.7 to 2.2 bytes, ``(n -
+    1) m`` times for the longest selection m, and ``4 (n - 1) / n |U|`` bytes of values, plus a few words.
 
     With a single rank, and from 512 ranks on (too few levels), values travel unrounded.
 
@@ -69,8 +72,9 @@ class PackedUnion(Exchange):
     multiples take the low bits of the 16-bit integers, and values the others; with more ranks each coordinate has 32.
 
     References:
-        Ours. Rounding with error feedback: Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient
-        Compression Schemes, ICML 2019, arXiv 1901.09847.
+        Ours. Coding of indices: Elias, Efficient Storage and Retrieval by Content and Address of Static Files, Journal
+        of the ACM 21(2), 1974. Rounding with error feedback: Karimireddy et al., Error Feedback Fixes SignSGD and other
+        Gradient Compression Schemes, ICML 2019, arXiv 1901.09847.
     """
 
     carries_second: ClassVar[bool] = True
@@ -127,24 +131,15 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: La
     """The whole exchange in functions of the library."""
     n, numel = ctx.world_size, acc.numel() - 1
     selection, _ = yield from same_length(selection, None, numel)
-    slots = selection.indices.numel()
-    blocks = _blocks(slots, numel)
-    words, told = _told(acc, selection, lanes.most, blocks)
+    form = Form.of(numel, selection.indices.numel(), ctx.second is not None)
+    words, told = _told(acc, selection, lanes.most, form)
     if ctx.second is not None:
         words = torch.cat([words, _pack_octets(library.codes(ctx.second, told))])
     rows = yield AllGather(words)
-    ends = counts_of(rows, slots)
-    spares = selection.spare is not None
-    met = library.meet(rows, slots, blocks, numel, spares, selection.limit, ctx.step)
+    ends = counts_of(rows, form.slots)
+    met = library.meet(rows, form, selection.spare is not None, selection.limit, ctx.step)
     refuse([rank == met for rank in range(n)])
-    picks = None
-    if not isinstance(met, Met):  # some picks do not ascend
-        heard = library.hear(rows, ends, slots, blocks, numel)
-        spare = heard.spares if spares else None
-        picks = Picks(heard.picks, None, rows[:, 0].long(), spare, _codes_in(rows, ends, slots, ctx))
-        union = union_of(picks, selection, numel, ctx, heard.levels)
-        trouble = bool(rows[:, 1].max() == TROUBLE)
-        met = Met(union.indices, union.levels.int(), int(union.named), heard.lowest, trouble)
+    assert isinstance(met, Met)
     indices, levels, size = met.indices, met.levels, met.indices.numel()
     if size == met.named:
         indices, levels = indices[: selection.total], levels[: selection.total]
@@ -159,10 +154,7 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: La
         values, second = library.average((yield AllReduce(made.words)), made.units, n), None
     else:
         share = lanes.low, lanes.wide, lanes.parts
-        if picks is None:
-            tops = library.tops(rows, slots, blocks, numel, indices)
-        else:
-            tops = _largest_codes(picks, indices, numel).to(torch.uint8)
+        tops = library.tops(rows, form, indices)
         offset = (ctx.rank + 0.5) / n
         made = library.round_both_(acc, ctx.second, indices, levels, tops, *grid, *share, offset)
         values, second = library.average_both((yield AllReduce(made.words)), made.units, tops, n, *share)
@@ -234,12 +226,11 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     padding = acc.numel() - 1
     selection, _ = yield from same_length(selection, None, padding)
     indices, slots = selection.indices, selection.indices.numel()
-    blocks = _blocks(slots, padding)
+    form = Form.of(padding, slots, ctx.second is not None)
     if static_shapes(acc.device):
-        words = _tell(acc, selection, most, blocks, ctx)
+        words = _tell(acc, selection, most, form, ctx)
     else:
-        words, indices = _told(acc, selection, most, blocks)
-    after = words.numel()
+        words, indices = _told(acc, selection, most, form)
     if ctx.second is not None:
         words = torch.cat([words, _pack_octets(_codes(ctx.second[indices]))])
     rows = yield AllGather(words)
@@ -248,72 +239,75 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     trouble = tops.max() == TROUBLE
     if not static_shapes(acc.device):
         ends = counts_of(rows, slots)
-        heard = hear(rows, ends, slots, blocks, padding)
+        heard = hear(rows, ends, form)
         refuse([heard.lowest == -1 - rank for rank in range(ctx.world_size)])
         spares = None if selection.spare is None else heard.spares
         lowest = torch.tensor(heard.lowest, device="cpu")
-        codes = _codes_in(rows, ends, slots, ctx)
+        octets = None if ctx.second is None else _unpack_octets(rows[:, form.seconds :], slots)
+        codes = None if octets is None else [row[:end] for row, end in zip(octets, ends, strict=True)]
         return Picks(heard.picks, None, counts, spares, codes), heard.levels, lowest, trouble
-    octets = None if ctx.second is None else _unpack_octets(rows[:, after:], slots)
-    body = after - -(-slots // 8)
-    told = _unpack_nibbles(rows[:, body:after], slots)
+    octets = None if ctx.second is None else _unpack_octets(rows[:, form.seconds :], slots)
+    places, told = _read(rows, form)
     levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)
     within = torch.arange(slots, device=acc.device) < counts[:, None]
     lowest = torch.where(within, levels, tops).amin(1).max() if slots else tops.max()
-    places = _lengthen(rows[:, 2:body], slots, blocks, padding) if blocks else rows[:, 2:body].long()
     all_spares = None if selection.spare is None else told >= CLASSES
     return Picks(places, None, counts, all_spares, octets), levels.flatten(), lowest, trouble
 
 
-def _blocks(slots: int, numel: int) -> int:
-    """Blocks in which offsets are told; 0 where whole coordinates are shorter."""
-    blocks = -(-numel // BLOCK)
-    return 0 if blocks + (slots + 1) // 2 >= slots else blocks
-
-
-def _told(acc: Tensor, selection: Selection, most: int, blocks: int) -> tuple[Tensor, Tensor]:
+def _told(acc: Tensor, selection: Selection, most: int, form: Form) -> tuple[Tensor, Tensor]:
     """The message of one rank on the CPU, and its coordinates in the order in which they are told."""
     indices, spare = selection.indices, selection.spare
-    words = tell(acc, indices, spare, int(selection.count), most, blocks)
+    words = tell(acc, indices, spare, int(selection.count), most, form)
     if words is not None:
         return words, indices
     indices, order = indices.sort()  # those of an outside sparsifier that do not ascend
     spare = None if spare is None else spare[order]
-    return _told(acc, selection._replace(indices=indices, spare=spare), most, blocks)
+    return _told(acc, selection._replace(indices=indices, spare=spare), most, form)
 
 
-def _tell(acc: Tensor, selection: Selection, most: int, blocks: int, ctx: Context) -> Tensor:
+def _tell(acc: Tensor, selection: Selection, most: int, form: Form, ctx: Context) -> Tensor:
     """The message of one rank: number of picks and level of the largest; coordinates; and four bits for each."""
-    indices, slots = selection.indices, selection.indices.numel()
-    magnitudes = values_at(acc, indices, ctx).abs_()
-    largest = magnitudes.max() if slots else acc.new_zeros(())
+    magnitudes = values_at(acc, selection.indices, ctx).abs_()
+    largest = magnitudes.max() if form.slots else acc.new_zeros(())
     classes = _classes(magnitudes, largest)
     if selection.spare is not None:
         classes = classes | selection.spare.to(torch.uint8) << 3
     head = torch.stack([selection.count.int(), _level_of(largest / most)])
-    return torch.cat([head, _shorten(indices, blocks) if blocks else indices.int(), _pack_nibbles(classes)])
+    return torch.cat([head, *_written(selection.indices, classes, form)])
 
 
-def _shorten(indices: Tensor, blocks: int) -> Tensor:
-    """Ascending coordinates to int32 words: how many lie in each block, then two offsets a word."""
-    bounds = torch.arange(BLOCK, (blocks + 1) * BLOCK, BLOCK, device=indices.device)
-    # Of padding, which is last, the last block may take up some: its slots are beyond the count.
-    ends = torch.searchsorted(indices, bounds, out_int32=True)
-    return torch.cat([ends, pack(_signed(indices))])
+def _written(indices: Tensor, classes: Tensor, form: Form) -> list[Tensor]:
+    """Ascending coordinates, and four bits for each, in int32 words."""
+    places = (indices >> form.bits) + torch.arange(form.slots, device=indices.device)
+    marks = torch.zeros(form.octets - form.marks, dtype=torch.int32, device=indices.device)
+    marks.index_add_(0, places >> 5, (1 << (places & 31)).int())
+    nibbles = classes[None]
+    if form.planes:
+        nibbles = torch.cat([(indices >> _shifts(form, indices.device) & 15).to(torch.uint8), nibbles])
+    return [marks, _pack_octets((indices & 255).to(torch.uint8)), _pack_nibbles(nibbles)]
 
 
-def _lengthen(words: Tensor, slots: int, blocks: int, padding: int) -> Tensor:
-    """Undo :func:`_shorten` for (..., words) of one or more ranks; slots without a pick come back as padding."""
-    wide = torch.int32 if 2 * (padding + BLOCK) < 2**31 else torch.int64
-    offsets = unpack(words[..., blocks:], slots).to(wide) & (BLOCK - 1)
-    places = torch.arange(slots, dtype=torch.int32, device=words.device).expand(*words.shape[:-1], slots).contiguous()
-    passed = torch.searchsorted(words[..., :blocks].contiguous(), places, right=True, out_int32=wide == torch.int32)
-    return torch.add(offsets, passed, alpha=BLOCK).clamp_(max=padding)
+def _read(rows: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """What :func:`_written` has made, of (n, words): coordinates, padding where there is no pick; and uint8 classes."""
+    wide, device = torch.int32 if 2 * form.numel < 2**31 else torch.int64, rows.device
+    octets = rows[:, form.marks : form.octets].contiguous().view(torch.uint8)
+    bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
+    until = bits.flatten(1).cumsum(1, dtype=torch.int32)
+    slots = torch.arange(form.slots, dtype=torch.int32, device=device)
+    marks = torch.searchsorted(until, (slots + 1).expand(len(rows), -1).contiguous(), out_int32=True)
+    places = (marks - slots).to(wide) << form.bits
+    places |= _unpack_octets(rows[:, form.octets : form.nibbles], form.slots)
+    planes = rows[:, form.nibbles : form.seconds].view(len(rows), form.planes + 1, form.seconds - form.classes)
+    nibbles = _unpack_nibbles(planes, form.slots)
+    if form.planes:
+        places += (nibbles[:, :-1].to(wide) << _shifts(form, device)).sum(1, dtype=wide)
+    return places.clamp_(0, form.numel), nibbles[:, -1]
 
 
-def _signed(indices: Tensor) -> Tensor:
-    """Offsets in blocks, as the 16-bit integers of equal bits."""
-    return (((indices + (1 << 15)) & (BLOCK - 1)) - (1 << 15)).int()
+def _shifts(form: Form, device: torch.device) -> Tensor:
+    """Where the four bits of each plane belong in coordinates: (planes, 1)."""
+    return torch.arange(OCTET, form.bits, NIBBLE, device=device)[:, None]
 
 
 def pack(lanes: Tensor) -> Tensor:
@@ -325,7 +319,7 @@ def pack(lanes: Tensor) -> Tensor:
         tensor([    6,    -2, 29993], dtype=torch.int32)
     """
     padded = torch.nn.functional.pad(lanes, (0, lanes.numel() % 2))
-    return padded[0::2] + padded[1::2] * BLOCK
+    return padded[0::2] + padded[1::2] * (1 << 16)
 
 
 def unpack(words: Tensor, count: int) -> Tensor:
@@ -336,28 +330,20 @@ def unpack(words: Tensor, count: int) -> Tensor:
 
 
 def _pack_nibbles(nibbles: Tensor) -> Tensor:
-    """Eight integers of 4 bits, uint8, in each int32 word."""
-    padded = torch.nn.functional.pad(nibbles, (0, -nibbles.numel() % 8))
-    return (padded[0::2] | padded[1::2] << 4).view(torch.int32)
+    """Eight integers of 4 bits, uint8, in each int32 word; rows one behind the other."""
+    padded = torch.nn.functional.pad(nibbles, (0, -nibbles.shape[-1] % 8))
+    return (padded[..., 0::2] | padded[..., 1::2] << 4).flatten().view(torch.int32)
 
 
 def _unpack_nibbles(words: Tensor, count: int) -> Tensor:
-    """Undo :func:`_pack_nibbles` for (n, words): (n, count) uint8."""
+    """Undo :func:`_pack_nibbles` for (..., words): (..., count) uint8."""
     octets = words.contiguous().view(torch.uint8)
-    return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)[:, :count]
+    return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)[..., :count]
 
 
 def _pack_octets(octets: Tensor) -> Tensor:
     """Four integers of 8 bits, uint8, in each int32 word."""
     return torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).view(torch.int32)
-
-
-def _codes_in(rows: Tensor, ends: list[int], slots: int, ctx: Context) -> list[Tensor] | None:
-    """Codes of second values at the picks of each rank, which are the last in its message."""
-    if ctx.second is None:
-        return None
-    octets = _unpack_octets(rows[:, rows.shape[1] - -(-slots // 4) :], slots)
-    return [row[:end] for row, end in zip(octets, ends, strict=True)]
 
 
 def _unpack_octets(words: Tensor, count: int) -> Tensor:

@@ -15,7 +15,7 @@
 #define SILENT 0
 #define TROUBLE ((1 << 20) - 1)
 #define LEVELS 4096  // those of numbers are below
-#define OFFSETS 65536  // coordinates that a 16-bit offset can tell apart
+#define OFFSETS 65536  // coordinates that are worked on in a table
 #define AHEAD 48  // elements to prefetch in places all over a vector
 
 #if defined(__x86_64__)
@@ -32,10 +32,4 @@ extern int instructions;  // 0: portable, 1: AVX2, 2: AVX-512; ls_choose sets it
 
 INLINE uint32_t bits_of(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
 INLINE float float_of(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
-
-// The 16-bit offset of a pick, of which a word tells two; the first of them may have borrowed from the second.
-INLINE int64_t offset_in(const int32_t *words, int64_t i) {
-  uint32_t word = (uint32_t)words[i / 2], low = word & 0xffff;
-  return i % 2 ? ((word >> 16) + (low >> 15)) & 0xffff : low;
-}
 #endif

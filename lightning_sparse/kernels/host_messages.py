@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.kernels import native
+from lightning_sparse.kernels.form import NIBBLE, OCTET, Form
 from lightning_sparse.kernels.host_arrays import compiled_on
-from lightning_sparse.kernels.native_picks import Heard, body_words
 
-BLOCK = 1 << 16
-"""Coordinates that a 16-bit offset can tell apart."""
 CLASSES, CLASS_BITS = 8, 3
 """Classes of magnitude of a rank's picks, each 2**3 times smaller than the one before."""
 LOWEST = -1100
@@ -23,89 +22,116 @@ SILENT, LEVELS, TROUBLE = 0, 4096, (1 << 20) - 1
 is not finite."""
 
 
-def tell(acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int) -> Tensor | None:
+class Heard(NamedTuple):
+    """Messages of all ranks, read."""
+
+    picks: list[Tensor]
+    """(c,) int64 coordinates of each rank, ascending."""
+    spares: list[Tensor]
+    """(c,) bool: which of them are spare."""
+    levels: Tensor
+    """int64 levels of all of them, one rank after another."""
+    lowest: int
+    """The largest of all ranks' lowest levels; -1 - r where the message of rank r cannot be."""
+
+
+def tell(acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, form: Form) -> Tensor | None:
     """The message of one rank: number of picks and level of the largest; coordinates; and four bits for each.
 
     Args:
         acc: (numel + 1,) values.
-        indices: (c,) integers up to numel, those of a block behind those of the blocks before it.
-        spare: (c,) bool.
+        indices: (slots,) integers up to numel, ascending.
+        spare: (slots,) bool.
         count: how many of the indices are picks.
         most: steps of the largest value.
-        blocks: of 65 536 coordinates: the slot at which each ends is told, and two 16-bit offsets a word, of which the
-            first may have borrowed from the second. 0: whole coordinates.
+        form: of the message.
 
     Returns:
-        int32 words; None where the indices of blocks are in another order.
+        (form.seconds,) int32; None where indices do not ascend.
     """
     if compiled := compiled_on(acc):
-        return compiled.picks.tell(acc, indices, spare, count, most, blocks)
-    places, slots = indices.numpy(), indices.numel()
-    if blocks and (np.diff(places // BLOCK) < 0).any():
+        return compiled.picks.tell(acc, indices, spare, count, most, form)
+    places, slots = indices.numpy(), form.slots
+    if (np.diff(places) < 0).any():
         return None
-    body = body_words(slots, blocks)
-    words = np.zeros(2 + body + (slots + 7) // 8, dtype=np.int32)
+    words = np.zeros(form.seconds, dtype=np.int32)
     magnitudes = np.abs(acc.numpy().take(places))
     largest = magnitudes.max(initial=0)
     words[:2] = count, _level_of(largest / magnitudes.dtype.type(most))
-    if blocks:
-        words[2 : 2 + blocks] = np.searchsorted(places, np.arange(1, blocks + 1) * BLOCK)
-        offsets = words[2 + blocks : 2 + body]
-        offsets.view(np.uint16)[:slots] = places.astype(np.uint16)
-        offsets -= (offsets & 0x8000) << 1
-    else:
-        words[2 : 2 + body] = places
-    nibbles = np.zeros(8 * (words.size - 2 - body), dtype=np.uint8)
+    marks = np.zeros(32 * (form.octets - form.marks), dtype=bool)
+    marks[(places >> form.bits) + np.arange(slots)] = True
+    words[form.marks : form.octets].view(np.uint8)[:] = np.packbits(marks, bitorder="little")
+    words[form.octets : form.nibbles].view(np.uint8)[:slots] = places.astype(np.uint8)
+    for plane in range(form.planes):
+        _plane_of(words, form, plane)[:] = _packed(places >> (OCTET + NIBBLE * plane) & 15)
+    classes = np.zeros(slots, dtype=np.uint8)
     if 0 < largest < math.inf:
         for c in range(1, CLASSES):
             bound = np.ldexp(largest, -CLASS_BITS * c)
             if np.ldexp(bound, CLASS_BITS * c) > largest:  # it is subnormal, and was rounded up
                 bound = np.nextafter(bound, 0, dtype=bound.dtype)
-            nibbles[:slots] += magnitudes <= bound
+            classes += magnitudes <= bound
     if spare is not None:
-        nibbles[:slots] |= spare.numpy().view(np.uint8) << 3
-    words[2 + body :].view(np.uint8)[:] = nibbles[0::2] | nibbles[1::2] << 4
+        classes |= spare.numpy().view(np.uint8) << 3
+    _plane_of(words, form, form.planes)[:] = _packed(classes)
     return torch.from_numpy(words)
 
 
-def hear(rows: Tensor, ends: list[int], slots: int, blocks: int, padding: int) -> Heard:
+def hear(rows: Tensor, ends: list[int], form: Form) -> Heard:
     """Read what :func:`tell` has written.
 
     Args:
         rows: (n, words) int32.
         ends: how many indices of each rank are picks, from 0 to ``slots``.
-        slots: indices of each rank.
-        blocks: see :func:`tell`.
-        padding: what coordinates are limited to.
+        form: of the messages.
     """
-    if native.library:
-        return native.library.picks.hear(rows, ends, slots, blocks, padding)
     places, levels, spares = (np.empty(sum(ends), dtype=dtype) for dtype in (np.int64, np.int64, bool))
-    body, start, lowest = 2 + body_words(slots, blocks), 0, SILENT
-    firsts = np.arange(blocks + 1) * BLOCK
+    start, lowest = 0, SILENT
     for rank, (row, end) in enumerate(zip(np.ascontiguousarray(rows.numpy()), ends, strict=True)):
-        own, top = slice(start, start + end), int(row[1])
-        counts = np.diff(row[2 : 2 + blocks].astype(np.int64), prepend=0, append=slots)
-        outside = not blocks and end and not 0 <= row[2 : 2 + end].min() <= row[2 : 2 + end].max() <= padding
-        if outside or (counts < 0).any() or not (SILENT <= top < LEVELS or top == TROUBLE):
+        own, top, found = slice(start, start + end), int(row[1]), _places_in(row, form, end)
+        if found is None or not (SILENT <= top < LEVELS or top == TROUBLE):
             lowest = -1 - rank
             break
-        if blocks:
-            offsets = row[2 + blocks : body]
-            offsets = (offsets + ((offsets & 0x8000) << 1)).view(np.uint16)
-            np.add(np.repeat(firsts, counts)[:end], offsets[:end], out=places[own])
-            np.minimum(places[own], padding, out=places[own])
-        else:
-            places[own] = row[2 : 2 + end]
-        octets = row[body : body + (slots + 7) // 8].view(np.uint8)
-        nibbles = np.stack([octets & 15, octets >> 4], axis=1).reshape(-1)[:end]
-        np.greater_equal(nibbles, CLASSES, out=spares[own])
-        nibbles &= CLASSES - 1
+        np.minimum(found, form.numel, out=places[own])
+        classes = _unpacked(_plane_of(row, form, form.planes), end)
+        np.greater_equal(classes, CLASSES, out=spares[own])
+        classes &= CLASSES - 1
         level_of = np.maximum(top - CLASS_BITS * np.arange(CLASSES), SILENT)
-        level_of.take(nibbles, out=levels[own])
-        lowest, start = max(lowest, int(level_of[nibbles.max(initial=0)]) if end else top), start + end
+        level_of.take(classes, out=levels[own])
+        lowest, start = max(lowest, int(level_of[classes.max(initial=0)]) if end else top), start + end
     picks, spare = (list(torch.split(torch.from_numpy(x), ends)) for x in (places, spares))
     return Heard(picks, spare, torch.from_numpy(levels), lowest)
+
+
+def _places_in(row: NDArray[np.int32], form: Form, count: int) -> NDArray[np.int64] | None:
+    """The first coordinates that a message tells; None where it cannot be."""
+    marks = np.unpackbits(row[form.marks : form.octets].view(np.uint8), bitorder="little").nonzero()[0]
+    if len(marks) != form.slots:
+        return None
+    places: NDArray[np.int64] = (marks[:count] - np.arange(count)) << form.bits
+    places |= row[form.octets : form.nibbles].view(np.uint8)[:count]
+    for plane in range(form.planes):
+        places |= _unpacked(_plane_of(row, form, plane), count).astype(np.int64) << (OCTET + NIBBLE * plane)
+    return None if (np.diff(places) < 0).any() else places
+
+
+def _plane_of(words: NDArray[np.int32], form: Form, plane: int) -> NDArray[np.uint8]:
+    """The bytes of four bits for each pick: of coordinates, and behind these planes the one of classes."""
+    size = form.seconds - form.classes
+    start = form.nibbles + plane * size
+    return words[start : start + size].view(np.uint8)
+
+
+def _packed(nibbles: NDArray[np.integer]) -> NDArray[np.uint8]:
+    """Two in a byte, in whole words."""
+    padded = np.zeros(-(-nibbles.size // 8) * 8, dtype=np.uint8)
+    padded[: nibbles.size] = nibbles
+    return padded[0::2] | padded[1::2] << np.uint8(4)
+
+
+def _unpacked(octets: NDArray[np.uint8], count: int) -> NDArray[np.uint8]:
+    """Undo :func:`_packed`."""
+    return np.stack([octets & 15, octets >> 4], axis=1).reshape(-1)[:count]
 
 
 def _level_of(step: np.floating) -> int:

@@ -40,6 +40,7 @@ SOURCES = tuple(
         "common.h",
         "lanes.h",
         "rounding.h",
+        "told.h",
     )
 )
 LIBRARY = Path(__file__).with_name("libhost.so")

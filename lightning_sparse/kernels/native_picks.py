@@ -11,20 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sparse.kernels.form import Form
 from lightning_sparse.kernels.native_buffers import SLACK, address, at, written, zeros
-
-
-class Heard(NamedTuple):
-    """Messages of all ranks, read."""
-
-    picks: list[Tensor]
-    """(c,) int64 coordinates of each rank, ascending."""
-    spares: list[Tensor]
-    """(c,) bool: which of them are spare."""
-    levels: Tensor
-    """int64 levels of all of them, one rank after another."""
-    lowest: int
-    """The largest of all ranks' lowest levels; -1 - r where the message of rank r cannot be."""
 
 
 class Met(NamedTuple):
@@ -84,31 +72,18 @@ class NativePicks:
         return found
 
     def tell(
-        self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, blocks: int
+        self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, form: Form
     ) -> Tensor | None:
         """See :func:`~lightning_sparse.kernels.host_messages.tell`."""
         indices, spare = indices.long().contiguous(), None if spare is None else spare.contiguous()
-        slots = indices.numel()
-        words = torch.zeros(2 + body_words(slots, blocks) + (slots + 7) // 8, dtype=torch.int32, device="cpu")
-        magnitudes = np.empty(slots, np.float32)
+        words = torch.zeros(form.seconds, dtype=torch.int32, device="cpu")
         failed = self._library.ls_tell(
-            at(acc), acc.numel(), at(indices), None if spare is None else at(spare), slots,
-            count, most, blocks, at(words), at(magnitudes),
+            at(acc), form.numel, at(indices), None if spare is None else at(spare), form.slots, count, most, form.bits,
+            at(words), address("of picks", form.slots, np.float32),
         )  # fmt: skip
         if failed == 1:
             raise IndexError(f"an index is outside of a vector of {acc.numel()}")
         return None if failed else words
-
-    def hear(self, rows: Tensor, ends: list[int], slots: int, blocks: int, padding: int) -> Heard:
-        """See :func:`~lightning_sparse.kernels.host_messages.hear`; rows are contiguous in words."""
-        places = torch.empty(sum(ends), dtype=torch.int64, device="cpu")
-        levels, spare = torch.empty_like(places), torch.empty(sum(ends), dtype=torch.bool, device="cpu")
-        lengths = np.array(ends, np.int64)
-        lowest: int = self._library.ls_hear(
-            at(rows), len(ends), rows.stride(0), slots, at(lengths),
-            blocks, padding, at(places), at(levels), at(spare),
-        )  # fmt: skip
-        return Heard(list(torch.split(places, ends)), list(torch.split(spare, ends)), levels, lowest)
 
     def unite(
         self,
@@ -135,30 +110,24 @@ class NativePicks:
         )  # fmt: skip
         return None if size < 0 else (union[:size], largest[:size], named.value)
 
-    def meet(
-        self, rows: Tensor, slots: int, blocks: int, padding: int, spares: bool, limit: int | None, phase: int
-    ) -> Met | int | None:
-        """:meth:`hear` and :meth:`unite` in one; None where a list does not ascend, a rank whose message cannot be.
+    def meet(self, rows: Tensor, form: Form, spares: bool, limit: int | None, phase: int) -> Met | int:
+        """Read the messages of all ranks, and unite what they name; the rank whose message cannot be, if any.
 
         Args:
             rows: (n, words) int32, contiguous in words.
-            slots: indices of each rank.
-            blocks: see :meth:`tell`.
-            padding: coordinates from here on do not count.
+            form: of the messages.
             spares: whether picks may be spare ones.
             limit: see :meth:`unite`, as the phase.
             phase: see there.
         """
         n, numbers = rows.shape[0], (ctypes.c_int64 * 3)()
-        union, levels, said = _space_for_union(n * slots)
+        union, levels, said = _space_for_union(n * form.slots)
         size = self._library.ls_meet(
-            at(rows), n, rows.stride(0), slots, blocks, padding, spares,
-            _limit(limit), phase, self._table(), address("at", 6 * n, np.int64), at(union),
-            said, at(levels), numbers,
+            at(rows), n, rows.stride(0), form.numel, form.slots, form.bits, spares, _limit(limit), phase,
+            self._table(), address("readers", n * self._library.ls_reader(), np.uint8), at(union), said, at(levels),
+            numbers,
         )  # fmt: skip
-        if size < 0:
-            return None if size == -1 - n else -1 - size
-        return Met(union[:size], levels[:size], numbers[0], numbers[1], bool(numbers[2]))
+        return -1 - size if size < 0 else Met(union[:size], levels[:size], numbers[0], numbers[1], bool(numbers[2]))
 
     def add_up(
         self, coordinates: NDArray[np.int64], values: NDArray[np.float32], lengths: NDArray[np.int64], padding: int
@@ -228,20 +197,18 @@ class NativePicks:
             raise IndexError(f"an index is outside of a vector of {second.numel()}")
         return codes
 
-    def tops(self, rows: Tensor, slots: int, blocks: int, padding: int, union: Tensor) -> Tensor:
+    def tops(self, rows: Tensor, form: Form, union: Tensor) -> Tensor:
         """The largest code that any rank tells for each coordinate of a union: (u,) uint8.
 
         Args:
             rows: messages that :meth:`meet` has read, with codes behind them, a byte for each slot.
-            slots: see there.
-            blocks: see there.
-            padding: see there.
+            form: of the messages.
             union: (u,) int64, ascending.
         """
         tops = torch.empty(union.numel(), dtype=torch.uint8, device="cpu")
         self._library.ls_tops(
-            at(rows), len(rows), rows.stride(0), slots, blocks, padding, at(union), union.numel(),
-            zeros("told", 1 << 16), address("at", 6 * len(rows), np.int64), at(tops),
+            at(rows), len(rows), rows.stride(0), form.numel, form.slots, form.bits, at(union), union.numel(),
+            zeros("told", 1 << 16), address("readers", 2 * len(rows) * self._library.ls_reader(), np.uint8), at(tops),
         )  # fmt: skip
         return tops
 
@@ -298,11 +265,6 @@ class NativePicks:
             at(words), at(units), at(tops), units.numel(), n, low, wide, parts, at(values), at(second)
         )
         return values, second
-
-
-def body_words(slots: int, blocks: int) -> int:
-    """Words that coordinates take."""
-    return blocks + (slots + 1) // 2 if blocks else slots
 
 
 def _limit(limit: int | None) -> int:

@@ -1,6 +1,7 @@
 // Work on picks, which are few: taking and putting values, telling picks, rounding their values. The CPU formulations of
 // host_picks.py, host_messages.py and packed_union.py for float32, equal bit for bit.
 #include "rounding.h"
+#include "told.h"
 
 // Memory, not the processor, decides how long these take: asked for ahead, it answers several at once.
 // 0; or 1 where an index is not below the size of x, and the work is left undone there.
@@ -52,15 +53,14 @@ INLINE int32_t level_of(float step) {
   return (frexpf(step, &exponent) == 0.5f ? exponent - 1 : exponent) - LOWEST;
 }
 
-// The message of one rank, see host_messages.py. words is zero; magnitudes have room for n. 1 where an index is outside,
-// 2 where one lies in an earlier block than one before it.
-INLINE int32_t tell(const float *x, int64_t size, const int64_t *indices, const uint8_t *spare, int64_t n,
-                       int32_t count, float most, int64_t blocks, int32_t *words, float *magnitudes) {
+// The message of one rank, see host_messages.py. x has a spare slot behind its last coordinate; words is zero; magnitudes
+// have room for n. 1 where an index is outside, 2 where indices do not ascend.
+INLINE int32_t tell(const float *x, int64_t numel, const int64_t *indices, const uint8_t *spare, int64_t n,
+                    int32_t count, float most, int64_t bits, int32_t *words, float *magnitudes) {
+  const form f = form_of(numel, n, bits);
   uint32_t largest = 0;
-  int32_t *body = words + 2;
-  int64_t half = (n + 1) / 2;
   float bounds[CLASSES];
-  if (ls_take(x, size, indices, n, magnitudes)) return 1;
+  if (ls_take(x, numel + 1, indices, n, magnitudes)) return 1;
   for (int64_t i = 0; i < n; i++) {
     magnitudes[i] = fabsf(magnitudes[i]);
     largest = bits_of(magnitudes[i]) > largest ? bits_of(magnitudes[i]) : largest;
@@ -71,25 +71,19 @@ INLINE int32_t tell(const float *x, int64_t size, const int64_t *indices, const 
     bounds[c] = largest && largest < INFINITE ? (float)bound : -1;
     if ((double)bounds[c] > bound) bounds[c] = float_of(bits_of(bounds[c]) - 1);
   }
-  if (blocks) {
-    int64_t i = 0, misplaced = 0;
-    for (int64_t block = 0; block < blocks; block++) {
-      for (; i < n && indices[i] < (block + 1) * OFFSETS; i++) misplaced |= indices[i] < block * OFFSETS;
-      body[block] = (int32_t)i;
-    }
-    for (; i < n; i++) misplaced |= indices[i] < blocks * OFFSETS;
-    if (misplaced) return 2;
-    body += blocks;
-    for (i = 0; i < half; i++) {
-      int32_t low = (int16_t)indices[2 * i], high = 2 * i + 1 < n ? (int16_t)indices[2 * i + 1] : 0;
-      body[i] = (int32_t)((uint32_t)low + ((uint32_t)high << 16));
-    }
-    body += half;
-  } else {
-    for (int64_t i = 0; i < n; i++) body[i] = (int32_t)indices[i];
-    body += n;
+  uint64_t descends = 0;
+  for (int64_t i = 1; i < n; i++) descends |= indices[i] < indices[i - 1];
+  if (descends) return 2;
+  for (int64_t i = 0; i < n; i++) {
+    uint64_t place = (uint64_t)(indices[i] >> bits) + (uint64_t)i;
+    words[MARKS + place / 32] |= (int32_t)(1u << place % 32);
   }
-  uint8_t *nibbles = (uint8_t *)body;
+  for (int64_t i = 0; i < n; i++) ((uint8_t *)(words + f.octets))[i] = (uint8_t)indices[i];
+  for (int32_t plane = 0; plane < f.planes; plane++) {
+    uint8_t *out = (uint8_t *)(words + f.nibbles + plane * ((n + 7) / 8));
+    for (int64_t i = 0; i < n; i++) out[i / 2] |= (uint8_t)((indices[i] >> (8 + 4 * plane) & 15) << 4 * (i % 2));
+  }
+  uint8_t *nibbles = (uint8_t *)(words + f.classes);
   for (int64_t start = 0; start < n; start += PART) {
     int64_t size_of_part = n - start < PART ? n - start : PART;
     uint8_t classes[PART + 1];
@@ -106,46 +100,11 @@ INLINE int32_t tell(const float *x, int64_t size, const int64_t *indices, const 
   return 0;
 }
 
-// Picks of n messages that ls_tell has written, `stride` words each: of each rank the first `ends` of its slots, one
-// rank after another. The largest of all ranks' lowest levels; -1 - r where ls_tell cannot have written rank r's.
-EXPORT int32_t ls_hear(const int32_t *words, int64_t n, int64_t stride, int64_t slots, const int64_t *ends,
-                       int64_t blocks, int64_t padding, int64_t *places, int64_t *levels, uint8_t *spare) {
-  int64_t lowest = SILENT;
-  for (int64_t r = 0; r < n; words += stride, places += ends[r], levels += ends[r], spare += ends[r], r++) {
-    const int32_t *body = words + 2;
-    const uint8_t *nibbles = (const uint8_t *)(body + (blocks ? blocks + (slots + 1) / 2 : slots));
-    int64_t top = words[1], least = top, end = ends[r], i = 0, before = 0;
-    if (top < SILENT || (top >= LEVELS && top != TROUBLE)) return (int32_t)(-1 - r);
-    for (int64_t block = 0; blocks && block <= blocks; block++) {
-      int64_t last = block < blocks && body[block] < end ? body[block] : end;
-      if (block < blocks && (body[block] < before || body[block] > slots)) return (int32_t)(-1 - r);
-      before = block < blocks ? body[block] : before;
-      for (; i < last; i++) {
-        int64_t place = block * OFFSETS + offset_in(body + blocks, i);
-        places[i] = place < padding ? place : padding;
-      }
-    }
-    for (; i < end; i++) {
-      if (body[i] < 0 || body[i] > padding) return (int32_t)(-1 - r);
-      places[i] = body[i];
-    }
-    for (i = 0; i < end; i++) {
-      int32_t nibble = nibbles[i / 2] >> 4 * (i % 2) & 15;
-      int64_t level = top - (nibble & (CLASSES - 1)) * CLASS_BITS;
-      levels[i] = level > SILENT ? level : SILENT;
-      spare[i] = (uint8_t)(nibble >> 3);
-      least = levels[i] < least ? levels[i] : least;
-    }
-    lowest = least > lowest ? least : lowest;
-  }
-  return (int32_t)lowest;
-}
-
 #define VARIANTS(name, target)                                                                                         \
-  target static int32_t tell_##name(const float *x, int64_t size, const int64_t *indices, const uint8_t *spare,        \
-                                    int64_t n, int32_t count, float most, int64_t blocks, int32_t *words,              \
+  target static int32_t tell_##name(const float *x, int64_t numel, const int64_t *indices, const uint8_t *spare,       \
+                                    int64_t n, int32_t count, float most, int64_t bits, int32_t *words,                \
                                     float *magnitudes) {                                                               \
-    return tell(x, size, indices, spare, n, count, most, blocks, words, magnitudes);                                   \
+    return tell(x, numel, indices, spare, n, count, most, bits, words, magnitudes);                                    \
   }                                                                                                                    \
   target static int64_t round_at_##name(float *x, int64_t size, const int64_t *indices, const int32_t *levels,   \
                                         int64_t n, int64_t lowest, int64_t raise_by, float most, int32_t *words,       \
@@ -165,9 +124,9 @@ VARIANTS(avx2, AVX2)
 VARIANTS(avx512, AVX512)
 #endif
 
-EXPORT int32_t ls_tell(const float *x, int64_t size, const int64_t *indices, const uint8_t *spare, int64_t n,
-                       int32_t count, float most, int64_t blocks, int32_t *words, float *magnitudes) {
-  return PICK(tell)(x, size, indices, spare, n, count, most, blocks, words, magnitudes);
+EXPORT int32_t ls_tell(const float *x, int64_t numel, const int64_t *indices, const uint8_t *spare, int64_t n,
+                       int32_t count, float most, int64_t bits, int32_t *words, float *magnitudes) {
+  return PICK(tell)(x, numel, indices, spare, n, count, most, bits, words, magnitudes);
 }
 EXPORT int64_t ls_round(float *x, int64_t size, const int64_t *indices, const int32_t *levels, int64_t n,
                         int64_t lowest, int64_t raise_by, float most, int32_t *words, float *units, int64_t *sent,

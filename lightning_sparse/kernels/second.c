@@ -1,6 +1,7 @@
 // Second values beside those of packed_union.py: their codes in messages, the largest that were told, and both kinds of
 // values in one integer. The CPU formulations of packed_union.py for float32, equal bit for bit.
 #include "rounding.h"
+#include "told.h"
 
 #define CODE_ZERO 128  // as in packed_union.py
 
@@ -22,37 +23,24 @@ EXPORT int32_t ls_codes(const float *x, int64_t size, const int64_t *indices, in
   return 0;
 }
 
-INLINE int64_t place_in(const int32_t *body, int64_t blocks, int64_t block, int64_t i) {
-  if (!blocks) return body[i];
-  return block * OFFSETS + offset_in(body + blocks, i);
-}
-
-// The largest code that any of n messages tells for each of `size` ascending coordinates below padding. The messages are
-// those that ls_meet has read, with codes behind them, a byte for each slot. told: OFFSETS bytes, zero, and left so. at
-// has room for 2 n.
-EXPORT void ls_tops(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t blocks, int64_t padding,
-                    const int64_t *indices, int64_t size, uint8_t *told, int64_t *at, uint8_t *tops) {
-  const int64_t body = blocks ? blocks + (slots + 1) / 2 : slots, behind = 2 + body + (slots + 7) / 8;
+// The largest code that any of n messages tells for each of `size` ascending coordinates below numel. The messages are
+// those that ls_meet has read, with codes behind them, a byte for each slot. told: OFFSETS bytes, zero, and left so.
+EXPORT void ls_tops(const int32_t *words, int64_t n, int64_t stride, int64_t numel, int64_t slots, int64_t bits,
+                    const int64_t *indices, int64_t size, uint8_t *told, reader *readers, uint8_t *tops) {
+  const form f = form_of(numel, slots, bits);
   int64_t next = 0;
-  for (int64_t r = 0; r < n; r++) at[2 * r + 1] = 0;
-  for (int64_t start = 0, block = 0; start < padding; start += OFFSETS, block++) {
+  for (int64_t r = 0; r < n; r++) begin_reading(readers + r, words + r * stride, f);
+  for (int64_t start = 0; start < numel; start += OFFSETS) {
     for (int64_t r = 0; r < n; r++) {
-      const int32_t *row = words + r * stride, *list = row + 2;
-      const uint8_t *codes = (const uint8_t *)(row + behind);
-      int64_t i = at[2 * r + 1], last = row[0];
-      at[2 * r] = i;
-      if (blocks && list[block] < last) last = list[block];
-      for (; i < last; i++) {
-        int64_t offset = place_in(list, blocks, block, i) - start;
-        if (offset >= OFFSETS) break;
-        if (codes[i] > told[offset]) told[offset] = codes[i];
-      }
-      at[2 * r + 1] = i;
+      reader at = readers[n + r] = readers[r];
+      const uint8_t *codes = (const uint8_t *)(at.row + f.seconds);
+      for (; at.i < at.last && at.place < start + OFFSETS; next_pick(&at, f))
+        if (codes[at.i] > told[at.place - start]) told[at.place - start] = codes[at.i];
+      readers[r] = at;
     }
     for (; next < size && indices[next] < start + OFFSETS; next++) tops[next] = told[indices[next] - start];
     for (int64_t r = 0; r < n; r++)
-      for (int64_t i = at[2 * r]; i < at[2 * r + 1]; i++)
-        told[place_in(words + r * stride + 2, blocks, block, i) - start] = 0;
+      for (reader at = readers[n + r]; at.i < readers[r].i; next_pick(&at, f)) told[at.place - start] = 0;
   }
 }
 

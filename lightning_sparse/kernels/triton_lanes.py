@@ -13,13 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_sparse.kernels.form import Form
 from lightning_sparse.kernels.triton_launch import Share, launch
-from lightning_sparse.kernels.triton_union import PICKS, Bitmap, _set
+from lightning_sparse.kernels.triton_union import PICKS, Bitmap, _ones, _set
 
 LOWEST, TROUBLE = tl.constexpr(-1100), tl.constexpr((1 << 20) - 1)
 LEVELS_END = tl.constexpr(1 << 20)
 SILENT = tl.constexpr(0)
 CODE_ZERO = tl.constexpr(128)
+WORDS = 4096
+"""Words of marks that a program goes through at once."""
 
 
 @triton.jit
@@ -45,29 +48,22 @@ def _part(word, odd):
 
 
 @triton.jit
-def _signed(offset):
-    """16 bits as an integer with a sign."""
-    return ((offset & 0xFFFF) ^ 0x8000) - 0x8000
-
-
-@triton.jit
 def _code(second):
     """Of the power of two above a second value."""
     exponent, _ = _exponent(second)
     return tl.minimum(tl.maximum(tl.where(second > 0, exponent + CODE_ZERO, 1), 1), 255)
 
 
-@triton.jit(do_not_specialize=["parts", "slots", "blocks", "most", "numel"])
+@triton.jit(do_not_specialize=["parts", "slots", "bits", "octets", "most", "numel"])
 def _tell(
-    acc, beside, keys, number, largest, broken, message, parts, slots, blocks, most, numel,
-    SHORT: tl.constexpr, CODES: tl.constexpr, PICKS: tl.constexpr, PARTS: tl.constexpr,
+    acc, beside, keys, number, largest, broken, message, parts, slots, bits, octets, most, numel,
+    CODES: tl.constexpr, PICKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     part = tl.arange(0, PARTS)
     top_bits = tl.max(tl.load(largest + part, mask=part < parts, other=0))
     top = top_bits.to(tl.float32, bitcast=True)
     top_exponent, top_mantissa = _exponent(top)
-    body = (blocks + (slots + 1) // 2) if SHORT else slots
     if pid == 0:
         step = tl.div_rn(top, most.to(tl.float32))
         exponent, mantissa = _exponent(step)
@@ -75,57 +71,74 @@ def _tell(
         trouble = (tl.load(broken) != 0) | (top_bits >= 0x7F800000)
         tl.store(message, tl.load(number).to(tl.int32))
         tl.store(message + 1, tl.where(trouble, TROUBLE, level))
-    if SHORT:
-        # Before which slot each block ends: the number of picks below the first coordinate of the next one.
-        for start in range(pid * PICKS, blocks, tl.num_programs(0) * PICKS):
-            block = start + tl.arange(0, PICKS)
-            below = (block + 1) * 65536
-            low = tl.zeros((PICKS,), tl.int32)
-            high = low + slots
-            width = slots
-            while width > 0:
-                middle = (low + high) >> 1
-                open_ = (low < high) & (block < blocks)
-                less = open_ & ((tl.load(keys + middle, mask=open_, other=0) >> 1) < below)
-                high = tl.where(open_ & (less == 0), middle, high)
-                low = tl.where(less, middle + 1, low)
-                width = width >> 1
-            tl.store(message + 2 + block, low, mask=block < blocks)
-        pair = pid * (PICKS // 2) + tl.arange(0, PICKS // 2)
-        first = tl.load(keys + 2 * pair, mask=2 * pair < slots, other=0) >> 1
-        second = tl.load(keys + 2 * pair + 1, mask=2 * pair + 1 < slots, other=0) >> 1
-        tl.store(message + 2 + blocks + pair, _join(_signed(first), _signed(second)), mask=2 * pair < slots)
-    else:
-        slot = pid * PICKS + tl.arange(0, PICKS)
-        tl.store(message + 2 + slot, tl.load(keys + slot, mask=slot < slots, other=0) >> 1, mask=slot < slots)
+    # A mark is set where a pick's upper bits and its number add up to the place, which grows from pick to pick.
+    lane = tl.arange(0, 32)
+    for start in range(pid * (PICKS // 32), octets - 2, tl.num_programs(0) * (PICKS // 32)):
+        row = start + tl.arange(0, PICKS // 32)
+        mark = row[:, None] * 32 + lane[None, :]
+        low = tl.zeros((PICKS // 32, 32), tl.int32)
+        high = low + slots
+        width = slots
+        while width > 0:
+            middle = (low + high) >> 1
+            open_ = low < high
+            less = open_ & ((tl.load(keys + middle, mask=open_, other=0) >> (1 + bits)) + middle < mark)
+            high = tl.where(open_ & (less == 0), middle, high)
+            low = tl.where(less, middle + 1, low)
+            width = width >> 1
+        found = low < slots
+        found &= (tl.load(keys + low, mask=found, other=0) >> (1 + bits)) + low == mark
+        tl.store(message + 2 + row, tl.sum(found.to(tl.int32) << lane[None, :], axis=1), mask=row < octets - 2)
+    four = tl.arange(0, 4)
+    row = pid * (PICKS // 4) + tl.arange(0, PICKS // 4)
+    slot = row[:, None] * 4 + four[None, :]
+    octet = (tl.load(keys + slot, mask=slot < slots, other=0) >> 1) & 255
+    tl.store(message + octets + row, tl.sum(octet << (8 * four)[None, :], axis=1), mask=row * 4 < slots)
     eight = tl.arange(0, 8)
     row = pid * (PICKS // 8) + tl.arange(0, PICKS // 8)
     slot = row[:, None] * 8 + eight[None, :]
     inside = slot < slots
     key = tl.load(keys + slot, mask=inside, other=0)
+    plane = message + octets + (slots + 3) // 4
+    for shift in range(8, bits, 4):
+        nibble = (key >> (1 + shift)) & 15
+        tl.store(plane + row, tl.sum(nibble << (4 * eight)[None, :], axis=1), mask=row * 8 < slots)
+        plane += (slots + 7) // 8
     magnitude = tl.abs(tl.load(acc + (key >> 1), mask=inside, other=0.0))
     exponent, mantissa = _exponent(magnitude)
     halvings = top_exponent - exponent - (mantissa > top_mantissa).to(tl.int32)
     halvings = tl.where(magnitude > 0, halvings, tl.where(top > 0, 24, 0))
     told = tl.minimum(tl.maximum(halvings, 0) // 3, 7) | ((key & 1) << 3)
     told = tl.where(inside, told, 0)
-    tl.store(message + 2 + body + row, tl.sum(told << (4 * eight)[None, :], axis=1), mask=row * 8 < slots)
+    tl.store(plane + row, tl.sum(told << (4 * eight)[None, :], axis=1), mask=row * 8 < slots)
     if CODES:
-        four = tl.arange(0, 4)
         row = pid * (PICKS // 4) + tl.arange(0, PICKS // 4)
         slot = row[:, None] * 4 + four[None, :]
         key = tl.load(keys + slot, mask=slot < slots, other=0)
         code = _code(tl.load(beside + (key >> 1), mask=slot < slots, other=0.0))
         code = tl.where(slot < slots, code, 0)
-        end = message + 2 + body + (slots + 7) // 8
+        end = plane + (slots + 7) // 8
         tl.store(end + row, tl.sum(code << (8 * four)[None, :], axis=1), mask=row * 4 < slots)
 
 
-@triton.jit(do_not_specialize=["slots", "blocks", "width", "tiles", "block", "numel"])
+@triton.jit(do_not_specialize=["octets", "width"])
+def _count_marks(rows, until, octets, width, WORDS: tl.constexpr):
+    """How many marks there are before each word, by a program for each rank."""
+    rank = tl.program_id(0)
+    count = 0
+    for start in range(0, octets - 2, WORDS):
+        word = start + tl.arange(0, WORDS)
+        inside = word < octets - 2
+        ones = _ones(tl.load(rows + rank.to(tl.int64) * width + 2 + word, mask=inside, other=0))
+        tl.store(until + rank.to(tl.int64) * (octets - 2) + word, count + tl.cumsum(ones) - ones, mask=inside)
+        count += tl.sum(ones)
+
+
+@triton.jit(do_not_specialize=["slots", "bits", "octets", "width", "tiles", "block", "numel"])
 def _hear(
-    rows, words, counts, first_words, first_counts, lowest, trouble, places, levels, numbers,
-    slots, blocks, width, tiles, block, numel,
-    SHORT: tl.constexpr, CODES: tl.constexpr, PICKS: tl.constexpr,
+    rows, until, words, counts, first_words, first_counts, lowest, trouble, places, levels, numbers,
+    slots, bits, octets, width, tiles, block, numel,
+    CODES: tl.constexpr, PICKS: tl.constexpr,
 ):  # fmt: skip
     rank = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
@@ -138,30 +151,40 @@ def _hear(
             tl.store(trouble, 1)
     slot = tile * PICKS + tl.arange(0, PICKS)
     inside = slot < slots
-    body = (blocks + (slots + 1) // 2) if SHORT else slots
-    if SHORT:
-        low = tl.zeros((PICKS,), tl.int32)
-        high = low + blocks
-        span = blocks
-        while span > 0:
-            middle = (low + high) >> 1
-            open_ = inside & (low < high)
-            passed = open_ & (tl.load(own + 2 + middle, mask=open_, other=0) <= slot)
-            high = tl.where(open_ & (passed == 0), middle, high)
-            low = tl.where(passed, middle + 1, low)
-            span = span >> 1
-        word = tl.load(own + 2 + blocks + (slot >> 1), mask=inside, other=0)
-        offset = _part(word, (slot & 1) != 0) & 0xFFFF
-        place = tl.where(low >= blocks, numel, tl.minimum(low * 65536 + offset, numel))
-    else:
-        place = tl.load(own + 2 + slot, mask=inside, other=0)
-    nibbles = tl.load(own + 2 + body + (slot >> 3), mask=inside, other=0)
-    told = (nibbles >> (4 * (slot & 7))) & 15
+    # The last word before which there are at most as many marks as slots before this one, and the mark within it.
+    before = until + rank.to(tl.int64) * (octets - 2)
+    low = tl.zeros((PICKS,), tl.int32)
+    high = low + (octets - 3)
+    span = octets - 2
+    while span > 0:
+        middle = (low + high + 1) >> 1
+        open_ = inside & (low < high)
+        passed = open_ & (tl.load(before + middle, mask=open_, other=0) <= slot)
+        high = tl.where(open_ & (passed == 0), middle - 1, high)
+        low = tl.where(passed, middle, low)
+        span = span >> 1
+    word = tl.load(own + 2 + low, mask=inside, other=0)
+    left = slot - tl.load(before + low, mask=inside, other=0)
+    bit = tl.zeros((PICKS,), tl.int32)
+    for half in tl.static_range(5):
+        size: tl.constexpr = 16 >> half
+        here = _ones((word >> bit) & ((1 << size) - 1))
+        beyond = left >= here
+        left -= tl.where(beyond, here, 0)
+        bit += tl.where(beyond, size, 0)
+    place = (low * 32 + bit - slot) << bits
+    place |= (tl.load(own + octets + (slot >> 2), mask=inside, other=0) >> (8 * (slot & 3))) & 255
+    plane = own + octets + (slots + 3) // 4
+    for shift in range(8, bits, 4):
+        place |= ((tl.load(plane + (slot >> 3), mask=inside, other=0) >> (4 * (slot & 7))) & 15) << shift
+        plane += (slots + 7) // 8
+    place = tl.where((place < 0) | (place > numel), numel, place)
+    told = (tl.load(plane + (slot >> 3), mask=inside, other=0) >> (4 * (slot & 7))) & 15
     level = tl.maximum(top - (told & 7) * 3, SILENT)
     tl.store(places + rank * slots + slot, place, mask=inside)
     said = level
     if CODES:
-        codes = tl.load(own + 2 + body + (slots + 7) // 8 + (slot >> 2), mask=inside, other=0)
+        codes = tl.load(plane + (slots + 7) // 8 + (slot >> 2), mask=inside, other=0)
         said = (level << 8) | ((codes >> (8 * (slot & 3))) & 255)
     tl.store(levels + rank * slots + slot, said, mask=inside)
     reached = tl.min(tl.where(inside & (slot < number), level, top))
@@ -169,32 +192,6 @@ def _hear(
     live = inside & (place < numel)
     _set(words, counts, place, live, block)
     _set(first_words, first_counts, place, live & (told < 8), block)
-
-
-class Form(NamedTuple):
-    """How long the parts of a rank's message are."""
-
-    numel: int
-    slots: int
-    """Picks of a rank, or slots for them."""
-    blocks: int
-    """Blocks of 65 536 coordinates."""
-    short: bool
-    """Whether coordinates travel as 16-bit offsets in blocks."""
-    codes: bool
-    """Whether there is a byte for the second value of each pick."""
-
-    @classmethod
-    def of(cls, numel: int, slots: int, codes: bool = False) -> Form:
-        """For a group."""
-        blocks = -(-numel // 65536)
-        return cls(numel, slots, blocks, blocks + (slots + 1) // 2 < slots, codes)
-
-    @property
-    def width(self) -> int:
-        """Words of a message."""
-        body = self.blocks + (self.slots + 1) // 2 if self.short else self.slots
-        return 2 + body + -(-self.slots // 8) + self.codes * -(-self.slots // 4)
 
 
 def tell(
@@ -225,8 +222,8 @@ def tell(
     message = keys.new_empty(form.width)
     launch(
         _tell, max(1, -(-form.slots // PICKS)), acc, acc if second is None else second, keys, number, largest, broken,
-        message, largest.numel(), form.slots, form.blocks, most, form.numel,
-        SHORT=form.short, CODES=form.codes, PICKS=PICKS, PARTS=1024, warps=4,
+        message, largest.numel(), form.slots, form.bits, form.octets, most, form.numel,
+        CODES=form.codes, PICKS=PICKS, PARTS=1024, warps=4,
     )  # fmt: skip
     return message
 
@@ -256,9 +253,11 @@ def hear(rows: Tensor, form: Form, named: Bitmap, first: Bitmap, lowest: Tensor,
     n, tiles = len(rows), -(-form.slots // PICKS)
     places, levels = rows.new_empty((2, n * form.slots))
     numbers = rows.new_empty(n, dtype=torch.int64)
+    until = rows.new_empty((n, form.octets - form.marks))
+    launch(_count_marks, n, rows, until, form.octets, form.width, WORDS=WORDS)
     launch(
-        _hear, n * tiles, rows, named.words, named.counts, first.words, first.counts, lowest, trouble, places, levels,
-        numbers, form.slots, form.blocks, form.width, tiles, Share.of(form.numel).block, form.numel,
-        SHORT=form.short, CODES=form.codes, PICKS=PICKS, warps=4,
+        _hear, n * tiles, rows, until, named.words, named.counts, first.words, first.counts, lowest, trouble, places,
+        levels, numbers, form.slots, form.bits, form.octets, form.width, tiles, Share.of(form.numel).block, form.numel,
+        CODES=form.codes, PICKS=PICKS, warps=4,
     )  # fmt: skip
     return Heard(places, levels, numbers)

@@ -2,7 +2,7 @@
 // host_picks.py, host_messages.py and packed_union.py for float32, equal bit for bit.
 //
 // One block of coordinates after another: all ranks' picks in it are entered in a table, which is then read in order.
-#include "common.h"
+#include "told.h"
 
 #define WORDS (OFFSETS / 64)
 #define HIGHEST 0x7fff  // stands for TROUBLE, and what is a bit lower for what lies as far below it
@@ -172,27 +172,37 @@ INLINE int64_t unite(const int64_t *places, const int64_t *levels, const uint8_t
 }
 
 // Whether ls_tell has written a message, as far as it can be seen.
-INLINE int is_possible(const int32_t *row, int64_t slots, int64_t blocks, int64_t padding) {
-  const int32_t *body = row + 2;
-  if (row[0] < 0 || row[0] > slots || row[1] < SILENT || (row[1] >= LEVELS && row[1] != TROUBLE)) return 0;
-  for (int64_t block = 0; block < blocks; block++)
-    if (body[block] < (block ? body[block - 1] : 0) || body[block] > slots) return 0;
-  for (int64_t i = 0; !blocks && i < row[0]; i++)
-    if (body[i] < 0 || body[i] > padding) return 0;
-  return 1;
+INLINE int is_possible(const int32_t *row, const form f) {
+  int64_t marks = 0;
+  for (int64_t i = MARKS; i < f.octets; i++) marks += __builtin_popcount((uint32_t)row[i]);
+  return marks == f.slots && row[0] >= 0 && row[0] <= f.slots && row[1] >= SILENT && (row[1] < LEVELS || row[1] == TROUBLE);
 }
 
+// The first rank whose message ls_tell cannot have written: not possible, or coordinates that descend.
+INLINE int64_t wrong_one(const int32_t *words, int64_t n, int64_t stride, const form f) {
+  for (int64_t r = 0; r < n; r++) {
+    reader at;
+    if (!is_possible(words + r * stride, f)) return r;
+    for (begin_reading(&at, words + r * stride, f); at.i < at.last;) next_pick(&at, f);
+    if (at.descends) return r;
+  }
+  return n;
+}
+
+typedef struct {
+  reader at;
+  uint16_t codes[2 * CLASSES];  // of its levels, by class, and of those of spare picks
+} speaker;
+
 // See ls_meet.
-INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t blocks, int64_t padding,
-                    int32_t spares, int64_t limit, int64_t phase, table *t, int64_t *at, int64_t *united,
-                    uint16_t *said, int32_t *levels, int64_t *numbers, thinner *fewer) {
-  const int64_t body = 2 + (blocks ? blocks + (slots + 1) / 2 : slots);
+INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, const form f, int32_t spares, int64_t limit,
+                    int64_t phase, table *t, speaker *ranks, int64_t *united, uint16_t *said, int32_t *levels,
+                    int64_t *numbers, thinner *fewer) {
   int64_t found = 0, lowest = SILENT, top = SILENT;
-  uint16_t *codes = (uint16_t *)(at + 2 * n);
   for (int64_t r = 0; r < n; r++) {
     const int32_t *row = words + r * stride;
-    const uint8_t *nibbles = (const uint8_t *)(row + body);
-    if (!is_possible(row, slots, blocks, padding)) return -1 - r;
+    const uint8_t *nibbles = (const uint8_t *)(row + f.classes);
+    if (!is_possible(row, f)) return -1 - wrong_one(words, n, stride, f);
     int64_t last = row[0];
     uint8_t highest = last % 2 ? nibbles[last / 2] & 7 : 0;
     for (int64_t i = 0; i < last / 2; i++) {
@@ -201,42 +211,29 @@ INLINE int64_t meet(const int32_t *words, int64_t n, int64_t stride, int64_t slo
     }
     for (int c = 0; c < 2 * CLASSES; c++) {
       int64_t level = row[1] - (c & (CLASSES - 1)) * CLASS_BITS;
-      codes[16 * r + c] = code_of(level > SILENT ? level : SILENT, spares && c >= CLASSES);
+      ranks[r].codes[c] = code_of(level > SILENT ? level : SILENT, spares && c >= CLASSES);
     }
     int64_t least = highest ? row[1] - highest * CLASS_BITS : row[1];
     least = highest && least < SILENT ? SILENT : least;
     lowest = least > lowest ? least : lowest;
     top = row[1] > top ? row[1] : top;
-    at[2 * r] = 0, at[2 * r + 1] = last;
+    begin_reading(&ranks[r].at, row, f);
   }
-  for (int64_t start = 0, block = 0; start < padding; start += OFFSETS, block++) {
-    uint32_t size = (uint32_t)(padding - start < OFFSETS ? padding - start : OFFSETS);
+  for (int64_t start = 0; start < f.numel; start += OFFSETS) {
+    int64_t end = f.numel - start < OFFSETS ? f.numel : start + OFFSETS;
     for (int64_t r = 0; r < n; r++) {
-      const int32_t *row = words + r * stride + 2;
-      const uint16_t *code = codes + 16 * r;
-      const uint8_t *nibbles = (const uint8_t *)(row - 2 + body);
-      int64_t i = at[2 * r], last = at[2 * r + 1];
-      if (blocks) {
-        last = row[block] < last ? row[block] : last;
-        while (i < last) {
-          uint32_t two = (uint32_t)row[blocks + i / 2], both = nibbles[i / 2];
-          two += (two & 0x8000) << 1;  // what the first of two has borrowed from the second
-          if (i % 2 == 0 && (two & 0xffff) < size) say(t, two & 0xffff, code[both & 15]);
-          i |= 1;
-          if (i < last && two >> 16 < size) say(t, two >> 16, code[both >> 4]);
-          i += i < last;
-        }
-      } else {
-        for (; i < last && row[i] >= start && row[i] < start + size; i++)
-          say(t, (uint32_t)(row[i] - start), code[nibbles[i / 2] >> 4 * (i % 2) & 15]);
-      }
-      at[2 * r] = i;
+      reader at = ranks[r].at;
+      for (; at.i < at.last && at.place < end; next_pick(&at, f))
+        if (!at.descends) say(t, (uint32_t)(at.place - start), ranks[r].codes[nibble_in(at.row + f.classes, at.i)]);
+      ranks[r].at = at;
     }
     found = union_in(t, start, found, united, said);
   }
-  for (int64_t r = 0; !blocks && r < n; r++)
-    for (int64_t i = at[2 * r]; i < at[2 * r + 1]; i++)
-      if (words[r * stride + 2 + i] < padding) return -1 - n;
+  for (int64_t r = 0; r < n; r++) {
+    reader at = ranks[r].at;
+    while (at.i < at.last) next_pick(&at, f);
+    if (at.descends) return -1 - wrong_one(words, n, stride, f);
+  }
   numbers[0] = found, numbers[1] = lowest, numbers[2] = top == TROUBLE;
   return thinned(found, limit, phase, united, said, levels, fewer);
 }
@@ -301,12 +298,15 @@ INLINE int64_t average_pairs(const int32_t *words, int64_t n, int64_t stride, in
     return unite(places, levels, spare, lengths, n, padding, limit, phase, t, at, united, said, united_levels, named, \
                  fewer);                                                                                              \
   }                                                                                                                   \
-  target static int64_t meet_##suffix(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t blocks, \
-                                      int64_t padding, int32_t spares, int64_t limit, int64_t phase, table *t,        \
-                                      int64_t *at, int64_t *united, uint16_t *said, int32_t *levels,                  \
+  target static int64_t meet_##suffix(const int32_t *words, int64_t n, int64_t stride, int64_t numel, int64_t slots,  \
+                                      int64_t bits, int32_t spares, int64_t limit, int64_t phase, table *t,           \
+                                      speaker *ranks, int64_t *united, uint16_t *said, int32_t *levels,               \
                                       int64_t *numbers) {                                                             \
-    return meet(words, n, stride, slots, blocks, padding, spares, limit, phase, t, at, united, said, levels, numbers, \
-                fewer);                                                                                               \
+    if (bits == 8) /* which is the most frequent one */                                                               \
+      return meet(words, n, stride, form_of(numel, slots, 8), spares, limit, phase, t, ranks, united, said, levels,   \
+                  numbers, fewer);                                                                                    \
+    return meet(words, n, stride, form_of(numel, slots, bits), spares, limit, phase, t, ranks, united, said, levels,  \
+                numbers, fewer);                                                                                      \
   }                                                                                                                   \
   target static int64_t add_up_##suffix(const int64_t *places, const float *values, const int64_t *lengths,           \
                                         int64_t n, int64_t padding, table *t, int64_t *at, int64_t *united,           \
@@ -339,14 +339,17 @@ EXPORT int64_t ls_unite(const int64_t *places, const int64_t *levels, const uint
 }
 
 // The same of n messages that ls_tell has written, `stride` words each. spares: whether picks may be spare ones. numbers:
-// how many there were; the largest of all ranks' lowest levels; whether a value is not finite. at has room for 6 n. -1 - r
-// where ls_tell cannot have written rank r's message, -1 - n where one does not ascend.
-EXPORT int64_t ls_meet(const int32_t *words, int64_t n, int64_t stride, int64_t slots, int64_t blocks, int64_t padding,
-                       int32_t spares, int64_t limit, int64_t phase, table *t, int64_t *at, int64_t *united,
+// how many there were; the largest of all ranks' lowest levels; whether a value is not finite. ranks: n times as many bytes
+// as ls_reader says. -1 - r where ls_tell cannot have written rank r's message.
+EXPORT int64_t ls_meet(const int32_t *words, int64_t n, int64_t stride, int64_t numel, int64_t slots, int64_t bits,
+                       int32_t spares, int64_t limit, int64_t phase, table *t, speaker *ranks, int64_t *united,
                        uint16_t *said, int32_t *levels, int64_t *numbers) {
-  return PICK(meet)(words, n, stride, slots, blocks, padding, spares, limit, phase, t, at, united, said, levels,
+  return PICK(meet)(words, n, stride, numel, slots, bits, spares, limit, phase, t, ranks, united, said, levels,
                     numbers);
 }
+
+// Bytes for what is known of a rank while its message is read.
+EXPORT int64_t ls_reader(void) { return (int64_t)sizeof(speaker); }
 
 // Sums of n vectors, given at coordinates that ascend, below padding, from zero in the order of the vectors. -1 where
 // some do not ascend. Otherwise as ls_unite.

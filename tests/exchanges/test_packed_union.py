@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import lightning_sparse as ls
 from lightning_sparse.core import Context, Selection
-from lightning_sparse.exchanges.packed_union import _classes, _lengthen, _tell, pack, unpack
+from lightning_sparse.exchanges.packed_union import _classes, _read, _tell, pack, unpack
 from lightning_sparse.kernels import hear, native, tell
+from lightning_sparse.kernels.form import Form
 from lightning_sparse.kernels.host_messages import CLASS_BITS
 from lightning_sparse.messages import Steps, resolve
 from tests.lockstep import Outcome, Ranks
@@ -52,22 +53,26 @@ def test_what_is_told_of_picks_is_heard_with_and_without_padding(
     acc[numel] = 0
     slots, spare = picks + missing, torch.from_numpy(generator.random(picks + missing) < 0.3)
     selection, ctx = Selection(indices, torch.tensor(picks), spare=spare), Context(0, 0.01, 0, 2)
-    for blocks in (0, -(-numel // 65_536)):
+    for bits in range(8, 29, 4):
+        form = Form(numel, slots, bits)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "library", None)
-            words = tell(acc, indices, spare, picks, 1000, blocks)
-            heard = hear(torch.stack([words, words]), [picks, 0], slots, blocks, numel)
-        assert words.tolist() == _tell(acc, selection, 1000, blocks, ctx).tolist()
+            words = tell(acc, indices, spare, picks, 1000, form)
+            heard = hear(torch.stack([words, words]), [picks, 0], form)
+        assert len(words) == form.width >= Form.of(numel, slots).width
+        assert words.tolist() == _tell(acc, selection, 1000, form, ctx).tolist()
         assert heard.picks[0].tolist() == chosen.tolist()
         assert heard.spares[0].tolist() == spare[:picks].tolist()
         magnitudes = acc[indices].abs()
         classes = _classes(magnitudes, magnitudes.max() if slots else acc[numel])[:picks].long()
         assert heard.levels.tolist() == (int(words[1]) - CLASS_BITS * classes).clamp(min=0).tolist()
         assert heard.lowest == max(int(heard.levels.min()) if picks else 0, int(words[1]))
-        if blocks:
-            with static_path():
-                everywhere = _lengthen(words[2 : len(words) - (slots + 7) // 8], slots, blocks, numel)
-            assert everywhere[:picks].tolist() == chosen.tolist()
+        with static_path():
+            everywhere, _ = _read(words[None], form)
+        assert everywhere[0].tolist() == indices.tolist()
+        # Marks are the binary digits of a sum: 2**(j // 2**bits + i) for the coordinate j of pick i.
+        marks = sum(int(word) % 2**32 << 32 * i for i, word in enumerate(words[form.marks : form.octets]))
+        assert marks == sum(1 << (int(j) >> bits) + i for i, j in enumerate(indices))
 
 
 def packed(rows: torch.Tensor, density: float, sparsifier: ls.Sparsifier | None = None, steps: int = 1) -> list:
@@ -215,16 +220,16 @@ def test_a_value_beyond_the_last_level_is_sent_in_parts() -> None:
     torch.testing.assert_close(outcome.after[1][0] + outcome.after[0][0], 1.001 - 2 * outcome.averages[0, 0])
 
 
-def test_messages_are_half_as_long() -> None:
-    # 200 000 coordinates are 4 blocks. Half a word and 4 bits per index, 4 counts, the count of picks and an exponent;
-    # then half a word per value, float32 or not.
+def test_messages_are_less_than_half_as_long() -> None:
+    # Of 500 picks, each one's lowest 8 bits, 4 bits and a mark, and a mark for each of the 781 whole 256 of 200 000
+    # coordinates; the count of picks and an exponent; then half a word per value, float32 or not.
     rows = torch.randn(4, 200_000, generator=torch.Generator().manual_seed(0))
     [outcome] = packed(rows, 0.01, ls.SharedTopK())
     union = int(outcome.statistics[0].union)
-    indices, values = 4 * (2 + 4 + 250 + 63), 4 * -(-union // 2)
+    indices, values = 4 * (2 + 125 + 63 + -(-1281 // 32)), 4 * -(-union // 2)
     assert outcome.statistics[0].bytes_sent == 3 * indices + 1.5 * values
     plain = Ranks(4, 200_000, sparsifier=ls.SharedTopK(), exchange="reduce_union", density=0.01, dtype=torch.float32)
-    assert outcome.statistics[0].bytes_sent < 0.56 * plain.step(rows).statistics[0].bytes_sent
+    assert outcome.statistics[0].bytes_sent < 0.5 * plain.step(rows).statistics[0].bytes_sent
 
 
 @dataclass(frozen=True)
@@ -257,15 +262,24 @@ def test_picks_that_do_not_ascend_travel_like_others(
                 assert all(map(torch.equal, plain.after, turned.after))  # type: ignore[arg-type]
 
 
-def test_where_blocks_hold_fewer_picks_than_counts_cost_indices_stay_long() -> None:
+def test_few_picks_take_few_words() -> None:
     rows = torch.randn(2, 300_000, generator=torch.Generator().manual_seed(0))
-    [outcome] = packed(rows, 8e-6)  # 2 picks in 5 blocks
+    [outcome] = packed(rows, 8e-6)
     assert outcome.statistics[0].counts.tolist() == [2, 2]
     union = int(outcome.statistics[0].union)
-    assert outcome.statistics[0].bytes_sent == 4 * (2 + 2 + 1) + 4 * -(-union // 2)
+    # The lowest 16 bits: a word of octets, two planes of four bits; one of marks and one of classes.
+    assert outcome.statistics[0].bytes_sent == 4 * (2 + 5) + 4 * -(-union // 2)
     assert torch.equal(
         outcome.averages[0].nonzero().flatten(), torch.cat([s.indices for s in outcome.selections]).unique()
     )
+
+
+@pytest.mark.parametrize("share", [0.01, 0.005, 1e-3, 1e-4])
+def test_coordinates_take_little_more_than_the_entropy_of_the_choice(share: float) -> None:
+    numel = 10_000_000
+    form = Form.of(numel, int(share * numel))
+    entropy = -(share * np.log2(share) + (1 - share) * np.log2(1 - share)) / share
+    assert entropy < 32 * (form.classes - form.marks) / form.slots < entropy + 1.6
 
 
 def test_too_many_ranks_for_a_share_of_the_levels_send_unrounded_values(monkeypatch: pytest.MonkeyPatch) -> None:

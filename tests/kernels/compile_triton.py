@@ -60,7 +60,7 @@ TYPES = (
 )
 NUMBERS = [
     "numel", "per", "need", "capacity", "turn", "n", "share", "slots", "room", "total", "limit", "phase", "block",
-    "end", "blocks", "most", "width", "tiles", "raise_by", "k", "programs",
+    "end", "bits", "octets", "most", "width", "tiles", "raise_by", "k", "programs",
     "most_parts",
 ]  # fmt: skip
 """Arguments that are int32; all others are pointers to int32."""
@@ -130,10 +130,10 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             yield f"raise_{codes}", triton_union._raise_levels, picks | {"CODES": codes}, {}, 4
     if "lanes" in what:
         for codes in (False, True):
-            for short in (False, True):
-                constants, ending = picks | {"SHORT": short, "CODES": codes}, f"{short}_{codes}"
-                yield f"tell_{ending}", triton_lanes._tell, constants | {"PARTS": 1024}, {"parts": "i32"}, 4
-                yield f"hear_{ending}", triton_lanes._hear, constants, {}, 4
+            constants = picks | {"CODES": codes}
+            yield f"tell_{codes}", triton_lanes._tell, constants | {"PARTS": 1024}, {"parts": "i32"}, 4
+            yield f"hear_{codes}", triton_lanes._hear, constants, {}, 4
+        yield "count_marks", triton_lanes._count_marks, {"WORDS": triton_lanes.WORDS}, {}, 8
         for low, wide in ((0, False), (5, False), (12, True)):
             beside = picks | {"LOW": low, "WIDE": wide}
             yield f"round_{low}", triton_values._round, beside | {"RANKS": triton_values.MOST_RANKS}, {}, 4

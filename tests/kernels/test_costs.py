@@ -12,7 +12,8 @@ and some 2000 bytes a pick. From 67 million coordinates on, the largest of every
 takes 4 bytes in place of 28 and more launches (``MANY`` in ``kernels/static.py``).
 
 More ranks take more operations in these places: where sums are formed in the order of ranks (gather_pairs, balanced),
-one for each rank; in ExDyna, where blocks move, and in the tree of gTop-k, some for each doubling of their number.
+one for each rank; in ExDyna, where blocks move, and in the tree of gTop-k, some for each doubling of their number; and
+in packed_union, where each rank picks so few that coordinates are told in twelve bits or more, ten.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tests.costs import META, Costs, group_step
 NUMEL = 1 << 22
 BUDGET: dict[str, tuple[ls.Sparsifier, tuple[int, int, int], tuple[float, float]]] = {
     # operations with 2, 8 and 64 ranks; bytes a coordinate at densities of 0.01 and 0.001
-    "union_topk": (ls.UnionTopK(), (232, 232, 232), (76, 59)),
+    "union_topk": (ls.UnionTopK(), (239, 239, 249), (78, 59)),
     "shared_topk": (ls.SharedTopK(), (56, 56, 56), (54, 49)),
     "striped_topk": (ls.StripedTopK(), (64, 64, 64), (33, 28)),
     "topk": (ls.TopK(), (62, 68, 124), (95, 53)),
@@ -57,16 +58,16 @@ BUDGET: dict[str, tuple[ls.Sparsifier, tuple[int, int, int], tuple[float, float]
 }
 VARIANTS: dict[str, tuple[dict[str, Any], tuple[int, float]]] = {
     # of UnionTopK with 8 ranks at a density of 0.001: operations, bytes a coordinate
-    "no memory": ({"memory": ls.NoMemory()}, (229, 55)),
-    "low pass": ({"memory": ls.LowPass(0.1)}, (233, 67)),
-    "momentum": ({"memory": ls.MomentumCorrection(0.9)}, (243, 76)),
-    "clipped": ({"memory": ls.ClipByNorm(1.0)}, (240, 71)),
-    "adam": ({"memory": ls.AdamCorrection()}, (246, 131)),
-    "second moment": ({"memory": ls.SecondMoment()}, (312, 160)),
-    "bfloat16": ({"dtype": torch.bfloat16}, (239, 55)),
-    "in two buckets": ({"buckets": 2}, (236, 75)),
-    "nobody asks whether a step counts": ({"nonfinite": "nan"}, (240, 67)),
-    "in one group of 67 million": ({"numel": 1 << 26}, (260, 32)),
+    "no memory": ({"memory": ls.NoMemory()}, (246, 55)),
+    "low pass": ({"memory": ls.LowPass(0.1)}, (250, 67)),
+    "momentum": ({"memory": ls.MomentumCorrection(0.9)}, (260, 76)),
+    "clipped": ({"memory": ls.ClipByNorm(1.0)}, (257, 71)),
+    "adam": ({"memory": ls.AdamCorrection()}, (263, 131)),
+    "second moment": ({"memory": ls.SecondMoment()}, (329, 160)),
+    "bfloat16": ({"dtype": torch.bfloat16}, (256, 55)),
+    "in two buckets": ({"buckets": 2}, (253, 75)),
+    "nobody asks whether a step counts": ({"nonfinite": "nan"}, (257, 67)),
+    "in one group of 67 million": ({"numel": 1 << 26}, (277, 32)),
 }
 
 
@@ -102,7 +103,7 @@ class OnceMore(ls.Residual):
 
 def test_one_pass_more_is_noticed() -> None:
     with pytest.raises(AssertionError, match="mul_"):
-        held(group_step(density=0.001, memory=OnceMore()), 250, BUDGET["union_topk"][2][1])
+        held(group_step(density=0.001, memory=OnceMore()), 260, BUDGET["union_topk"][2][1])
 
 
 def cost_of(compute: Any, *inputs: Tensor) -> tuple[dict[str, int], int]:

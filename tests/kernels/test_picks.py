@@ -19,6 +19,7 @@ from lightning_sparse.exchanges import as_exchange
 from lightning_sparse.exchanges.base import Picks
 from lightning_sparse.exchanges.reduce_union import union_of
 from lightning_sparse.kernels import host_choose, library, native
+from lightning_sparse.kernels.form import Form
 from lightning_sparse.memory import Residual
 from lightning_sparse.messages import Steps
 from lightning_sparse.pipeline import init_group, reduce_group
@@ -154,7 +155,7 @@ def test_a_pick_outside_of_the_group_is_an_error() -> None:
     assert compiled is not None
     outside = torch.tensor([4])
     with pytest.raises(IndexError, match="vector of 4"):
-        compiled.tell(acc, outside, None, 1, 9, 0)
+        compiled.tell(acc, outside, None, 1, 9, Form.of(3, 1))
     with pytest.raises(IndexError, match="vector of 4"):
         compiled.round_(acc, outside, outside, 0, 0, 9)
 
@@ -177,8 +178,9 @@ def test_picks_need_not_lie_side_by_side() -> None:
     acc, indices, spare = values(101, "normal"), torch.arange(100)[1::25], (torch.arange(8) % 3 == 0)[::2]
     assert not indices.is_contiguous()
     for given in (indices, indices.int()):
-        words = tell(acc, given, spare, 4, 1000, 0)
-        assert words.tolist() == tell(acc, indices.contiguous(), spare.contiguous(), 4, 1000, 0).tolist()
+        words = tell(acc, given, spare, 4, 1000, Form.of(100, 4))
+        plain = tell(acc, indices.contiguous(), spare.contiguous(), 4, 1000, Form.of(100, 4))
+        assert words.tolist() == plain.tolist()
 
 
 def sent_and_left(n: int, numel: int, kind: str, ascend: bool) -> list[list[bytes]]:
@@ -254,7 +256,7 @@ def test_picks_are_spare_only_where_spare_ones_are_told(beside: bool, each_kerne
     for _, marks in product(each_kernel(), (0, 0x8080)):
         steps = as_exchange("packed_union", ls.UnionTopK())(acc.clone(), selection, ctx)
         rows = next(steps).x.repeat(3, 1)  # type: ignore[arg-type]
-        rows[:, 5] |= marks  # of picks 1 and 3
+        rows[:, Form.of(100, 4).classes] |= marks  # of picks 1 and 3
         try:
             steps.send(steps.send(rows).x)  # type: ignore[arg-type, union-attr]
         except StopIteration as end:

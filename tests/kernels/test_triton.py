@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_sparse.core import Context, Selection
 from lightning_sparse.exchanges import packed_union
 from lightning_sparse.kernels import choose, copy_if_, device_passes, fill_if_, host_choose, pad, static
+from lightning_sparse.kernels.form import Form
 from tests.covering import covering
 from tests.kernels.interpreted import in_triton, interpret
 from tests.kernels.test_variants import bits, values
@@ -183,15 +184,18 @@ def test_flags_decide_on_the_device(flag: bool) -> None:
         assert chosen.trouble is None
 
 
+def no_marks(numel: int) -> triton_union.Bitmap:
+    sizes = triton_union.bitmap_words(numel), PROGRAMS
+    return triton_union.Bitmap(*(torch.zeros(size, dtype=torch.int32) for size in sizes))
+
+
 @pytest.mark.parametrize(
     ("numel", "share"), [(1, 1.0), (5000, 0.0), pytest.param(5000, 0.3, marks=thorough), (4096, 1.0)]
 )
 def test_a_union_is_that_of_sorted_picks(numel: int, share: float) -> None:
     generator = torch.Generator().manual_seed(0)
     picks = torch.randint(numel + 1, (int(share * numel),), generator=generator)
-    bitmap = triton_union.Bitmap(
-        torch.zeros(triton_union.bitmap_words(numel), dtype=torch.int32), torch.zeros(PROGRAMS, dtype=torch.int32)
-    )
+    bitmap = no_marks(numel)
     triton_union.mark_(picks, bitmap, numel)
     expected, count = static.distinct(torch.cat([picks, torch.full((7,), numel)]), numel)
     found, sizes = triton_union.listed(bitmap, numel, picks.numel() + 7, 0)
@@ -200,9 +204,11 @@ def test_a_union_is_that_of_sorted_picks(numel: int, share: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["wide", "zeros", "nan"])
-@pytest.mark.parametrize("slots", [1, 9, pytest.param(600, marks=thorough)])
-def test_messages_are_those_of_torch(slots: int, kind: str) -> None:
-    # With 600 slots, coordinates travel as offsets in two blocks.
+@pytest.mark.parametrize(
+    ("slots", "bits"),
+    [(1, 12), (9, 16), (60, 8), *(pytest.param(600, bits, marks=thorough) for bits in (8, 12, 16, 20))],
+)
+def test_messages_are_those_of_torch(slots: int, bits: int, kind: str) -> None:
     numel, most, generator = 70_003, 4095, torch.Generator().manual_seed(slots)
     acc = torch.cat([values(numel, kind, slots).clamp(-1e30, 1e30), torch.zeros(1)])
     number = max(0, slots - 2)
@@ -211,13 +217,16 @@ def test_messages_are_those_of_torch(slots: int, kind: str) -> None:
     if kind == "nan" and number:
         acc[indices[0]] = math.nan
     selection = Selection(indices, torch.tensor(number), aligned=True, spare=spare)
-    expected = next(packed_union._gather(acc, selection, most, Context(0, 0.1, 0, 3))).x
-    form = triton_lanes.Form.of(numel, slots)
+    form = Form(numel, slots, bits)
+    expected = packed_union._tell(acc, selection, most, form, Context(0, 0.1, 0, 3))
     largest = acc[indices].abs().max().view(1).view(torch.int32) & 0x7FFFFFFF
     keys, unbroken = (2 * indices + spare).int(), torch.zeros(1, dtype=torch.int32)
     told = triton_lanes.tell(acc, keys, torch.tensor(number), largest, unbroken, form, most)
+    trouble, lowest = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    heard = triton_lanes.hear(told.repeat(2, 1), form, no_marks(numel), no_marks(numel), lowest, trouble)
+    assert heard.places.tolist() == 2 * indices.tolist()
     if kind == "nan" and number:  # who is in trouble need not say how large its picks are
-        told, expected = (one[: form.width - (slots + 7) // 8] for one in (told, expected))
+        told, expected = (one[: form.classes] for one in (told, expected))
         assert int(told[1]) == packed_union.TROUBLE
     assert torch.equal(told, expected)
     if kind == "zeros":
