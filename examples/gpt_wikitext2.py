@@ -10,7 +10,7 @@ Two processes: on GPUs, or on CPUs where there are none (OMP_NUM_THREADS=1 then)
 `adam_correction` are for SGD with momentum, and do not fit. AdamW needs no change (docs/adam.md); it is said once:
 
     Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' own gradients ...
-    sparse_ddp: UnionTopK(max_factor=2.0), Constant(density=0.01), SecondMoment(beta2=0.95, eps=1e-08), 2 ranks
+    sparse_ddp: groups at Constant(density=0.01)
      group          parameters  coordinates  density now  k now  exchange     dense MB
      bucket0                 5      262,144         0.01  2,621  PackedUnion      1.05
      bucket1                 9      860,160         0.01  8,601  PackedUnion      3.44

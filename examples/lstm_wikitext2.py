@@ -8,12 +8,12 @@
 
 Two processes: on GPUs, or on CPUs where there are none (OMP_NUM_THREADS=1 then). What it prints begins like this:
 
-    sparse_ddp: UnionTopK(max_factor=2.0), Constant(density=0.01), Residual(decay=1.0), 2 ranks
+    sparse_ddp: groups at Constant(density=0.01)
      group          parameters  coordinates  density now  k now  exchange     dense MB
      bucket0                 3      655,360         0.01  6,553  PackedUnion      2.62
      dense.bucket0           3        5,120               5,120  dense          0.0205
 
-`--fast` ends near a perplexity of 320, dense training of 300 steps near 113 (docs/examples.md compares). Curves are in
+`--fast` ends near a perplexity of 270, dense training of 300 steps near 113 (docs/examples.md compares). Curves are in
 `lightning_logs/version_N/metrics.csv`. Where `--data.dir` (data/wikitext-2) has no text, it is downloaded.
 """
 

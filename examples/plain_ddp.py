@@ -7,8 +7,8 @@
 
 What `--fast` prints:
 
-    step 10: loss 2.301, density 0.0100, accuracy 10.0%
-    step 20: loss 2.288, density 0.0100, accuracy 24.4%
+    step 10: loss 2.300, density 0.0100, accuracy 10.0%
+    step 20: loss 2.281, density 0.0100, accuracy 33.3%
 
 `--checkpoint` keeps what each rank has not sent yet beside weights and optimizer, and goes on from there.
 """

@@ -9,7 +9,7 @@
 Two processes: on GPUs, or on CPUs where there are none (OMP_NUM_THREADS=1 then). Where `--data.dir` (data/cifar10) has
 no images, they are downloaded. What `--fast` prints:
 
-    sparse_ddp: UnionTopK(max_factor=2.0), Constant(density=0.01), Residual(decay=1.0), 2 ranks
+    sparse_ddp: groups at Constant(density=0.01)
      group          parameters  coordinates  density now  k now  exchange     dense MB
      bucket0                19      174,848         0.01  1,748  PackedUnion     0.699
      dense.bucket0          43        1,554               1,554  dense         0.00622

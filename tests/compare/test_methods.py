@@ -14,8 +14,10 @@ from lightning_sparse.compare.tasks import record, text
 RANKS, DENSITY = 4, 0.01
 LEARNING = {"union_topk", "union_topk+momentum", "union_topk+early"}
 """How many spare picks are needed is seen in the first 64 steps, and depends on how much the ranks agree."""
-NOT_EXACT = {"dgc", "redsync", "gaussian_k", "sidco_e", "sidco_gp", "sidco_p", "shared_topk+packed"} | LEARNING
+NOT_EXACT = {"dgc", "redsync", "gaussian_k", "sidco_e", "sidco_gp", "sidco_p"}
 """How much they pick is not known beforehand: 0.90 to 1.09 of the bytes here, up to 0.88 and 1.15 elsewhere."""
+TOLERANCE = dict.fromkeys(NOT_EXACT, 0.12) | dict.fromkeys(LEARNING, 0.25) | {"shared_topk+packed": 0.3}
+"""What is packed sends less than MiCRO: 0.64 to 0.99, by ranks and density."""
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +48,7 @@ def test_every_method_sends_as_many_bytes_as_micro(
     if method.name == "hard_threshold":  # nobody can tell; the documentation of METHODS says so
         assert abs(share - 1) > 0.2
     else:
-        tolerance = 0.25 if method.name in LEARNING else 0.12 if method.name in NOT_EXACT else 0.01
-        assert share == pytest.approx(1, rel=tolerance)
+        assert share == pytest.approx(1, rel=TOLERANCE.get(method.name, 0.01))
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)

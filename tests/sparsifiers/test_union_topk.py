@@ -141,7 +141,7 @@ def test_fewer_spare_picks_are_named_where_ranks_do_not_meet() -> None:
     steps = list(ls.simulate(alike(130, 8, 20_000, 0.0), sparsifier="union_topk", density=0.01))
     assert {int(step.counts.sum()) for step in steps[:64]} == {400}  # before anything is known
     assert int(steps[-1].counts.sum()) < 240
-    assert float(steps[-1].bytes_sent[0]) < 0.8 * float(steps[0].bytes_sent[0])
+    assert float(steps[-1].bytes_sent[0]) < 0.85 * float(steps[0].bytes_sent[0])
 
 
 def test_fractions_of_a_pick_go_to_the_ranks_in_turns() -> None:
