@@ -34,9 +34,49 @@ def test_settings_of_other_packages_are_read_as_far_as_they_are_numbers(setting:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("FusedLion8bit", "lion"), ("lion", "lion"), ("MuonWithAuxAdam", "muon"), ("Medallion", None), ("Million", None)],
-)
-def test_optimizers_of_one_length_are_known_by_a_whole_word(name: str, kind: str | None) -> None:
+    [
+        ("FusedLion8bit", "lion"), ("lion", "lion"), ("MuonWithAuxAdam", "muon"), ("Medallion", None),
+        ("Million", None), ("Rprop", "rprop"), ("LBFGSNew", "lbfgs"), ("RMSpropTF", "roots"), ("Adafactor", "roots"),
+    ],
+)  # fmt: skip
+def test_optimizers_are_known_by_a_whole_word(name: str, kind: str | None) -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     found = unsuited(type(name, (torch.optim.SGD,), {})([weight], lr=0.1), {id(weight)})
     assert (None if found is None else found.kind) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "kind"),
+    [
+        ("SGD", {"momentum": 0.9}, None),
+        ("RMSprop", {}, "roots"),
+        ("RMSprop", {"momentum": 0.5}, "momentum"),
+        ("Adagrad", {}, "roots"),
+        ("Adadelta", {}, "roots"),
+        ("Adafactor", {}, "roots"),
+        ("Rprop", {}, "rprop"),
+        ("LBFGS", {}, "lbfgs"),
+        ("ASGD", {}, None),
+        ("Adamax", {}, "first moment"),
+    ],
+)
+def test_optimizers_of_torch(name: str, settings: dict[str, Any], kind: str | None) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = getattr(torch.optim, name)([weight], **settings)
+    found = unsuited(optimizer, {id(weight)})
+    assert (None if found is None else found.kind) == kind
+    assert found is None or found.remedy().startswith(f"{name} ")
+    assert unsuited(optimizer, set()) is None
+
+
+class OwnSGD(torch.optim.SGD):
+    """Whose steps nobody knows."""
+
+
+def test_momentum_of_classes_derived_from_sgd_is_told_with_what_it_costs() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    found = unsuited(OwnSGD([weight], lr=0.1, momentum=0.9), {id(weight)})
+    assert found is not None and found.kind == "momentum"
+    for part in ("OwnSGD keeps momentum (0.9)", "torch.optim.SGD itself only", "docs/momentum.md"):
+        assert part in found.remedy()
+    assert unsuited(OwnSGD([weight], lr=0.1), {id(weight)}) is None

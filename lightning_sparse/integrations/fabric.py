@@ -26,6 +26,7 @@ from lightning_sparse.fields import keywords_of
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
 from lightning_sparse.integrations.earlier import Left
 from lightning_sparse.interrupts import uninterrupted
+from lightning_sparse.optim import ids_of, stepping
 from lightning_sparse.reducer import Engine
 from lightning_sparse.side_files import side_directory
 
@@ -149,7 +150,11 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
 
     def _follow(self, engine: Engine) -> None:
         own = {id(p) for p in engine.parameters.values()}
-        applying = [o for o in self.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
+        applying: list[Optimizer] = []
+        for later in reversed(self.optimizers):  # one of another kind takes the place of an earlier one
+            held, others = ids_of(later) & own, (o for o in applying if type(stepping(o)) is not type(stepping(later)))
+            if held.difference(*map(ids_of, others)):
+                applying.insert(0, later)
         self._follow_together(engine, applying)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

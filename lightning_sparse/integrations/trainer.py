@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -168,8 +169,7 @@ class SparseDDPMixin(SparseStrategy, Base):
                 f"{self.package} {version} wrapped the model without calling _register_ddp_hooks, so that gradients "
                 "would be averaged densely. Use a version that lightning-sparse is tested with, see its README."
             )
-        self._follow_together(self.engine, self.optimizers)
-        self._clip_before_the_exchange(trainer)
+        self._follow_optimizers(self.engine)
 
     def _clip_before_the_exchange(self, trainer: Any) -> None:
         """Clip each rank's gradients, and not their averages, where that is better; from the first step on."""
@@ -206,6 +206,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         Signals wait while the optimizer updates parameters. Those that ask for a checkpoint wait from the end of
         backward on, so that ranks save the same step; Ctrl-C does not, because callbacks run in between.
         """
+        self._follow_others()  # before the step's hooks; it forms gradients where optimization is automatic
         with uninterrupted(optimizer) as hold:
 
             def then_skip() -> Any:
@@ -217,10 +218,22 @@ class SparseDDPMixin(SparseStrategy, Base):
             return super().optimizer_step(optimizer, then_skip, model, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Lightning; parameters that were frozen or unfrozen since the last step leave or join the exchange."""
+        """As in Lightning; what was frozen, unfrozen or given to other optimizers since the last step is looked at."""
         if self._membership_changed():
             self._wrap_again()
+        self._follow_others()
         return super().training_step(*args, **kwargs)
+
+    def _follow_others(self) -> None:
+        """Follow the optimizers that have taken the place of those before."""
+        if self.engine is not None and not self.engine.closed and not _are(self.engine.optimizers, self.optimizers):
+            self._follow_optimizers(self.engine)
+
+    def _follow_optimizers(self, engine: Engine) -> None:
+        """Let the engine have a look at those that step now."""
+        self._follow_together(engine, self.optimizers)
+        module: Any = self.lightning_module
+        self._clip_before_the_exchange(module.trainer)
 
     def _membership_changed(self) -> bool:
         engine = self.engine
@@ -244,9 +257,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         self.model = self._setup_model(model)
         self._register_ddp_hooks()
         assert self.engine is not None
-        self._follow_together(self.engine, self.optimizers)
-        module: Any = self.lightning_module
-        self._clip_before_the_exchange(module.trainer)
+        self._follow_optimizers(self.engine)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in Lightning; remembers where a fit that follows finds residuals, and what an earlier one measured."""
@@ -337,6 +348,11 @@ class SparseDDPMixin(SparseStrategy, Base):
         """As in Lightning; a copy has no engine until it is set up."""
         state: dict[str, Any] = super().__getstate__()
         return {**state, "engine": None, "_earlier": None}
+
+
+def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether these are the same objects in the same order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def refuse_second_hook(keywords: dict[str, Any]) -> None:

@@ -104,9 +104,14 @@ class Followed:
         memory = self._reducer.settings.memory
         if memory == Residual() or isinstance(memory, NoMemory) or memory.has_momentum:  # chosen, or nothing waits
             return False
-        if self.optimizers and not any(optimizer is stepping(each) for each in self.optimizers):
-            return False
         if not has_velocities(optimizer, self._sparsified):
+            return False
+        if self.optimizers and not any(optimizer is stepping(each) for each in self.optimizers):
+            self._warn_once(
+                "An SGD with momentum that the engine was not shown steps parameters that are sparsified: averages "
+                "that have waited are spent late (docs/momentum.md). Show the optimizers that step now, with "
+                "engine.follow([...])."
+            )
             return False
         if type(memory) is not Adapting:
             self._say_once(

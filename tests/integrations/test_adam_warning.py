@@ -30,11 +30,15 @@ class FusedAdam8bit(torch.optim.AdamW):
 
 
 class Sophia(torch.optim.SGD):
-    """Has betas and is no Adam."""
+    """Has betas, and another name."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, lr)
         self.param_groups[0]["betas"] = (0.9, 0.99)
+
+
+class OwnSGD(torch.optim.SGD):
+    """Whose steps nobody knows."""
 
 
 class FusedLion(torch.optim.SGD):
@@ -135,6 +139,23 @@ def test_optimizers_whose_steps_have_one_length_are_known(two_ranks: Ranks, name
         assert part in sentence
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "part"),
+    [
+        ("RMSprop", {}, "RMSprop divides by second moments"),
+        ("Adafactor", {}, "Adafactor divides by second moments"),
+        ("Sophia", {}, "Sophia keeps a first moment (beta1 = 0.9)"),
+        ("OwnSGD", {"momentum": 0.9}, "OwnSGD keeps momentum (0.9)"),
+    ],
+)
+def test_other_optimizers_that_let_averages_come_late_are_warned_of(
+    two_ranks: Ranks, name: str, settings: dict[str, Any], part: str
+) -> None:
+    for job in (attach, fit):
+        [sentence], others = two_ranks(said, job, {}, name, ADAM | settings)
+        assert part in sentence and others == []
+
+
 def attach_without(part: str) -> None:
     """A first moment for parameters that stay dense, of a model whose others are left to SGD."""
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 20)))
@@ -151,9 +172,10 @@ def attach_without(part: str) -> None:
     [
         ({}, "AdamW", {"betas": (0.0, 0.999)}),
         ({}, "SGD", {"momentum": 0.9}),
-        ({}, "RMSprop", {}),
-        ({}, "Adafactor", {}),
-        ({}, "Sophia", {}),
+        ({"memory": "residual"}, "RMSprop", {}),
+        ({"memory": "residual"}, "OwnSGD", {"momentum": 0.9}),
+        ({"memory": ls.MomentumCorrection(0.9)}, "Sophia", {}),
+        ({}, "OwnSGD", {}),
         ({"density": 1.0}, "FusedLion", {}),
         ({"dense": ["*"]}, "FusedLion", {}),
         ({"density": 1.0}, "AdamW", {}),
