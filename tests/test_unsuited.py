@@ -69,6 +69,19 @@ def test_optimizers_of_torch(name: str, settings: dict[str, Any], kind: str | No
     assert unsuited(optimizer, set()) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "betas", "expected"),
+    [("RMSprop8bit", (0.99, 0.0), ("roots", None)), ("RMSprop8bit", (0.99, 0.5), ("momentum", 0.5)),
+     ("SGD8bit", (0.9, 0.1), ("momentum", 0.9)), ("SGD8bit", (0.0, 0.0), None),
+     ("LARS8bit", (0.8, 0.0), ("momentum", 0.8))],
+)  # fmt: skip
+def test_betas_that_hold_other_settings(name: str, betas: tuple[float, float], expected: Any) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = type(name, (torch.optim.Optimizer,), {})([weight], {"betas": betas})
+    found = unsuited(optimizer, {id(weight)})
+    assert (None if found is None else (found.kind, found.beta1)) == expected
+
+
 class OwnSGD(torch.optim.SGD):
     """Whose steps nobody knows."""
 

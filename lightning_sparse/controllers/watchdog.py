@@ -9,16 +9,16 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.config import Watch
 from lightning_sparse.controllers.checksum import checksum
 from lightning_sparse.controllers.group_history import GroupHistory
-from lightning_sparse.memory import Adapting
+from lightning_sparse.memory import Adapting, SecondMoment
 from lightning_sparse.memory.unsuited import unsuited
-from lightning_sparse.optim import holds, ids_of, is_adam, made_for, refusal, stepping, weakly
+from lightning_sparse.optim import holds, is_adam, made_for, refusal, stepping, weakly
 from lightning_sparse.reducer import Engine
 from lightning_sparse.reducer.group import GroupReducer
 
@@ -48,6 +48,9 @@ class Watchdog:
         # Weak: groups that are replaced must be free to go at once, with all that they remember.
         self._histories: WeakKeyDictionary[GroupReducer, GroupHistory] = WeakKeyDictionary()
         self._stepped: WeakSet[Optimizer] = WeakSet()
+        self._shown: Sequence[Optimizer] = ()
+        self._fine: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that nothing is wrong with, whatever is sparsified."""
         self._unheld: set[str] = set()
         self._handle: RemovableHandle | None = None
         self._engine: Callable[[], Engine | None] = lambda: None
@@ -76,12 +79,11 @@ class Watchdog:
         if self._handle is None:
             self._engine = weakref.ref(engine)
             self._handle = register_optimizer_step_pre_hook(weakly(self._notice))
-        others = [optimizer for optimizer in self._stepped if optimizer not in engine.optimizers]
-        shown = set().union(*map(ids_of, engine.optimizers)) if others else set()
-        replaced = [optimizer for optimizer in others if ids_of(optimizer) <= shown]
-        for optimizer in (*engine.optimizers, *others):
-            if optimizer not in replaced:
-                self._check_optimizer(optimizer, engine)
+        if engine.optimizers is not self._shown:  # who steps no more was replaced, and who does is noticed again
+            self._shown = engine.optimizers
+            self._stepped.clear()
+        for optimizer in (*engine.optimizers, *self._stepped):
+            self._check_optimizer(optimizer, engine)
 
     def _notice(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer, maybe of other parameters, is about to take a step."""
@@ -110,15 +112,19 @@ class Watchdog:
             )
 
     def _check_optimizer(self, optimizer: Optimizer, engine: Engine) -> None:
-        if type(stepping(optimizer)) is SGD or engine.takes_steps_of(optimizer):
+        if optimizer in self._fine or engine.takes_steps_of(optimizer):
+            return
+        parameters = engine.parameters
+        of_any = unsuited(optimizer, {id(parameter) for parameter in parameters.values()})
+        if of_any is None or (of_any.by_choice and not isinstance(engine.settings.memory, (Adapting, SecondMoment))):
+            self._fine.add(optimizer)
             return
         # Where nothing waits in a residual, or is averaged there already, nothing comes too late.
         groups = [g for g in self._selecting(engine) if not g.memory.has_momentum]
         groups = [g for g in groups if g.memory.residual(g.state.memory) is not None]
-        parameters = engine.parameters
         sparsified = {id(parameters[p.name]) for g in groups for p in g.plan.parameters}
         found = unsuited(optimizer, sparsified)
-        if found is None or (found.by_choice and not isinstance(engine.settings.memory, Adapting)):
+        if found is None:
             return
         if optimizer in WARNED_OF:
             self._told.add("adam")

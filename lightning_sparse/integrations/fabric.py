@@ -82,6 +82,8 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         for_lightning = self._choose(FabricArguments, given, keywords)
         self.optimizers: list[Optimizer] = []
         """Those that were set up."""
+        self._late: list[Optimizer] = []
+        """Those that were set up after the first step."""
         self._wrapped: list[tuple[Any, Engine]] = []
         self._waiting: list[tuple[Module, Any, dict[str, Any]]] = []
         super().__init__(**for_lightning)
@@ -144,6 +146,8 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         """
         chosen: Optimizer = super().setup_optimizer(optimizer)
         self.optimizers.append(chosen)
+        if any(engine.step for engine in self.engines):
+            self._late.append(chosen)
         for engine in self.engines:
             self._follow(engine)
         return chosen
@@ -151,10 +155,14 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
     def _follow(self, engine: Engine) -> None:
         own = {id(p) for p in engine.parameters.values()}
         applying: list[Optimizer] = []
-        for later in reversed(self.optimizers):  # one of another kind takes the place of an earlier one
-            held, others = ids_of(later) & own, (o for o in applying if type(stepping(o)) is not type(stepping(later)))
-            if held.difference(*map(ids_of, others)):
-                applying.insert(0, later)
+        replaced: dict[type[Optimizer], set[int]] = {}
+        for one in reversed(self.optimizers):
+            kind, held = type(stepping(one)), ids_of(one) & own
+            by_others = (ids for other, ids in replaced.items() if other is not kind)
+            if held.difference(*by_others):
+                applying.insert(0, one)
+            if any(one is late for late in self._late):  # takes the place of what was set up before, of another kind
+                replaced.setdefault(kind, set()).update(held)
         self._follow_together(engine, applying)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -112,6 +112,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._left: Left | None = None
         self._totals: dict[str, float] | None = None
         self._telling = Telling()
+        self._shown: list[Any] = []
         self.engine: Engine | None = None
         """At work during fit; ``step`` and ``hook_calls`` can still be read afterwards."""
         super().__init__(**for_lightning)
@@ -225,13 +226,14 @@ class SparseDDPMixin(SparseStrategy, Base):
         return super().training_step(*args, **kwargs)
 
     def _follow_others(self) -> None:
-        """Follow the optimizers that have taken the place of those before."""
-        if self.engine is not None and not self.engine.closed and not _are(self.engine.optimizers, self.optimizers):
+        """Follow the optimizers that have taken the place of those that the engine was shown here."""
+        if self.engine is not None and not self.engine.closed and not _are(self._shown, self.optimizers):
             self._follow_optimizers(self.engine)
 
     def _follow_optimizers(self, engine: Engine) -> None:
         """Let the engine have a look at those that step now."""
         self._follow_together(engine, self.optimizers)
+        self._shown = list(self.optimizers)
         module: Any = self.lightning_module
         self._clip_before_the_exchange(module.trainer)
 
@@ -347,7 +349,7 @@ class SparseDDPMixin(SparseStrategy, Base):
     def __getstate__(self) -> dict[str, Any]:
         """As in Lightning; a copy has no engine until it is set up."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "engine": None, "_earlier": None}
+        return {**state, "engine": None, "_earlier": None, "_shown": []}
 
 
 def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:

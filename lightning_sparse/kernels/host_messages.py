@@ -54,6 +54,8 @@ def tell(acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: i
     places, slots = indices.numpy(), form.slots
     if (np.diff(places) < 0).any():
         return None
+    if slots and places[0] < 0:
+        raise IndexError(f"an index is outside of a vector of {acc.numel()}")
     words = np.zeros(form.seconds, dtype=np.int32)
     magnitudes = np.abs(acc.numpy().take(places))
     largest = magnitudes.max(initial=0)

@@ -167,11 +167,10 @@ def _hear(
     left = slot - tl.load(before + low, mask=inside, other=0)
     bit = tl.zeros((PICKS,), tl.int32)
     for half in tl.static_range(5):
-        size: tl.constexpr = 16 >> half
-        here = _ones((word >> bit) & ((1 << size) - 1))
+        here = _ones((word >> bit) & ((1 << (16 >> half)) - 1))
         beyond = left >= here
         left -= tl.where(beyond, here, 0)
-        bit += tl.where(beyond, size, 0)
+        bit += tl.where(beyond, 16 >> half, 0)
     place = (low * 32 + bit - slot) << bits
     place |= (tl.load(own + octets + (slot >> 2), mask=inside, other=0) >> (8 * (slot & 3))) & 255
     plane = own + octets + (slots + 3) // 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.optim import SGD, Optimizer
@@ -59,23 +59,26 @@ class Unsuited(NamedTuple):
     def _sentences(self) -> str:
         if self.kind in BY_NAME:
             return (
-                f"{BY_NAME[self.kind]}. Use lightning_sparse.AdamW, or torch's AdamW or SGD, which the exchange "
-                "serves; or keep the parameters that it steps dense, for instance dense=['*.weight']."
+                f"{BY_NAME[self.kind]}. Use torch's SGD, or its AdamW or lightning_sparse.AdamW with a sparsifier "
+                "whose exchange carries second moments, such as 'union_topk'; or keep the parameters that it steps "
+                "dense, for instance dense=['*.weight']."
             )
         if self.kind == "momentum":
             return (
                 f"keeps momentum ({self.beta1:g}) behind the sparse exchange, and spends what has waited in the "
                 "residuals over the steps after its arrival. That is made up for with torch.optim.SGD itself only, not "
                 "with classes derived from it or others. A small network on CIFAR-10 with SGD at density 0.01 ended at "
-                "61 % errors without, at 45 % with it, and at 44 % with dense training. Use torch.optim.SGD."
+                "61 % errors without, at 45 % with it, and at 44 % with dense training. Use torch.optim.SGD, or its "
+                "AdamW; memory='residual' says that it is meant so."
             )
         if self.kind == "roots":
             return (
                 "divides by second moments of what arrives behind the sparse exchange, sums of many gradients and "
                 "zeros, so that at the rate of dense training its steps are too short. A small LSTM with AdamW without "
                 "a first moment ended in this way at a perplexity of 36 instead of 28, and of 31 at twice the rate "
-                "(density 0.01). Use torch's AdamW or lightning_sparse.AdamW, which the exchange serves, or search the "
-                "rate upwards; memory='residual' says that you do."
+                "(density 0.01). Use torch's AdamW or lightning_sparse.AdamW with a sparsifier whose exchange carries "
+                "second moments, such as 'union_topk', or search the rate upwards; memory='residual' says that it is "
+                "meant so."
             )
         betas = "beta1=None" if self.beta2 is None else f"betas=(0.0, {self.beta2:g})"
         return (
@@ -116,14 +119,26 @@ def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | No
     for group in optimizer.param_groups:
         if not any(id(parameter) in parameters for parameter in group["params"]):
             continue
-        betas = group.get("betas")
-        given = (group.get("beta1"),) if betas is None else betas if isinstance(betas, Sequence) else (betas,)
-        beta1, beta2 = (_number(beta) for beta in (*given, None, None)[:2])
+        beta1, beta2, momentum = _averaging(group, inner)
         if beta1:
             return Unsuited(name, "first moment", beta1, beta2)
-        if momentum := _number(group.get("momentum")):
+        if momentum:
             return Unsuited(name, "momentum", momentum)
-    return Unsuited(name, "roots") if any(word in each.lower() for each in _names(inner) for word in ROOTS) else None
+    roots = any(word in each.lower() for each in _names(inner) for word in ROOTS)
+    return Unsuited(name, "roots") if roots else None
+
+
+def _averaging(group: Mapping[str, Any], optimizer: Optimizer) -> tuple[float | None, float | None, float | None]:
+    """First and second decay of an Adam, and momentum, of a parameter group."""
+    betas = group.get("betas")
+    given = (group.get("beta1"),) if betas is None else betas if isinstance(betas, Sequence) else (betas,)
+    first, second = (_number(beta) for beta in (*given, None, None)[:2])
+    name = type(optimizer).__name__.lower()
+    if "rmsprop" in name:  # bitsandbytes keeps all settings in betas
+        return None, None, _number(group.get("momentum")) or second
+    if "sgd" in name or "lars" in name:
+        return None, None, _number(group.get("momentum")) or first
+    return first, second, _number(group.get("momentum"))
 
 
 def _is(kind: str, optimizer: Optimizer) -> bool:

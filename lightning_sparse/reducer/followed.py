@@ -64,6 +64,8 @@ class Followed:
         if reducer.settings.lr_aware:
             reducer.rates.follow(chosen)
         self.optimizers = chosen
+        for key in reducer.in_place_of_averages - {id(optimizer) for optimizer in chosen}:
+            self._clip_averages(key)
         for optimizer in chosen:
             reducer.record.hold(optimizer)
         for optimizer in chosen:
@@ -106,18 +108,21 @@ class Followed:
             return False
         if not has_velocities(optimizer, self._sparsified):
             return False
-        if self.optimizers and not any(optimizer is stepping(each) for each in self.optimizers):
-            self._warn_once(
-                "An SGD with momentum that the engine was not shown steps parameters that are sparsified: averages "
-                "that have waited are spent late (docs/momentum.md). Show the optimizers that step now, with "
-                "engine.follow([...])."
-            )
-            return False
-        if type(memory) is not Adapting:
+        if not isinstance(self._chosen_memory, Adapting):
             self._say_once(
                 f"SGD's momentum is left to the optimizer, because memory={memory!r} was chosen: averages that have "
                 "waited are spent late. With the default memory they are not (docs/momentum.md)."
             )
+            return False
+        if self.optimizers and not any(optimizer is stepping(each) for each in self.optimizers):
+            self._warn_once(
+                "An SGD with momentum that the engine was not shown, or that another optimizer has replaced, steps "
+                "parameters that are sparsified: averages that have waited are spent late (docs/momentum.md). Show "
+                "the engine the optimizers that step now: with Fabric fabric.setup_optimizers, elsewhere "
+                "engine.follow([...])."
+            )
+            return False
+        if type(memory) is not Adapting:  # an Adam's, which holds other parameters now
             return False
         self._say_once(
             "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "

@@ -95,6 +95,64 @@ def test_an_optimizer_that_takes_the_place_of_another_is_served(
     assert seen == second[3] == []
 
 
+def fit_by_hand(package: str) -> tuple[bool, list[bool], list[str]]:
+    """An optimizer that Lightning does not know, which the engine is shown at the start."""
+    module, strategy = make_module(package), strategy_class(package)(**SPARSE)
+
+    class Own(type(module)):  # type: ignore[misc]
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> None:
+            return None
+
+        def on_train_start(self) -> None:
+            self.own = KINDS["sgd"](self.parameters())
+            self.trainer.strategy.engine.follow([self.own])
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.own.step()
+            self.own.zero_grad()
+
+    module.__class__ = Own
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(package, strategy=strategy).fit(module, make_data())
+    waited = ["waited" in state for state in module.own.state.values()]
+    seen = [str(warning.message) for warning in caught if "sparse" in str(warning.message)]
+    return strategy.engine.optimizers[0] is module.own, waited, seen
+
+
+def test_what_a_user_shows_to_the_engine_stays(two_ranks: Ranks) -> None:
+    assert two_ranks(fit_by_hand, PACKAGES[0]) == [(True, [True] * 4, [])] * 2
+
+
+def clipped_and_replaced(package: str) -> tuple[int, ...]:
+    """How many optimizers' gradients are clipped by each rank before and after another one takes the place."""
+    module, strategy, counts = make_module(package), strategy_class(package)(**SPARSE), []
+
+    class Changing(type(module)):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return KINDS["adamw"](self.parameters())
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.replaced = self.trainer.optimizers
+                self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.05)]
+
+        def on_train_epoch_end(self) -> None:
+            counts.append(len(strategy.engine._followed._reducer.clippings))
+
+    module.__class__ = Changing
+    with warnings.catch_warnings(action="ignore"):
+        make_trainer(package, strategy=strategy, gradient_clip_val=0.1).fit(module, make_data())
+    return tuple(counts)
+
+
+def test_clipping_ends_with_the_optimizer_that_asked_for_it(two_ranks: Ranks) -> None:
+    assert two_ranks(clipped_and_replaced, PACKAGES[0]) == [(1, 0)] * 2
+
+
 def attach_and_step_by_another() -> list[str]:
     ddp = torch.nn.parallel.DistributedDataParallel(make_model())
     engine = ls.attach(ddp, **SPARSE)
@@ -114,3 +172,27 @@ def test_momentum_of_an_optimizer_that_was_not_shown_is_warned_of(two_ranks: Ran
     [sentence], others = two_ranks(attach_and_step_by_another)
     assert others == []
     assert "engine.follow([...])" in sentence
+
+
+def fewer_parameters(package: str) -> list[str]:
+    """An AdamW of all parameters is followed by an SGD of some; it is kept, and steps no more."""
+    module, strategy = make_module(package), strategy_class(package)(**SPARSE)
+
+    class Changing(type(module)):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return KINDS["adamw"](self.parameters())
+
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.replaced = self.trainer.optimizers
+                self.trainer.optimizers = [KINDS["sgd"](list(self.parameters())[1:])]
+
+    module.__class__ = Changing
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(package, strategy=strategy).fit(module, make_data())
+    return [str(warning.message) for warning in caught if "first moment" in str(warning.message)]
+
+
+def test_an_optimizer_that_steps_no_more_is_not_warned_of(two_ranks: Ranks) -> None:
+    assert two_ranks(fewer_parameters, PACKAGES[0]) == [[], []]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -118,8 +119,10 @@ def shown_late_or_never(other: bool) -> list[Tensor]:
     training = Training(follow=False)
     if other:
         training.engine.follow([torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)])
-    for step in range(STEPS):
-        training.step(step)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "An SGD with momentum that the engine was not shown")
+        for step in range(STEPS):
+            training.step(step)
     training.engine.close()
     return training.weights()
 
