@@ -95,7 +95,7 @@ def _survey(n: int) -> float:
     return 34.0 * n
 
 
-def _blocks(n: int) -> float:
+def _heads(n: int) -> float:
     """Head of PackedUnion, and marks of the upper bits of some 200 000 coordinates."""
     return 6.0 * n
 
@@ -118,11 +118,11 @@ METHODS = [
     Method("exdyna", ExDyna(), _exclusive, _survey),
     Method("striped_topk", StripedTopK()),
     Method("shared_topk", SharedTopK()),
-    Method("shared_topk+packed", SharedTopK(), lambda n: 1.4, _blocks, exchange=PackedUnion()),
+    Method("shared_topk+packed", SharedTopK(), lambda n: 1.4, _heads, exchange=PackedUnion()),
     # About half the words of SharedTopK, and up to twice as many indices as its union holds.
-    Method("union_topk", UnionTopK(), lambda n: 1.95, _blocks),
-    Method("union_topk+momentum", UnionTopK(), lambda n: 1.95, _blocks, memory=MomentumCorrection()),
-    Method("union_topk+early", UnionTopK(), lambda n: 1.95, _blocks, early=True),
+    Method("union_topk", UnionTopK(), lambda n: 1.95, _heads),
+    Method("union_topk+momentum", UnionTopK(), lambda n: 1.95, _heads, memory=MomentumCorrection()),
+    Method("union_topk+early", UnionTopK(), lambda n: 1.95, _heads, early=True),
     Method("topk+early", TopK(), early=True),
     Method("exdyna+early", ExDyna(), _exclusive, _survey, early=True),
 ]

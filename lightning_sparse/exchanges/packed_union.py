@@ -237,16 +237,15 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     head = rows[:, :2].long()
     counts, tops = head[:, 0], head[:, 1:]
     trouble = tops.max() == TROUBLE
+    octets = None if ctx.second is None else _unpack_octets(rows[:, form.seconds :], slots)
     if not static_shapes(acc.device):
         ends = counts_of(rows, slots)
         heard = hear(rows, ends, form)
         refuse([heard.lowest == -1 - rank for rank in range(ctx.world_size)])
         spares = None if selection.spare is None else heard.spares
         lowest = torch.tensor(heard.lowest, device="cpu")
-        octets = None if ctx.second is None else _unpack_octets(rows[:, form.seconds :], slots)
         codes = None if octets is None else [row[:end] for row, end in zip(octets, ends, strict=True)]
         return Picks(heard.picks, None, counts, spares, codes), heard.levels, lowest, trouble
-    octets = None if ctx.second is None else _unpack_octets(rows[:, form.seconds :], slots)
     places, told = _read(rows, form)
     levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)
     within = torch.arange(slots, device=acc.device) < counts[:, None]

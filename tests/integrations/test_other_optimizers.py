@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,8 +36,9 @@ def found_of(engine: ls.Engine, optimizer: Any, seen: list[Any], module: Any) ->
     )
 
 
-def fit(package: str, before: str, after: str) -> Found:
-    module, strategy = make_module(package), strategy_class(package)(**SPARSE)
+def changing(package: str, before: str, make_after: Callable[[Any], torch.optim.Optimizer]) -> Any:
+    """A module whose optimizer is replaced in the second epoch, by one that is made of its parameters."""
+    module = make_module(package)
 
     class Changing(type(module)):  # type: ignore[misc]
         def configure_optimizers(self) -> Any:
@@ -44,9 +46,14 @@ def fit(package: str, before: str, after: str) -> Found:
 
         def on_train_epoch_start(self) -> None:
             if self.current_epoch == 1:
-                self.trainer.optimizers = [KINDS[after](self.parameters())]
+                self.trainer.optimizers = [make_after(self.parameters())]
 
     module.__class__ = Changing
+    return module
+
+
+def fit(package: str, before: str, after: str) -> Found:
+    module, strategy = changing(package, before, KINDS[after]), strategy_class(package)(**SPARSE)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make_trainer(package, strategy=strategy, max_epochs=3).fit(module, make_data())
@@ -129,21 +136,15 @@ def test_what_a_user_shows_to_the_engine_stays(two_ranks: Ranks) -> None:
 
 def clipped_and_replaced(package: str) -> tuple[int, ...]:
     """How many optimizers' gradients are clipped by each rank before and after another one takes the place."""
-    module, strategy, counts = make_module(package), strategy_class(package)(**SPARSE), []
+    module = changing(package, "adamw", lambda parameters: torch.optim.SGD(parameters, lr=0.05))
+    strategy, counts, kept = strategy_class(package)(**SPARSE), [], []
 
-    class Changing(type(module)):  # type: ignore[misc]
-        def configure_optimizers(self) -> Any:
-            return KINDS["adamw"](self.parameters())
-
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                self.replaced = self.trainer.optimizers
-                self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.05)]
-
+    class Counting(type(module)):  # type: ignore[misc]
         def on_train_epoch_end(self) -> None:
+            kept.append(self.trainer.optimizers)
             counts.append(len(strategy.engine._followed._reducer.clippings))
 
-    module.__class__ = Changing
+    module.__class__ = Counting
     with warnings.catch_warnings(action="ignore"):
         make_trainer(package, strategy=strategy, gradient_clip_val=0.1).fit(module, make_data())
     return tuple(counts)
@@ -176,18 +177,14 @@ def test_momentum_of_an_optimizer_that_was_not_shown_is_warned_of(two_ranks: Ran
 
 def fewer_parameters(package: str) -> list[str]:
     """An AdamW of all parameters is followed by an SGD of some; it is kept, and steps no more."""
-    module, strategy = make_module(package), strategy_class(package)(**SPARSE)
+    kept: list[Any] = []
 
-    class Changing(type(module)):  # type: ignore[misc]
-        def configure_optimizers(self) -> Any:
-            return KINDS["adamw"](self.parameters())
+    def of_some(parameters: Any) -> torch.optim.Optimizer:
+        kept.append(strategy.optimizers)
+        made: torch.optim.Optimizer = KINDS["sgd"](list(parameters)[1:])
+        return made
 
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                self.replaced = self.trainer.optimizers
-                self.trainer.optimizers = [KINDS["sgd"](list(self.parameters())[1:])]
-
-    module.__class__ = Changing
+    module, strategy = changing(package, "adamw", of_some), strategy_class(package)(**SPARSE)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make_trainer(package, strategy=strategy).fit(module, make_data())
