@@ -54,6 +54,10 @@ class Around(Memory):
         """As the memory inside."""
         return self.memory.divisor(state.inner)
 
+    def lengthen_(self, state: AroundState, where: Tensor | slice, by: Tensor) -> None:
+        """As the memory inside."""
+        self.memory.lengthen_(state.inner, where, by)
+
     def divide_all_(
         self, state: AroundState, average: Tensor, mean: Callable[[Tensor], Tensor], density: float
     ) -> None:
@@ -108,6 +112,11 @@ class Around(Memory):
     def needs_second(self) -> bool:
         """As the memory inside."""
         return self.memory.needs_second
+
+    @property
+    def second_decay(self) -> float:
+        """As the memory inside."""
+        return self.memory.second_decay
 
     @property
     def has_momentum(self) -> bool:

@@ -41,6 +41,11 @@ class Memory(ABC):
         return False
 
     @property
+    def second_decay(self) -> float:
+        """By how much :meth:`second` is multiplied in a step, in [0, 1), where there is one."""
+        return 0.0
+
+    @property
     def has_momentum(self) -> bool:
         """Whether it averages gradients over steps itself, and says so where the optimizer does, too."""
         return False
@@ -105,6 +110,15 @@ class Memory(ABC):
     def divisor(self, state: Any) -> Tensor | None:
         """(numel + 1,) what the latest averages have to be divided by to be steps of Adam; None: they are gradients."""
         return None
+
+    def lengthen_(self, state: Any, where: Tensor | slice, by: Tensor) -> None:  # noqa: B027  # most divide nothing
+        """Multiply :meth:`divisor` as if gradients had been so many times longer.
+
+        Args:
+            state: this group's state.
+            where: (u,) int64 coordinates, or a range of them.
+            by: (u,) or (), at least 0.
+        """
 
     def divide_all_(  # noqa: B027  # most divide nothing
         self, state: Any, average: Tensor, mean: Callable[[Tensor], Tensor], density: float

@@ -124,6 +124,11 @@ class SecondMoment(CountedFeedback):
         """Always."""
         return True
 
+    @property
+    def second_decay(self) -> float:
+        """Adam's second beta."""
+        return self.beta2
+
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> SecondMomentState:
         """Five vectors of ``numel + 1`` slots."""
         residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
@@ -177,6 +182,11 @@ class SecondMoment(CountedFeedback):
     def divisor(self, state: SecondMomentState) -> Tensor:
         """``sqrt(v + (average / L)^2) + eps``."""
         return state.divisor
+
+    def lengthen_(self, state: SecondMomentState, where: Tensor | slice, by: Tensor) -> None:
+        """The root, and not eps, which is in units of what the optimizer gets."""
+        root = state.divisor[where] - self.eps
+        state.divisor[where] = root.mul_(by.to(root.dtype)).add_(self.eps)
 
     def divide_all_(
         self, state: SecondMomentState, average: Tensor, mean: Callable[[Tensor], Tensor], density: float

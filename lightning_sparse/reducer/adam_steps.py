@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_sparse.kernels import static_shapes
 from lightning_sparse.kernels.adam import Moved, Step, Steps
 from lightning_sparse.layout import shaped
 from lightning_sparse.optim import ids_of, refusal, stepping
 from lightning_sparse.reducer.around_steps import AroundSteps
 from lightning_sparse.reducer.group import GroupReducer
+from lightning_sparse.reducer.scaled import MANY, Lengths, advice, factors_of
 
 
 class AdamSteps(AroundSteps):
@@ -29,6 +31,7 @@ class AdamSteps(AroundSteps):
         group_of: the group of a parameter, by name; None where averages are dense.
         handed_out: names of the parameters that got an average since an optimizer took a step.
         world_size: n.
+        tell: is given a sentence where averages were changed otherwise than by a factor.
     """
 
     def __init__(
@@ -37,8 +40,12 @@ class AdamSteps(AroundSteps):
         group_of: Callable[[str], GroupReducer | None],
         handed_out: Callable[[Optimizer], Set[str]],
         world_size: int,
+        tell: Callable[[str], None],
     ) -> None:
         super().__init__(names)
+        self.lengths = Lengths()
+        """Of averages, as optimizers got them."""
+        self._tell = tell
         self._group_of, self._handed_out = group_of, handed_out
         self._factor = math.sqrt(world_size)
         self._steps = Steps()
@@ -58,6 +65,7 @@ class AdamSteps(AroundSteps):
         names = self._handed_out(optimizer)
         # As a GradScaler hands them over to fused optimizers: gradients are still scaled, and the step may be none.
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        self._follow_changes(optimizer, names, scale)
         for group in optimizer.param_groups:
             moved = []
             for parameter, divisor in self._served(group, names):
@@ -67,6 +75,27 @@ class AdamSteps(AroundSteps):
                 parameter.grad = None
             if moved:
                 self._steps.take_(moved, Step(*self._rates(group), scale, skip))
+
+    def _follow_changes(self, optimizer: Optimizer, names: Set[str], scale: Tensor | None) -> None:
+        """Let second moments follow what averages were multiplied by since they were handed out."""
+        stepped: dict[GroupReducer, dict[str, Parameter]] = {}
+        for settings in optimizer.param_groups:
+            for parameter, _ in self._served(settings, names):
+                name = self._names[id(parameter)]
+                stepped.setdefault(self._owner(name), {})[name] = parameter
+        for owner, parameters in stepped.items():
+            if owner.handed is None:
+                continue
+            gradients = [parameters[name].grad if name in parameters else None for name in owner.spans]
+            factors = factors_of(owner.handed, gradients, scale)
+            if not static_shapes(owner.device) and factors.odd > MANY:
+                self._tell(advice(parameters, float(factors.odd)))
+            owner.lengthen_(self.lengths.follow(list(owner.spans), factors.by, owner.memory.second_decay))
+
+    def _owner(self, name: str) -> GroupReducer:
+        owner = self._group_of(name)
+        assert owner is not None
+        return owner
 
     def _rates(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
         """Learning rate, and what decay leaves of a parameter: numbers, or () on the device where only it knows."""

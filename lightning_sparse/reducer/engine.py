@@ -333,12 +333,13 @@ class Engine(EngineView):
         Returns:
             ``step``, ``void_steps``, ``rank``, ``world_size``, ``settings``; ``parameters`` and ``counters``: what is
             remembered of each, by name; ``groups``: what sparsifiers and schedules have learned; ``rates``: latest
-            learning rates; ``surplus``: what changes of them have left in residuals.
+            learning rates; ``surplus``: what changes of them have left in residuals; ``lengths``: see
+            :class:`~lightning_sparse.reducer.scaled.Lengths`.
 
         Raises:
             RuntimeError: if this rank has no state of the given moment any more, or not yet.
         """
-        return self._kept.state(moment)
+        return {**self._kept.state(moment), "lengths": self._followed.adam_steps.lengths.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go on where an engine of the same model was; collective, before the first step or between two steps.

@@ -54,6 +54,7 @@ def average_residuals(
             residual = torch.zeros(group.plan.numel, device=device, dtype=group.wide)
         average = mean(residual)
         group.memory.divide_all_(group.state.memory, average, mean, group.density(step))
+        group.handed = None  # nobody can have changed these
         for name, span in group.spans.items():
             parameter = parameters[name]
             pending[name] = shaped(average[span].to(parameter.dtype), parameter)

@@ -42,7 +42,7 @@ class Followed:
         self._told: set[str] = set()
         names = {id(p): name for name, p in parameters.items()}
         record = reducer.record
-        self.adam_steps = AdamSteps(names, self._sparse_group, record.waiting, world_size)
+        self.adam_steps = AdamSteps(names, self._sparse_group, record.waiting, world_size, self._warn_of_changes)
         self._momentum_steps = MomentumSteps(
             names, self._sparse_group, record.waiting, lambda: record.latest.skipped is None, self._spends
         )
@@ -142,6 +142,7 @@ class Followed:
         """A state was loaded: what has waited is what it remembers."""
         kept = {name for name, vectors in state["parameters"].items() if "residual" in vectors}
         self._momentum_steps.go_on(kept)
+        self.adam_steps.lengths.load(state.get("lengths", {}))
 
     def _remember_by(self, memory: Memory) -> None:
         self._reducer.remember_by(replace(self._reducer.settings, memory=memory))
@@ -221,3 +222,9 @@ class Followed:
         if self._rank == 0 and sentence not in self._told:
             self._told.add(sentence)
             rank_zero_warn(sentence)
+
+    def _warn_of_changes(self, sentence: str) -> None:
+        """Of averages that were changed, once whatever their share."""
+        if "changes" not in self._told:
+            self._told.add("changes")
+            self._warn_once(sentence)

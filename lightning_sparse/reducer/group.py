@@ -24,6 +24,7 @@ from lightning_sparse.messages import Steps
 from lightning_sparse.metrics import Statistics, norm_of
 from lightning_sparse.pipeline import commit_group, exchange_group, init_group, sends_everything
 from lightning_sparse.plan import Group
+from lightning_sparse.reducer.scaled import Handed
 from lightning_sparse.sparsifiers import Everything, Sparsifier
 
 
@@ -61,6 +62,8 @@ class GroupReducer:
         """Pieces of the gradient, in the buckets, from their arrival to the end of the step."""
         self.untouched: set[str] = set()
         """Parameters that no rank used in the latest step."""
+        self.handed: Handed | None = None
+        """Some of the latest averages, where they are to be divided."""
         self.exchanged = False
         """Whether the group has run in this step."""
         self._exchanged: _Exchanged | None = None
@@ -85,6 +88,23 @@ class GroupReducer:
     def divisor(self) -> Tensor | None:
         """As :meth:`~lightning_sparse.memory.Memory.divisor`; of the latest step, also of a skipped one."""
         return self.memory.divisor(self._latest.memory)
+
+    def lengthen_(self, lengths: Tensor) -> None:
+        """Let the divisor follow what the latest averages were multiplied by.
+
+        Args:
+            lengths: (parameters,) see :class:`~lightning_sparse.reducer.scaled.Lengths`.
+        """
+        if self.handed is None or (not static_shapes(self.device) and bool((lengths == 1).all())):
+            return
+        state, indices = self._latest.memory, self.handed.indices
+        if indices is None:
+            for span, length in zip(self.spans.values(), lengths, strict=True):
+                self.memory.lengthen_(state, span, length)
+            return
+        stops = torch.tensor([span.stop for span in self.spans.values()], device=self.device)
+        of_each = torch.cat([lengths, lengths.new_ones(1)])[torch.searchsorted(stops, indices, right=True)]
+        self.memory.lengthen_(state, indices, of_each)
 
     def selects(self, step: int) -> bool:
         """Whether not everything is sent at a step, as long as nothing is flushed."""
@@ -190,6 +210,8 @@ class GroupReducer:
         if grad is not given:
             for span, run in given:
                 run.copy_(grad[span])
+        if self.divisor is not None:
+            self.handed = Handed.of(self.spans, self.arrived, statistics.indices, scale)
         self.exchanged = True
 
     def note_pause(self, paused: Stamp, resumed: Stamp) -> None:

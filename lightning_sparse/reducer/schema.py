@@ -38,6 +38,10 @@ def _is_vector(value: Any) -> bool:
     return dense and value.is_floating_point() and bool(value.isfinite().all())
 
 
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value))
+
+
 COUNT = Kind("an integer from 0 on", lambda x: _is_int(x, 0))
 SIZE = Kind("an integer from 1 on", lambda x: _is_int(x, 1))
 TEXT = Kind("a string", lambda x: isinstance(x, str))
@@ -47,6 +51,12 @@ VECTOR = Kind("a vector of finite floating-point numbers", _is_vector)
 SURPLUS = Kind(
     "a list of a number from 1 on and a step",
     lambda x: isinstance(x, (list, tuple)) and len(x) == 2 and _is_number(x[0]) and x[0] >= 1 and _is_int(x[1], 0),
+)
+LENGTH = Kind(
+    "a list of a number from -1 on and one from 0 to 1",
+    lambda x: (
+        isinstance(x, (list, tuple)) and len(x) == 2 and all(map(_is_number, x)) and x[0] >= -1 and 0 <= x[1] <= 1
+    ),
 )
 NAMED = Kind("a dict with names as keys", lambda x: isinstance(x, dict) and all(isinstance(name, str) for name in x))
 LIST = Kind("a list", lambda x: isinstance(x, list))
@@ -93,6 +103,9 @@ def check_state(state: Any) -> None:
             raise ValueError(
                 f"Expected the surplus of {name} to be of step {state['step']} at most, but got {noted[1]}."
             )
+    _check(state.get("lengths", {}), NAMED, "the state's lengths")
+    for name, pair in state.get("lengths", {}).items():
+        _check(pair, LENGTH, f"the state's length of {name}")
     for number, group in enumerate(state["groups"]):
         _check(group, NAMED, f"the state's group {number}")
         _check_fields(group, GROUP_FIELDS, f"in group {number} of the state the")
@@ -143,7 +156,7 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> tuple[State, 
     """
     by_name = {
         field: {names[old]: value for old, value in state.get(field, {}).items() if old in names}
-        for field in ("parameters", "counters", "rates", "surplus")
+        for field in ("parameters", "counters", "rates", "surplus", "lengths")
     }
     groups = [
         {**group, "parameters": [names[old] for old in group["parameters"]]}
