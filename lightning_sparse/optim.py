@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -25,18 +25,6 @@ class Found:
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]  # the optimizer's
         _made.add(self)
-
-
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a method for as long as its object lives: torch keeps hooks of optimizers for ever.
-
-    Where an optimizer's step is compiled, the method is not.
-    """
-    reference = weakref.WeakMethod(method)
-    called: Callable[..., Any] = torch.compiler.disable(  # type: ignore[no-untyped-call]
-        lambda *given: None if (alive := reference()) is None else alive(*given)
-    )
-    return called
 
 
 def is_adam(kind: type[Optimizer]) -> bool:

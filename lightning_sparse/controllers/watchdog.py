@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.config import Watch
 from lightning_sparse.controllers.checksum import checksum
 from lightning_sparse.controllers.group_history import GroupHistory
 from lightning_sparse.memory import Adapting, SecondMoment
 from lightning_sparse.memory.unsuited import unsuited
-from lightning_sparse.optim import holds, is_adam, made_for, refusal, stepping, weakly
+from lightning_sparse.optim import holds, is_adam, made_for, refusal, stepping
 from lightning_sparse.reducer import Engine
+from lightning_sparse.reducer.around_steps import AroundSteps
 from lightning_sparse.reducer.group import GroupReducer
 
 IN_A_ROW = 3
@@ -32,7 +30,7 @@ WARNED_OF: WeakSet[Optimizer] = WeakSet()
 """Optimizers that are unsuited: they outlive engines, which strategies replace where parameters are unfrozen."""
 
 
-class Watchdog:
+class Watchdog(AroundSteps):
     """Watches for :class:`Watch`; a :class:`~lightning_sparse.reducer.StepObserver` that changes nothing.
 
     All ranks decide by the same numbers: what they hold of their own is gathered first, in one message.
@@ -42,6 +40,7 @@ class Watchdog:
     """
 
     def __init__(self, settings: Watch) -> None:
+        super().__init__({})
         self._settings = settings
         self._steps = 0
         self._told: set[str] = set()
@@ -52,7 +51,6 @@ class Watchdog:
         self._fine: WeakSet[Optimizer] = WeakSet()
         """Optimizers that nothing is wrong with, whatever is sparsified."""
         self._unheld: set[str] = set()
-        self._handle: RemovableHandle | None = None
         self._engine: Callable[[], Engine | None] = lambda: None
 
     def before_step(self, engine: Engine) -> None:
@@ -69,24 +67,17 @@ class Watchdog:
             for group in self._sparse_groups(engine):
                 self._histories[group].note(group)
 
-    def close(self) -> None:
-        """See no more steps of optimizers."""
-        if self._handle is not None:
-            self._handle.remove()
-
     def _check_optimizers(self, engine: Engine) -> None:
         """Check those that are known now, and others when they take their first step."""
-        if self._handle is None:
-            self._engine = weakref.ref(engine)
-            self._handle = register_optimizer_step_pre_hook(weakly(self._notice))
+        self._engine = weakref.ref(engine)
         if engine.optimizers is not self._shown:  # who steps no more was replaced, and who does is noticed again
             self._shown = engine.optimizers
             self._stepped.clear()
         for optimizer in (*engine.optimizers, *self._stepped):
             self._check_optimizer(optimizer, engine)
 
-    def _notice(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer, maybe of other parameters, is about to take a step."""
+    def before(self, optimizer: Optimizer) -> None:
+        """See whether it is unsuited; it may be one of other parameters."""
         engine = self._engine()
         if engine is not None and optimizer not in self._stepped and "adam" not in self._told:
             self._stepped.add(optimizer)

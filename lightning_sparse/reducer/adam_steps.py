@@ -121,7 +121,7 @@ class AdamSteps(AroundSteps):
         group = None if name is None else self._group_of(name)
         return None if group is None or group.divisor is None else group
 
-    def after(self) -> None:
+    def after(self, optimizer: Optimizer) -> None:
         """Parameters have their gradients again."""
         self.forget()
 

@@ -92,9 +92,3 @@ class Asked(AroundSteps):
             self._asked.remove(key)
         elif self._goes_on(key) and self._applies(optimizer):
             self._stop(key)
-
-    def after(self) -> None:
-        """Nothing is left to do."""
-
-    def forget(self) -> None:
-        """Nothing was done."""

@@ -88,7 +88,7 @@ class MomentumSteps(AroundSteps):
             if by is not None and (early or whole):
                 self._noted.append(_Noted(optimizer, early, whole, by, skip, 0 if self._flushed() else 1))
 
-    def after(self) -> None:
+    def after(self, optimizer: Optimizer) -> None:
         """Spend what is noted."""
         noted, self._noted = self._noted, []
         for optimizer, early, whole, by, skip, steps in noted:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_sparse.optim import ids_of, weakly
+from lightning_sparse.optim import ids_of
+from lightning_sparse.reducer.around_steps import AroundSteps
 from lightning_sparse.reducer.group import GroupVersion
 from lightning_sparse.reducer.skip import SkipFlag
 
@@ -128,7 +128,7 @@ class History(NamedTuple):
         return [whole, *(latest if name in applied else before if name in waiting else whole for name in names)]
 
 
-class Record:
+class Record(AroundSteps):
     """The history of an engine, and who applies its averages.
 
     Args:
@@ -137,11 +137,11 @@ class Record:
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], names: Mapping[int, str]) -> None:
+        super().__init__(names)
         self.history = History(Version((), {}, {}, Counts()))
         self.lock = threading.RLock()
         """Held while a state is read, and while buffers of an old version are given free to be written to."""
         self._parameters = parameters
-        self._names = names
         self.held: Set[str] = frozenset()
         """Parameters that optimizers hold, as far as they have been seen."""
         self._handouts = 0
@@ -149,7 +149,6 @@ class Record:
         """The number of the handout in which a parameter got its latest average."""
         self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """The number of handouts when an optimizer took its latest step."""
-        self._hook = register_optimizer_step_post_hook(weakly(self.stepped))
 
     @property
     def latest(self) -> Version:
@@ -215,8 +214,8 @@ class Record:
             self.held = self.held | names
         return names
 
-    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        """An optimizer has finished a step; called for all of the process."""
+    def after(self, optimizer: Optimizer) -> None:
+        """Its averages count as applied."""
         names = self.hold(optimizer)
         self._seen[optimizer] = self._handouts
         if names and (handout := self.history.handout) is not None:
@@ -231,7 +230,3 @@ class Record:
         """What the latest exchange handed out has been applied, or never will be."""
         if (handout := self.history.handout) is not None:
             handout.step(handout.names)
-
-    def close(self) -> None:
-        """Stop looking at optimizers."""
-        self._hook.remove()
