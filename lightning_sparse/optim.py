@@ -121,6 +121,16 @@ def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
     return None
 
 
+def decays_of(optimizers: Iterable[Optimizer]) -> list[tuple[float | None, float | None]]:
+    """The second beta and eps of each parameter group of Adams; None: only a device knows it."""
+
+    def known(value: Any) -> float | None:
+        return None if isinstance(value, torch.Tensor) and value.device.type != "cpu" else float(value)
+
+    adams = [optimizer for optimizer in optimizers if is_adam(type(stepping(optimizer)))]
+    return [(known(group["betas"][1]), known(group["eps"])) for adam in adams for group in adam.param_groups]
+
+
 def settings_of(optimizers: Iterable[Optimizer], parameters: Collection[int]) -> set[tuple[float, float]]:
     """The second beta and eps that optimizers have for some parameters."""
     return {

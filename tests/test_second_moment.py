@@ -11,7 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 import lightning_sparse as ls
+from lightning_sparse.core import Context
 from lightning_sparse.exchanges.packed_union import Lanes
+from lightning_sparse.layout import Gradient
 from lightning_sparse.memory import Adapting, named_in
 from tests.lockstep import Ranks
 
@@ -190,6 +192,23 @@ def test_a_residual_without_a_second_moment_starts_with_short_steps() -> None:
     memory.carry_(state, slice(0, 3), old, before, slice(0, 3))
     assert memory.residual(state).tolist() == [50.0, -2.0, 0.0]
     assert memory.vectors(state)["second"][:3].tolist() == pytest.approx([250.0, 0.4, 0.0])
+
+
+@pytest.mark.parametrize("betas", [[0.9, 0.999, 0.5], [0.999, 0.0, 0.9], [0.9] * 5], ids=str)
+def test_the_start_is_corrected_by_the_product_of_all_second_betas(betas: list[float]) -> None:
+    """Of gradients that are all alike, the corrected second moment is their square, whatever the decay was."""
+    memory = ls.SecondMoment(betas[0])
+    state = memory.init(1, torch.device("cpu"), torch.float64)
+    for number, beta2 in enumerate(betas):
+        memory, before = ls.SecondMoment(beta2), memory
+        state = memory.adapted(state, before)
+        grad = Gradient([torch.full((1,), 3.0, dtype=torch.float64)])
+        memory.accumulate_(state, grad, Context(number, 1.0, 0, 1))
+        corrected = memory.second(state)[0] / (1 - memory.power(state))
+        assert float(corrected) == pytest.approx(9.0, rel=1e-12)
+        state = memory.commit(state, False)
+        assert math.isfinite(float(state.steps))  # or it could not be saved
+    assert betas[0] != betas[-1] or float(state.steps) == len(betas)
 
 
 def test_exchanges_that_carry_no_second_moments_are_refused_with_those_that_do() -> None:

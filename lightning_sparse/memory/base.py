@@ -173,6 +173,15 @@ class Memory(ABC):
             names: of the vectors that are known.
         """
 
+    def adapted(self, state: Any, before: Memory) -> Any:
+        """The state for this memory, as it was for one of its kind with other settings; the given one stays.
+
+        Args:
+            state: of a group, between two steps.
+            before: the other one.
+        """
+        return state
+
     def counters(self, state: Any) -> dict[str, Tensor]:
         """What is remembered of the group as a whole, by name; the tensors themselves, to be filled at the start."""
         return {}

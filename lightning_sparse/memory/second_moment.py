@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ class SecondMomentState(CountedState):
     """() on the host, :func:`damping` in the step that goes on."""
 
 
+MOST = 2.0**53
+"""Steps that are counted."""
 SHARE, SHORTEST, LONGEST = 0.25, 2.0, 100.0
 """Of the steps that a coordinate waits on average, as how many an average counts at most; the bounds of that."""
 
@@ -80,7 +83,7 @@ class SecondMoment(CountedFeedback):
 
     The engine applies these steps in place of ``torch.optim.Adam`` and ``AdamW`` (and :class:`lightning_sparse.AdamW`)
     for parameters that are sparsified; parameters that are dense are left to the optimizer. It is what ``memory=None``
-    becomes with such an optimizer, with the optimizer's own beta2 and eps.
+    becomes with such an optimizer, with the optimizer's own beta2 and eps, from step to step as they are then.
 
     The average in the gradients is that of :class:`Residual`, and nothing of it is lost. Costs five vectors of
     ``numel`` accumulator elements a rank, three more than :class:`Residual`; Adam's own two are not made for parameters
@@ -200,6 +203,17 @@ class SecondMoment(CountedFeedback):
         """A residual without a second moment counts as one gradient of its size, so that steps start short."""
         if "second" not in names:
             torch.square(state.residual.now[span], out=state.second.now[span]).mul_(1 - self.beta2)
+
+    def adapted(self, state: SecondMomentState, before: Memory) -> SecondMomentState:
+        """As many steps, maybe no whole number, as with this beta2 leave what the steps so far have left of the start.
+
+        Their weights in v still add up to ``1 - beta2^t`` then.
+        """
+        assert isinstance(before, SecondMoment)
+        if self.beta2 in (before.beta2, 0.0):  # with 0, nothing of the start is left after any number of steps
+            return state
+        left = torch.pow(before.beta2, state.steps)
+        return replace(state, steps=(left.log() / math.log(self.beta2)).clamp(0.0, MOST))
 
     def power(self, state: SecondMomentState) -> Tensor:
         """() float64 ``beta2^t`` in the step that goes on, with t its number from 1."""

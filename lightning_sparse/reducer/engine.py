@@ -268,7 +268,7 @@ class Engine(EngineView):
                     "built, which therefore would not average them. Wrap the model again, attach a new engine and give "
                     "it the state_dict() of this one. (The strategies do so by themselves, between two steps.)"
                 )
-            self._followed.find()
+            self._followed.begin_step()
             for observer in self.observers:
                 observer.before_step(self)
             if self.settings.lr_aware:

@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 from lightning_sparse.console import say
 from lightning_sparse.memory import Adapting, Memory, NoMemory, Residual, named_in
 from lightning_sparse.momentum import has_velocities
-from lightning_sparse.optim import holds, listed, made_for, stepping
+from lightning_sparse.optim import decays_of, holds, listed, made_for, stepping
 from lightning_sparse.reducer.adam_steps import AdamSteps
 from lightning_sparse.reducer.clipping import Asked, Clipping
 from lightning_sparse.reducer.group import GroupReducer
@@ -39,6 +39,8 @@ class Followed:
         """Those that :meth:`follow` was given last."""
         self._reducer, self._parameters, self._rank = reducer, parameters, rank
         self._chosen_memory = reducer.settings.memory
+        self._read: tuple[Any, ...] = ()
+        """By what the memory was chosen in the latest step."""
         self._told: set[str] = set()
         names = {id(p): name for name, p in parameters.items()}
         record = reducer.record
@@ -71,13 +73,22 @@ class Followed:
         for optimizer in chosen:
             self._spends(stepping(optimizer))
 
-    def find(self) -> None:
-        """Where none is followed, those of this package that hold the parameters choose the memory."""
-        if not self.optimizers:
-            self.suit(made_for({id(p) for p in self._parameters.values()}))
+    def begin_step(self) -> None:
+        """Choose the memory by optimizers as they are now; where none is followed, by those of this package."""
+        optimizers = self.optimizers or made_for({id(p) for p in self._parameters.values()})
+        read = self._reducer.adoptions, decays_of(optimizers)
+        if read != self._read or not self.optimizers:
+            self.suit(optimizers, begins=True)
+            self._read = read
 
-    def suit(self, optimizers: Sequence[Optimizer]) -> None:
-        """Choose the memory that suits optimizers, where that was left open; between two steps."""
+    def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
+        """Choose the memory that suits optimizers, where that was left open; between two steps.
+
+        Args:
+            optimizers: all that apply averages.
+            begins: whether a step has just begun. Settings of a memory that stays are changed then only: averages that
+                nobody has applied yet are of the old ones.
+        """
         settings = self._reducer.settings
         if not isinstance(self._chosen_memory, Adapting) or not settings.exchange.carries_second:
             return
@@ -86,8 +97,11 @@ class Followed:
         sparsified = self._sparsified
         memory: Memory = self._chosen_memory
         if sparsified:
-            memory = self._chosen_memory.suited(optimizers, sparsified, self._warn_once)
-        if memory != settings.memory:
+            memory = self._chosen_memory.suited(optimizers, sparsified, self._warn_of_several)
+        if memory.needs_second and settings.memory.needs_second:
+            if begins and memory != settings.memory:
+                self._reducer.adapt(memory)
+        elif memory != settings.memory:
             self._remember_by(memory)
             if memory.needs_second:
                 self._say_once(
@@ -132,11 +146,12 @@ class Followed:
 
     def suit_state(self, state: Mapping[str, Any]) -> None:
         """Go on with the memory that a state was saved with, where nothing else says which one is meant."""
-        carries = self._reducer.settings.exchange.carries_second
-        if type(self._chosen_memory) is Adapting and carries and not self.optimizers:
-            memory = named_in(state.get("settings"))
-            if memory:
-                self._remember_by(memory)
+        settings = self._reducer.settings
+        if type(self._chosen_memory) is not Adapting or not settings.exchange.carries_second:
+            return
+        memory = named_in(state.get("settings"))
+        if memory and memory != settings.memory and (settings.memory.needs_second or not self.optimizers):
+            self._remember_by(memory)
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         """A state was loaded: what has waited is what it remembers."""
@@ -217,14 +232,16 @@ class Followed:
             self._told.add(sentence)
             say(sentence)
 
-    def _warn_once(self, sentence: str) -> None:
+    def _warn_once(self, sentence: str, kind: str | None = None) -> None:
         """Tell the user on rank zero, which is one rank also where nobody has told processes their ranks."""
-        if self._rank == 0 and sentence not in self._told:
-            self._told.add(sentence)
+        if self._rank == 0 and (kind or sentence) not in self._told:
+            self._told.add(kind or sentence)
             rank_zero_warn(sentence)
 
+    def _warn_of_several(self, sentence: str) -> None:
+        """Of settings that may change at every step."""
+        self._warn_once(sentence, "several settings")
+
     def _warn_of_changes(self, sentence: str) -> None:
-        """Of averages that were changed, once whatever their share."""
-        if "changes" not in self._told:
-            self._told.add("changes")
-            self._warn_once(sentence)
+        """Of averages that were changed, by any share of them."""
+        self._warn_once(sentence, "changes")

@@ -246,6 +246,12 @@ class GroupReducer:
             learned = self.density.observed(step.step, step.grad, void, step.places)
         return GroupVersion(self, state, learned)
 
+    def adapt(self, memory: Memory) -> GroupVersion:
+        """Go on with a memory of the same kind that has other settings; what counts now, for it."""
+        state = self.state
+        before, self.memory = self.memory, memory
+        return self.version._replace(formed=state._replace(memory=memory.adapted(state.memory, before)))
+
     def adopt(self, version: GroupVersion) -> None:
         """Go on with this version."""
         self._formed, self.density.learned = version.formed, version.learned

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lightning_sparse.clock import Stamp, Totals
 from lightning_sparse.collective import TorchCollective, ring_all_reduce_bytes
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core import Agreement, Context
+from lightning_sparse.memory import Memory
 from lightning_sparse.plan import Group, Messages
 from lightning_sparse.reducer.batch import Batches
 from lightning_sparse.reducer.clipping import Clipping
@@ -68,6 +70,8 @@ class Reducer:
         self.groups: list[GroupReducer] = []
         self.group_of: dict[str, GroupReducer] = {}
         """The group of each parameter, by name."""
+        self.adoptions = 0
+        """How often groups took the place of others."""
         self.direct = False
         """Whether buckets are averaged just as DDP does, past the groups."""
         self.clippings: dict[int | None, tuple[Clipping, Set[str]]] = {}
@@ -147,9 +151,11 @@ class Reducer:
         self.record.restart([group.version for group in groups], self.rates.latest, self.rates.surplus, counts)
         self._number = counts.step
         self.groups = groups
+        self.adoptions += 1
         self.group_of = {p.name: group for group in groups for p in group.plan.parameters}
         self._model_numel = sum(g.plan.numel for g in groups if not g.plan.dense) or None
-        self._digest = digest_of(self.settings, [group.plan for group in groups])
+        self._digest_of_plan = digest_of([group.plan for group in groups])
+        self._digest = digest_of(self.settings, self._digest_of_plan)
         self._all_dense = all(group.sparsifier.agreement is Agreement.EVERYTHING for group in groups)
 
     def regroup(self, plan: Sequence[Group], messages: Messages) -> None:
@@ -169,6 +175,14 @@ class Reducer:
         """Go on with settings that differ in the memory; between two steps."""
         self.settings = settings
         self.regroup([group.plan for group in self.groups], self.messages)
+
+    def adapt(self, memory: Memory) -> None:
+        """Go on with a memory of the same kind that has other settings, in a step that has just begun."""
+        self.settings = replace(self.settings, memory=memory)
+        self._digest = digest_of(self.settings, self._digest_of_plan)
+        with self.record.lock, self.on_stream.between_steps():
+            groups = [group.adapt(memory) if group.memory.needs_second else group.version for group in self.groups]
+            self.record.rescale(groups, self.rates.latest, self.rates.surplus)
 
     def receive(self, bucket: Any) -> Future[Tensor]:
         """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""

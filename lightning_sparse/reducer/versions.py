@@ -194,7 +194,7 @@ class Record(AroundSteps):
             self._go_on_with(History(latest, before, self._handout(names)))
 
     def rescale(self, groups: Sequence[GroupVersion], rates: Mapping[str, float], surplus: Surplus) -> None:
-        """Residuals have been multiplied, because learning rates have changed, in a step that has just begun."""
+        """What is remembered was changed with a setting of an optimizer, in a step that has just begun."""
         self._go_on_with(History(self.latest._replace(groups=tuple(groups), rates=rates, surplus=surplus)))
 
     def _go_on_with(self, history: History) -> None:

@@ -35,10 +35,25 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
 
 
-def fit(package: str, options: dict[str, Any], ours: bool, checkpoint: Path | None, trainer: dict[str, Any]) -> Any:
+def rise(module: Any, *_: Any) -> None:
+    """A schedule of the second beta, in a hook."""
+    [group] = module.optimizers().param_groups
+    group["betas"] = 0.9, 0.9 + 0.005 * module.global_step
+
+
+def fit(
+    package: str,
+    options: dict[str, Any],
+    ours: bool,
+    checkpoint: Path | None,
+    trainer: dict[str, Any],
+    scheduled: bool = False,
+) -> Any:
     """Parameters, the memory at work, what was warned of, the clipping."""
     make = (lambda p: ls.AdamW(p, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)) if ours else adamw
     module = with_optimizer(package, make)
+    if scheduled:
+        type(module).on_train_batch_start = rise
     strategy = strategy_class(package)(**{**SPARSE, **options})
     runner = make_trainer(package, strategy=strategy, **trainer)
     with warnings.catch_warnings(record=True) as caught:
@@ -63,17 +78,20 @@ def test_torchs_adamw_is_adapted_and_equals_ours(two_ranks: Ranks, package: str,
     assert torch.equal(results[0][0][0], results[0][1][0])
 
 
-@pytest.mark.parametrize("limit", [None, 0.05])
-def test_a_resumed_fit_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path, limit: float | None) -> None:
+@pytest.mark.parametrize(("limit", "scheduled"), [(None, True), (0.05, False)])
+def test_a_resumed_fit_goes_on_bit_for_bit(
+    two_ranks: Ranks, tmp_path: Path, limit: float | None, scheduled: bool
+) -> None:
     clip = {"gradient_clip_val": limit}
-    whole = two_ranks(fit, "pytorch_lightning", {}, True, None, {"max_epochs": 3, **clip})
+    whole = two_ranks(fit, "pytorch_lightning", {}, True, None, {"max_epochs": 3, **clip}, scheduled)
     saving = {"max_epochs": 2, "enable_checkpointing": True, "default_root_dir": tmp_path, **clip}
-    two_ranks(fit, "pytorch_lightning", {}, True, None, saving)
+    two_ranks(fit, "pytorch_lightning", {}, True, None, saving, scheduled)
     [checkpoint] = tmp_path.rglob("*.ckpt")
-    resumed = two_ranks(fit, "pytorch_lightning", {"strict_resume": True}, True, checkpoint, {"max_epochs": 3, **clip})
+    going_on = {"max_epochs": 3, **clip}
+    resumed = two_ranks(fit, "pytorch_lightning", {"strict_resume": True}, True, checkpoint, going_on, scheduled)
     for (weights, _, _, _), (again, memory, told, _) in zip(whole, resumed, strict=True):
         assert torch.equal(weights, again)
-        assert memory.needs_second and told == []
+        assert memory == ls.SecondMoment(0.9 + 0.005 * 17 if scheduled else 0.95) and told == []
 
 
 @pytest.mark.parametrize("messages", ["step", "group"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -93,11 +93,25 @@ class Training:
             self.engine.skip_void(self.optimizer)
             self.optimizer.step()
 
+    def set(self, beta2: float, eps: float) -> None:
+        for group in self.optimizer.param_groups:
+            group.update(betas=(0.9, beta2), eps=eps)
+
     def weights(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.module.parameters()]
 
 
-def reference(steps: int, hyper: Any, limit: float = math.inf) -> tuple[list[Tensor], list[Tensor]]:
+def rising(step: int) -> tuple[float, float]:
+    """A schedule of the second beta and eps."""
+    return 0.5 + 0.04 * step, 1e-8 if step < 6 else 1e-3
+
+
+def reference(
+    steps: int,
+    hyper: Any,
+    limit: float = math.inf,
+    schedule: Callable[[int], tuple[float, float]] = lambda step: (HYPER["betas"][1], 1e-8),
+) -> tuple[list[Tensor], list[Tensor]]:
     """Two ranks in loops, SharedTopK by hand; dense parameters by torch's AdamW on the mean gradient."""
     module = model().double()
     replicas = [copy.deepcopy(module) for _ in range(N)]
@@ -107,9 +121,14 @@ def reference(steps: int, hyper: Any, limit: float = math.inf) -> tuple[list[Ten
     total = sum(sizes)
     k = round(0.1 * total)
     acc, v = (torch.zeros(N, total, dtype=torch.float64) for _ in range(2))
-    beta2, lr, decay = hyper["betas"][1], hyper["lr"], hyper["weight_decay"]
+    lr, decay = hyper["lr"], hyper["weight_decay"]
+    left = 1.0
+    """Of what a second moment began with."""
     dense = torch.optim.AdamW([p for i, p in enumerate(parameters) if i not in sparse], **hyper)
     for step in range(steps):
+        beta2, eps = schedule(step)
+        left *= beta2
+        dense.param_groups[0].update(betas=(hyper["betas"][0], beta2), eps=eps)
         rows, others = [], []
         for rank, replica in enumerate(replicas):
             replica.load_state_dict(module.state_dict())
@@ -124,16 +143,16 @@ def reference(steps: int, hyper: Any, limit: float = math.inf) -> tuple[list[Ten
         g = torch.stack(rows)
         acc += g
         v = beta2 * v + (1 - beta2) * g * g
-        corrected = v / (1 - beta2 ** (step + 1))
+        corrected = v / (1 - left)
         union: set[int] = set()
         for rank in range(N):
-            score = acc[rank].square() / ((corrected[rank] + (acc[rank] / 2.5).square()).sqrt() + 1e-8)
+            score = acc[rank].square() / ((corrected[rank] + (acc[rank] / 2.5).square()).sqrt() + eps)
             union |= set(score.topk(k // N).indices.tolist())
         u = torch.tensor(sorted(union))
         with torch.no_grad():
             move = torch.zeros(total, dtype=torch.float64)
             average = acc[:, u].mean(0)
-            divisor = (corrected[:, u].mean(0) + (average / 2.5).square()).sqrt() + 1e-8
+            divisor = (corrected[:, u].mean(0) + (average / 2.5).square()).sqrt() + eps
             move[u] = lr * math.sqrt(N) * average / divisor
             acc[:, u] = 0
             for i, part in zip(sparse, move.split(sizes), strict=True):
@@ -145,12 +164,18 @@ def reference(steps: int, hyper: Any, limit: float = math.inf) -> tuple[list[Ten
 
 
 def train(
-    kind: str, closure: bool, follow: bool, limit: float | None = None
+    kind: str,
+    closure: bool,
+    follow: bool,
+    limit: float | None = None,
+    schedule: Callable[[int], tuple[float, float]] | None = None,
 ) -> tuple[list[Tensor], Tensor, list[bool]]:
     training = Training(kind, follow=follow, sparsifier="shared_topk", exchange="reduce_union")
     if limit is not None:
         training.engine.clip_gradients(limit)
     for step in range(STEPS):
+        if schedule is not None:
+            training.set(*schedule(step))
         training.step(step, closure)
     residual = torch.cat([training.engine.residual(name) for name in ("2.weight", "0.weight")])  # type: ignore[list-item]
     has_grad = [p.grad is not None for p in training.module.parameters()]
@@ -180,6 +205,36 @@ def test_each_ranks_gradients_are_clipped_together(two_ranks: Ranks) -> None:
         torch.testing.assert_close(residual.double(), kept, rtol=1e-3, atol=1e-7)
         for ours, theirs in zip(weights, expected, strict=True):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "closure", "follow"), [("wrapped", True, True), ("ours", False, False)])
+def test_schedules_of_beta2_and_eps_are_followed(two_ranks: Ranks, kind: str, closure: bool, follow: bool) -> None:
+    expected, residuals = reference(STEPS, HYPER, schedule=rising)
+    constant, _ = reference(STEPS, HYPER, schedule=lambda step: rising(0))
+    assert not torch.allclose(expected[0], constant[0], rtol=1e-3, atol=1e-4)
+    results = two_ranks(train, kind, closure, follow, None, rising)
+    for (weights, residual, _), kept in zip(results, residuals, strict=True):
+        torch.testing.assert_close(residual.double(), kept, rtol=1e-3, atol=1e-7)
+        for ours, theirs in zip(weights, expected, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
+
+
+def changed_on_one_rank() -> str:
+    training = Training(watch=None)
+    training.step(0)
+    if training.rank == 1:
+        training.set(0.9, 1e-8)
+    try:
+        training.step(1)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        training.engine.close()
+    return "nothing"
+
+
+def test_a_second_beta_that_one_rank_changes_alone_is_an_error_on_all(two_ranks: Ranks) -> None:
+    assert ["settings" in error for error in two_ranks(changed_on_one_rank)] == [True, True]
 
 
 def short_run(kind: str, closure: bool, limit: float | None) -> tuple[list[Tensor], ls.Memory, bool, list[str]]:
@@ -214,7 +269,7 @@ def test_another_adam_within_an_optimizer_is_warned_of_once(two_ranks: Ranks) ->
 
 
 def several_settings(found: bool) -> list[str]:
-    """What is said in three steps of an optimizer with two second betas."""
+    """What is said in three steps of an optimizer with two second betas, of which one has a schedule."""
     module = model()
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, density=0.1)
@@ -227,6 +282,7 @@ def several_settings(found: bool) -> list[str]:
                 engine.follow([optimizer])
             loss_of(ddp, step, dist.get_rank()).backward()
             optimizer.step()
+            optimizer.param_groups[0]["betas"] = 0.9, 0.9 - 0.1 * step
     assert engine.settings.memory == ls.SecondMoment(0.94)
     engine.close()
     return [str(w.message) for w in caught]
@@ -279,10 +335,15 @@ def test_without_an_engine_it_is_torchs_bit_for_bit(hyper: dict[str, Any]) -> No
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
 
 
-def resumed(kind: str, follow_first: bool) -> tuple[list[Tensor], list[Tensor]]:
+def resumed(kind: str, follow_first: bool, scheduled: bool) -> tuple[list[Tensor], list[Tensor]]:
+    def take(training: Training, step: int) -> None:
+        if scheduled:
+            training.set(*rising(step))
+        training.step(step)
+
     whole = Training(kind)
     for step in range(8):
-        whole.step(step)
+        take(whole, step)
         if step == 4:
             kept = copy.deepcopy((whole.module.state_dict(), whole.optimizer.state_dict(), whole.engine.state_dict()))
     whole.engine.close()
@@ -293,14 +354,17 @@ def resumed(kind: str, follow_first: bool) -> tuple[list[Tensor], list[Tensor]]:
     if not follow_first:
         again.engine.follow([again.optimizer])
     for step in range(5, 8):
-        again.step(step)
+        take(again, step)
     again.engine.close()
     return whole.weights(), again.weights()
 
 
-@pytest.mark.parametrize(("kind", "follow_first"), [("torch", True), ("torch", False), ("ours", False)])
-def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Ranks, kind: str, follow_first: bool) -> None:
-    for whole, again in two_ranks(resumed, kind, follow_first):
+@pytest.mark.parametrize(
+    ("kind", "follow_first", "scheduled"),
+    [("torch", True, False), ("torch", True, True), ("torch", False, False), ("ours", False, True)],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(two_ranks: Ranks, kind: str, follow_first: bool, scheduled: bool) -> None:
+    for whole, again in two_ranks(resumed, kind, follow_first, scheduled):
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
 
