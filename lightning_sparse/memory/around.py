@@ -68,6 +68,10 @@ class Around(Memory):
         """As the memory inside."""
         self.memory.complete_(state.inner, span, names)
 
+    def start_(self, state: AroundState, second: Tensor, spans: Sequence[slice], steps: float) -> None:
+        """As the memory inside."""
+        self.memory.start_(state.inner, second, spans, steps)
+
     def settle_(self, state: AroundState, update: Update, rounding: Tensor | None = None) -> None:
         """As the memory inside."""
         self.memory.settle_(state.inner, update, rounding)

@@ -173,6 +173,18 @@ class Memory(ABC):
             names: of the vectors that are known.
         """
 
+    def start_(  # noqa: B027  # most have none
+        self, state: Any, second: Tensor, spans: Sequence[slice], steps: float
+    ) -> None:
+        """Start from second moments of earlier gradients, where none is known yet, when a state is being formed.
+
+        Args:
+            state: is changed.
+            second: (numel,), corrected for their start at 0.
+            spans: where they are meant.
+            steps: that they are of; where steps are known already, these count.
+        """
+
     def adapted(self, state: Any, before: Memory) -> Any:
         """The state for this memory, as it was for one of its kind with other settings; the given one stays.
 

@@ -204,6 +204,14 @@ class SecondMoment(CountedFeedback):
         if "second" not in names:
             torch.square(state.residual.now[span], out=state.second.now[span]).mul_(1 - self.beta2)
 
+    def start_(self, state: SecondMomentState, second: Tensor, spans: Sequence[slice], steps: float) -> None:
+        """Their correction is that of the group from now on."""
+        if not bool(state.steps):
+            state.steps.fill_(steps)
+        left = float(torch.pow(self.beta2, state.steps))
+        for span in spans:
+            torch.mul(second[span], 1 - left, out=state.second.now[span])
+
     def adapted(self, state: SecondMomentState, before: Memory) -> SecondMomentState:
         """As many steps, maybe no whole number, as with this beta2 leave what the steps so far have left of the start.
 

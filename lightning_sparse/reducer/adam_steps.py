@@ -32,6 +32,7 @@ class AdamSteps(AroundSteps):
         handed_out: names of the parameters that got an average since an optimizer took a step.
         world_size: n.
         tell: is given a sentence where averages were changed otherwise than by a factor.
+        keeps_moments: whether moments of the optimizer's own are kept, of parameters that are not stepped by them now.
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class AdamSteps(AroundSteps):
         handed_out: Callable[[Optimizer], Set[str]],
         world_size: int,
         tell: Callable[[str], None],
+        keeps_moments: bool,
     ) -> None:
         super().__init__(names)
         self.lengths = Lengths()
         """Of averages, as optimizers got them."""
-        self._tell = tell
+        self._tell, self._keeps_moments = tell, keeps_moments
         self._group_of, self._handed_out = group_of, handed_out
         self._factor = math.sqrt(world_size)
         self._steps = Steps()
@@ -73,6 +75,8 @@ class AdamSteps(AroundSteps):
                 moved.append(Moved(parameter, parameter.grad, divisor))
                 self._aside.append((parameter, parameter.grad))
                 parameter.grad = None
+                if not self._keeps_moments:  # of dense steps, or of one without a backward
+                    optimizer.state.pop(parameter, None)
             if moved:
                 self._steps.take_(moved, Step(*self._rates(group), scale, skip))
 

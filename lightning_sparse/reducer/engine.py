@@ -76,7 +76,7 @@ class Engine(EngineView):
         except BaseException:
             reducer.close()
             raise
-        self._followed = Followed(reducer, parameters, comm.rank, comm.world_size)
+        self._followed = Followed(reducer, parameters, comm, device)
         self._kept = Kept(reducer, parameters, self.frozen, comm, device)
 
     @property

@@ -9,16 +9,19 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
+from lightning_sparse.collective import TorchCollective
 from lightning_sparse.console import say
 from lightning_sparse.memory import Adapting, Memory, NoMemory, Residual, named_in
 from lightning_sparse.momentum import has_velocities
 from lightning_sparse.optim import decays_of, holds, listed, made_for, stepping
 from lightning_sparse.reducer.adam_steps import AdamSteps
 from lightning_sparse.reducer.clipping import Asked, Clipping
+from lightning_sparse.reducer.dense_moments import go_on_from_dense
 from lightning_sparse.reducer.group import GroupReducer
 from lightning_sparse.reducer.momentum_steps import MomentumSteps
 from lightning_sparse.reducer.reducer import Reducer
@@ -30,21 +33,27 @@ class Followed:
     Args:
         reducer: whose averages they apply; it is told of memories, rates and clipping.
         parameters: by name.
-        rank: of this process.
-        world_size: n.
+        comm: the ranks.
+        device: where gradients live.
     """
 
-    def __init__(self, reducer: Reducer, parameters: Mapping[str, Parameter], rank: int, world_size: int) -> None:
+    def __init__(
+        self, reducer: Reducer, parameters: Mapping[str, Parameter], comm: TorchCollective, device: torch.device
+    ) -> None:
         self.optimizers: list[Optimizer] = []
         """Those that :meth:`follow` was given last."""
-        self._reducer, self._parameters, self._rank = reducer, parameters, rank
+        self._reducer, self._parameters, self._rank = reducer, parameters, comm.rank
+        self._comm, self._device = comm, device
         self._chosen_memory = reducer.settings.memory
-        self._read: tuple[Any, ...] = ()
-        """By what the memory was chosen in the latest step."""
+        self._read: tuple[int, list[Any]] = (0, [])
+        """By what the memory was chosen in the latest step: for which groups, and by which settings."""
         self._told: set[str] = set()
         names = {id(p): name for name, p in parameters.items()}
         record = reducer.record
-        self.adam_steps = AdamSteps(names, self._sparse_group, record.waiting, world_size, self._warn_of_changes)
+        keeps = reducer.settings.fallback is not None  # dense steps go on with them
+        self.adam_steps = AdamSteps(
+            names, self._sparse_group, record.waiting, comm.world_size, self._warn_of_changes, keeps
+        )
         self._momentum_steps = MomentumSteps(
             names, self._sparse_group, record.waiting, lambda: record.latest.skipped is None, self._spends
         )
@@ -74,12 +83,20 @@ class Followed:
             self._spends(stepping(optimizer))
 
     def begin_step(self) -> None:
-        """Choose the memory by optimizers as they are now; where none is followed, by those of this package."""
+        """Choose the memory by optimizers as they are now; where none is followed, by those of this package.
+
+        Second moments of groups that are new go on from those of the optimizers, where they know none.
+        """
+        reducer, (adoptions, _) = self._reducer, self._read
         optimizers = self.optimizers or made_for({id(p) for p in self._parameters.values()})
-        read = self._reducer.adoptions, decays_of(optimizers)
-        if read != self._read or not self.optimizers:
+        decays = decays_of(optimizers)
+        if (reducer.adoptions, decays) != self._read or not self.optimizers:
             self.suit(optimizers, begins=True)
-            self._read = read
+        self._read = reducer.adoptions, decays
+        if reducer.adoptions != adoptions:
+            with reducer.record.lock, reducer.on_stream.between_steps():
+                taken = [optimizer for optimizer in optimizers if self.adam_steps.takes(optimizer)]
+                go_on_from_dense(reducer.groups, taken, self._parameters, self._comm, self._device)
 
     def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
         """Choose the memory that suits optimizers, where that was left open; between two steps.
