@@ -36,6 +36,8 @@ from lightning_sparse.reducer.plain import checksum
 from lightning_sparse.reducer.schema import State, check_state
 from lightning_sparse.side_files import Path, SideFile, SideFileError, clear, exists, listing, remove, side_directory
 
+DENSE = "it is of a training without this exchange"
+"""What is in the way of a rank whose checkpoint nothing waited for: on all ranks, nothing is."""
 FORMAT = 2
 """Version of the format of side files and of the marker; changes when their meaning does."""
 
@@ -168,6 +170,7 @@ def restore(
     load: Callable[[str], Any],
     resize: Resize = "merge",
     strict: bool = False,
+    dense: bool = False,
 ) -> None:
     """Let a new engine continue with what the ranks remembered when a checkpoint was written; collective.
 
@@ -184,6 +187,8 @@ def restore(
             pending update ``1/n sum_i residual_i`` unchanged; "flush" sends all of that in the first step, densely;
             "zero" drops it, and says how much that is.
         strict: raise where something is in the way, instead of starting empty.
+        dense: whether the checkpoint is of a training that did not sparsify, so that nothing waited. Error feedback
+            starts empty, and nothing is in the way.
 
     Raises:
         RuntimeError: on all ranks, if ``strict`` and not everything fits.
@@ -191,6 +196,8 @@ def restore(
     comm = engine.comm
     state, fact, problem = None, "", ""
     try:
+        if dense:
+            raise SideFileError(DENSE)
         if marker is None:
             raise SideFileError("it was saved without them")
         _check_marker(marker)
@@ -214,10 +221,11 @@ def restore(
             f"The residuals of the sparsified exchange were not restored from checkpoint {os.fspath(path)}: "
             f"{trouble.rstrip('.')}."
         )
-        if strict:
+        lost = any(note.problem != DENSE for note in notes)
+        if strict and lost:
             where = f"{side_directory(path)} belongs to the checkpoint and must be where that is. " if marker else ""
             raise RuntimeError(f"{text} {where}With strict_resume=False, error feedback starts empty.")
-        if comm.rank == 0:
+        if comm.rank == 0 and lost:
             warnings.warn(
                 f"{text} Error feedback starts empty on all ranks, and what was not sent before the checkpoint was "
                 "written is lost. Expect a small dent in the curve.",

@@ -614,6 +614,20 @@ def test_a_checkpoint_without_residuals(tmp_path: Path) -> None:
             raise outcome
 
 
+def test_of_a_checkpoint_for_which_nothing_waited_nothing_is_said(tmp_path: Path) -> None:
+    def job(comm: Port, dense: bool, strict: bool) -> Engine:
+        engine = Engine(comm, step=3)
+        restore(engine, tmp_path / "x.ckpt", None, load, strict=strict, dense=dense)  # type: ignore[arg-type]
+        return engine
+
+    for strict in (False, True):
+        for engine in results(on_ranks(2, lambda comm, strict=strict: job(comm, True, strict))):
+            assert engine.loaded is not None
+            assert (engine.loaded["parameters"], engine.step) == ({}, 0)
+    with pytest.warns(UserWarning, match="rank 0: it is of a training without .*; rank 1: it was saved without them"):
+        results(on_ranks(2, lambda comm: job(comm, comm.rank == 0, False)))
+
+
 def test_a_later_format_is_not_guessed_at(tmp_path: Path) -> None:
     run = Run(1, tmp_path / "x.ckpt")
     results(run.save())

@@ -201,8 +201,16 @@ class SparseStrategy:
         means = comm.all_reduce(own.to(self.root_device)).cpu() / comm.world_size
         return dict(zip(numbers, means.tolist(), strict=True))
 
-    def _restore(self, engine: Engine, path: Any, marker: dict[str, Any] | None) -> None:
-        restore(engine, path, marker, self._load_side_file, self.config.resize, self.config.strict_resume)
+    def _restore(self, engine: Engine, path: Any, own: dict[str, Any] | None) -> None:
+        """Let an engine go on with the residuals of a checkpoint.
+
+        Args:
+            engine: before its first step, or between two.
+            path: that side files are beside.
+            own: what strategies of this package have written into it; None: none has.
+        """
+        config, marker = self.config, None if own is None else own.get("residuals")
+        restore(engine, path, marker, self._load_side_file, config.resize, config.strict_resume, dense=own is None)
 
     def _load_side_file(self, path: str) -> Any:
         return self.checkpoint_io.load_checkpoint(path, weights_only=True)

@@ -85,7 +85,7 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         self._late: list[Optimizer] = []
         """Those that were set up after the first step."""
         self._wrapped: list[tuple[Any, Engine]] = []
-        self._waiting: list[tuple[Module, Any, dict[str, Any]]] = []
+        self._waiting: list[tuple[Module, Any, dict[str, Any] | None]] = []
         super().__init__(**for_lightning)
 
     @property
@@ -123,7 +123,7 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         loaded = next(((path, own) for waiting, path, own in self._waiting if waiting is module), None)
         if loaded is not None:
             self._waiting = [entry for entry in self._waiting if entry[0] is not module]
-            profile = loaded[1].get("profile")
+            profile = (loaded[1] or {}).get("profile")
         self._check_equal_models(module)
         with self._small_deliveries(module):
             ddp = super().setup_module(module)
@@ -244,24 +244,24 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, (Module, Optimizer)):
             return rest
-        own: dict[str, dict[str, Any]] = rest.pop(CHECKPOINT_KEY, {})
+        own: dict[str, dict[str, Any]] | None = rest.pop(CHECKPOINT_KEY, None)
         for key, engine in self._engines_in(state or {}).items():
-            found = own.get(key, {})
-            place = _place(path, key, len(own))
+            found = None if own is None else own.get(key, {})
+            place = _place(path, key, len(own or ()))
             if engine is None:
                 self._waiting = [entry for entry in self._waiting if entry[0] is not state[key]]
                 self._waiting.append((state[key], place, found))
                 continue
             for observer in engine.observers:
                 if isinstance(observer, Planner):
-                    observer.resume(found.get("profile"), engine)
+                    observer.resume((found or {}).get("profile"), engine)
             self._resume(engine, place, found)
         return rest
 
-    def _resume(self, engine: Engine, place: str, found: dict[str, Any]) -> None:
-        """Let an engine go on where the one was that a checkpoint tells of."""
-        self._restore(engine, place, found.get("residuals"))
-        if "totals" in found:
+    def _resume(self, engine: Engine, place: str, found: dict[str, Any] | None) -> None:
+        """Let an engine go on where the one was that a checkpoint tells of; None: it tells of none."""
+        self._restore(engine, place, found)
+        if found and "totals" in found:
             engine.totals.load_state_dict(found["totals"])
 
     def _engines_in(self, state: Mapping[str, Any]) -> dict[str, Engine | None]:

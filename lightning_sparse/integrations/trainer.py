@@ -264,12 +264,12 @@ class SparseDDPMixin(SparseStrategy, Base):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in Lightning; remembers where a fit that follows finds residuals, and what an earlier one measured."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        own = checkpoint.get(CHECKPOINT_KEY, {})
-        self._profile, self._totals = own.get("profile"), own.get("totals")
-        residuals = own.get("residuals")
-        if residuals and "global_step" in residuals:  # as the checkpoint says now, for the side files to agree with
-            residuals = {**residuals, "global_step": checkpoint.get("global_step")}
-        self._resume = checkpoint_path, residuals
+        own: dict[str, Any] | None = checkpoint.get(CHECKPOINT_KEY)
+        self._profile, self._totals = (None if own is None else own.get(name) for name in ("profile", "totals"))
+        residuals = None if own is None else own.get("residuals")
+        if own and residuals and "global_step" in residuals:  # as the checkpoint says now: side files must agree
+            own = {**own, "residuals": {**residuals, "global_step": checkpoint.get("global_step")}}
+        self._resume = checkpoint_path, own
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -280,7 +280,7 @@ class SparseDDPMixin(SparseStrategy, Base):
                 own["residuals"] = marker
             if self.engine is not None and "optimizer_states" in checkpoint:
                 own["totals"] = self._totals_now()
-            if own:
+            if own or "optimizer_states" in checkpoint:  # without this, a checkpoint is one of a dense training
                 checkpoint[CHECKPOINT_KEY] = own
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 

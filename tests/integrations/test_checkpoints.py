@@ -295,21 +295,38 @@ def test_without_residuals_a_run_goes_on_otherwise_and_says_so(two_ranks: Ranks,
         assert not result["pending"][0].any()
 
 
-def test_a_checkpoint_of_plain_ddp(two_ranks: Ranks, tmp_path: Path) -> None:
-    first, other = two_ranks(resume_dense, str(tmp_path / "dense.ckpt"))
-    assert "saved without them" in first[0][0]
-    assert other[0] == []
-    for _, error in (first, other):
-        assert "were not restored from checkpoint" in error
-        assert "With strict_resume=False" in error
+DENSE_OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
 
 
-def resume_dense(path: str) -> tuple[list[str], str]:
-    trainer = make_trainer("pytorch_lightning", strategy="ddp", max_epochs=1)
-    trainer.fit(make_module("pytorch_lightning"), make_data(), make_data(16))
-    trainer.save_checkpoint(path)
-    told = Fit(SPARSE, 2, path).warnings
-    return told, error_of(SPARSE | {"strict_resume": True}, path)
+def resume_dense(path: str, kind: str, strict: bool) -> tuple[list[str], dict[str, float], list[set[str]]]:
+    """Warnings, what is counted, and what the optimizer keeps, where six sparse steps follow six dense ones."""
+    package = "pytorch_lightning"
+    for strategy, load in (("ddp", None), (strategy_of(package, SPARSE | {"strict_resume": strict}), path)):
+        module = make_module(package)
+        module.configure_optimizers = lambda module=module: DENSE_OPTIMIZERS[kind](module.parameters())
+        trainer = make_trainer(package, strategy=strategy, max_epochs=2 if load else 1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, make_data(), ckpt_path=load)
+        if load is None:
+            trainer.save_checkpoint(path)
+    told = [str(w.message) for w in caught if "resid" in str(w.message) or "lost" in str(w.message)]
+    states = trainer.optimizers[0].state
+    counters = trainer.strategy.engine.state_dict()["counters"]["net.0.weight"]
+    return told, counters, [set(states.get(p, {})) for p in module.parameters()]
+
+
+@pytest.mark.parametrize(("kind", "strict"), [("adamw", True), ("sgd", False)])
+def test_of_a_checkpoint_of_plain_ddp_nothing_is_lost(
+    two_ranks: Ranks, tmp_path: Path, kind: str, strict: bool
+) -> None:
+    for told, counters, states in two_ranks(resume_dense, str(tmp_path / "dense.ckpt"), kind, strict):
+        assert told == []
+        assert counters == ({"steps": 12.0} if kind == "adamw" else {})
+        assert states == [set() if kind == "adamw" else {"momentum_buffer", "waited"}] * 4
 
 
 def error_of(options: dict[str, Any], path: str) -> str:

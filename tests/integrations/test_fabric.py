@@ -283,7 +283,7 @@ def test_what_is_not_finite_reaches_the_optimizer_if_asked_to(two_ranks: Ranks) 
 class Run:
     """Some steps, with a checkpoint on the way or from a checkpoint."""
 
-    def __init__(self, package: str, options: dict[str, Any], modules: int, early: bool = False) -> None:
+    def __init__(self, package: str, options: dict[str, Any] | str, modules: int, early: bool = False) -> None:
         self.fabric = make_fabric(package, options)
         self.models: list[Any] = [make_model(20 + 5 * index) for index in range(modules)]
         self.optimizers: list[Any] = [sgd(model) for model in self.models]
@@ -384,7 +384,7 @@ def goes_on_with(options: dict[str, Any], folder: str) -> None:
 
 
 def load_other_states(package: str, folder: str) -> list[list[str]]:
-    """Warnings about residuals: weights alone, raw weights, and a whole state that was saved without residuals."""
+    """Warnings about residuals: weights alone, raw ones, a state of plain DDP, and one saved without residuals."""
     run = Run(package, SPARSE, 1)
     run.steps(3)
     path = f"{folder}/{package}.pt"
@@ -394,6 +394,9 @@ def load_other_states(package: str, folder: str) -> list[list[str]]:
     dense = Run(package, {**SPARSE, "save_residuals": False}, 1)
     dense.steps(3)
     dense.fabric.save(path + ".dense", dense.state)
+    plain = Run(package, "ddp", 1)
+    plain.steps(3)
+    plain.fabric.save(path + ".ddp", plain.state)
     raw = f"{path}.raw.{dist.get_rank()}"
     torch.save(make_model(20).state_dict(), raw)
     close(dense.fabric)
@@ -403,6 +406,7 @@ def load_other_states(package: str, folder: str) -> list[list[str]]:
         lambda: new.fabric.load(path + ".weights", {"model/0": new.models[0]}),
         lambda: new.fabric.load(path + ".whole", {"model/0": new.models[0]}),
         lambda: new.fabric.load_raw(raw, new.models[0]),
+        lambda: new.fabric.load(path + ".ddp", new.state),
         lambda: new.fabric.load(path + ".dense", new.state),
     ]
     for call in calls:
@@ -412,6 +416,7 @@ def load_other_states(package: str, folder: str) -> list[list[str]]:
         heard.append([str(w.message) for w in caught if "residuals" in str(w.message)])
     assert new.fabric.strategy.engine.step == 0
     strict = Run(package, {**SPARSE, "strict_resume": True}, 1)
+    strict.fabric.load(path + ".ddp", strict.state)
     with pytest.raises(RuntimeError, match="saved without them"):
         strict.fabric.load(path + ".dense", strict.state)
     with pytest.raises(ValueError, match="Expected a state without the key 'lightning_sparse'"):
@@ -424,10 +429,10 @@ def load_other_states(package: str, folder: str) -> list[list[str]]:
 def test_residuals_are_asked_for_with_whole_states_only(two_ranks: Ranks, tmp_path: Path) -> None:
     for package in FABRICS:
         first, second = two_ranks(load_other_states, package, str(tmp_path))
-        assert first[:3] == [[], [], []]
-        assert len(first[3]) == 1
-        assert "saved without them. Error feedback starts empty on all ranks" in first[3][0]
-        assert second == [[], [], [], []]
+        assert first[:4] == second[:4] == [[], [], [], []]
+        assert len(first[4]) == 1
+        assert "saved without them. Error feedback starts empty on all ranks" in first[4][0]
+        assert second[4] == []
         assert sorted(p.name for p in tmp_path.glob(f"{package}.pt*.sparse")) == [f"{package}.pt.whole.sparse"]
 
 
