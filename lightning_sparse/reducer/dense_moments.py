@@ -34,7 +34,7 @@ def go_on_from_dense(
     """Start second moments where none are known yet, in a step that has just begun; collective.
 
     An optimizer's v holds squares of averages over n ranks, a rank's own the noise of one gradient, n times as much. So
-    they start from n times the optimizer's: with ``sqrt(n)`` in the step, first steps are exactly as long as those of
+    they start from n times the optimizer's: with ``sqrt(n)`` in the step, first steps are as long as those of
     dense training. The shortest history of a group counts for all of it, and one step where there is none: as Adam's
     do, second moments without a history start from the first gradients then.
 
