@@ -49,7 +49,7 @@ def go_on_from_dense(
     served = {name: group for group in groups if group.memory.needs_second for name in group.spans}
     if not served:
         return
-    own = {name: formed for name, formed in _formed(optimizers, parameters).items() if name in served}
+    own = _formed(optimizers, {id(parameters[name]): name for name in served})
     found = comm.all_gather_object({name: formed.steps for name, formed in own.items()}, device)
     holders = {name: rank for rank, each in reversed(list(enumerate(found))) for name in each}
     if not holders:
@@ -69,16 +69,15 @@ def go_on_from_dense(
         group.memory.start_(group.state.memory, start, [group.spans[name] for name in names], steps)
 
 
-def _formed(optimizers: Iterable[Optimizer], parameters: Mapping[str, Parameter]) -> dict[str, Formed]:
-    """By name of the parameter."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
+def _formed(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> dict[str, Formed]:
+    """By name of the parameter, of those with names by id."""
     formed = {}
     for optimizer in map(stepping, optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                state = optimizer.state.get(parameter, {})
+                state = optimizer.state.get(parameter, {}) if id(parameter) in names else {}
                 second, steps = state.get("exp_avg_sq"), float(state.get("step", 0))
-                if id(parameter) not in names or second is None or steps < 1:
+                if second is None or steps < 1:
                     continue
                 if second.shape == parameter.shape and bool(second.isfinite().all()):
                     corrected = second / (1 - float(group["betas"][1]) ** steps)
