@@ -151,6 +151,12 @@ class SparseDDPMixin(SparseStrategy, Base):
         if resume is not None and self.engine is not None and not self.engine.closed:
             self._restore(self.engine, *resume)
 
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """As in Lightning, which changes the model's precision later: weights in float64 would be rounded before."""
+        module: Any = self.lightning_module
+        self.precision_plugin.convert_module(module)
+        super().load_model_state_dict(checkpoint, strict)
+
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """As in Lightning; residuals go with optimizers, also where a callback goes back to a checkpoint within fit."""
         super().load_optimizer_state_dict(checkpoint)
@@ -175,7 +181,9 @@ class SparseDDPMixin(SparseStrategy, Base):
     def _clip_before_the_exchange(self, trainer: Any) -> None:
         """Clip each rank's gradients, and not their averages, where that is better; from the first step on."""
         algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm"
-        for optimizer in () if _has_own_clipping(self.lightning_module) else self.optimizers:
+        module: Any = self.lightning_module
+        by_trainer = module.automatic_optimization and not _has_own_clipping(module)
+        for optimizer in self.optimizers if by_trainer else ():
             self._clips_locally(optimizer, trainer.gradient_clip_val, algorithm, known=True)
         vars(self.precision_plugin)["clip_gradients"] = ClipBeforeTheExchange(self)
 

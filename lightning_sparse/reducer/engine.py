@@ -333,8 +333,8 @@ class Engine(EngineView):
         Returns:
             ``step``, ``void_steps``, ``rank``, ``world_size``, ``settings``; ``parameters`` and ``counters``: what is
             remembered of each, by name; ``groups``: what sparsifiers and schedules have learned; ``rates``: latest
-            learning rates; ``surplus``: what changes of them have left in residuals; ``lengths``: see
-            :class:`~lightning_sparse.reducer.scaled.Lengths`.
+            learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``: what gradients are
+            clipped to in place of their averages; ``lengths``: see :class:`~lightning_sparse.reducer.scaled.Lengths`.
 
         Raises:
             RuntimeError: if this rank has no state of the given moment any more, or not yet.
@@ -357,9 +357,9 @@ class Engine(EngineView):
             ValueError: on all ranks, with nothing changed, if this is no such state on one of them, or if the states of
                 the ranks do not belong together.
         """
-        misfits = self._kept.load(state, self._followed.suit_state)
-        self._followed.go_on(state)
-        return [*misfits.learned, *misfits.remembered]
+        draft = self._kept.load(state, self._followed.suit_state)
+        self._followed.go_on(state, draft.clippings)
+        return [*draft.misfits.learned, *draft.misfits.remembered]
 
     def take_over(self, state: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> list[str]:
         """Go on where an engine of the same parameters was, whatever their names and groups are now; collective.
@@ -377,9 +377,9 @@ class Engine(EngineView):
         """
         now = {id(p): name for name, p in {**self._parameters, **self.frozen}.items()}
         kept, gone = renamed(state, {name: now[id(p)] for name, p in parameters.items() if id(p) in now})
-        misfits = self._kept.load(kept, self._followed.suit_state)
-        self._followed.go_on(kept)
-        return gone + misfits.remembered
+        draft = self._kept.load(kept, self._followed.suit_state)
+        self._followed.go_on(kept, draft.clippings)
+        return gone + draft.misfits.remembered
 
     def close(self) -> None:
         """Stop the communication thread, give the process group back, stop watching parameters."""

@@ -48,6 +48,8 @@ class Followed:
         self._read: tuple[int, list[Any]] = (0, [])
         """By what the memory was chosen in the latest step: for which groups, and by which settings."""
         self._told: set[str] = set()
+        self._saved_clippings: list[Mapping[str, Any]] = []
+        """Of a state that was loaded, until the optimizers are followed whose gradients were clipped."""
         names = {id(p): name for name, p in parameters.items()}
         record = reducer.record
         keeps = reducer.settings.fallback is not None  # dense steps go on with them
@@ -81,6 +83,7 @@ class Followed:
             reducer.record.hold(optimizer)
         for optimizer in chosen:
             self._spends(stepping(optimizer))
+        self._clip_as_before()
 
     def begin_step(self) -> None:
         """Choose the memory by optimizers as they are now; where none is followed, by those of this package.
@@ -170,11 +173,18 @@ class Followed:
         if memory and memory != settings.memory and (settings.memory.needs_second or not self.optimizers):
             self._remember_by(memory)
 
-    def go_on(self, state: Mapping[str, Any]) -> None:
-        """A state was loaded: what has waited is what it remembers."""
+    def go_on(self, state: Mapping[str, Any], clippings: Sequence[Mapping[str, Any]]) -> None:
+        """A state was loaded: what has waited is what it remembers.
+
+        Args:
+            state: of this rank.
+            clippings: what gradients were clipped to in place of their averages, equal on all ranks.
+        """
+        self._saved_clippings = list(clippings)
         kept = {name for name, vectors in state["parameters"].items() if "residual" in vectors}
         self._momentum_steps.go_on(kept)
         self.adam_steps.lengths.load(state.get("lengths", {}))
+        self._clip_as_before()
 
     def _remember_by(self, memory: Memory) -> None:
         self._reducer.remember_by(replace(self._reducer.settings, memory=memory))
@@ -198,17 +208,29 @@ class Followed:
             if begun:
                 self._clip_averages(key)
             return False
-        if not begun:
-            if reducer.direct or not self._suits_clipping(optimizer, algorithm, known):
-                return False
-            self._say_once(
-                "Each rank's own gradients are clipped before they wait, and not their averages, to sqrt(n) times the "
-                "limit (docs/training.md). memory='residual' leaves clipping to averages."
-            )
-        self.clip(limit, algorithm, optimizer)
-        reducer.in_place_of_averages |= {key}
+        if not begun and (reducer.direct or not self._suits_clipping(optimizer, algorithm, known)):
+            return False
+        self._clip_in_place(limit, algorithm, optimizer)
         self._asked.note(key)
         return not reducer.direct and bool(reducer.clipped & {None, key})
+
+    def _clip_in_place(self, limit: float, algorithm: str, optimizer: Optimizer) -> None:
+        """Clip gradients of an optimizer in place of their averages, from the next step on."""
+        self._say_once(
+            "Each rank's own gradients are clipped before they wait, and not their averages, to sqrt(n) times the "
+            "limit (docs/training.md). memory='residual' leaves clipping to averages."
+        )
+        self.clip(limit, algorithm, optimizer)
+        self._reducer.in_place_of_averages |= {id(optimizer)}
+
+    def _clip_as_before(self) -> None:
+        """Clip what a state says was clipped, from the first step on: nobody asks before it is over."""
+        for optimizer in self.optimizers:
+            held = self._reducer.record.hold(optimizer)
+            for saved in [one for one in self._saved_clippings if not held.isdisjoint(one["parameters"])]:
+                self._saved_clippings.remove(saved)
+                if self._suits_clipping(optimizer, saved["algorithm"], known=True):
+                    self._clip_in_place(saved["limit"], saved["algorithm"], optimizer)
 
     def _has_averages(self, optimizer: Optimizer) -> bool:
         """Whether parameters that an optimizer holds got an average since its last step."""

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.reducer.reducer import Reducer
-from lightning_sparse.reducer.state import Draft, Misfits, Parked, capture, draft_of, load, parked
+from lightning_sparse.reducer.state import Draft, Parked, capture, draft_of, load, parked
 
 
 class Kept:
@@ -55,9 +55,11 @@ class Kept:
             if max(numbers) > history.latest.number:
                 history = reducer.soon()
             algorithm = reducer.settings.algorithm
-            return capture(history, numbers, self._names, self._parked, algorithm, self._comm)
+            # What was asked for since a step began is for the next one, also where the weights are of before it.
+            clippings = reducer.in_place if numbers[0] == history.latest.number else reducer.began_in_place
+            return capture(history, numbers, self._names, self._parked, clippings, algorithm, self._comm)
 
-    def load(self, state: Mapping[str, Any], suit: Callable[[Mapping[str, Any]], None]) -> Misfits:
+    def load(self, state: Mapping[str, Any], suit: Callable[[Mapping[str, Any]], None]) -> Draft:
         """See :meth:`.Engine.load_state_dict`; nothing changes before all ranks know that all of them can.
 
         Args:
@@ -84,7 +86,7 @@ class Kept:
         self._parked = parked(state, self._frozen)
         self.loads += 1
         reducer.on_stream.synchronize()
-        return draft.misfits
+        return draft
 
     def _draft(self, state: Mapping[str, Any]) -> Draft:
         reducer = self._reducer

@@ -81,6 +81,8 @@ class Reducer:
         """Keys of those that rest while nothing of their parameters can wait: averages are clipped then."""
         self.clipped: Set[int | None] = frozenset()
         """Keys of those that the latest step began with."""
+        self.began_in_place: Sequence[tuple[Clipping, Set[str]]] = ()
+        """What the latest step began with in place of clipping averages."""
         self.flush_asked = False
         """Whether everything is sent in a step that has not begun yet."""
         self.flush_at: int | None = None
@@ -230,8 +232,14 @@ class Reducer:
         """Names of the parameters that are not always sent as a whole."""
         return {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
 
+    @property
+    def in_place(self) -> list[tuple[Clipping, Set[str]]]:
+        """What gradients are clipped to from the next step on, in place of their averages."""
+        return [clipping for key, clipping in list(self.clippings.items()) if key in self.in_place_of_averages]
+
     def _begin_clipping(self) -> None:
         """What this step's gradients are clipped to, when its groups are known."""
+        self.began_in_place = self.in_place
         sparsified = self.sparsified if self.in_place_of_averages else set()
         acting = {
             key: (clipping, names, sum(self._parameters[name].numel() for name in names))

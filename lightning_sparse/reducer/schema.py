@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.checks import is_integer, is_number
+from lightning_sparse.reducer.clipping import ALGORITHMS
 
 STATE_FORMAT = 1
 """Version of the format of ``Engine.state_dict()``; changes when its meaning does."""
@@ -61,6 +62,7 @@ LENGTH = Kind(
 NAMED = Kind("a dict with names as keys", lambda x: isinstance(x, dict) and all(isinstance(name, str) for name in x))
 LIST = Kind("a list", lambda x: isinstance(x, list))
 NAMES = Kind("a list of names", lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x))
+ALGORITHM = Kind("'norm' or 'value'", lambda x: isinstance(x, str) and x in ALGORITHMS)
 FIELDS = {
     "step": COUNT,
     "void_steps": COUNT,
@@ -72,6 +74,7 @@ FIELDS = {
     "groups": LIST,
     "rates": NAMED,
 }
+CLIPPING_FIELDS = {"limit": RATE, "algorithm": ALGORITHM, "parameters": NAMES}
 GROUP_FIELDS = {"name": TEXT, "parameters": NAMES, "numel": SIZE, "state": NAMED}
 MISSING = object()
 
@@ -106,6 +109,10 @@ def check_state(state: Any) -> None:
     _check(state.get("lengths", {}), NAMED, "the state's lengths")
     for name, pair in state.get("lengths", {}).items():
         _check(pair, LENGTH, f"the state's length of {name}")
+    _check(state.get("clippings", []), LIST, "the state's clippings")
+    for number, clipping in enumerate(state.get("clippings", [])):
+        _check(clipping, NAMED, f"the state's clipping {number}")
+        _check_fields(clipping, CLIPPING_FIELDS, f"in clipping {number} of the state the")
     for number, group in enumerate(state["groups"]):
         _check(group, NAMED, f"the state's group {number}")
         _check_fields(group, GROUP_FIELDS, f"in group {number} of the state the")
@@ -163,9 +170,13 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> tuple[State, 
         for group in state["groups"]
         if all(old in names for old in group["parameters"])
     ]
+    clippings = [
+        {**clipping, "parameters": [names[old] for old in clipping["parameters"] if old in names]}
+        for clipping in state.get("clippings", ())
+    ]
     gone = [
         f"There is no parameter {old} any more."
         for old, vectors in state["parameters"].items()
         if old not in names and any(bool(vector.any()) for vector in vectors.values())
     ]
-    return {**state, **by_name, "groups": groups}, gone
+    return {**state, **by_name, "groups": groups, "clippings": clippings}, gone

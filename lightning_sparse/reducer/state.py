@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from lightning_sparse.collective import TorchCollective
 from lightning_sparse.density import GroupDensity
 from lightning_sparse.plan import Group
 from lightning_sparse.reducer.agreement import Note, by_reason, name_ranks, reason
+from lightning_sparse.reducer.clipping import Clipping
 from lightning_sparse.reducer.group import GroupReducer, GroupVersion
 from lightning_sparse.reducer.plain import from_plain, to_plain
 from lightning_sparse.reducer.schema import STATE_FORMAT, State, check_state, outline
@@ -26,6 +27,7 @@ def capture(
     numbers: Sequence[int],
     names: Sequence[str],
     parked: Parked,
+    clippings: Sequence[tuple[Clipping, Set[str]]],
     algorithm: str,
     comm: TorchCollective,
 ) -> State:
@@ -36,6 +38,7 @@ def capture(
         numbers: which version is meant, see :meth:`History.numbers`.
         names: of all parameters, in order.
         parked: of the engine.
+        clippings: in place of averages, and the parameters of each.
         algorithm: see :attr:`SparsificationConfig.algorithm`.
         comm: the ranks.
 
@@ -71,6 +74,7 @@ def capture(
         "groups": [_plain_learned(group) for group in whole.groups],
         "rates": dict(whole.rates),
         "surplus": {name: list(noted) for name, noted in whole.surplus.items()},
+        "clippings": [{**clipping._asdict(), "parameters": sorted(held)} for clipping, held in clippings],
     }
 
 
@@ -108,6 +112,8 @@ class Draft(NamedTuple):
     learned: list[Learned | None]
     """About each group; None: nothing that fits."""
     misfits: Misfits
+    clippings: list[Any]
+    """What gradients were clipped to in place of their averages, as a state holds it."""
 
 
 class Form(Protocol):
@@ -120,7 +126,8 @@ class Form(Protocol):
 def load(draft: Callable[[], Draft], state: Mapping[str, Any], comm: TorchCollective, device: torch.device) -> Draft:
     """What all ranks agree on; collective.
 
-    What has been learned about a group is in it where it fits on all ranks, and else a misfit.
+    What has been learned about a group is in it where it fits on all ranks, and else a misfit. Clippings are those of
+    rank 0: others that saved the state in the middle of a step may not have been asked for theirs yet.
 
     Args:
         draft: makes this rank's own of the state, see :func:`draft_of`.
@@ -140,7 +147,8 @@ def load(draft: Callable[[], Draft], state: Mapping[str, Any], comm: TorchCollec
     except Exception as error:  # whatever a damaged state makes of a memory
         note = Note("", reason(error, ValueError))
     fits = [] if own is None else [known is not None for known in own.learned]
-    notes, on_ranks = zip(*comm.all_gather_object((note, fits), device), strict=True)
+    clippings = [] if own is None else own.clippings
+    notes, on_ranks, clippings_on_ranks = zip(*comm.all_gather_object((note, fits, clippings), device), strict=True)
     trouble = by_reason(notes)
     if not trouble and len({note.fact for note in notes}) > 1:
         trouble = "the states of the ranks do not belong together"
@@ -153,7 +161,7 @@ def load(draft: Callable[[], Draft], state: Mapping[str, Any], comm: TorchCollec
         elif known is not None:
             others = [rank for rank, fit in enumerate(fitting) if not fit]
             own.misfits.learned.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
-    return own
+    return own._replace(clippings=clippings_on_ranks[0])
 
 
 def draft_of(
@@ -200,7 +208,7 @@ def draft_of(
     misfits.remembered.extend(
         f"There is no parameter {name} any more." for name in state["parameters"] if name not in here | frozen.keys()
     )
-    return Draft(groups, learned, misfits)
+    return Draft(groups, learned, misfits, list(state.get("clippings", ())))
 
 
 def _anew(group: GroupReducer) -> str:

@@ -41,12 +41,48 @@ def rise(module: Any, *_: Any) -> None:
     group["betas"] = 0.9, 0.9 + 0.005 * module.global_step
 
 
+LIMIT = 0.05
+CLIPPING: dict[str, dict[str, Any]] = {
+    "gradient_clip_val": {"gradient_clip_val": LIMIT},
+    "configure_gradient_clipping": {},
+    "self.clip_gradients": {},
+}
+"""Ways to ask for it, and what the Trainer gets."""
+
+
+def clip_by(module: Any, how: str) -> None:
+    """Let a module ask for clipping by itself, in one of the ways."""
+
+    def clip(optimizer: Any, *_: Any, **__: Any) -> None:
+        module.clip_gradients(optimizer, gradient_clip_val=LIMIT, gradient_clip_algorithm="norm")
+
+    if how == "configure_gradient_clipping":
+        module.configure_gradient_clipping = clip
+    if how == "self.clip_gradients":
+        by_hand(module, clip)
+
+
+def by_hand(module: Any, clip: Any) -> None:
+    """Optimize by hand, with clipping in between."""
+    training_step, module.automatic_optimization = module.training_step, False
+
+    def step(batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = module.optimizers()
+        optimizer.zero_grad()
+        module.manual_backward(training_step(batch, batch_idx))
+        clip(optimizer)
+        optimizer.step()
+
+    module.training_step = step
+
+
 def fit(
     package: str,
     options: dict[str, Any],
     ours: bool,
     checkpoint: Path | None,
     trainer: dict[str, Any],
+    clip: str = "",
     scheduled: bool = False,
 ) -> Any:
     """Parameters, the memory at work, what was warned of, the clipping."""
@@ -54,6 +90,7 @@ def fit(
     module = with_optimizer(package, make)
     if scheduled:
         type(module).on_train_batch_start = rise
+    clip_by(module, clip)
     strategy = strategy_class(package)(**{**SPARSE, **options})
     runner = make_trainer(package, strategy=strategy, **trainer)
     with warnings.catch_warnings(record=True) as caught:
@@ -78,20 +115,24 @@ def test_torchs_adamw_is_adapted_and_equals_ours(two_ranks: Ranks, package: str,
     assert torch.equal(results[0][0][0], results[0][1][0])
 
 
-@pytest.mark.parametrize(("limit", "scheduled"), [(None, True), (0.05, False)])
+@pytest.mark.parametrize(
+    ("clip", "precision", "scheduled"),
+    [("", "64-true", False), ("", "32-true", True), *((clip, "32-true", False) for clip in ("", *CLIPPING))],
+)
 def test_a_resumed_fit_goes_on_bit_for_bit(
-    two_ranks: Ranks, tmp_path: Path, limit: float | None, scheduled: bool
+    two_ranks: Ranks, tmp_path: Path, clip: str, precision: str, scheduled: bool
 ) -> None:
-    clip = {"gradient_clip_val": limit}
-    whole = two_ranks(fit, "pytorch_lightning", {}, True, None, {"max_epochs": 3, **clip}, scheduled)
-    saving = {"max_epochs": 2, "enable_checkpointing": True, "default_root_dir": tmp_path, **clip}
-    two_ranks(fit, "pytorch_lightning", {}, True, None, saving, scheduled)
+    trainer = {"max_epochs": 3, "precision": precision, **CLIPPING.get(clip, {})}
+    whole = two_ranks(fit, "pytorch_lightning", {}, True, None, trainer, clip, scheduled)
+    saving = {**trainer, "max_epochs": 2, "enable_checkpointing": True, "default_root_dir": tmp_path}
+    two_ranks(fit, "pytorch_lightning", {}, True, None, saving, clip, scheduled)
     [checkpoint] = tmp_path.rglob("*.ckpt")
-    going_on = {"max_epochs": 3, **clip}
-    resumed = two_ranks(fit, "pytorch_lightning", {"strict_resume": True}, True, checkpoint, going_on, scheduled)
-    for (weights, _, _, _), (again, memory, told, _) in zip(whole, resumed, strict=True):
+    going_on = [{"strict_resume": True}, True, checkpoint, trainer, clip, scheduled]
+    resumed = two_ranks(fit, "pytorch_lightning", *going_on)
+    for (weights, _, _, clipping), (again, memory, told, same_clipping) in zip(whole, resumed, strict=True):
         assert torch.equal(weights, again)
         assert memory == ls.SecondMoment(0.9 + 0.005 * 17 if scheduled else 0.95) and told == []
+        assert clipping == same_clipping == ((LIMIT, "norm") if clip else None)
 
 
 @pytest.mark.parametrize("messages", ["step", "group"])
@@ -115,16 +156,7 @@ def test_the_trainers_clipping_acts_on_each_ranks_gradients(two_ranks: Ranks, me
 
 def asked_for_at_first(manual: bool) -> list[int]:
     """How many clippings there are after each step, where two steps ask for one."""
-    module = with_optimizer("pytorch_lightning", adamw)
-    module.automatic_optimization = not manual
-    training_step, found = module.training_step, []
-
-    def by_hand(batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = module.optimizers()
-        optimizer.zero_grad()
-        module.manual_backward(training_step(batch, batch_idx))
-        clip(optimizer)
-        optimizer.step()
+    module, found = with_optimizer("pytorch_lightning", adamw), []
 
     def clip(optimizer: Any, *_: Any, **__: Any) -> None:
         if module.global_step < 2:
@@ -133,8 +165,11 @@ def asked_for_at_first(manual: bool) -> list[int]:
     def look(*_: Any) -> None:
         found.append(len(clippings_of(strategy.engine)))
 
-    module.training_step = by_hand if manual else training_step
-    module.configure_gradient_clipping, module.on_train_batch_end = clip, look
+    if manual:
+        by_hand(module, clip)
+    else:
+        module.configure_gradient_clipping = clip
+    module.on_train_batch_end = look
     strategy = strategy_class("pytorch_lightning")(**SPARSE)
     trainer = make_trainer("pytorch_lightning", strategy=strategy, max_epochs=1, limit_train_batches=4)
     trainer.fit(module, make_data(), make_data(16))
@@ -179,6 +214,46 @@ def in_turns() -> list[bool]:
 
 def test_a_step_without_averages_does_not_end_clipping(two_ranks: Ranks) -> None:
     assert two_ranks(in_turns) == [[False, False, True, True, True, True]] * 2
+
+
+def goes_on_in_fabric(folder: str) -> None:
+    """Four steps, then four more; and these again from a checkpoint, loaded before or after the module is set up."""
+
+    def setup() -> tuple[Any, Any, Any]:
+        fabric = make_fabric("lightning_fabric", {**SPARSE, "strict_resume": True})
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(10, 30), torch.nn.Linear(30, 3))
+        return fabric, module, adamw(module.parameters())
+
+    def train(fabric: Any, model: Any, optimizer: Any, steps: range) -> Tensor:
+        for step in steps:
+            optimizer.zero_grad()
+            data = torch.linspace(step, 10, 40).view(4, 10).sin() * (1 + fabric.global_rank)
+            fabric.backward(model(data).square().mean())
+            fabric.clip_gradients(model, optimizer, max_norm=LIMIT)
+            optimizer.step()
+        return flat(model)
+
+    path = f"{folder}/checkpoint.pt"
+    fabric, module, optimizer = setup()
+    model, optimizer = fabric.setup(module, optimizer)
+    train(fabric, model, optimizer, range(4))
+    fabric.save(path, {"model": model, "optimizer": optimizer})
+    expected = train(fabric, model, optimizer, range(4, 8))
+    close(fabric)
+    for early in (False, True):
+        fabric, model, optimizer = setup()
+        if early:
+            fabric.load(path, {"model": model, "optimizer": optimizer})
+        model, optimizer = fabric.setup(model, optimizer)
+        if not early:
+            fabric.load(path, {"model": model, "optimizer": optimizer})
+        assert torch.equal(train(fabric, model, optimizer, range(4, 8)), expected), early
+        close(fabric)
+
+
+def test_a_resumed_run_of_fabrics_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(goes_on_in_fabric, str(tmp_path))
 
 
 def in_fabric() -> tuple[Tensor, Any, Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from lightning_sparse.reducer.clipping import Clipping
+from tests.ranks import Ranks
+from tests.reducer.test_adam_steps import Training, loss_of
 
 
 @pytest.mark.parametrize("scale", [None, 1024.0])
@@ -33,3 +36,32 @@ def test_what_is_not_finite_is_left_to_be_found(algorithm: str) -> None:
     piece = torch.tensor([math.inf, math.nan, 3.0])
     Clipping(0.5, algorithm).apply_([piece], 4, 1.0, None)
     assert piece[0] == math.inf and bool(piece[1].isnan())
+
+
+def asked_within_a_step() -> list[list[Any]]:
+    """What states say is clipped: before the first optimizer's step, which is not, after it, and where ranks differ."""
+    training = Training()
+    engine, optimizer = training.engine, training.optimizer
+    loss_of(training.ddp, 0, training.rank).backward()
+    engine.clip_in_place_of_averages(0.5, "norm", optimizer)
+    found = [engine.state_dict()["clippings"]]
+    optimizer.step()
+    state = engine.state_dict()
+    found.append(state["clippings"])
+    engine.close()
+    again = Training()
+    if again.rank == 1:  # saved by a signal before clipping was asked for there
+        state["clippings"] = []
+    again.engine.load_state_dict(state)
+    found.append(again.engine.state_dict()["clippings"])
+    del state["clippings"]  # of a version that did not keep them
+    again.engine.load_state_dict(state)
+    found.append(again.engine.state_dict()["clippings"])
+    again.engine.close()
+    return found
+
+
+def test_a_state_says_what_the_next_step_clips(two_ranks: Ranks) -> None:
+    everything = ["0.bias", "0.weight", "2.bias", "2.weight"]
+    clipped = [{"limit": 0.5, "algorithm": "norm", "parameters": everything}]
+    assert two_ranks(asked_within_a_step) == [[[], clipped, clipped, clipped]] * 2

@@ -225,6 +225,13 @@ NO_STATES: dict[str, Any] = {
     "surplus of 0.bias to be of step 3 at most, but got 4": put({"0.bias": [2.0, 4]}, "surplus"),
     "surplus of 0.bias to be a list of a number from 1 on": put({"0.bias": [0.5, 1]}, "surplus"),
     "steps of 0.bias to be a finite number, but got 'many'": put({"0.bias": {"steps": "many"}}, "counters"),
+    "clippings to be a list, but got 1.0": put(1.0, "clippings"),
+    "in clipping 0 of the state the limit to be a finite number above 0, but got 0": put(
+        [{"limit": 0, "algorithm": "norm", "parameters": ["0.bias"]}], "clippings"
+    ),
+    "in clipping 0 of the state the algorithm to be 'norm' or 'value', but got 'both'": put(
+        [{"limit": 1.0, "algorithm": "both", "parameters": ["0.bias"]}], "clippings"
+    ),
     "a rank below 2 in the state, but got 2": put(2, "rank"),
     "residual of 0.bias to be a vector": put(torch.ones(40, dtype=torch.int32), "parameters", "0.bias", "residual"),
     "shape (4, 10)": put(torch.ones(4, 10), "parameters", "0.bias", "residual"),
