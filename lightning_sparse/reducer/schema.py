@@ -62,6 +62,7 @@ LENGTH = Kind(
 NAMED = Kind("a dict with names as keys", lambda x: isinstance(x, dict) and all(isinstance(name, str) for name in x))
 LIST = Kind("a list", lambda x: isinstance(x, list))
 NAMES = Kind("a list of names", lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x))
+FLAG = Kind("True or False", lambda x: isinstance(x, bool))
 ALGORITHM = Kind("'norm' or 'value'", lambda x: isinstance(x, str) and x in ALGORITHMS)
 FIELDS = {
     "step": COUNT,
@@ -116,6 +117,7 @@ def check_state(state: Any) -> None:
     for number, group in enumerate(state["groups"]):
         _check(group, NAMED, f"the state's group {number}")
         _check_fields(group, GROUP_FIELDS, f"in group {number} of the state the")
+        _check(group.get("dense", False), FLAG, f"in group {number} of the state dense")
         _check(group["state"].get("density", MISSING), NAMED, f"the state's density of group {number}")
 
 

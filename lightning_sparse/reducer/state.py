@@ -188,6 +188,8 @@ def draft_of(
     alike = state["settings"] == algorithm and state["world_size"] == world_size
     given = {group["name"]: group for group in state["groups"]} if alike else {}
     here = {p.name for group in plan for p in group.parameters}
+    # Of dense groups nothing is learned that others could use, and fallback="dense" begins with sparse ones again.
+    known_of = {name for group in state["groups"] if not group.get("dense", False) for name in group["parameters"]}
     groups: list[GroupReducer] = []
     learned: list[Learned | None] = []
     for one in plan:
@@ -199,7 +201,8 @@ def draft_of(
         learned.append(None)
         known = given.get(one.name)
         if known is None or known["parameters"] != [p.name for p in one.parameters]:
-            misfits.learned.extend([f"{_anew(group)}."] if state["groups"] else [])
+            if not known_of.isdisjoint(parts):
+                misfits.learned.append(f"{_anew(group)}.")
             continue
         try:
             learned[-1] = _understand(group, known, world_size)
@@ -263,6 +266,7 @@ def _plain_learned(version: GroupVersion) -> dict[str, Any]:
     plan, state = version.group.plan, version.state
     return {
         "name": plan.name,
+        "dense": plan.dense,
         "parameters": [p.name for p in plan.parameters],
         "numel": plan.numel,
         "state": {

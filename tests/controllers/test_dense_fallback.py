@@ -23,6 +23,7 @@ from lightning_sparse.controllers import dense_fallback as module
 from lightning_sparse.plan import Group, ParameterSize, make_plan
 from tests.controllers.models import Balance, batches, flat, grads, residuals, wrapped
 from tests.covering import covering
+from tests.integrations.test_fabric import FABRICS, SPARSE, Run, close
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 
@@ -550,6 +551,41 @@ def test_the_groups_of_a_profile_come_back(two_ranks: Ranks) -> None:
     )
     assert modes.index("dense") == 3 + SHORT["WARMUP"] + SHORT["STEPS"]
     assert modes[-1] == "sparse"
+
+
+def saved_and_resumed(folder: str) -> tuple[list[list[str]], bool]:
+    """Modes of a run that is saved in a dense step and of one that is resumed there, and whether ranks are equal."""
+    options = {**SPARSE, "sparsifier": "exdyna", "fallback": "dense", "strict_resume": True}
+    modes: list[list[str]] = []
+    found = []
+    for resumed in (False, True):
+        clock = Rigged(2.0, 1.0)
+        with shortened(clock):
+            run = Run(FABRICS[0], options, 1)
+            [engine] = run.engines
+            clock.watch(engine)
+            modes.append([])
+            if resumed:
+                run.fabric.load(f"{folder}/dense.pt", run.state)
+                run.done = 20
+            for step in range(run.done, 40 if resumed else 20):
+                run.steps(step + 1)
+                modes[-1].append(clock.fallback.mode)
+            if not resumed:
+                run.fabric.save(f"{folder}/dense.pt", run.state)
+            found.append(flat(run.models[0]))
+            close(run.fabric)
+    mean = torch.cat(found)
+    dist.all_reduce(mean)
+    return modes, torch.equal(mean / 2, torch.cat(found))
+
+
+def test_a_checkpoint_of_dense_steps_is_resumed_strictly(two_ranks: Ranks, tmp_path: Any) -> None:
+    for modes, equal in two_ranks(saved_and_resumed, str(tmp_path)):
+        first, again = modes
+        assert first[-1] == "dense"
+        assert again[0] == "sparse" and again[-1] == "dense"
+        assert equal
 
 
 @pytest.mark.parametrize("fallback", ["sparse", "Dense", True, 1])

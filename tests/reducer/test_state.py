@@ -238,6 +238,7 @@ NO_STATES: dict[str, Any] = {
     "residual of 2.bias": put([1.0], "parameters", "2.bias", "residual"),
     "numbers that are not finite": put(torch.full((40,), float("inf")), "parameters", "0.bias", "residual"),
     "in group 0 of the state the parameters to be a list of names, but got nothing": drop("groups", 0, "parameters"),
+    "in group 0 of the state dense to be True or False, but got 1": put(1, "groups", 0, "dense"),
     "density of group 1 to be a dict": put(0.1, "groups", 1, "state", "density"),
     "do not belong together": put(5, "step"),
     "the states of the ranks do not belong": put(torch.ones(41), "parameters", "0.bias", "residual"),
