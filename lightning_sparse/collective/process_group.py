@@ -206,12 +206,12 @@ class TorchCollective:
             return [fact]
 
     def close(self) -> None:
-        """Give the group back if it was made by :meth:`of_its_own`."""
+        """Take part in nothing more; give the group back if it was made by :meth:`of_its_own`."""
         if self._owned and dist.is_initialized():
             dist.destroy_process_group(self.group)
-            # The last reference: threads of a group that outlives the interpreter abort the process at its end.
-            self.group, self._given_back = None, True
-        self._owned = False
+        # Its threads live as long as it is referred to. They abort a process that ends before them, and a fork, which
+        # has none of them, waits for them for ever when it frees the group.
+        self.group, self._owned, self._given_back = None, False, True
 
     @property
     def rank(self) -> int:

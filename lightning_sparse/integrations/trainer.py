@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
 from lightning_sparse.collective import LostRankError, TorchCollective
 from lightning_sparse.collective.process_group import BATCHES, is_loss
 from lightning_sparse.fields import keywords_of
@@ -36,6 +38,13 @@ UNUSED_PARAMETERS = (
     "strategy='sparse_ddp_find_unused_parameters_true'."
 )
 """Instead of Lightning's sentence, which names strategies that exchange everything."""
+TRAINED_ELSEWHERE = (
+    "This checkpoint holds weights alone. They were trained by processes that fit has started and ended: what these "
+    "had not sent, the states of their optimizers and their numbers of steps ended with them. A run that is resumed "
+    "from it starts anew with these weights. To keep all of it, save within fit: by a ModelCheckpoint, or by "
+    "trainer.save_checkpoint in on_train_end. The callback lightning_sparse.FlushResidual sends what is left before."
+)
+"""Instead of residuals where a fit was forked or spawned: Lightning brings back weights and metrics."""
 SECOND_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 """What Lightning's ``DDPStrategy`` takes for a communication hook of the user's."""
 
@@ -301,7 +310,11 @@ class SparseDDPMixin(SparseStrategy, Base):
     def _residuals_beside(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any
     ) -> AbstractContextManager[dict[str, Any] | None]:
-        if not self.config.save_residuals or self.engine is None or "optimizer_states" not in checkpoint:
+        if not self.config.save_residuals or "optimizer_states" not in checkpoint:
+            return nullcontext()
+        if self.engine is None:
+            if getattr(self.launcher, "_already_fit", False):
+                rank_zero_warn(TRAINED_ELSEWHERE)
             return nullcontext()
         write = partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
         module: Any = self.lightning_module
