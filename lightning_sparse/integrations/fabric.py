@@ -241,6 +241,9 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         Raises:
             RuntimeError: on all ranks, with ``strict_resume``, if there are no residuals that fit.
         """
+        for key, engine in self._engines_in(state if isinstance(state, Mapping) else {}).items():
+            if engine is None:  # Fabric changes its precision later: weights in float64 would be rounded before
+                self.precision.convert_module(state[key])
         rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         if isinstance(state, (Module, Optimizer)):
             return rest

@@ -216,11 +216,11 @@ def test_a_step_without_averages_does_not_end_clipping(two_ranks: Ranks) -> None
     assert two_ranks(in_turns) == [[False, False, True, True, True, True]] * 2
 
 
-def goes_on_in_fabric(folder: str) -> None:
+def goes_on_in_fabric(folder: str, precision: str) -> None:
     """Four steps, then four more; and these again from a checkpoint, loaded before or after the module is set up."""
 
     def setup() -> tuple[Any, Any, Any]:
-        fabric = make_fabric("lightning_fabric", {**SPARSE, "strict_resume": True})
+        fabric = make_fabric("lightning_fabric", {**SPARSE, "strict_resume": True}, precision=precision)
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(10, 30), torch.nn.Linear(30, 3))
         return fabric, module, adamw(module.parameters())
@@ -252,8 +252,9 @@ def goes_on_in_fabric(folder: str) -> None:
         close(fabric)
 
 
-def test_a_resumed_run_of_fabrics_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks(goes_on_in_fabric, str(tmp_path))
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_a_resumed_run_of_fabrics_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path, precision: str) -> None:
+    two_ranks(goes_on_in_fabric, str(tmp_path), precision)
 
 
 def in_fabric() -> tuple[Tensor, Any, Any]:

@@ -30,17 +30,17 @@ def strategy_class(package: str) -> Any:
     return importlib.import_module(f"lightning_sparse.integrations.{name}").FabricSparseDDPStrategy
 
 
-def make_fabric(package: str, strategy: Any, loss_scale: float | None = None) -> Any:
+def make_fabric(package: str, strategy: Any, loss_scale: float | None = None, precision: str | None = None) -> Any:
     """Launched; a dict is for SparseDDPStrategy."""
     if isinstance(strategy, dict):
         strategy = strategy_class(package)(**strategy)
     plugins = []
     if loss_scale is not None:
-        precision = importlib.import_module(package + ".plugins.precision.amp").MixedPrecision
+        mixed = importlib.import_module(package + ".plugins.precision.amp").MixedPrecision
         scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale, growth_interval=3)
-        plugins = [precision("16-mixed", "cpu", scaler)]
+        plugins = [mixed("16-mixed", "cpu", scaler)]
     fabric = importlib.import_module(package).Fabric(
-        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=plugins
+        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, plugins=plugins, precision=precision
     )
     fabric.launch()
     return fabric
