@@ -16,8 +16,8 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def expect(holds: bool, name: str, what: str, value: object) -> None:
-    """Raise unless a condition holds.
+def expect(holds: bool, name: str, what: str, value: object, hint: str = "") -> None:
+    """Raise unless a condition holds; the hint ends the message.
 
     Raises:
         ValueError: naming the setting, what it should be, and what came.
@@ -29,7 +29,7 @@ def expect(holds: bool, name: str, what: str, value: object) -> None:
         ValueError: Expected port to be even, but got 7.
     """
     if not holds:
-        raise ValueError(f"Expected {name} to be {what}, but got {value!r}.")
+        raise ValueError(f"Expected {name} to be {what}, but got {value!r}.{hint}")
 
 
 def check_integer(value: object, name: str, least: int = 1) -> None:

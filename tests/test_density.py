@@ -54,6 +54,18 @@ def test_a_density_outside_its_range_is_refused_with_its_name(density: object) -
             make(density)
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("1%", "0.01"), (" 2.5 %", "0.025"), ("0.01", "0.01"), ("1e-3", "0.001"), ("100%", "1"),
+     ("200%", None), ("0", None), ("-1%", None), ("nan", None), ("1%%", None), ("much", None), (0.0, None)],
+)  # fmt: skip
+def test_a_density_that_is_written_as_text_is_answered_with_the_number(given: object, meant: str | None) -> None:
+    with pytest.raises(ValueError, match="Expected density to be") as raised:
+        as_schedule(given)  # type: ignore[arg-type]
+    said = str(raised.value)
+    assert said.endswith(f"but got {given!r}." if meant is None else f"but got {given!r}. Did you mean {meant}?")
+
+
 def test_a_number_becomes_a_constant_schedule_and_a_schedule_stays_itself() -> None:
     assert as_schedule(1) == Constant(1)
     assert as_schedule(0.25)(10**6) == 0.25

@@ -12,6 +12,11 @@ from lightning_sparse.kernels.library import INSTEAD
 from lightning_sparse.metrics import MB
 from lightning_sparse.reducer import Engine
 
+DIVERGED = (
+    "Lower the learning rate, use bf16 instead of fp16, and look for the layer with Trainer(detect_anomaly=True) or "
+    "torch.autograd.set_detect_anomaly(True)."
+)
+"""What to do where gradients are not finite."""
 MORE = "callbacks=[lightning_sparse.SparsityMonitor()] shows more."
 
 
@@ -60,8 +65,10 @@ def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int
     else:
         traffic = f"each rank sent {amount(sent)}; dense DDP sends {amount(dense)}, {times} times as much"
     waited = f"Backward waited {totals['exposed_seconds']:.3g} s of {totals['seconds']:.3g} s for the exchange."
-    void = f"{skipped} step{'s' if skipped > 1 else ''}" if skipped else "No step"
+    void = f"{skipped:,} step{'s' if skipped > 1 else ''}" if skipped else "No step"
     were = f"{void} {'were' if skipped > 1 else 'was'} skipped because of gradients that were not finite."
+    if not steps:
+        were = f"Every step was skipped because of gradients that were not finite: nothing was learned. {DIVERGED}"
     since = f" after the first {before:,}" if before else ""
     all_steps = steps + skipped
     return f"sparse_ddp: in {all_steps:,} step{'s' * (all_steps > 1)}{since} {traffic}. {waited} {were}"

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.config import Watch
+from lightning_sparse.controllers.announcer import DIVERGED
 from lightning_sparse.controllers.checksum import checksum
 from lightning_sparse.controllers.group_history import GroupHistory
 from lightning_sparse.memory import Adapting, SecondMoment
@@ -160,8 +161,7 @@ class Watchdog(AroundSteps):
                 engine,
                 "void",
                 f"each of the latest {voids} steps was void, because a gradient was not finite on some rank: training "
-                "stands still. Lower the learning rate, use bf16 instead of fp16, and look for the layer with "
-                "Trainer(detect_anomaly=True) or torch.autograd.set_detect_anomaly(True).",
+                f"stands still. {DIVERGED}",
             )
 
     def _check_parameters(self, engine: Engine, sums: dict[str, Tensor]) -> None:

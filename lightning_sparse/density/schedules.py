@@ -22,8 +22,22 @@ def check_density(density: float, name: str = "density") -> float:
         ValueError: if it is no real number in (0, 1].
     """
     what = "a number in (0, 1], the share of coordinates that is sent"
-    expect(is_number(density) and 0 < density <= 1, name, what, density)
+    meant = _share_in(density)
+    hint = "" if meant is None else f" Did you mean {meant:g}?"
+    expect(is_number(density) and 0 < density <= 1, name, what, density, hint)
     return float(density)
+
+
+def _share_in(given: object) -> float | None:
+    """The share that a text such as "0.01" or "1 %" stands for; None: it stands for none."""
+    if not isinstance(given, str):
+        return None
+    number, percent, rest = given.strip().partition("%")
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:
+        return None
+    return share if 0 < share <= 1 and not rest else None
 
 
 def count(density: float, numel: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn import SyncBatchNorm
 from torch.nn.parameter import is_lazy
 
 from lightning_sparse.attach import attach_config
@@ -24,6 +26,8 @@ from lightning_sparse.plan.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, 
 from lightning_sparse.reducer import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.sparsifiers import SPARSIFIERS
 
+NAME = "sparse_ddp"
+"""The strategy's name, with which those of its variants begin."""
 CHECKPOINT_KEY = "lightning_sparse"
 """Where checkpoints keep what belongs to this package."""
 DELIVERIES = 32
@@ -133,13 +137,23 @@ class SparseStrategy:
         """The attached engines."""
         raise NotImplementedError
 
-    def _check_equal_models(self, model: Any) -> None:
-        """Raise on all ranks if their models differ: within DDP's constructor, rank 0 would wait for the others."""
+    def _check_model(self, model: Any) -> None:
+        """Raise on all ranks for a model that DDP cannot wrap, or if their models differ.
+
+        Within DDP's constructor, rank 0 would wait for the others.
+        """
         shapes = [
             (name, None if is_lazy(p) else tuple(p.shape), p.dtype, p.requires_grad)
             for name, p in model.named_parameters()
         ]
-        check_equal_on_ranks({"parameters": shapes}, TorchCollective(), self.root_device)
+        synced = [name for name, layer in model.named_modules() if isinstance(layer, SyncBatchNorm)]
+        facts = {"parameters": shapes, "SyncBatchNorm layers": synced}
+        check_equal_on_ranks(facts, TorchCollective(), self.root_device)
+        if synced and self.root_device.type == "cpu":
+            raise ValueError(
+                f"Expected a model without SyncBatchNorm on CPUs, where torch cannot compute it, but {synced[0]!r} is "
+                "one. Leave out Trainer(sync_batchnorm=True) or convert_sync_batchnorm(), or train on GPUs."
+            )
 
     @property
     def _default_bucket_mb(self) -> float:
@@ -246,6 +260,23 @@ def profile_of(engine: Engine | None) -> dict[str, Any] | None:
     return planners[0].saved if planners else None
 
 
+class Names(list[str]):
+    """The names in a Lightning registry; Lightning refuses a strategy's name that is not among them."""
+
+    def __contains__(self, name: object) -> bool:
+        """Whether the name is known.
+
+        Raises:
+            ValueError: as Lightning would, for a name that is not known and close to one of ours.
+        """
+        if super().__contains__(name) or not isinstance(name, str):
+            return super().__contains__(name)
+        close = difflib.get_close_matches(name, self, n=1)
+        if close and close[0].startswith(NAME):
+            raise ValueError(f"You selected an invalid strategy name: `strategy={name!r}`. Did you mean {close[0]!r}?")
+        return False
+
+
 def register(registry: Any, strategy: type) -> None:
     """Make the strategy known by name, in all the variants that DDP has.
 
@@ -268,7 +299,7 @@ def register(registry: Any, strategy: type) -> None:
     for method, choice in sparsifiers:
         for launch, start_method in launches:
             for ending, flag in unused:
-                name = f"sparse_ddp{method}{launch}{ending}"
+                name = f"{NAME}{method}{launch}{ending}"
                 registry.register(
                     name,
                     strategy,
@@ -278,3 +309,5 @@ def register(registry: Any, strategy: type) -> None:
                     **choice,
                     **flag,
                 )
+    listed = type(registry).available_strategies
+    registry.available_strategies = lambda: Names(listed(registry))

@@ -124,7 +124,7 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         if loaded is not None:
             self._waiting = [entry for entry in self._waiting if entry[0] is not module]
             profile = (loaded[1] or {}).get("profile")
-        self._check_equal_models(module)
+        self._check_model(module)
         with self._small_deliveries(module):
             ddp = super().setup_module(module)
         engine = self._attach(ddp, self.precision, profile)

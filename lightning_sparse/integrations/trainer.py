@@ -133,7 +133,7 @@ class SparseDDPMixin(SparseStrategy, Base):
 
     def _setup_model(self, model: Any) -> Any:
         """As in Lightning; DDP hands gradients over in small buckets where exchanges can begin beside backward."""
-        self._check_equal_models(model)
+        self._check_model(model)
         with self._small_deliveries(model):
             return super()._setup_model(model)
 

@@ -127,6 +127,27 @@ def test_so_does_plain_ddp_with_an_engine(two_ranks: Ranks) -> None:
     assert [line.endswith(told) for line in start] == [True]
 
 
+def with_nothing_but_bad_steps(package: str) -> list[str]:
+    module = make_module(package)
+    with torch.no_grad():
+        module.net[0].weight.fill_(float("nan"))
+    with Lines() as lines, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "A gradient was not finite")
+        make_trainer(package, strategy="sparse_ddp", max_epochs=1).fit(module, make_data(), make_data(16))
+    return lines
+
+
+def test_a_run_that_skips_every_step_says_in_its_last_line_that_nothing_was_learned(two_ranks: Ranks) -> None:
+    for package in PACKAGES:
+        lines, _ = two_ranks(with_nothing_but_bad_steps, package)
+        assert "sparse_ddp: in 6 steps each rank sent" in lines[-1]
+        assert lines[-1].endswith(
+            "Every step was skipped because of gradients that were not finite: nothing was learned. Lower the learning "
+            "rate, use bf16 instead of fp16, and look for the layer with Trainer(detect_anomaly=True) or "
+            "torch.autograd.set_detect_anomaly(True)."
+        )
+
+
 class Nothing(torch.nn.Module):
     """DDP takes a parameter without elements."""
 

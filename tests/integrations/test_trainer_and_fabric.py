@@ -99,6 +99,59 @@ def test_what_is_wrong_on_one_rank_is_heard_of_on_all(two_ranks: Ranks, package:
         assert first == second
 
 
+# Names
+
+
+def make(package: str, **options: Any) -> Any:
+    """A Trainer or a Fabric of one device."""
+    if package in PACKAGES:
+        return make_trainer(package, devices=1, **options)
+    return importlib.import_module(package).Fabric(accelerator="cpu", devices=1, **options)
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, *FABRICS])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("sparse_dpp", "sparse_ddp"), ("Sparse-DDP", "sparse_ddp"), ("sparse_topk", "sparse_ddp_topk"),
+     ("sparse_ddp_exdina_spawn", "sparse_ddp_exdyna_spawn"), ("dpp", None), ("deepspeed_stage_4", None)],
+)  # fmt: skip
+def test_a_name_that_is_close_to_one_of_ours_is_answered_with_it(package: str, name: str, meant: str | None) -> None:
+    with pytest.raises(ValueError, match="invalid strategy name") as raised:
+        make(package, strategy=name)
+    hint = f"You selected an invalid strategy name: `strategy={name.lower()!r}`. Did you mean {meant!r}?"
+    assert (str(raised.value) == hint) == (meant is not None)
+    assert ("Did you mean" in str(raised.value)) == (meant is not None)
+
+
+# Layers that torch cannot compute on CPUs
+
+
+def synced(package: str) -> str:
+    def run() -> None:
+        if package in PACKAGES:
+            trainer = make_trainer(package, strategy="sparse_ddp", sync_batchnorm=True)
+            trainer.fit(make_module(package, "norm"), make_data(), make_data(16))
+        else:
+            fabric = importlib.import_module(package).Fabric(accelerator="cpu", devices=2, strategy="sparse_ddp")
+            fabric.launch()
+            model = nn.Sequential(nn.Linear(10, 30), nn.BatchNorm1d(30))
+            fabric.setup(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+
+    with pytest.raises(ValueError, match="SyncBatchNorm") as raised:
+        run()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, *FABRICS])
+def test_synchronised_batch_normalisation_on_cpus_is_refused_with_what_to_do(two_ranks: Ranks, package: str) -> None:
+    for said in two_ranks(synced, package):
+        assert said == (
+            "Expected a model without SyncBatchNorm on CPUs, where torch cannot compute it, but "
+            f"{'net.1' if package in PACKAGES else '1'!r} is one. Leave out Trainer(sync_batchnorm=True) or "
+            "convert_sync_batchnorm(), or train on GPUs."
+        )
+
+
 # Advice of Lightning
 
 
