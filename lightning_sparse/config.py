@@ -38,7 +38,8 @@ class Watch:
     - *Void steps*: many steps in a row were skipped, because a gradient was not finite on some rank.
     - *Parameters without an optimizer*: they need gradients, which compete for the density, and nobody steps them.
     - *Unsuited optimizers*: one keeps a first moment or momentum of sparsified parameters, divides by second moments of
-      what arrives (RMSprop), or steps by its signs (Lion) or orthogonal matrices (Muon); docs/adam.md.
+      what arrives (RMSprop), steps by its signs (Lion) or orthogonal matrices (Muon), or is of a class that nobody
+      knows and keeps tensors of its own; docs/adam.md.
 
     At first, residuals grow by themselves, because a coordinate waits for about ``1 / density`` steps until it is sent
     again. The reference for growth is therefore the norm (Euclidean, mean over ranks) at the first check after

@@ -93,3 +93,37 @@ def test_momentum_of_classes_derived_from_sgd_is_told_with_what_it_costs() -> No
     for part in ("OwnSGD keeps momentum (0.9)", "torch.optim.SGD itself only", "docs/momentum.md"):
         assert part in found.remedy()
     assert unsuited(OwnSGD([weight], lr=0.1), {id(weight)}) is None
+
+
+class Keeping(torch.optim.Optimizer):
+    """Whose class and settings nobody knows."""
+
+    def __init__(self, parameters: Any, kept: dict[str, Any], settings: dict[str, Any]) -> None:
+        super().__init__(parameters, settings)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].update(kept)
+
+    def step(self, closure: Any = None) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("kept", "settings", "kind"),
+    [
+        ({"average": torch.zeros(3)}, {}, "unknown"),
+        ({"factors": torch.zeros(2, 2), "step": 1}, {"momentum": 0.0}, "unknown"),
+        ({"step": torch.tensor(1.0), "name": "x"}, {}, None),
+        ({}, {}, None),
+        ({"exp_avg_sq": torch.zeros(3)}, {"betas": (0.0, 0.99)}, None),
+        ({"average": torch.zeros(3)}, {"betas": (0.9, 0.99)}, "first moment"),
+    ],
+)
+def test_an_optimizer_that_nobody_knows_is_told_of_if_it_keeps_something(
+    kept: dict[str, Any], settings: dict[str, Any], kind: str | None
+) -> None:
+    weight, other = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3))
+    optimizer = Keeping([weight], kept, settings)
+    found = unsuited(optimizer, {id(weight)})
+    assert (None if found is None else found.kind) == kind
+    assert found is None or found.remedy().startswith("Keeping keeps a ")
+    assert unsuited(optimizer, {id(other)}) is None

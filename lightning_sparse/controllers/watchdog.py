@@ -81,8 +81,8 @@ class Watchdog(AroundSteps):
         """See whether it is unsuited; it may be one of other parameters."""
         engine = self._engine()
         if engine is not None and optimizer not in self._stepped and "adam" not in self._told:
-            self._stepped.add(optimizer)
             self._check_optimizer(optimizer, engine)
+            self._stepped.add(optimizer)
 
     def _check_that_all_are_held(self, engine: Engine) -> None:
         """At two checks in a row: an optimizer that has not been shown may take its first step late."""
@@ -109,7 +109,9 @@ class Watchdog(AroundSteps):
         parameters = engine.parameters
         of_any = unsuited(optimizer, {id(parameter) for parameter in parameters.values()})
         if of_any is None or (of_any.by_choice and not isinstance(engine.settings.memory, (Adapting, SecondMoment))):
-            self._fine.add(optimizer)
+            known = optimizer in self._stepped or stepping(optimizer) in self._stepped
+            if known and engine.known_counts.step:  # what it keeps is there by now
+                self._fine.add(optimizer)
             return
         # Where nothing waits in a residual, or is averaged there already, nothing comes too late.
         groups = [g for g in self._selecting(engine) if not g.memory.has_momentum]

@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch.optim import SGD, Optimizer
+from torch import Tensor
+from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.optim import holds, stepping
 
@@ -40,7 +41,8 @@ class Unsuited(NamedTuple):
     optimizer: str
     """Name of the class."""
     kind: str
-    """Key of :data:`BY_NAME`; ``"first moment"`` or ``"momentum"``, which it keeps; ``"roots"``: of :data:`ROOTS`."""
+    """Key of :data:`BY_NAME`; ``"first moment"`` or ``"momentum"``, which it keeps; ``"roots"``: of :data:`ROOTS`;
+    ``"unknown"``: it keeps something else."""
     beta1: float | None = None
     """Of the first moment, or the momentum."""
     beta2: float | None = None
@@ -49,7 +51,7 @@ class Unsuited(NamedTuple):
     @property
     def by_choice(self) -> bool:
         """Whether somebody who has chosen a memory may have meant it so: rates may be searched again."""
-        return self.kind in ("momentum", "roots")
+        return self.kind in ("momentum", "roots", "unknown")
 
     def remedy(self) -> str:
         """Sentences: what is wrong, what it costs, and what to set."""
@@ -80,6 +82,14 @@ class Unsuited(NamedTuple):
                 "second moments, such as 'union_topk', or search the rate upwards; memory='residual' says that it is "
                 "meant so."
             )
+        if self.kind == "unknown":
+            return (
+                "keeps a state of its own behind the sparse exchange, and nothing is known of its steps there: most of "
+                "the time a coordinate gets a zero, and then the sum of what has waited, which averages over steps and "
+                "second moments take for gradients. Compare its loss with that of dense training "
+                "(sparsifier='everything'), or use torch's SGD, or its AdamW or lightning_sparse.AdamW; "
+                "memory='residual' says that it is meant so."
+            )
         betas = "beta1=None" if self.beta2 is None else f"betas=(0.0, {self.beta2:g})"
         return (
             f"keeps a first moment (beta1 = {self.beta1:g}) behind the sparse exchange, and spreads "
@@ -94,6 +104,8 @@ class Unsuited(NamedTuple):
 
 def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | None:
     """What is wrong with an optimizer for some parameters; None if nothing is known to be.
+
+    Whether one that nobody knows keeps something of parameters is seen once it has taken a step.
 
     Args:
         optimizer: of any package.
@@ -111,11 +123,12 @@ def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | No
     """
     inner = stepping(optimizer)
     name = type(inner).__name__
-    if type(inner) is SGD or not holds(optimizer, parameters):
+    if type(inner) in (SGD, ASGD) or not holds(optimizer, parameters):
         return None
     for kind in BY_NAME:
         if _is(kind, inner):
             return Unsuited(name, kind)
+    understood = False
     for group in optimizer.param_groups:
         if not any(id(parameter) in parameters for parameter in group["params"]):
             continue
@@ -124,8 +137,16 @@ def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | No
             return Unsuited(name, "first moment", beta1, beta2)
         if momentum:
             return Unsuited(name, "momentum", momentum)
-    roots = any(word in each.lower() for each in _names(inner) for word in ROOTS)
-    return Unsuited(name, "roots") if roots else None
+        understood = understood or beta1 is not None
+    if any(word in each.lower() for each in _names(inner) for word in ROOTS):
+        return Unsuited(name, "roots")
+    return Unsuited(name, "unknown") if not understood and _keeps(inner, parameters) else None
+
+
+def _keeps(optimizer: Optimizer, parameters: Collection[int]) -> bool:
+    """Whether an optimizer keeps more than numbers of some parameters."""
+    states = (state for parameter, state in optimizer.state.items() if id(parameter) in parameters)
+    return any(isinstance(part, Tensor) and part.numel() > 1 for state in states for part in state.values())
 
 
 def _averaging(group: Mapping[str, Any], optimizer: Optimizer) -> tuple[float | None, float | None, float | None]:

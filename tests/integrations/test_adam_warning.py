@@ -41,6 +41,21 @@ class OwnSGD(torch.optim.SGD):
     """Whose steps nobody knows."""
 
 
+class OwnAverages(torch.optim.Optimizer):
+    """Keeps averages of gradients, as nobody can see by its name or its settings; void steps leave nothing."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                average = self.state[p].setdefault("average", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                p.data.sub_(average, alpha=group["lr"])
+        return loss
+
+
 class FusedLion(torch.optim.SGD):
     """Named as those of other packages."""
 
@@ -146,6 +161,7 @@ def test_optimizers_whose_steps_have_one_length_are_known(two_ranks: Ranks, name
         ("Adafactor", {}, "Adafactor divides by second moments"),
         ("Sophia", {}, "Sophia keeps a first moment (beta1 = 0.9)"),
         ("OwnSGD", {"momentum": 0.9}, "OwnSGD keeps momentum (0.9)"),
+        ("OwnAverages", {}, "OwnAverages keeps a state of its own"),
     ],
 )
 def test_other_optimizers_that_let_averages_come_late_are_warned_of(
@@ -174,6 +190,9 @@ def attach_without(part: str) -> None:
         ({}, "SGD", {"momentum": 0.9}),
         ({"memory": "residual"}, "RMSprop", {}),
         ({"memory": "residual"}, "OwnSGD", {"momentum": 0.9}),
+        ({"memory": "residual"}, "OwnAverages", {}),
+        ({"dense": ["*"]}, "OwnAverages", {}),
+        ({}, "ASGD", {}),
         ({"memory": ls.MomentumCorrection(0.9)}, "Sophia", {}),
         ({}, "OwnSGD", {}),
         ({"density": 1.0}, "FusedLion", {}),
@@ -226,6 +245,22 @@ def test_parameters_that_stay_dense_may_have_a_first_moment(two_ranks: Ranks) ->
 @pytest.mark.parametrize("memory", [ls.LowPass(0.5), ls.ClipByNorm(1.0)], ids=lambda memory: type(memory).__name__)
 def test_other_memories_that_let_gradients_wait(two_ranks: Ranks, memory: ls.Memory) -> None:
     assert len(two_ranks(said, attach, {"memory": memory}, "AdamW", ADAM)[0]) == 1
+
+
+def attach_with_a_void_step_first() -> None:
+    ddp = DistributedDataParallel(nn.Linear(10, 20))
+    engine = ls.attach(ddp, **SPARSE)
+    optimizer = OwnAverages(ddp.parameters(), 0.1)
+    for step in range(4):
+        ddp(torch.full((2, 10), float("inf") if step == 0 else 1.0)).square().sum().backward()
+        engine.skip_void(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+
+
+def test_what_an_optimizer_keeps_is_looked_at_when_a_step_has_counted(two_ranks: Ranks) -> None:
+    assert [len(sentences) for sentences in two_ranks(said, attach_with_a_void_step_first)] == [1, 0]
 
 
 def attach_twice() -> None:
