@@ -1,4 +1,4 @@
-"""The build hook: compiles the kernels of the CPU into the wheel, where there is a compiler."""
+"""The build hook: compiles the kernels of the CPU into the wheel, where there is a compiler, and adds the pages."""
 
 from pathlib import Path
 from runpy import run_path
@@ -10,11 +10,19 @@ from packaging.tags import sys_tags
 KERNELS = "lightning_sparse/kernels"
 
 
+def pages(root: Path) -> dict[str, str]:
+    """Where the pages of the documentation go in the wheel, for messages that name them."""
+    docs = root / "docs"
+    return {str(page): f"lightning_sparse/docs/{page.relative_to(docs).as_posix()}" for page in docs.rglob("*.md")}
+
+
 class KernelsBuildHook(BuildHookInterface):  # type: ignore[type-arg]  # whatever the builder's settings are
     """Compiles the sources in C; without a compiler, the wheel is one of Python alone."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called before a wheel, or an editable install, which then finds the library beside the source."""
+        """Called before a wheel, or an editable install, which then finds library and pages beside the source."""
+        if version != "editable":
+            build_data["force_include"].update(pages(Path(self.root)))
         library = run_path(str(Path(self.root) / KERNELS / "library.py"))
         trouble = library["build"]()
         if trouble:

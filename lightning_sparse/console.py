@@ -1,15 +1,19 @@
-"""What a terminal shows: lines on rank zero, and tables, which are markdown elsewhere."""
+"""What a terminal shows: lines on rank zero, pages to read on, and tables, which are markdown elsewhere."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 LOGGER = logging.getLogger("lightning_sparse")
 """Its level decides whether the lines appear; they are written by Lightning's own logger, and look like its lines."""
+
+PAGES = next((folder / "docs" for folder in Path(__file__).parents[:2] if (folder / "docs").is_dir()), Path("docs"))
+"""Where the documentation is on this machine: within the package where that is installed, beside it in a clone."""
 
 WIDTH = 100
 """Columns that a table needs; lines of narrower terminals break."""
@@ -22,6 +26,11 @@ def say(sentence: str) -> None:
     """
     if LOGGER.level <= logging.INFO:
         rank_zero_info(sentence)
+
+
+def page(name: str) -> str:
+    """Where to read a page of the documentation, for a message, which is to be complete without it."""
+    return str(PAGES / f"{name}.md")
 
 
 class Table(NamedTuple):

@@ -155,7 +155,7 @@ class Advice:
             "groups travel together at the end of backward (step), or those of each group beside it (group), whichever "
             "is faster.",
             f"A sparsifier must shorten the step by {MARGIN:.0%} at least. Of those within {MARGIN:.0%} of the "
-            "fastest, the mildest density wins, then the order of docs/comparison.md "
+            "fastest, the mildest density wins, then the sparsifier that trains best at equal traffic "
             f"({', '.join(BEST_TRAINED[:3])}, ...): step time is not training time, and a lower density may need more "
             "steps.",
             "Gradients are exchanged after every batch: where they are accumulated, the exchange weighs less.",

@@ -183,7 +183,7 @@ class SparseDDPMixin(SparseStrategy, Base):
             version = importlib.import_module(self.package).__version__
             raise RuntimeError(
                 f"{self.package} {version} wrapped the model without calling _register_ddp_hooks, so that gradients "
-                "would be averaged densely. Use a version that lightning-sparse is tested with, see its README."
+                "would be averaged densely. Use a version that lightning-sparse is tested with, such as 2.6."
             )
         self._follow_optimizers(self.engine)
 

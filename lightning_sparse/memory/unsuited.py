@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import ASGD, SGD, Optimizer
 
+from lightning_sparse.console import page
 from lightning_sparse.optim import holds, stepping
 
 BY_NAME = {
@@ -55,8 +56,8 @@ class Unsuited(NamedTuple):
 
     def remedy(self) -> str:
         """Sentences: what is wrong, what it costs, and what to set."""
-        page = "momentum" if self.kind == "momentum" else "adam"
-        return f"{self.optimizer} {self._sentences()} docs/{page}.md says more."
+        more = page("momentum") if self.kind == "momentum" else page("adam")
+        return f"{self.optimizer} {self._sentences()} More: {more}."
 
     def _sentences(self) -> str:
         if self.kind in BY_NAME:

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from lightning_sparse.collective import TorchCollective
-from lightning_sparse.console import say
+from lightning_sparse.console import page, say
 from lightning_sparse.memory import Adapting, Memory, NoMemory, Residual, named_in
 from lightning_sparse.momentum import has_velocities
 from lightning_sparse.optim import decays_of, holds, listed, made_for, stepping
@@ -126,7 +126,7 @@ class Followed:
             if memory.needs_second:
                 self._say_once(
                     "Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' "
-                    "own gradients and without a first moment, at the optimizer's learning rate (docs/adam.md). "
+                    f"own gradients and without a first moment, at the optimizer's learning rate ({page('adam')}). "
                     "memory='residual' leaves them to the optimizer."
                 )
 
@@ -145,13 +145,13 @@ class Followed:
         if not isinstance(self._chosen_memory, Adapting):
             self._say_once(
                 f"SGD's momentum is left to the optimizer, because memory={memory!r} was chosen: averages that have "
-                "waited are spent late. With the default memory they are not (docs/momentum.md)."
+                f"waited are spent late. With the default memory they are not ({page('momentum')})."
             )
             return False
         if self.optimizers and not any(optimizer is stepping(each) for each in self.optimizers):
             self._warn_once(
                 "An SGD with momentum that the engine was not shown, or that another optimizer has replaced, steps "
-                "parameters that are sparsified: averages that have waited are spent late (docs/momentum.md). Show "
+                f"parameters that are sparsified: averages that have waited are spent late ({page('momentum')}). Show "
                 "the engine the optimizers that step now: with Fabric fabric.setup_optimizers, elsewhere "
                 "engine.follow([...])."
             )
@@ -160,7 +160,7 @@ class Followed:
             return False
         self._say_once(
             "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "
-            "(docs/momentum.md). memory='residual' leaves it to the optimizer."
+            f"({page('momentum')}). memory='residual' leaves it to the optimizer."
         )
         return True
 
@@ -218,7 +218,7 @@ class Followed:
         """Clip gradients of an optimizer in place of their averages, from the next step on."""
         self._say_once(
             "Each rank's own gradients are clipped before they wait, and not their averages, to sqrt(n) times the "
-            "limit (docs/training.md). memory='residual' leaves clipping to averages."
+            f"limit ({page('training')}). memory='residual' leaves clipping to averages."
         )
         self.clip(limit, algorithm, optimizer)
         self._reducer.in_place_of_averages |= {id(optimizer)}
