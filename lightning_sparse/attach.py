@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.checks import expect
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import SparsificationConfig, StrategyConfig
-from lightning_sparse.controllers import DenseFallback, Planner
+from lightning_sparse.controllers import DenseFallback, Planner, StayDense
 from lightning_sparse.controllers.announcer import Announcer
 from lightning_sparse.controllers.watchdog import Watchdog
 from lightning_sparse.fields import from_keywords, keywords_of
-from lightning_sparse.plan import Group, ParameterSize, Rules, make_plan
+from lightning_sparse.plan import Group, ParameterSize, Rules, dense_plan, make_plan
 from lightning_sparse.plan.groupings import CUDA_BUCKET_MB, MIB
 from lightning_sparse.reducer import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.reducer.observer import can_observe
@@ -105,6 +105,9 @@ def attach_config(
             cap = max(cap, CUDA_BUCKET_MB)
         config = replace(config, bucket_cap_mb=cap)  # None means the same as this size
         plan = make_plan(sizes, config.grouping, config.rules, cap)
+        stays_dense = ranks.world_size == 1 and config.single_device == "dense"
+        if stays_dense:
+            plan = dense_plan(sizes, cap)
         refuse_two_orders(ddp.module, config.executor, device)
         facts = {
             **vars(config),
@@ -117,7 +120,7 @@ def attach_config(
             "groups": plan,
         }
     check_equal_on_ranks(facts, ranks, device)
-    if ranks.rank == 0 and not isinstance(config.sparsifier, Everything):
+    if ranks.rank == 0 and not stays_dense and not isinstance(config.sparsifier, Everything):
         _warn_if_nothing_is_left(plan, config.rules)
     with ExitStack() as undo:
         comm = TorchCollective.over(ddp.process_group, config.timeout, device, config.executor == "thread")
@@ -133,10 +136,13 @@ def attach_config(
             if config.watch is not None:
                 engine.add_observer(Watchdog(config.watch))
             planner = None
-            if Planner.wanted(config.grouping, config):
+            if stays_dense:
+                engine.go_direct()
+                engine.add_observer(StayDense())  # a state that is loaded may hold residuals, which are sent first
+            elif Planner.wanted(config.grouping, config):
                 planner = Planner(ddp, engine, sizes, config.grouping, config.rules, cap, delivery_mb(ddp), profile)
                 engine.add_observer(planner)
-            if config.fallback is not None:
+            if config.fallback is not None and not stays_dense:
                 engine.add_observer(DenseFallback(sizes, cap, planner))
             for observer in observers:
                 engine.add_observer(observer)

@@ -65,7 +65,7 @@ class Watch:
             at three checks in a row. It is that of the rank with most picks for methods whose ranks select by
             themselves, and the size of the union for all others.
         voids: void steps in a row, at least 1.
-        adam: whether to warn of optimizers, also with one rank, whose gradients are sparsified, too.
+        adam: whether to warn of optimizers, also where one rank rehearses.
 
     Raises:
         ValueError: if a setting is outside its range.
@@ -151,6 +151,9 @@ class SparsificationConfig:
     fallback: Literal["dense"] | None = None
     """"dense" measures some sparse and some dense steps at the start, and again when the step time changes by much, and
     goes on with what is faster."""
+    single_device: Literal["dense", "sparse"] = "dense"
+    """Where there is one rank only, and nobody to send to: "dense" trains as plain DDP does, "sparse" rehearses the
+    method, with residuals."""
     nonfinite: Literal["skip", "nan"] = "skip"
     """Where a gradient is not finite on some rank, all ranks agree, residuals stay as they were, and gradients become
     NaN. With loss scaling the scaler skips the step. Without: "skip" leaves the optimizer's step out on all ranks (on

@@ -44,7 +44,7 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
         >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
         >>> model = torch.nn.Linear(20, 20, bias=False)
         >>> ddp = DistributedDataParallel(model)
-        >>> engine = ls.attach(ddp, sparsifier="topk", density=0.1)
+        >>> engine = ls.attach(ddp, sparsifier="topk", density=0.1, single_device="sparse")
         >>> optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         >>> ddp(torch.ones(1, 20)).sum().backward()        # each of the 400 coordinates has the gradient 1
         >>> int(model.weight.grad.count_nonzero())

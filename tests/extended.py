@@ -24,9 +24,10 @@ def test_the_strategy_trains_and_logs_the_quantity(tmp_path: Path) -> None:
     from pytorch_lightning.loggers import CSVLogger
 
     module, logger = make_module(PACKAGE), CSVLogger(tmp_path)
+    named = make_trainer(PACKAGE, strategy="sparse_ddp_leader_blocks", devices=1).strategy.config.sparsifier
     trainer = make_trainer(
         PACKAGE,
-        strategy="sparse_ddp_leader_blocks",
+        strategy=ls.SparseDDPStrategy(sparsifier=named, single_device="sparse"),
         devices=1,
         max_steps=2,
         limit_val_batches=0,
@@ -44,7 +45,8 @@ def test_the_strategy_trains_and_logs_the_quantity(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("not_launched")
 def test_exchange_and_memory_are_chosen_by_name() -> None:
-    strategy = ls.SparseDDPStrategy(sparsifier="leader_blocks", exchange="gather_shared", memory="bounded")
+    names = {"sparsifier": "leader_blocks", "exchange": "gather_shared", "memory": "bounded"}
+    strategy = ls.SparseDDPStrategy(single_device="sparse", **names)
     assert (strategy.config.exchange, strategy.config.memory) == (ls.GatherShared(), ls.Bounded())
     trainer = make_trainer(PACKAGE, strategy=strategy, devices=1, max_steps=2, limit_val_batches=0)
     trainer.fit(make_module(PACKAGE), make_data(), make_data())

@@ -23,6 +23,7 @@ SPARSE: dict[str, Any] = {
     "density": 0.02,
     "grouping": "layer",
     "watch": None,
+    "single_device": "sparse",
 }
 SIZES = {"first": (30, 10), "second": (20,), "third": (25, 12), "fourth": (7,)}
 

@@ -82,7 +82,8 @@ def model() -> nn.Module:
 def training(**options: Any) -> tuple:
     """One rank, through all that an engine can be asked for."""
     ddp = DistributedDataParallel(model(), find_unused_parameters=True)
-    engine = ls.attach(ddp, density=0.05, watch=ls.Watch(every=1), executor="inline", **options)
+    chosen = {"density": 0.05, "watch": ls.Watch(every=1), "executor": "inline", "single_device": "sparse"}
+    engine = ls.attach(ddp, **chosen | options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     engine.follow([optimizer])
     found: list[Any] = []

@@ -131,7 +131,10 @@ def figure(advice: Advice, path: Path) -> None:
     save(sheet, path)
 
 
-CHOSEN = ("dense", "rules", "nonfinite", "lr_aware", "save_residuals", "strict_resume", "resize", "watch")
+CHOSEN = (
+    *("dense", "rules", "single_device", "nonfinite", "lr_aware", "watch"),
+    *("save_residuals", "strict_resume", "resize"),
+)
 """Settings of our strategy that an advice leaves as they are."""
 
 

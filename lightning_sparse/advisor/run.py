@@ -260,7 +260,7 @@ def advise(
     options = dict(trainer or {})
     given = options.pop("strategy", None)
     kept = kept_settings(given)
-    strategy = strategy_class(grouping="model", rules=ALL_SPARSE, watch=None, **kept)
+    strategy = strategy_class(grouping="model", rules=ALL_SPARSE, watch=None, single_device="sparse", **kept)
     every = [name for name, _ in SPARSIFIERS.items() if name not in LEFT_OUT]
     names = every if sparsifiers is None else list(sparsifiers)
     with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,11 @@ MORE = "callbacks=[lightning_sparse.SparsityMonitor()] shows more."
 def at_start(engine: Engine) -> str:
     """What is sparsified, how much is sent, and what that takes."""
     settings, n = engine.settings, engine.comm.world_size
+    if n == 1 and settings.single_device == "dense":
+        return (
+            "sparse_ddp: one device has nobody to send to, and trains densely, as plain DDP does. To rehearse "
+            f"{settings.sparsifier!r} on it, set single_device='sparse'."
+        )
     density = settings.density(engine.step)
     sparse = [group.plan for group in engine.groups if group.sparsifier.agreement is not Agreement.EVERYTHING]
     if not sparse and not all(group.dense for group in engine.plan):

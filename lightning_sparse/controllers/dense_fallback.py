@@ -12,7 +12,7 @@ import torch
 
 from lightning_sparse.controllers.planner import Planner
 from lightning_sparse.performance.rank_sync import slowest
-from lightning_sparse.plan import Group, ParameterSize, Rules, make_plan
+from lightning_sparse.plan import Group, ParameterSize, dense_plan
 from lightning_sparse.reducer import Engine
 
 Mode = Literal["sparse", "dense"]
@@ -26,6 +26,18 @@ CHECK = 200
 """Steps between looks at the step time, to begin with."""
 CHANGE = 1.5
 """Factor by which the step time must change until both are measured again."""
+
+
+class StayDense:
+    """Lets DDP's own buckets be averaged, as soon as nothing waits in residuals; for plans that are all dense."""
+
+    def before_step(self, engine: Engine) -> None:
+        """Look whether it is time to."""
+        if not engine.direct:
+            engine.go_direct(for_good=True)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 class DenseFallback:
@@ -45,7 +57,7 @@ class DenseFallback:
         self.mode: Mode = "sparse"
         self.seconds: dict[Mode, float] = {}
         """Median step times of the latest comparison, of the slowest rank."""
-        self._dense_plan = make_plan(sizes, "bucket", Rules(dense=["*"]), bucket_cap_mb)
+        self._dense_plan = dense_plan(sizes, bucket_cap_mb)
         self._sparse_plan: list[Group] = []
         self._planner = planner
         self._turn: int | None = 0

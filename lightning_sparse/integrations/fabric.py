@@ -49,8 +49,8 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
 
     Everything else is Fabric's ``DDPStrategy``: launchers, cluster environments, ``fabric.no_backward_sync``. Clipping
     acts on each rank's gradients with AdamW, and on averages otherwise (``docs/training.md``). Each module that is set
-    up has an engine of its own; see :attr:`engines`. With one device nothing is communicated, and gradients still pass
-    through the sparsifier.
+    up has an engine of its own; see :attr:`engines`. One device has nobody to send to, and trains as plain DDP does,
+    unless ``single_device="sparse"`` rehearses the method.
 
     ``fabric.save`` writes what each rank remembers beside every checkpoint whose state holds a module and an optimizer;
     ``fabric.load`` into such a state lets the engines continue.

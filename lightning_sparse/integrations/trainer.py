@@ -85,9 +85,8 @@ class TrainerArguments(StrategyArguments):  # type: ignore[misc]  # see Strategy
 class SparseDDPMixin(SparseStrategy, Base):
     """DDP whose gradient all-reduce is a sparsified exchange with error feedback.
 
-    Everything else is Lightning's ``DDPStrategy``: launchers, cluster environments, SyncBatchNorm, accumulation. With
-    one device nothing is communicated, and gradients still pass through the sparsifier, so that a script behaves alike
-    everywhere.
+    Everything else is Lightning's ``DDPStrategy``: launchers, cluster environments, SyncBatchNorm, accumulation. One
+    device has nobody to send to, and trains as plain DDP does, unless ``single_device="sparse"`` rehearses the method.
 
     All arguments are keywords: the settings of :class:`~lightning_sparse.config.StrategyConfig`, and those of
     Lightning's ``DDPStrategy`` in :class:`TrainerArguments`.

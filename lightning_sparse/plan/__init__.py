@@ -11,7 +11,7 @@ from lightning_sparse.plan.groupings import (
     ParameterSize,
     merge_below,
 )
-from lightning_sparse.plan.plan import Group, Messages, make_plan
+from lightning_sparse.plan.plan import Group, Messages, dense_plan, make_plan
 from lightning_sparse.plan.rules import Rules, as_rules
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "ParameterSize",
     "Rules",
     "as_rules",
+    "dense_plan",
     "make_plan",
     "merge_below",
 ]

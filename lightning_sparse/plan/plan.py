@@ -114,3 +114,8 @@ def make_plan(
         for name, group in cut:
             plan.append(Group(prefix + name, tuple(group), keep_dense, own))
     return plan
+
+
+def dense_plan(parameters: Iterable[ParameterSize], bucket_cap_mb: float) -> list[Group]:
+    """All parameters dense, in groups by bucket; the arguments are those of :func:`make_plan`."""
+    return make_plan(parameters, "bucket", Rules(dense=["*"]), bucket_cap_mb)

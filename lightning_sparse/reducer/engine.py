@@ -194,20 +194,25 @@ class Engine(EngineView):
         expect(can_observe(observer), "observer", "an object with before_step(engine) and close()", observer)
         self.observers.append(observer)
 
-    def go_direct(self) -> bool:
+    def go_direct(self, for_good: bool = False) -> bool:
         """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
 
         Refused, with nothing changed, before residuals have been sent (in the first valid step of a dense plan), and
         with memories that do more for dense groups than nothing, such as momentum. What is then still remembered, of
         parameters that the step did not use and of rounding, is kept until groups change again. Collective: all
         ranks get the same answer.
+
+        Args:
+            for_good: forget second moments and whatever else only sparse steps need.
         """
         simple = isinstance(self.settings.memory.for_dense(), NoMemory)
         if not simple or not all(group.plan.dense for group in self.groups):
             return False
         sent = torch.tensor([all(group.sent for group in self.groups)], dtype=torch.uint8, device=self._device)
-        self._reducer.direct = bool(self.comm.all_gather(sent).all())
-        return self._reducer.direct
+        if not self.comm.all_gather(sent).all():
+            return False
+        self._reducer.regroup(self.plan, self.messages, direct=True, for_good=for_good)
+        return True
 
     def regroup(self, plan: Sequence[Group], messages: Messages | None = None) -> None:
         """Cut the parameters into other groups, from the next step on; collective, between two steps.
@@ -232,7 +237,8 @@ class Engine(EngineView):
             >>> from lightning_sparse.plan import make_plan
             >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
             >>> model = torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20))
-            >>> engine = ls.attach(DistributedDataParallel(model), grouping="model")
+            >>> ddp = DistributedDataParallel(model)
+            >>> engine = ls.attach(ddp, grouping="model", single_device="sparse")
             >>> sizes = [p for group in engine.plan for p in group.parameters][::-1]
             >>> engine.regroup(make_plan(sizes, "layer"))
             >>> [group.name for group in engine.plan]

@@ -170,7 +170,8 @@ class Followed:
         if type(self._chosen_memory) is not Adapting or not settings.exchange.carries_second:
             return
         memory = named_in(state.get("settings"))
-        if memory and memory != settings.memory and (settings.memory.needs_second or not self.optimizers):
+        decided = self.optimizers and self._reducer.sparsified
+        if memory and memory != settings.memory and (settings.memory.needs_second or not decided):
             self._remember_by(memory)
 
     def go_on(self, state: Mapping[str, Any], clippings: Sequence[Mapping[str, Any]]) -> None:

@@ -126,6 +126,12 @@ class GroupReducer:
         return any(bool(vector.any()) for vector in self.memory.vectors(self.state.memory).values())
 
     @property
+    def waits(self) -> bool:
+        """Whether anything has not been sent yet; waits for the device."""
+        residual = self.memory.residual(self.state.memory)
+        return residual is not None and bool(residual.any())
+
+    @property
     def sent(self) -> bool:
         """Whether nothing is remembered, or a valid step went by since the group was formed; waits for the device."""
         stepped = self.state.counts is not None and bool((self.state.counts >= 0).all())
@@ -251,6 +257,11 @@ class GroupReducer:
         state = self.state
         before, self.memory = self.memory, memory
         return self.version._replace(formed=state._replace(memory=memory.adapted(state.memory, before)))
+
+    def rest(self) -> None:
+        """Give back what it only works in, for as long as it is not exchanged."""
+        if not self.memory.vectors(self.state.memory):
+            self.state = self.state._replace(memory=None)
 
     def adopt(self, version: GroupVersion) -> None:
         """Go on with this version."""

@@ -160,18 +160,29 @@ class Reducer:
         self._digest = digest_of(self.settings, self._digest_of_plan)
         self._all_dense = all(group.sparsifier.agreement is Agreement.EVERYTHING for group in groups)
 
-    def regroup(self, plan: Sequence[Group], messages: Messages) -> None:
-        """Go on with other groups of the same parameters, and what is remembered of these; between two steps."""
+    def regroup(self, plan: Sequence[Group], messages: Messages, direct: bool = False, for_good: bool = False) -> None:
+        """Go on with other groups of the same parameters, and what is remembered of these; between two steps.
+
+        Args:
+            plan: the groups.
+            messages: what travels together.
+            direct: average buckets past the groups, which keep nothing then but what is remembered.
+            for_good: of groups in which nothing waits, forget what else is remembered where the new ones have no use
+                for it.
+        """
         groups = []
         with self.on_stream.between_steps():
             for group in plan:
                 before = {p.name: self.group_of[p.name] for p in group.parameters}
-                running = self.form(group, flush=any(old.remembers for old in before.values()))
+                flush = any(old.waits if for_good else old.remembers for old in before.values())
+                running = self.form(group, flush)
                 for name, old in before.items():
                     running.carry(name, old)
+                if direct:
+                    running.rest()
                 groups.append(running)
         self.adopt(groups, self.record.latest.counts)
-        self.messages = messages
+        self.messages, self.direct = messages, direct
 
     def remember_by(self, settings: SparsificationConfig) -> None:
         """Go on with settings that differ in the memory; between two steps."""

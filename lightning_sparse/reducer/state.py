@@ -183,7 +183,8 @@ def draft_of(
         world_size: number of ranks.
     """
     misfits = Misfits([], [])
-    if state["settings"] != algorithm:
+    holds = state["groups"] or any(state["parameters"].values())  # one device may have left nothing that must fit
+    if state["settings"] != algorithm and holds:
         misfits.learned.append(f"The settings were {state['settings']}, and are {algorithm}.")
     alike = state["settings"] == algorithm and state["world_size"] == world_size
     given = {group["name"]: group for group in state["groups"]} if alike else {}

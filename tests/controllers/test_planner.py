@@ -642,7 +642,8 @@ def test_a_thread_needs_a_processor(two_ranks: Ranks, executor: str, processors:
 def test_one_rank_plans_for_itself(tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        seen = train({"density": 0.05, "grouping": ls.OptimalMerge(**SOON)}, None, None)
+        settings = {"density": 0.05, "grouping": ls.OptimalMerge(**SOON), "single_device": "sparse"}
+        seen = train(settings, None, None)
     finally:
         dist.destroy_process_group()
     profile = Profile.from_dict(seen["saved"])

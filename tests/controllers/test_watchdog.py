@@ -61,7 +61,8 @@ class Training:
 
     def __init__(self, ddp: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         self.model = DistributedDataParallel(Given().to(dtype), **ddp or {})
-        self.engine = ls.attach(self.model, **{"rules": ALL_SPARSE, "sparsifier": "topk", "density": 0.1, **options})
+        chosen = {"rules": ALL_SPARSE, "sparsifier": "topk", "density": 0.1, "single_device": "sparse", **options}
+        self.engine = ls.attach(self.model, **chosen)
         self.done = 0
 
     def run(self, steps: int, gradients: Callable[[int], Gradients]) -> list[str]:

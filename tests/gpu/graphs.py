@@ -127,7 +127,7 @@ def compile_model(options: dict[str, Any], device: torch.device) -> Numbers:
     tokens = torch.randint(model.words, (4, model.length), device=device)
     for compiled in (False, True):
         ddp = DistributedDataParallel(copy.deepcopy(model).to(device))
-        engine = ls.attach(ddp, density=0.05, **options)
+        engine = ls.attach(ddp, density=0.05, single_device="sparse", **options)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         forward = torch.compile(ddp, backend=backend) if compiled else ddp
         losses[compiled] = []

@@ -40,7 +40,7 @@ def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str 
     module = model()
     device, width = module[0].weight.device, module[0].in_features
     ddp = DistributedDataParallel(module)
-    engine = ls.attach(ddp, grouping=grouping) if grouping is not None else None
+    engine = ls.attach(ddp, grouping=grouping, single_device="sparse") if grouping is not None else None
     numel = sum(p.numel() for p in ddp.parameters())
     batch = torch.randn(8, width, device=device)
     for step in range(STEPS):

@@ -45,7 +45,8 @@ class Training:
         with torch.device("cpu"):  # the same numbers for all devices
             model = Branches()
         self.ddp = DistributedDataParallel(model.to(dtype).to(device), **LAYOUTS[layout])
-        self.engine = ls.attach(self.ddp, rules=EVERYTHING_SPARSE, **options) if options is not None else None
+        alone = {"rules": EVERYTHING_SPARSE, "single_device": "sparse"}
+        self.engine = ls.attach(self.ddp, **alone, **options) if options is not None else None
         optimizer = optimizer or partial(torch.optim.SGD, lr=0.1, momentum=momentum)
         self.optimizer = optimizer(self.ddp.parameters())
         if self.engine is not None and isinstance(self.optimizer, torch.optim.AdamW):

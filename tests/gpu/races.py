@@ -138,7 +138,8 @@ def regroup_slowly(device: torch.device) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(width, width, bias=False) for _ in range(4)]
     ddp = DistributedDataParallel(nn.Sequential(*layers).to(device))
-    engine = ls.attach(ddp, memory=Slow(), grouping="model", rules=EVERYTHING_SPARSE, watch=None)
+    alone = {"rules": EVERYTHING_SPARSE, "single_device": "sparse"}
+    engine = ls.attach(ddp, memory=Slow(), grouping="model", watch=None, **alone)
     batch = torch.randn(8, width, device=device)
     for grouping in ("layer", "model", "layer"):
         ddp(batch).square().mean().backward()

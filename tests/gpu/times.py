@@ -137,7 +137,7 @@ def time_training(name: str, options: dict[str, Any] | None, device: torch.devic
     torch.manual_seed(0)
     model = Transformer() if on_cuda else Transformer(layers=1, width=32, heads=2, words=50, length=9)
     ddp = DistributedDataParallel(model.to(device))
-    engine = None if options is None else ls.attach(ddp, **options)
+    engine = None if options is None else ls.attach(ddp, single_device="sparse", **options)
     optimizer: torch.optim.Optimizer
     if name.endswith("AdamW"):
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, fused=on_cuda)

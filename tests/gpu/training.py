@@ -292,7 +292,7 @@ def strategy_of(package: str, **options: Any) -> Any:
         from lightning_sparse.integrations.pytorch_lightning import SparseDDPStrategy
     else:
         from lightning_sparse.integrations.lightning import SparseDDPStrategy
-    return SparseDDPStrategy(rules=EVERYTHING_SPARSE, **options)
+    return SparseDDPStrategy(rules=EVERYTHING_SPARSE, single_device="sparse", **options)
 
 
 def the_strategy_at_density_1_is_ddp(package: str, accelerator: str) -> None:

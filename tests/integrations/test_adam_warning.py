@@ -304,7 +304,7 @@ def test_a_density_that_falls_from_one_warns_when_it_does(two_ranks: Ranks) -> N
 
 
 def test_one_rank_is_warned_too(not_launched: None) -> None:
-    sentences = said(fit, {}, "AdamW", ADAM, PACKAGES[0], 1)
+    sentences = said(fit, {"single_device": "sparse"}, "AdamW", ADAM, PACKAGES[0], 1)
     dist.destroy_process_group()
     assert len(sentences) == 1
 

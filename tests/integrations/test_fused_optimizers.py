@@ -17,6 +17,7 @@ from tests.trainers import EVERYTHING_SPARSE, flat, make_data, make_module, make
 
 VOID = 3
 OPTIONS: dict[str, Any] = {"watch": None, "density": 0.1, "rules": EVERYTHING_SPARSE, "executor": "inline"}
+OPTIONS["single_device"] = "sparse"
 
 
 class Seen:

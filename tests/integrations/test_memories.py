@@ -68,6 +68,7 @@ def test_clipping_reaches_dense_groups(two_ranks: Ranks) -> None:
 def test_adam_correction_on_one_device_at_full_density_is_adamw(package: str, dense: list[str]) -> None:
     settings = {"lr": 0.01, "weight_decay": 0.1}
     strategy = {"sparsifier": "topk", "density": 1.0, "memory": ls.AdamCorrection(0.9), "dense": dense}
+    strategy["single_device"] = "sparse"
     try:
         ours, _ = fit(package, strategy, "SGD", settings, devices=1)
         theirs, _ = fit(package, "ddp", "AdamW", settings, devices=1)

@@ -642,7 +642,7 @@ def test_two_backwards_before_the_steps_are_two_averages(at_the_end: bool) -> No
     torch.manual_seed(0)
     pair = Pair()
     ddp = DistributedDataParallel(pair, find_unused_parameters=True)
-    engine = ls.attach(ddp, density=0.1, grouping="layer", watch=None)
+    engine = ls.attach(ddp, density=0.1, grouping="layer", watch=None, single_device="sparse")
     optimizers = {name: torch.optim.AdamW(getattr(pair, name).parameters(), lr=0.01) for name in ("first", "second")}
     engine.follow(optimizers.values())
     for _ in range(60):
@@ -669,7 +669,7 @@ def test_two_backwards_before_the_steps_are_two_averages(at_the_end: bool) -> No
     ],
 )
 def test_what_is_always_sent_as_a_whole_is_stepped_by_torch_and_the_rest_is_not(options: dict[str, Any]) -> None:
-    training = Training(watch=None, **options)
+    training = Training(watch=None, single_device="sparse", **options)
     for step in range(3):
         training.step(step)
     training.engine.close()
@@ -690,7 +690,7 @@ class Mixed(torch.optim.SGD):
 def test_an_optimizer_with_an_adam_for_some_parameters_is_left_alone() -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     ddp = DistributedDataParallel(layer)
-    engine = ls.attach(ddp, density=0.1, watch=None)
+    engine = ls.attach(ddp, density=0.1, watch=None, single_device="sparse")
     engine.follow([Mixed([layer.weight], [layer.bias])])
     ddp(torch.randn(2, WIDTH)).sum().backward()
     assert all(type(group.memory) is not ls.SecondMoment for group in engine.groups)

@@ -625,7 +625,7 @@ def test_a_closed_engine_holds_no_process_group(two_ranks: Ranks) -> None:
 def test_one_rank_needs_no_network(tmp_path: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        ddp, engine = wrapped("default", sparsifier="exdyna", density=0.1)
+        ddp, engine = wrapped("default", sparsifier="exdyna", density=0.1, single_device="sparse")
         assert engine is not None
         for batch in batches(3):
             ddp.zero_grad()

@@ -37,9 +37,8 @@ class Run:
     def __init__(self, make: Make, skip: str = "skip_void", **options: Any) -> None:
         torch.manual_seed(0)
         self.ddp = DistributedDataParallel(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
-        self.engine = ls.attach(
-            self.ddp, density=0.1, rules=EVERYTHING_SPARSE, executor="inline", watch=None, **options
-        )
+        alone = {"single_device": "sparse", "executor": "inline", "watch": None}
+        self.engine = ls.attach(self.ddp, density=0.1, rules=EVERYTHING_SPARSE, **alone, **options)
         self.optimizer = make(list(self.ddp.parameters()))
         self.skip = getattr(self.engine, skip)
         self.waits: list[int] = []

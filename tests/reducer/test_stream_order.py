@@ -36,8 +36,8 @@ class Training:
     def __init__(self, ddp: dict[str, Any] | None = None, momentum: float = 0.0, **options: Any) -> None:
         torch.manual_seed(0)
         self.ddp = DistributedDataParallel(Branches(), **(ddp or {}))
-        options = {"density": 0.05, "grouping": "layer", "rules": SPARSE, "executor": "inline", **options}
-        self.engine = ls.attach(self.ddp, **options)
+        chosen = {"density": 0.05, "grouping": "layer", "rules": SPARSE, "executor": "inline"}
+        self.engine = ls.attach(self.ddp, single_device="sparse", **chosen | options)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=momentum)
         self.engine.follow([self.optimizer])
 
