@@ -121,28 +121,28 @@ def _tell(
         tl.store(end + row, tl.sum(code << (8 * four)[None, :], axis=1), mask=row * 4 < slots)
 
 
-@triton.jit(do_not_specialize=["octets", "width"])
-def _count_marks(rows, until, octets, width, WORDS: tl.constexpr):
+@triton.jit(do_not_specialize=["octets", "apart"])
+def _count_marks(rows, until, octets, apart, WORDS: tl.constexpr):
     """How many marks there are before each word, by a program for each rank."""
     rank = tl.program_id(0)
     count = 0
     for start in range(0, octets - 2, WORDS):
         word = start + tl.arange(0, WORDS)
         inside = word < octets - 2
-        ones = _ones(tl.load(rows + rank.to(tl.int64) * width + 2 + word, mask=inside, other=0))
+        ones = _ones(tl.load(rows + rank.to(tl.int64) * apart + 2 + word, mask=inside, other=0))
         tl.store(until + rank.to(tl.int64) * (octets - 2) + word, count + tl.cumsum(ones) - ones, mask=inside)
         count += tl.sum(ones)
 
 
-@triton.jit(do_not_specialize=["slots", "bits", "octets", "width", "tiles", "block", "numel"])
+@triton.jit(do_not_specialize=["slots", "bits", "octets", "apart", "tiles", "block", "numel"])
 def _hear(
     rows, until, words, counts, first_words, first_counts, lowest, trouble, places, levels, numbers,
-    slots, bits, octets, width, tiles, block, numel,
+    slots, bits, octets, apart, tiles, block, numel,
     CODES: tl.constexpr, PICKS: tl.constexpr,
 ):  # fmt: skip
     rank = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    own = rows + rank.to(tl.int64) * width
+    own = rows + rank.to(tl.int64) * apart
     number = tl.load(own)
     top = tl.load(own + 1)
     if tile == 0:
@@ -242,7 +242,7 @@ def hear(rows: Tensor, form: Form, named: Bitmap, first: Bitmap, lowest: Tensor,
     """Read the messages of all ranks, and mark what they name.
 
     Args:
-        rows: (n, :attr:`Form.width`) int32.
+        rows: (n, :attr:`Form.width`) int32, each row contiguous; they may lie apart.
         form: of the messages.
         named: bits are set for all picks.
         first: bits are set for those that are not spare.
@@ -253,10 +253,10 @@ def hear(rows: Tensor, form: Form, named: Bitmap, first: Bitmap, lowest: Tensor,
     places, levels = rows.new_empty((2, n * form.slots))
     numbers = rows.new_empty(n, dtype=torch.int64)
     until = rows.new_empty((n, form.octets - form.marks))
-    launch(_count_marks, n, rows, until, form.octets, form.width, WORDS=WORDS)
+    launch(_count_marks, n, rows, until, form.octets, rows.stride(0), WORDS=WORDS)
     launch(
         _hear, n * tiles, rows, until, named.words, named.counts, first.words, first.counts, lowest, trouble, places,
-        levels, numbers, form.slots, form.bits, form.octets, form.width, tiles, Share.of(form.numel).block, form.numel,
-        CODES=form.codes, PICKS=PICKS, warps=4,
+        levels, numbers, form.slots, form.bits, form.octets, rows.stride(0), tiles, Share.of(form.numel).block,
+        form.numel, CODES=form.codes, PICKS=PICKS, warps=4,
     )  # fmt: skip
     return Heard(places, levels, numbers)

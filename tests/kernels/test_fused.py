@@ -46,6 +46,8 @@ RESIDUAL, ADAM = ls.Residual(), ls.SecondMoment(1 - 2**-10)
 @pytest.mark.parametrize(
     ("n", "numel", "density", "dtype", "scaled", "memory"),
     [
+        (2, (300, 170), 0.05, torch.float32, False, RESIDUAL),  # groups that travel together
+        (3, (300, 171), 0.05, torch.float32, False, ADAM),
         (2, 900, 0.05, torch.float32, False, RESIDUAL),
         (2, 400, 0.05, torch.bfloat16, False, ls.Residual(0.9)),
         pytest.param(3, 2600, 0.05, torch.float32, False, ls.Residual(0.7), marks=thorough),
@@ -62,7 +64,7 @@ RESIDUAL, ADAM = ls.Residual(), ls.SecondMoment(1 - 2**-10)
     ],
 )
 def test_the_whole_step_equals_that_of_torch(
-    n: int, numel: int, density: float, dtype: torch.dtype, scaled: bool, memory: ls.Memory
+    n: int, numel: int | tuple[int, ...], density: float, dtype: torch.dtype, scaled: bool, memory: ls.Memory
 ) -> None:
     with static_path(), ExactRoots(), first_of_equal():
         expected = walk(n, numel, density, dtype, scaled, memory=memory)
