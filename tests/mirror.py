@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
+from torch.futures import Future
+
+from lightning_sparse.collective import TorchCollective
 
 
 class Mirror:
@@ -37,3 +45,43 @@ class Mirror:
 
     def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
         return None if source is None else self._look_at(x).clone()
+
+
+class MirroredRanks(TorchCollective):
+    """The network of an engine that is one of n ranks which all bring what this one brings.
+
+    Args:
+        world_size: n.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self._rank, self._world_size = 0, world_size
+        mirror = Mirror(0, world_size)
+        self.all_gather, self.all_reduce = mirror.all_gather, mirror.all_reduce  # type: ignore[method-assign]
+        self.broadcast, self.all_to_all = mirror.broadcast, mirror.all_to_all  # type: ignore[method-assign]
+        self.send_recv = mirror.send_recv  # type: ignore[method-assign]
+
+    def start_average(self, x: Tensor, wait: bool = False) -> Future[Tensor]:
+        future: Future[Tensor] = Future(devices=[x.device] if x.is_cuda else None)
+        future.set_result(x)
+        return future
+
+    def all_gather_object(self, what: Any, device: torch.device) -> list[Any]:
+        return [what] * self.world_size
+
+    def broadcast_object(self, what: Any, src: int, device: torch.device) -> Any:
+        return what
+
+    def between_hosts(self) -> MirroredRanks:
+        return self
+
+    def listen(self, name: str) -> None:
+        """There is nobody to tell."""
+
+
+@contextmanager
+def mirrored_ranks(world_size: int) -> Iterator[None]:
+    """Engines that are attached meanwhile, to models of one rank, take it for one of n that bring the same."""
+    with patch.object(TorchCollective, "over", lambda *_: MirroredRanks(world_size)):
+        yield

@@ -8,21 +8,25 @@ knows where it was allocated, last written and last used. It notes
 - an operation that reads what another stream has written, or writes what another one has used, without having waited;
 - an allocation on a stream that has memory back which another stream may still be using;
 - a host that reads a pinned flag without having waited for the copy into it.
+
+Kernels in Triton count as operations, too: their interpreter says what each launch reads and writes.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.futures import Future
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 
@@ -80,10 +84,20 @@ class Life:
     def __init__(self, storage: torch.UntypedStorage, allocated_on: str, place: str) -> None:
         self.reference = StorageWeakRef(storage)
         self.allocated_on, self.place = allocated_on, place
+        self.start = storage.data_ptr()
+        self.end = self.start + storage.nbytes()
         self.pinned = False
         self.uses: dict[str, tuple[int, str]] = {}
         """Number and place of the latest operation on each stream."""
         self.written: tuple[str, int, str] | None = None
+
+
+class Accesses:
+    """Addresses that a kernel in Triton's interpreter has read and written."""
+
+    def __init__(self) -> None:
+        self.read: list[NDArray[Any]] = []
+        self.written: list[NDArray[Any]] = []
 
 
 class Streams(TorchDispatchMode):
@@ -98,6 +112,8 @@ class Streams(TorchDispatchMode):
         self.findings: list[str] = []
         self.host_waits = 0
         """Times that the host waited for a device, so far."""
+        self.launched: list[tuple[str, str]] = []
+        """Kernels, and the streams that they were launched on."""
 
     def new(self, name: str) -> FakeStream:
         self.made[name] = FakeStream(self, name)
@@ -124,17 +140,9 @@ class Streams(TorchDispatchMode):
             return out
         place, stream = where(func), self.current
         if reads_scalar and all(self._life(t).pinned for t in given.values()):
-            self._check(self.host, given, written, place)
+            self._check(self.host, {key: self._life(t) for key, t in given.items()}, written, place)
             return out
-        count = stream.advance()
-        if made_like:
-            given = {}
-        self._check(stream, given, written, place)
-        for key, tensor in given.items():
-            life = self._life(tensor)
-            life.uses[stream.name] = count, place
-            if key in written:
-                life.written = stream.name, count, place
+        count = self._enter(stream, {} if made_like else given, written, place)
         if new:
             self._allocate(stream, place)
         for key, tensor in new.items():
@@ -148,6 +156,43 @@ class Streams(TorchDispatchMode):
             self.host.wait_for(stream.clock)
         return out
 
+    @contextmanager
+    def launch(self, name: str, tensors: Iterable[Tensor]) -> Iterator[Accesses]:
+        """A kernel is launched on the current stream; what it reads and writes is noted by address.
+
+        Args:
+            name: of the kernel.
+            tensors: that it is given; it may have addresses of others, which must have been seen before.
+        """
+        lives = {life_key(tensor): self._life(tensor) for tensor in tensors}
+        with _disable_current_modes():
+            yield (accesses := Accesses())
+        lives = {key: life for key, life in {**self.lives, **lives}.items() if not life.reference.expired()}
+        read, written = (self._at(addresses, lives, name) for addresses in (accesses.read, accesses.written))
+        self.launched.append((name, self.current.name))
+        self._enter(self.current, {key: lives[key] for key in read | written}, written, name)
+
+    def _at(self, parts: list[NDArray[Any]], lives: dict[int, Life], name: str) -> set[int]:
+        """Whose memory some addresses are."""
+        keys = sorted((key for key in lives if lives[key].end > lives[key].start), key=lambda key: lives[key].start)
+        addresses = np.unique(np.concatenate(parts)) if parts else np.empty(0, np.uint64)
+        place = np.searchsorted(np.array([lives[key].start for key in keys], np.uint64), addresses, side="right") - 1
+        inside = (place >= 0) & (addresses < np.array([lives[key].end for key in keys], np.uint64)[place])
+        if not inside.all():
+            self.findings.append(f"{name} reads or writes memory of nobody")
+        return {keys[index] for index in np.unique(place[inside])}
+
+    def _enter(self, stream: FakeStream, given: Mapping[int, Tensor | Life], written: set[int], place: str) -> int:
+        """An operation reads some memory and writes some of it; returns its number on its stream."""
+        count = stream.advance()
+        lives = {key: one if isinstance(one, Life) else self._life(one) for key, one in given.items()}
+        self._check(stream, lives, written, place)
+        for key, life in lives.items():
+            life.uses[stream.name] = count, place
+            if key in written:
+                life.written = stream.name, count, place
+        return count
+
     def _life(self, tensor: Tensor) -> Life:
         """Of a storage; one that nobody saw being made was there before, or is a number on the host."""
         key = life_key(tensor)
@@ -157,9 +202,8 @@ class Streams(TorchDispatchMode):
             life = self.lives[key] = Life(tensor.untyped_storage(), stream.name, "before")
         return life
 
-    def _check(self, stream: FakeStream, given: dict[int, Tensor], written: set[int], place: str) -> None:
-        for key, tensor in given.items():
-            life = self._life(tensor)
+    def _check(self, stream: FakeStream, lives: Mapping[int, Life], written: set[int], place: str) -> None:
+        for key, life in lives.items():
             if key in written:
                 hazards = [(name, count, site) for name, (count, site) in life.uses.items()]
             else:
@@ -244,3 +288,36 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Streams:
     monkeypatch.setattr(executor, "side_stream", lambda device: streams.new("side"))
     monkeypatch.setattr(comm_hook, "Future", AnsweringFuture)
     return streams
+
+
+def play_kernels(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> None:
+    """Enter launches of kernels that Triton interprets."""
+    from triton.runtime import interpreter
+
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    run = executor.__call__
+    running: list[Accesses] = []
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        with streams.launch(self.fn.__name__, [x for x in tree_leaves(args) if isinstance(x, Tensor)]) as accesses:
+            running.append(accesses)
+            run(self, *args, **kwargs)
+            running.pop()
+
+    def noting(name: str, pointers: int, mask: int, reads: bool, writes: bool) -> None:
+        function = getattr(builder, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            addresses = args[pointers].data[args[mask].data.astype(bool)].ravel()
+            if reads:
+                running[-1].read.append(addresses)
+            if writes:
+                running[-1].written.append(addresses)
+            return function(self, *args)
+
+        monkeypatch.setattr(builder, name, call)
+
+    monkeypatch.setattr(executor, "__call__", launch)
+    noting("create_masked_load", 0, 1, reads=True, writes=False)
+    noting("create_masked_store", 0, 2, reads=False, writes=True)
+    noting("create_atomic_rmw", 1, 3, reads=True, writes=True)
