@@ -22,9 +22,9 @@ T = TypeVar("T")
 class Message(ABC):
     """What this rank gives. All ranks ask for the same kinds in the same order, with equal shapes and dtypes.
 
-    The asking coroutine must not read ``x`` afterwards, and owns what it gets: nobody else writes to it. An answer may be
-    a part of a longer one, in which others' answers lie: the rows of an all-gather or an all-to-all are contiguous each,
-    and may lie apart (``answer.stride(0)``).
+    The asking coroutine must not read ``x`` afterwards, and owns what it gets: nobody else writes to it. An answer may
+    be a part of a longer one, in which others' answers lie: each row of an all-gather or an all-to-all is contiguous,
+    and the rows may lie apart (``answer.stride(0)``).
     """
 
     x: Tensor

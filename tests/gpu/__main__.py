@@ -1,4 +1,4 @@
-"""``python -m tests.gpu``: all parts one after another, a table last, everything else in a JSON file."""
+"""``python -m tests.gpu``: all parts one after another, a row and a JSON file after each, all rows again last."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from tests.gpu.parts import GRACE, PARTS, ROOT, TOO_SHORT, PartResult, missing_packages, run_part, skipped
 
@@ -22,7 +23,7 @@ def parse_arguments(args: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: the same at toy sizes")
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="(default: all)")
-    parser.add_argument("--minutes", type=float, default=9.5, help="for everything (default: 9.5)")
+    parser.add_argument("--minutes", type=float, default=8.5, help="for everything (default: 8.5)")
     out = Path(os.environ.get("OUT") or ROOT / "gpu_results") / "gpu.json"
     parser.add_argument("--out", type=Path, default=out, help="JSON file (default: gpu.json in $OUT or gpu_results/)")
     for internal in ("--part", "--lines"):
@@ -67,29 +68,29 @@ def run_checks(name: str, device: str, seconds: float, lines: Path) -> None:
             print(f"  {outcome.result:<8}{outcome.seconds:6.1f} s  {outcome.check}  {numbers}  {outcome.why}".rstrip())
 
 
-def run_all(arguments: argparse.Namespace) -> list[PartResult]:
+def run_all(arguments: argparse.Namespace, end: float) -> Iterator[PartResult]:
+    """Results, each as soon as it is there; the command ends before ``end`` on the monotonic clock."""
     reason = why_not(arguments.device)
-    end = time.monotonic() + 60 * arguments.minutes
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        for part in PARTS:
-            if arguments.parts and part.name not in arguments.parts:
-                continue
-            left = end - time.monotonic() - GRACE
-            not_here = part.cuda_only if arguments.device == "cpu" else ""
-            if why := reason or not_here or ("out of time" if left < TOO_SHORT else ""):
-                results.append(skipped(part, why))
-            else:
-                print(f"{part.name}: {part.title}", flush=True)
-                results.append(run_part(part, arguments.device, min(part.seconds, left), Path(folder)))
-    return results
+    chosen = [part for part in PARTS if not arguments.parts or part.name in arguments.parts]
+    for number, part in enumerate(chosen):
+        left = end - time.monotonic() - GRACE
+        not_here = part.cuda_only if arguments.device == "cpu" else ""
+        if why := reason or not_here or ("out of time" if left < TOO_SHORT else ""):
+            yield skipped(part, why)
+        else:
+            # Where few parts are chosen, they share the time that there is.
+            share = left * part.seconds / sum(other.seconds for other in chosen[number:])
+            print(f"{part.name}: {part.title}", flush=True)
+            yield run_part(part, arguments.device, min(max(part.seconds, share), left), arguments.out.parent)
+
+
+def row_of(result: PartResult) -> tuple[str, str, str, str]:
+    what = "; ".join(text for text in (result.keys, result.why) if text)
+    return f"{result.name} ({result.title})", result.result, f"{result.seconds:.1f}", what
 
 
 def make_table(results: list[PartResult]) -> str:
-    rows = [("part", "result", "seconds", "what")]
-    for result in results:
-        what = "; ".join(text for text in (result.keys, result.why) if text)
-        rows.append((f"{result.name} ({result.title})", result.result, f"{result.seconds:.1f}", what))
+    rows = [("part", "result", "seconds", "what"), *map(row_of, results)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join(
         f"{part:<{widths[0]}}  {result:<{widths[1]}}  {seconds:>{widths[2]}}  {what}"
@@ -97,24 +98,30 @@ def make_table(results: list[PartResult]) -> str:
     )
 
 
+def write(file: Path, everything: dict[str, Any]) -> None:
+    """At once: who ends this process finds the file as it was or as it is to be."""
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(everything, indent=1) + "\n")
+    draft.replace(file)
+
+
 def main(args: list[str] | None = None) -> int:
     arguments = parse_arguments(args)
     if arguments.part:
         run_checks(arguments.part, arguments.device, arguments.seconds, Path(arguments.lines))
         return 0
-    began = time.monotonic()
+    began = time.monotonic()  # before torch is imported, which may take long
     found = versions()
     print(", ".join(f"{name} {number}" for name, number in found.items()), flush=True)
-    results = run_all(arguments)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    everything = {
-        "versions": found,
-        "device": arguments.device,
-        "seconds": round(time.monotonic() - began, 1),
-        "parts": [result._asdict() for result in results],
-    }
-    arguments.out.write_text(json.dumps(everything, indent=1) + "\n")
-    print(f"\n{make_table(results)}\n{everything['seconds']} s; all numbers and errors: {arguments.out}")
+    results: list[PartResult] = []
+    for result in run_all(arguments, began + 60 * arguments.minutes):
+        results.append(result)
+        print("  ".join(row_of(result)), flush=True)
+        seconds = round(time.monotonic() - began, 1)
+        parts = [result._asdict() for result in results]
+        write(arguments.out, {"versions": found, "device": arguments.device, "seconds": seconds, "parts": parts})
+    print(f"\n{make_table(results)}\n{seconds} s; all numbers and errors: {arguments.out}")
     return int(any(result.result == "failed" for result in results))
 
 

@@ -27,8 +27,12 @@ class Clock:
         self.end = time.monotonic() + seconds
 
     @property
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    @property
     def over(self) -> bool:
-        return time.monotonic() > self.end
+        return self.left < 0
 
 
 class Check(NamedTuple):

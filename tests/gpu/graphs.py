@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
@@ -117,16 +118,17 @@ def compile_model(options: dict[str, Any], device: torch.device) -> Numbers:
         pieces[0] += 1
         if not on_cuda:
             return module.forward
-        from torch._inductor.compile_fx import compile_fx
-
-        return compile_fx(module, inputs)
+        # As a compiler sees it, backward included; Inductor's own code is not in question, and takes long to make.
+        compiled: Callable[..., Any] = aot_eager(module, inputs)
+        return compiled
 
     torch.manual_seed(0)
     size = {"layers": 4} if on_cuda else {"layers": 1, "width": 32, "heads": 2, "words": 50, "length": 9}
-    model = Transformer(**size)
+    with device:
+        model = Transformer(**size)
     tokens = torch.randint(model.words, (4, model.length), device=device)
     for compiled in (False, True):
-        ddp = DistributedDataParallel(copy.deepcopy(model).to(device))
+        ddp = DistributedDataParallel(copy.deepcopy(model))
         engine = ls.attach(ddp, density=0.05, single_device="sparse", **options)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         forward = torch.compile(ddp, backend=backend) if compiled else ddp

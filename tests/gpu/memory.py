@@ -1,4 +1,7 @@
-"""How much memory does the exchange take, beside plain DDP's?"""
+"""How much memory does the exchange take, beside plain DDP's, on one of 8 ranks that bring the same?
+
+Biases, which stay dense, lie between weights in DDP's buckets, as in ordinary models.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ import lightning_sparse as ls
 from lightning_sparse.plan import make_plan
 from tests.gpu.checks import Check, Clock, Numbers, synchronize
 from tests.gpu.processes import one_rank
+from tests.mirror import mirrored_ranks
 
-STEPS = 4
+STEPS, RANKS = 4, 8
 
 
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
@@ -28,19 +32,26 @@ def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
         for grouping in ("bucket", "layer", "model"):
             yield Check(f"grouping {grouping}", partial(beside, plain, model, grouping))
         yield Check("regroup, model to layer", partial(beside, plain, model, "model", then="layer"))
+        plain_adam: Numbers = {}
+        yield Check("plain DDP, AdamW", partial(keep, plain_adam, model, adam=True))
+        yield Check("AdamW", partial(beside, plain_adam, model, "bucket", adam=True))
 
 
 def build(device: torch.device, width: int, depth: int) -> nn.Sequential:
     with torch.device(device):
-        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
 
 
-def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str | None) -> Numbers:
+def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str | None, adam: bool) -> Numbers:
     """Bytes per parameter after some steps, and at the peak of the last one, before which groups may change."""
     module = model()
     device, width = module[0].weight.device, module[0].in_features
     ddp = DistributedDataParallel(module)
-    engine = ls.attach(ddp, grouping=grouping, single_device="sparse") if grouping is not None else None
+    with mirrored_ranks(RANKS):
+        engine = ls.attach(ddp, grouping=grouping, single_device="sparse") if grouping is not None else None
+    optimizer = torch.optim.AdamW(ddp.parameters(), fused=device.type == "cuda") if adam else None
+    if engine is not None and optimizer is not None:
+        engine.follow([optimizer])
     numel = sum(p.numel() for p in ddp.parameters())
     batch = torch.randn(8, width, device=device)
     for step in range(STEPS):
@@ -53,6 +64,10 @@ def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str 
                 engine.regroup(make_plan(sizes, then))
         ddp.zero_grad()
         ddp(batch).square().mean().backward()
+        if engine is not None and optimizer is not None:
+            engine.skip_void(optimizer)
+        if optimizer is not None:
+            optimizer.step()
     synchronize(device)
     numbers: Numbers = {"parameters": numel}
     if device.type == "cuda":
@@ -67,14 +82,16 @@ def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str 
     return numbers
 
 
-def keep(plain: Numbers, model: Callable[[], nn.Sequential]) -> Numbers:
+def keep(plain: Numbers, model: Callable[[], nn.Sequential], adam: bool = False) -> Numbers:
     """Of DDP without a hook; what the others are compared with."""
-    plain.update(measure(model, None, None))
+    plain.update(measure(model, None, None, adam))
     return plain
 
 
-def beside(plain: Numbers, model: Callable[[], nn.Sequential], grouping: str, then: str | None = None) -> Numbers:
+def beside(
+    plain: Numbers, model: Callable[[], nn.Sequential], grouping: str, then: str | None = None, adam: bool = False
+) -> Numbers:
     """Bytes per parameter that a sparse run takes more than a plain one."""
-    sparse = measure(model, grouping, then)
+    sparse = measure(model, grouping, then, adam)
     more = {name: round(value - plain.get(name, 0.0), 2) for name, value in sparse.items() if name != "parameters"}
     return {"bytes per parameter": more.get("allocated", more["in a checkpoint"]), **more}

@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +25,21 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.layout import Gradient
 from lightning_sparse.plan import make_plan
-from tests.gpu.checks import Check, Clock, SkipError, require, synchronize
+from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, synchronize
 from tests.gpu.one_training import Training
 from tests.gpu.parts import ROOT
 from tests.gpu.processes import one_rank
+from tests.mirror import mirrored_ranks
 from tests.trainers import EVERYTHING_SPARSE
 
 CYCLES = 20_000_000
 """About 10 ms at 2 GHz: longer than the host takes for what follows."""
+RANKS = 2
+KERNELS = [
+    f"triton_{name}"
+    for name in ("adam", "dense", "lanes", "momentum", "need", "second", "select", "sums", "union", "values")
+]
+"""Modules that launch."""
 
 
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
@@ -38,6 +49,9 @@ def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
     with one_rank(device):
         yield Check("regroup on a slow stream", partial(regroup_slowly, device))
         yield Check("training on a slow stream", partial(train_slowly, device))
+        for optimizer in (partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.AdamW):
+            name = "AdamW" if optimizer is torch.optim.AdamW else "SGD"
+            yield Check(f"kernels on a slow stream, {name}", partial(launch_slowly, device, optimizer))
 
 
 # ---- The sanitizer
@@ -170,3 +184,43 @@ def train_slowly(device: torch.device) -> None:
             results.append(training.end(losses))
         require(results[0][0] == results[1][0], f"{layout}: other losses on a slow stream")
         require(torch.equal(results[0][1], results[1][1]), f"{layout}: other parameters on a slow stream")
+
+
+def launch_slowly(device: torch.device, optimizer: Callable[..., torch.optim.Optimizer]) -> Numbers:
+    """As one of several ranks that bring the same: a training does not notice that kernels in Triton begin late."""
+    for layout in ("default", "small_buckets"):
+        results = []
+        for cycles in (0, CYCLES // 10):
+            with mirrored_ranks(RANKS), launches_after(cycles) as launched:
+                options: dict[str, Any] = {"dtype": torch.float32, "optimizer": optimizer}
+                training = Training(str(device), {"density": 0.05}, layout, **options)
+                training.engine.follow([training.optimizer])
+                losses = []
+                for step in range(6):
+                    losses.append(training.step(factor=float("nan") if step == 3 else 1.0))
+                    scribble(device, [1_000, 5_000, 8_000])
+                results.append(training.end(losses))
+        require(results[0][0] == results[1][0], f"{layout}: other losses on a slow stream")
+        require(torch.equal(results[0][1], results[1][1]), f"{layout}: other parameters on a slow stream")
+    return {"launches": launched[0]}
+
+
+@contextmanager
+def launches_after(cycles: int) -> Iterator[list[int]]:
+    """Before each launch of a kernel in Triton, the stream is busy for so long; gives the number of launches."""
+    launched = [0]
+    with ExitStack() as patches:
+        if find_spec("triton") is not None:
+            from lightning_sparse.kernels import triton_launch
+
+            launch = triton_launch.launch
+
+            def late(*args: Any, **options: Any) -> None:
+                launched[0] += 1
+                if torch.cuda.is_available() and cycles:
+                    torch.cuda._sleep(cycles)
+                launch(*args, **options)
+
+            for module in KERNELS:
+                patches.enter_context(patch.object(import_module(f"lightning_sparse.kernels.{module}"), "launch", late))
+        yield launched

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import lightning_sparse as ls
-from tests.gpu import equality, training
+from lightning_sparse import fused
+from lightning_sparse.core import Context
+from tests.gpu import equality, marked, training
 from tests.gpu.__main__ import main
 from tests.gpu.checks import Check, Clock, Outcome, SkipError, run
 from tests.gpu.parts import PARTS, ROOT, Part, PartResult, summarize, watch
@@ -136,18 +140,76 @@ def test_a_part_that_fails_makes_the_command_fail(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_part(part: Part, device: str, seconds: float, folder: Path) -> PartResult:
-        assert seconds <= part.seconds
+        given[part.name] = seconds
         checks = [{"check": "it", "result": "failed", "seconds": 1, "numbers": {}, "why": "Traceback"}]
         return summarize(part, checks if part.name == "machine" else [], "", 1.0)
 
+    given: dict[str, float] = {}
     monkeypatch.setattr("tests.gpu.__main__.run_part", run_part)
     out = ["--out", str(tmp_path / "new" / "gpu.json")]
     assert main(["--device", "cpu", "--parts", "machine", "memory", *out]) == 1
     machine, memory, _ = capsys.readouterr().out.splitlines()[-3:]
     assert machine.split()[3:4] == ["failed"]
     assert memory.split()[2:3] == ["skipped"]
+    seconds = {part.name: part.seconds for part in PARTS}
+    assert given["machine"] > seconds["machine"] and given["memory"] > 400  # two alone have time for more
+    assert main(["--device", "cpu", "--minutes", "1", *out]) == 1
+    assert given["machine"] == seconds["machine"]
     assert main(["--device", "cpu", "--minutes", "0", *out]) == 0
     assert capsys.readouterr().out.count("out of time") >= len(PARTS) - 1
+
+
+def test_what_a_part_has_found_is_there_before_the_next_one_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_part(part: Part, device: str, seconds: float, folder: Path) -> PartResult:
+        assert folder == tmp_path  # where the lines of a part that is cut off stay, too
+        if part.name == "memory":
+            [row] = json.loads((folder / "gpu.json").read_text())["parts"]
+            assert (row["name"], row["checks"]) == ("machine", [checked])
+            assert capsys.readouterr().out.splitlines()[-2].startswith("machine (copy rate)  passed")
+            raise KeyboardInterrupt
+        return summarize(part, [checked], "", 1.0)
+
+    checked = {"check": "it", "result": "passed", "seconds": 1, "numbers": {"GB/s": 3}, "why": ""}
+    monkeypatch.setattr("tests.gpu.__main__.run_part", run_part)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--device", "cpu", "--parts", "machine", "memory", "--out", str(tmp_path / "gpu.json")])
+    assert json.loads((tmp_path / "gpu.json").read_text())["parts"]
+
+
+@pytest.mark.parametrize(("name", "check"), [("times", "transformer, bucket groups"), ("memory", "grouping bucket")])
+def test_whole_trainings_are_measured_as_one_of_many_ranks(
+    name: str, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serves(grad: Tensor, state: Any, ctx: Context, **parts: Any) -> bool:
+        ranks.append(ctx.world_size)
+        return False
+
+    ranks: list[int] = []
+    monkeypatch.setattr(fused, "serves", serves)
+    module = importlib.import_module(f"tests.gpu.{name}")
+    chosen = (one for one in module.checks(CPU, Clock(100)) if one.name == check)
+    passes(chosen)
+    assert set(ranks) == {8}  # where kernels are asked whether they take the step
+
+
+def test_tests_that_do_not_end_leave_what_they_have_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    program = "import time, pytest\npytestmark = pytest.mark.gpu\ndef test_a(): pass\ndef test_b(): time.sleep(60)\n"
+    (tmp_path / "tests" / "test_it.py").write_text(program)
+    monkeypatch.setattr(marked, "ROOT", tmp_path)
+
+    def run(command: list[str], cwd: Path, stdout: Any, timeout: float, **options: Any) -> None:
+        with subprocess.Popen(command, cwd=cwd, stdout=stdout, **options) as process:
+            while "test_a PASSED" not in Path(stdout.name).read_text():
+                time.sleep(0.1)
+            process.kill()
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(marked.subprocess, "run", run)
+    with pytest.raises(AssertionError, match=r"no end within \d+ s:(?s:.*)test_a PASSED"):
+        marked.run_tests(Clock(60))
 
 
 def passes(checks: Any, device: torch.device = CPU) -> list[Outcome]:

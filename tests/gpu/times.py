@@ -1,12 +1,14 @@
 """What does an exchange cost: on the device, on the host, and in a training?
 
-A local step is one rank's work on a group, from the gradient to the average, among ranks that all hold the same: what
-travels is answered at once. Its floor is one pass that reads gradient and residual and writes both, 16 bytes a
-coordinate in float32, at the rate of a copy on the same machine. With second moments, these are read and written, too.
+A local step is one rank's work on a group, from the gradient to the average, among 8 ranks that all hold the same: what
+travels is answered at once. So it is in the trainings with an exchange, too. The floor of a step is one pass that reads
+gradient and residual and writes both, 16 bytes a coordinate in float32, at the rate of a copy on the same machine. With
+second moments, these are read and written, too.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -15,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
@@ -28,22 +31,27 @@ from tests.gpu.machine import copy_rate, require_memory
 from tests.gpu.models import Transformer
 from tests.gpu.processes import one_rank
 from tests.gpu.timing import host_seconds_of, seconds_of
-from tests.mirror import Mirror
+from tests.mirror import Mirror, mirrored_ranks
 
 SIZES = {"cuda": {"25M": 25_000_000, "144M": 144_000_000, "1000M": 1_000_000_000}, "cpu": {"20k": 20_000}}
 SPARSIFIERS = ["union_topk", "shared_topk", "striped_topk", "topk", "exdyna", "micro", "dgc", "sidco_e"]
-RANKS = 4
+RANKS = 8
+MEASURED = {"cuda": {"25M": 25_000_000, "350M": 350_000_000}, "cpu": {"20k": 20_000}}
+"""Groups of which each kernel is timed."""
 FLOOR = {"residual": 16, "second_moment": 24}
 """Bytes a coordinate."""
+STEPS = 5
+"""Over which the times of kernels are averaged."""
 GROUP = {"cuda": 25 * 2**20 // 4, "cpu": 5_000}
 """Coordinates of a group of DDP's usual bucket."""
 
 TRAININGS: dict[str, dict[str, Any] | None] = {
     "no exchange": None,
     "DDP": None,
+    "bucket groups": {},
     "DDP, AdamW": None,
     "bucket groups, AdamW": {},
-    "bucket groups": {},
+    "bucket groups, AdamW that is not fused": {},
     "25 MiB groups": {"bucket_cap_mb": 25.0},
     "model groups": {"grouping": "model"},
     "bucket groups, nonfinite='nan'": {"nonfinite": "nan"},
@@ -51,27 +59,33 @@ TRAININGS: dict[str, dict[str, Any] | None] = {
 
 
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
+    with one_rank(device):
+        for name, options in TRAININGS.items():
+            yield Check(f"transformer, {name}", partial(time_training, name, options, device))
+    for kept, name in (("residual", "union_topk"), ("second_moment", "union_topk with Adam")):
+        yield Check(f"launches {name}", partial(count_launches, "union_topk", kept, device))
+        for size, numel in MEASURED[device.type].items():
+            yield Check(f"kernels of {name} {size}", partial(time_kernels, kept, device, numel, lost=False))
+            yield Check(
+                f"kernels of {name} {size}, no candidates", partial(time_kernels, kept, device, numel, lost=True)
+            )
     for size, numel in SIZES[device.type].items():
         rate: list[float] = []
         yield Check(f"copy {size}", partial(note_rate, rate, device, numel))
         yield Check(f"torch.topk {size} 0.01", partial(time_topk, device, numel))
+        for density in (0.01, 0.001):
+            yield Check(
+                f"local step union_topk with Adam {size} {density}",
+                partial(time_local_step, "union_topk", "second_moment", density, device, numel, rate),
+            )
         for name in SPARSIFIERS if size in ("25M", "144M") else SPARSIFIERS[:2]:
             for density in (0.01, 0.001):
                 yield Check(
                     f"local step {name} {size} {density}",
                     partial(time_local_step, name, "residual", density, device, numel, rate),
                 )
-        for density in (0.01, 0.001):
-            yield Check(
-                f"local step union_topk with Adam {size} {density}",
-                partial(time_local_step, "union_topk", "second_moment", density, device, numel, rate),
-            )
-    for name in SPARSIFIERS if device.type == "cuda" else SPARSIFIERS[:2]:
+    for name in SPARSIFIERS[1:] if device.type == "cuda" else SPARSIFIERS[1:2]:
         yield Check(f"launches {name}", partial(count_launches, name, "residual", device))
-    yield Check("launches union_topk with Adam", partial(count_launches, "union_topk", "second_moment", device))
-    with one_rank(device):
-        for name, options in TRAININGS.items():
-            yield Check(f"transformer, {name}", partial(time_training, name, options, device))
 
 
 def note_rate(rate: list[float], device: torch.device, numel: int) -> Numbers:
@@ -84,8 +98,10 @@ def time_topk(device: torch.device, numel: int) -> Numbers:
     return {"ms": round(1e3 * seconds_of(lambda: torch.topk(x, numel // 100, sorted=False), device), 3)}
 
 
-def local_step(name: str, kept: str, density: float, device: torch.device, numel: int) -> Callable[[], None]:
-    """A function that takes the next step of a group."""
+def local_step(
+    name: str, kept: str, density: float, device: torch.device, numel: int, lost: bool = False
+) -> Callable[[], None]:
+    """A function that takes the next step of a group; if ``lost``, without the candidates of the step before."""
     require_memory(device, (60 if kept == "residual" else 80) * numel)
     sparsifier, memory = ls.SPARSIFIERS.resolve(name), MEMORIES.resolve(kept)
     ctx = Context(step=0, density=density, rank=1, world_size=RANKS)
@@ -95,6 +111,8 @@ def local_step(name: str, kept: str, density: float, device: torch.device, numel
     step = [0]
 
     def take() -> None:
+        if lost and state[0].candidates is not None and state[0].candidates.on_device is not None:
+            state[0].candidates.on_device.bound.fill_(math.inf)
         parts = {"memory": memory, "sparsifier": sparsifier, "exchange": exchange}
         # The average of one step is the gradient of the next, so that no time is spent on making another.
         state[0], _ = drive(reduce_group(grad, state[0], ctx._replace(step=step[0]), **parts), comm)
@@ -131,16 +149,35 @@ def count_launches(name: str, kept: str, device: torch.device) -> Numbers:
     return {**numbers, "operations": len(outermost)}
 
 
+def time_kernels(kept: str, device: torch.device, numel: int, lost: bool) -> Numbers:
+    """Milliseconds of each kernel of a step of the default on the device, by name, the longest first."""
+    take = local_step("union_topk", kept, 0.01, device, numel, lost)
+    for _ in range(3):
+        take()
+    synchronize(device)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    with profile(activities=activities, acc_events=True) as profiler:
+        for _ in range(STEPS):
+            take()
+        synchronize(device)
+    found = [each for each in profiler.key_averages() if each.device_type == DeviceType.CUDA]
+    found.sort(key=lambda each: -each.self_device_time_total)
+    times = {each.key[:60]: round(each.self_device_time_total / 1e3 / STEPS, 4) for each in found[:40]}
+    return {"ms": round(sum(each.self_device_time_total for each in found) / 1e3 / STEPS, 3), **times}
+
+
 def time_training(name: str, options: dict[str, Any] | None, device: torch.device) -> Numbers:
-    """Milliseconds of a step with forward, backward and optimizer, one rank, bfloat16 autocast."""
+    """Milliseconds of a step with forward, backward and optimizer, bfloat16 autocast."""
     on_cuda = device.type == "cuda"
     torch.manual_seed(0)
-    model = Transformer() if on_cuda else Transformer(layers=1, width=32, heads=2, words=50, length=9)
-    ddp = DistributedDataParallel(model.to(device))
-    engine = None if options is None else ls.attach(ddp, single_device="sparse", **options)
+    with device:
+        model = Transformer() if on_cuda else Transformer(layers=1, width=32, heads=2, words=50, length=9)
+    ddp = DistributedDataParallel(model)
+    with mirrored_ranks(RANKS):
+        engine = None if options is None else ls.attach(ddp, single_device="sparse", **options)
     optimizer: torch.optim.Optimizer
-    if name.endswith("AdamW"):
-        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, fused=on_cuda)
+    if "AdamW" in name:
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, fused=on_cuda and "not fused" not in name)
     else:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=on_cuda)
     if engine is not None:

@@ -1,7 +1,7 @@
 """Does the engine behind DistributedDataParallel train on the device as it does on the CPU?
 
-Every job runs with one rank over NCCL, and with two processes on the one device over gloo, which copies through the
-host; then Lightning's Trainer with one rank. Jobs are functions of a device's name; they fail by raising, on all ranks.
+Lightning's Trainer, with one rank; then every job with one rank over NCCL, and with two processes on the one device
+over gloo, which copies through the host. Jobs are functions of a device's name; they fail by raising, on all ranks.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_mo
 def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
     name = str(device)
     with one_rank(device):
+        for package in PACKAGES:
+            for lightning_job in LIGHTNING_JOBS:
+                yield Check(
+                    f"{package}: {title(lightning_job)}",
+                    partial(in_lightning, lightning_job, package, device),
+                )
         for job in JOBS:
             yield Check(f"1 rank: {title(job)}", partial(job, name))
     ranks = Ranks(2)
@@ -47,13 +53,6 @@ def checks(device: torch.device, clock: Clock) -> Iterator[Check]:
             yield Check(f"2 ranks: {title(job)}", partial(on_two_ranks, ranks, job, name))
     finally:
         ranks.stop()
-    with one_rank(device):
-        for package in PACKAGES:
-            for lightning_job in LIGHTNING_JOBS:
-                yield Check(
-                    f"{package}: {title(lightning_job)}",
-                    partial(in_lightning, lightning_job, package, device),
-                )
 
 
 def title(job: Callable[..., Any]) -> str:
