@@ -24,7 +24,7 @@ from lightning_sparse.density import count
 from lightning_sparse.exchanges import Exchange
 from lightning_sparse.exchanges.packed_union import Lanes, PackedUnion
 from lightning_sparse.kernels.form import Form
-from lightning_sparse.kernels.on_cuda import on_cuda
+from lightning_sparse.kernels.on_cuda import compare, on_cuda
 from lightning_sparse.memory import Memory, Residual, SecondMoment
 from lightning_sparse.memory.base import FeedbackState
 from lightning_sparse.memory.second_moment import Adapting, SecondMomentState, damping
@@ -209,7 +209,7 @@ def _rehearse(grad: Tensor, memory: Memory, sparsifier: UnionTopK, plain: Plain)
     """Compile all kernels, and compare what they compute: messages of both forms, first and later steps, a scale.
 
     Raises:
-        RuntimeError: if they differ from operations of torch. Whatever compilers and drivers raise comes through.
+        MismatchError: if they differ from operations of torch. Whatever compilers and drivers raise comes through.
     """
     numel, n, device = 4096, 2, grad.device
     if isinstance(memory, SecondMoment):  # products of these numbers are exact, however torch rounds them
@@ -232,18 +232,21 @@ def _rehearse(grad: Tensor, memory: Memory, sparsifier: UnionTopK, plain: Plain)
             of_torch = plain(grads[0], states[0], now, memory=memory, sparsifier=sparsifier, scale=scale)
             own = exchange_group(grads[1], states[1], now, memory=memory, sparsifier=sparsifier, scale=scale)
             states, voids = zip(*(_alone(steps, n) for steps in (of_torch, own)), strict=True)
-            results = [
-                (x, *_left_in(s.memory), *s.selector, s.counts, s.union, void)
+            expected, found = (
+                {"gradient": x, **_left_in(s.memory), **s.selector._asdict(), "counts": s.counts, "union": s.union,
+                 "void": void}
                 for x, s, void in zip(grads, states, voids, strict=True)
-            ]
-            if not all(map(torch.equal, *results)):
-                raise RuntimeError("they compute something else than operations of torch")
+            )  # fmt: skip
+            compare(
+                found, expected, memory=memory, dtype=grad.dtype, numel=numel, n=n, k=k, step=step,
+                scale=None if scale is None else float(scale),
+            )  # fmt: skip
 
 
-def _left_in(state: FeedbackState) -> list[Tensor]:
+def _left_in(state: FeedbackState) -> dict[str, Tensor]:
     """What a step may write to."""
-    vectors = [vector for pair in state.pairs.values() for vector in pair]
-    return [*vectors, state.divisor[:-1]] if isinstance(state, SecondMomentState) else vectors
+    vectors = {f"{name}.{which}": x for name, pair in state.pairs.items() for which, x in pair._asdict().items()}
+    return vectors | ({"divisor": state.divisor[:-1]} if isinstance(state, SecondMomentState) else {})
 
 
 def _alone(steps: Steps[tuple[GroupState, Statistics, Tensor]], n: int) -> tuple[GroupState, Tensor]:

@@ -7,7 +7,8 @@ some ranks only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,12 +19,50 @@ from torch.nn import Parameter
 from lightning_sparse.kernels.library import SETTING, choose_on_cuda
 
 
+class MismatchError(RuntimeError):
+    """Kernels compute something else than operations of torch."""
+
+
+def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **about: Any) -> None:
+    """Compare what kernels have computed with what operations of torch have, bit for bit. For rehearsals: it waits.
+
+    Args:
+        found: tensors by name.
+        expected: tensors of the same names, shapes and dtypes.
+        about: what else a reader needs to know.
+
+    Raises:
+        MismatchError: naming the first tensor that differs, where, by how much, and ``about``.
+
+    Example:
+        >>> compare({"acc": torch.tensor([1.0, 2.0, 5.0])}, {"acc": torch.tensor([1.0, 2.5, 4.0])}, k=3, step=1)
+        Traceback (most recent call last):
+        ...
+        lightning_sparse.kernels.on_cuda.MismatchError: acc, (3,) torch.float32, differs at 2 of 3 places, first at 1: \
+2.0 instead of 2.5; the largest difference is 1 (k=3, step=1)
+    """
+    for name, wanted in expected.items():
+        x, y = (each.detach().flatten() for each in (found[name], wanted))
+        if torch.equal(x, y):
+            continue
+        shape, places = f"{tuple(wanted.shape)} {wanted.dtype}", (~(x == y)).nonzero().flatten()
+        first = int(places[0])
+        largest = (x.double() - y.double()).abs().max()
+        others = f"{', '.join(f'{key}={value}' for key, value in about.items())}"
+        raise MismatchError(
+            f"{name}, {shape}, differs at {len(places)} of {len(x)} places, first at {first}: {x[first].item()} "
+            f"instead of {y[first].item()}; the largest difference is {float(largest):.3g} ({others})"
+        )
+
+
 class OnCuda:
     """What is used on CUDA tensors."""
 
     def __init__(self) -> None:
         self.trouble: str | None = choose_on_cuda()
         """Why the kernels in Triton are not used; None if they are."""
+        self.refused: dict[Any, str] = {}
+        """Why some of them are not, which compute something else; by what was tried."""
         self._tried: set[Any] = set()
 
     def takes(self, x: Tensor) -> bool:
@@ -43,18 +82,38 @@ class OnCuda:
             what: hashable; for everything that is equal to it, one attempt is enough.
             attempt: launches the kernels on something that does not count; what it raises is the reason to do without.
         """
-        if self.trouble is None and what not in self._tried:
+        if self.trouble is None and what not in self._tried and what not in self.refused:
             try:
-                attempt()
+                with _free_to_wait():
+                    attempt()
                 self._tried.add(what)
+            except MismatchError as error:
+                self.refused[what] = str(error)
+                self._warn("Some kernels in Triton compute something else here than operations of torch", error)
             except Exception as error:  # of Triton, of its compiler, or of the driver
                 self.trouble = f"{type(error).__name__}: {error}"
-                rank_zero_warn(
-                    "The kernels in Triton do not work here. Operations of torch take their place, which compute the "
-                    f"same and take longer. {SETTING}=torch asks for these without a warning. What happened: "
-                    f"{self.trouble}"
-                )
-        return self.trouble is None
+                self._warn("The kernels in Triton do not work here", error)
+        return self.trouble is None and what in self._tried
+
+    def _warn(self, what: str, error: Exception) -> None:
+        rank_zero_warn(
+            f"{what}. Operations of torch take their place, which compute the same and take longer. {SETTING}=torch "
+            f"asks for these without a warning. What happened: {type(error).__name__}: {error}"
+        )
+
+
+@contextmanager
+def _free_to_wait() -> Iterator[None]:
+    """The host may wait for the device, also where the user has asked torch to raise when it does."""
+    mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+    if not mode:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 on_cuda = OnCuda()

@@ -103,11 +103,11 @@ def silent() -> Iterator[None]:
 def in_triton() -> Iterator[OnCuda]:
     """The path that groups take on a GPU with Triton, on CPU tensors."""
     assert "triton" in sys.modules
-    before = on_cuda.trouble, on_cuda._tried, OnCuda.takes
-    on_cuda.trouble, on_cuda._tried = None, set()
+    before = on_cuda.trouble, on_cuda.refused, on_cuda._tried, OnCuda.takes
+    on_cuda.trouble, on_cuda.refused, on_cuda._tried = None, {}, set()
     OnCuda.takes = lambda self, x: self.trouble is None  # type: ignore[method-assign]
     try:
         with static_path():
             yield on_cuda
     finally:
-        on_cuda.trouble, on_cuda._tried, OnCuda.takes = before  # type: ignore[method-assign]
+        on_cuda.trouble, on_cuda.refused, on_cuda._tried, OnCuda.takes = before  # type: ignore[method-assign]
