@@ -187,7 +187,7 @@ def _hear(
         said = (level << 8) | ((codes >> (8 * (slot & 3))) & 255)
     tl.store(levels + rank * slots + slot, said, mask=inside)
     reached = tl.min(tl.where(inside & (slot < number), level, top))
-    tl.atomic_max(lowest + rank, -reached + LEVELS_END)
+    tl.atomic_max(lowest + rank, -reached + LEVELS_END, sem="relaxed")
     live = inside & (place < numel)
     _set(words, counts, place, live, block)
     _set(first_words, first_counts, place, live & (told < 8), block)

@@ -74,7 +74,7 @@ def _collect(
                 own += tl.sum((chosen & (i % n == turn)).to(tl.int32))
                 at += here
         if own > 0:
-            tl.atomic_add(control + OWN, own)
+            tl.atomic_add(control + OWN, own, sem="relaxed")
 
 
 @triton.jit
@@ -157,7 +157,7 @@ def _count_digits(
                 tl.store(control + CUTS + i * 0, place + 1, mask=equal & (ordinal == left))
                 ties += tl.sum(equal.to(tl.int32))
             if taken > 0:
-                tl.atomic_add(control + TAKEN, taken)
+                tl.atomic_add(control + TAKEN, taken, sem="relaxed")
             listed = striped_listed
         else:
             listed = tl.load(control + STRIPE_LISTED) != 0
@@ -198,11 +198,11 @@ def _count_digits(
                 maybe += tl.sum((inside & ((bits >> 9) >= known) & (place % n == turn)).to(tl.int32))
     digit = tl.arange(0, SIZE)
     place_of = own if DIGIT == 1 else own + FIRST if DIGIT == 2 else own + 2 * FIRST
-    tl.atomic_add(place_of + digit, count, mask=count > 0)
+    tl.atomic_add(place_of + digit, count, mask=count > 0, sem="relaxed")
     if DIGIT == 3:
         tl.store(rows + (SEARCH * PROGRAMS + pid) * LAST + digit, count)
         if maybe > 0:
-            tl.atomic_add(control + MAYBE, maybe)
+            tl.atomic_add(control + MAYBE, maybe, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["turn", "n", "numel"])

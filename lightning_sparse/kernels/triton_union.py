@@ -44,8 +44,8 @@ def bitmap_words(numel: int) -> int:
 def _set(words, counts, place, live, block):
     """Set bits; who is the first to set one counts it."""
     bit = (1 << (place & 31)).to(tl.int32)
-    before = tl.atomic_or(words + (place >> 5), bit, mask=live)
-    tl.atomic_add(counts + (place // block), 1, mask=live & ((before & bit) == 0))
+    before = tl.atomic_or(words + (place >> 5), bit, mask=live, sem="relaxed")
+    tl.atomic_add(counts + (place // block), 1, mask=live & ((before & bit) == 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["total", "block", "numel"])
@@ -161,9 +161,9 @@ def _raise_levels(
     hit = within & (tl.load(indices + low, mask=within, other=0) == place)
     level = tl.load(told + at, mask=hit, other=0)
     if CODES:
-        tl.atomic_max(levels + limit + low, level & 255, mask=hit)
+        tl.atomic_max(levels + limit + low, level & 255, mask=hit, sem="relaxed")
         level = level >> 8
-    tl.atomic_max(levels + low, level, mask=hit)
+    tl.atomic_max(levels + low, level, mask=hit, sem="relaxed")
 
 
 def mark_(indices: Tensor, bitmap: Bitmap, numel: int) -> None:

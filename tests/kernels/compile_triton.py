@@ -121,8 +121,9 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
                     yield f"digit{digit}_{search}{ending}", triton_select._count_digits, constants, {}, 8
             yield f"count{ending}", triton_select._count_picks, of_all | {"STRIPED": striped}, {}, 8
             yield f"write{ending}", triton_select._write_picks, of_all | {"STRIPED": striped}, {}, 8
-    if "union" in what:
+    if "mark" in what:
         yield "mark", triton_union._mark, picks, {}, 4
+    if "union" in what:
         words = {"WORDS": triton_union.WORDS, "PROGRAMS": triton_launch.PROGRAMS}
         for spares, levels in ((False, 0), (True, 1), (True, 2)):
             yield f"list_{levels}", triton_union._list, words | {"SPARES": spares, "LEVELS": levels}, {}, 2
@@ -176,6 +177,7 @@ def measured(kernel: Any, constants: dict[str, Any], types: dict[str, Any], warp
         "wide_loads": len(re.findall(r"ld\.global[^;]*\.v4", ptx)),
         "wide_stores": len(re.findall(r"st\.global[^;]*\.v4", ptx)),
         "flushes": ptx.count(".ftz"),
+        "fences": len(re.findall(r"\batom[^\n]*acq|\bfence", ptx)),
         "fused": len(re.findall(r"\bfma\.rn\.f", ptx)),
     }
 

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
-PLAIN = ["form", "weigh"]
+PLAIN = ["form", "weigh", "mark"]
 EVERYTHING = [
     *PLAIN, "form_bf16", "second", "adam", "momentum", "look", "flags", "select", "union", "lanes", "begin", "sums",
 ]  # fmt: skip
@@ -36,6 +36,7 @@ def test_kernels_are_compiled_for_hopper(what: list[str]) -> None:
     for name, numbers in kernels.items():
         assert numbers["stack"] <= 8, f"{name} spills registers: {numbers}"  # two registers, by the compiler of 3.9
         assert numbers["registers"] < 256, f"{name}: {numbers}"
+        assert not numbers["fences"], f"{name} orders what only the next launch reads"
         if name != "parts_3":  # logarithms
             assert not numbers["flushes"], f"{name} takes subnormal numbers for zero"
             assert not numbers["fused"], f"{name} rounds a product and a sum together"
