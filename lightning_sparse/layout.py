@@ -30,9 +30,11 @@ class Gradient:
     def __init__(self, runs: Sequence[Tensor], rooms: dict[torch.dtype, Tensor] | None = None) -> None:
         self.runs = list(runs)
         self.dtype, self.device = self.runs[0].dtype, self.runs[0].device
-        *self.starts, self.numel = accumulate((len(run) for run in self.runs), initial=0)
+        self._lengths = [run.numel() for run in self.runs]  # len() of a tensor takes ten times as long
+        *self.starts, self.numel = accumulate(self._lengths, initial=0)
         """First coordinate of each run, and the number of all coordinates."""
         self.rooms = {} if rooms is None else rooms
+        self._parts: tuple[Tensor, list[Tensor]] | None = None
         if len(self.runs) == 1:
             self.rooms.pop(self.dtype, None)
 
@@ -44,16 +46,16 @@ class Gradient:
             first, length = runs[-1] if runs else (piece, 0)
             follows = piece.storage_offset() == first.storage_offset() + length
             if runs and follows and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
-                runs[-1] = first, length + len(piece)
+                runs[-1] = first, length + piece.numel()
             else:
-                runs.append((piece, len(piece)))
+                runs.append((piece, piece.numel()))
         # Each with a count of its own of what torch writes to it: other groups write to the same buckets.
         return cls([first.as_strided((length,), (1,)).data for first, length in runs], rooms)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
         """Which coordinates each run holds, and the run."""
-        for start, run in zip(self.starts, self.runs, strict=True):
-            yield slice(start, start + len(run)), run
+        for start, length, run in zip(self.starts, self._lengths, self.runs, strict=True):
+            yield slice(start, start + length), run
 
     def cut(self, most: int) -> Iterator[tuple[slice, Tensor]]:
         """As iteration, in parts of at most so many coordinates."""
@@ -82,9 +84,20 @@ class Gradient:
     def flat(self) -> Tensor:
         """(numel,) the gradient as one vector: its own place if it is one run, else a copy, in :meth:`room`."""
         flat = self.room(self.dtype)
-        for span, run in self if len(self.runs) > 1 else ():
-            flat[span].copy_(run)
+        if len(self.runs) > 1:
+            torch._foreach_copy_(self._parts_of(flat), self.runs)
         return flat
+
+    def spread_(self, flat: Tensor) -> None:
+        """Write (numel,) values to where the gradient lies; nothing, where they lie there already."""
+        if len(self.runs) > 1 or flat.data_ptr() != self.runs[0].data_ptr():
+            torch._foreach_copy_(self.runs, self._parts_of(flat))
+
+    def _parts_of(self, flat: Tensor) -> list[Tensor]:
+        """As long as the runs: all of them are then copied by few launches."""
+        if self._parts is None or self._parts[0] is not flat:
+            self._parts = flat, list(flat.split(self._lengths))
+        return self._parts[1]
 
 
 def flattened(parameter: Tensor) -> Tensor:

@@ -214,8 +214,7 @@ class GroupReducer:
         for span, values in zip(spans, old, strict=True):
             grad[span].copy_(values)
         if grad is not given:
-            for span, run in given:
-                run.copy_(grad[span])
+            given.spread_(grad.runs[0])
         if self.divisor is not None:
             self.handed = Handed.of(self.spans, self.arrived, statistics.indices, scale)
         self.exchanged = True

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sparse import kernels
 from lightning_sparse.layout import Gradient
@@ -44,6 +47,36 @@ def test_one_run_is_its_own_room_and_others_keep_one() -> None:
     wide = whole.room(torch.float64)
     assert wide.shape == (14,)
     assert Gradient.of([bucket], whole.rooms).room(torch.float64) is wide
+
+
+class Operations(TorchDispatchMode):
+    """Names of operations that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "split" not in func.overloadpacket.__name__:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_runs_are_gathered_and_written_to_at_once() -> None:
+    bucket, grad = lying()
+    grad.flat()
+    with Operations() as operations:
+        flat = grad.flat()
+        flat.mul_(2)
+        grad.spread_(flat)
+    assert operations.names == ["_foreach_copy_", "mul_", "_foreach_copy_"]
+    assert bucket.tolist() == [0, 2, 4, 6, 4, 5, 12, 14, 16, 18, 20, 11, 24, 13]
+    whole = Gradient.of([bucket])
+    with Operations() as operations:
+        whole.spread_(whole.flat())
+    assert not operations.names
+    whole.spread_(torch.zeros(14))
+    assert not bucket.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
