@@ -24,8 +24,7 @@ def _form(
     places = row[:, None] * 32 + lane[None, :]
     least = tl.load(bound)
     tiles = tl.cdiv(numel, TILE)
-    found = 0
-    trouble = 0
+    found = tl.zeros((TILE // 32, 32), tl.int32)  # added up behind the loop; what is not finite, in the upper half
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tiles)):
         i = tile * TILE + places
         inside = i < numel
@@ -53,10 +52,9 @@ def _form(
         magnitude = tl.abs(x)
         reached = ((magnitude >= least) & inside).to(tl.int32)
         tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
-        found += tl.sum(reached)
-        trouble += tl.sum((magnitude < float("inf")).to(tl.int32) ^ 1)
-    tl.store(counts + pid, found)
-    if trouble > 0:
+        found += reached + (((magnitude < float("inf")).to(tl.int32) ^ 1) << 16)
+    tl.store(counts + pid, tl.sum(found & 0xFFFF))
+    if tl.max(found) > 0xFFFF:
         tl.store(broken, 1)
     if FORM and pid == 0:
         tl.store(acc + numel, 0.0)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_sparse.kernels.form import Form
 from lightning_sparse.kernels.triton_launch import Share, launch
-from lightning_sparse.kernels.triton_union import PICKS, Bitmap, _ones, _set
+from lightning_sparse.kernels.triton_select import _ones
+from lightning_sparse.kernels.triton_union import PICKS, Bitmap, _set
 
 LOWEST, TROUBLE = tl.constexpr(-1100), tl.constexpr((1 << 20) - 1)
 LEVELS_END = tl.constexpr(1 << 20)

@@ -1,8 +1,9 @@
 """Which coordinates are the largest: exact, in ascending order, of equal magnitudes the first ones, without a sort.
 
 A magnitude is the 31 bits of a float32 without its sign, which order like the number. The k-th largest is found digit
-by digit from the top: a histogram of 2048 counts, then one of those with this first digit, then one of 512. Each kernel
-begins by reading what the histogram of the one before it says. All of this looks at the coordinates that the pass
+by digit from the top: a histogram of 256 counts, then one of those with this first digit, and so on, the last one of
+128. (A histogram takes time in proportion to its counts.) Each kernel begins by reading what the histogram of the one
+before it says. All of this looks at the coordinates that the pass
 before has noted, or, where these are too few or too many, at all of them: that is decided on the device. With
 :class:`~lightning_sparse.SecondMoment`, magnitudes are those of scores.
 
@@ -23,9 +24,9 @@ from torch import Tensor
 from lightning_sparse.kernels.triton_launch import PROGRAMS, TILE, Share, launch
 from lightning_sparse.kernels.triton_second import Weighed, _magnitude
 
-FIRST, LAST = tl.constexpr(2048), tl.constexpr(512)
-"""Digits: 11, 11 and 9 bits."""
-DIGITS = tl.constexpr(2 * 2048 + 512)
+FIRST, LAST = tl.constexpr(256), tl.constexpr(128)
+"""Digits: three of 8 bits and one of 7."""
+DIGITS = tl.constexpr(3 * 256 + 128)
 """Counts of one search."""
 CONTROL = 32
 """Words of what kernels tell each other."""
@@ -36,14 +37,35 @@ OWN, MAYBE, TAKEN = (tl.constexpr(i) for i in range(4, 7))
 CUTS = tl.constexpr(8)
 """For the search in all and in the stripe: one past the last coordinate that is taken of those equal to the k-th."""
 STEPS = tl.constexpr(10)
-"""For both: what is known of the magnitude after one and two digits, and how many of it are to be taken."""
-WIDTH = tl.constexpr(4)
+"""For both: what is known of the magnitude after one, two and three digits, and how many of it are to be taken."""
+WIDTH = tl.constexpr(6)
+
+
+WORDS = 256
+"""Words of flags that a program goes through at once."""
+
+
+@triton.jit
+def _ones(word):
+    """Number of bits that are set."""
+    pairs = (word & 0x55555555) + ((word >> 1) & 0x55555555)
+    nibbles = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    octets = (nibbles + (nibbles >> 4)) & 0x0F0F0F0F
+    halves = octets + (octets >> 8)
+    return (halves + (halves >> 16)) & 63
+
+
+@triton.jit
+def _lowest(word):
+    """Which is the lowest bit that is set, of 32; for no bit anything."""
+    alone = (word & -word).to(tl.float32)  # a power of two, or the negative one of the uppermost bit
+    return ((alone.to(tl.int32, bitcast=True) >> 23) & 255) - 127
 
 
 @triton.jit(do_not_specialize=["need", "capacity", "turn", "n", "numel", "per"])
 def _collect(
     x, second, by, words, counts, control, places, magnitudes, need, capacity, turn, n, numel, per,
-    WEIGHED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+    WEIGHED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     """List the noted coordinates in order, with the bits of their magnitudes, unless they are too few or too many."""
     pid = tl.program_id(0)
@@ -56,23 +78,26 @@ def _collect(
         tl.store(control + LISTED, listed.to(tl.int32))
     if listed:
         at = tl.sum(tl.where(every < pid, count, 0))
-        row = tl.arange(0, TILE // 32)
-        lane = tl.arange(0, 32)
-        own = 0
-        for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
-            word = tl.load(words + tile * (TILE // 32) + row)
-            flag = (word[:, None] >> lane[None, :]) & 1
-            in_row = tl.sum(flag, axis=1)
-            here = tl.sum(in_row)
-            if here > 0:
-                ordinal = at + (tl.cumsum(in_row) - in_row)[:, None] + tl.cumsum(flag, axis=1) - 1
-                i = tile * TILE + row[:, None] * 32 + lane[None, :]
-                chosen = flag != 0
+        row = tl.arange(0, WORDS)
+        own = tl.zeros((WORDS,), tl.int32)
+        end = tl.cdiv(numel, TILE) * (TILE // 32)
+        begin = pid * per * (TILE // 32)
+        for start in range(begin, tl.minimum(begin + per * (TILE // 32), end), WORDS):
+            inside = start + row < tl.minimum(begin + per * (TILE // 32), end)
+            word = tl.load(words + start + row, mask=inside, other=0)
+            ones = _ones(word)
+            ordinal = at + tl.cumsum(ones) - ones
+            at += tl.sum(ones)
+            for _ in range(tl.max(ones)):  # those that are set, the first of each word, then the second
+                i = (start + row) * 32 + _lowest(word)
+                chosen = word != 0
                 bits = _magnitude(x, second, by, i, chosen, WEIGHED)
                 tl.store(places + ordinal, i, mask=chosen)
                 tl.store(magnitudes + ordinal, bits, mask=chosen)
-                own += tl.sum((chosen & (i % n == turn)).to(tl.int32))
-                at += here
+                own += (chosen & (i % n == turn)).to(tl.int32)
+                ordinal += 1
+                word &= word - 1
+        own = tl.sum(own)
         if own > 0:
             tl.atomic_add(control + OWN, own, sem="relaxed")
 
@@ -111,10 +136,10 @@ def _digit_of(histogram, rank, SIZE: tl.constexpr):
 @triton.jit
 def _magnitude_of(control, histograms, SEARCH: tl.constexpr):
     """Bits of the k-th largest magnitude, and how many that have it are taken."""
-    known = tl.load(control + STEPS + WIDTH * SEARCH + 2)
-    left = tl.load(control + STEPS + WIDTH * SEARCH + 3)
-    digit, left = _digit_of(histograms + DIGITS * SEARCH + 2 * FIRST, left, LAST)
-    return (known << 9) | digit, left
+    known = tl.load(control + STEPS + WIDTH * SEARCH + 4)
+    left = tl.load(control + STEPS + WIDTH * SEARCH + 5)
+    digit, left = _digit_of(histograms + DIGITS * SEARCH + 3 * FIRST, left, LAST)
+    return (known << 7) | digit, left
 
 
 @triton.jit
@@ -131,7 +156,7 @@ def _count_digits(
     DIGIT: tl.constexpr, SEARCH: tl.constexpr, STRIPED: tl.constexpr, WEIGHED: tl.constexpr, TILE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Histogram of the first, second or third digit, of all (SEARCH 0) or of the stripe (SEARCH 1)."""
+    """Histogram of one of the four digits, of all (SEARCH 0) or of the stripe (SEARCH 1)."""
     pid = tl.program_id(0)
     listed = tl.load(control + LISTED) != 0
     if SEARCH == 1:
@@ -164,21 +189,23 @@ def _count_digits(
     own = histograms + DIGITS * SEARCH
     state = control + STEPS + WIDTH * SEARCH
     known = 0
-    if DIGIT == 2:
-        rank = share
-        if SEARCH == 1:
-            rank = tl.load(control + TAKEN) + tl.load(spare)
-        known, left = _digit_of(own, rank, FIRST)
+    if DIGIT > 1:
+        at: tl.constexpr = 2 * (DIGIT - 2)
+        if DIGIT == 2:
+            rank = share
+            if SEARCH == 1:
+                rank = tl.load(control + TAKEN) + tl.load(spare)
+        else:
+            known = tl.load(state + at - 2)
+            rank = tl.load(state + at - 1)
+        digit, left = _digit_of(own + (DIGIT - 2) * FIRST, rank, FIRST)
+        known = (known << 8) | digit
         if pid == 0:
-            tl.store(state, known)
-            tl.store(state + 1, left)
-    if DIGIT == 3:
-        digit, left = _digit_of(own + FIRST, tl.load(state + 1), FIRST)
-        known = (tl.load(state) << 11) | digit
-        if pid == 0:
-            tl.store(state + 2, known)
-            tl.store(state + 3, left)
-    SIZE: tl.constexpr = LAST if DIGIT == 3 else FIRST
+            tl.store(state + at, known)
+            tl.store(state + at + 1, left)
+    SIZE: tl.constexpr = LAST if DIGIT == 4 else FIRST
+    SHIFT: tl.constexpr = 0 if DIGIT == 4 else 31 - 8 * DIGIT
+    ABOVE: tl.constexpr = 39 - 8 * DIGIT  # where the digits that are known begin
     count = tl.zeros((SIZE,), tl.int32)
     maybe = 0
     first, last, end = _span(control, listed, numel, TILE)
@@ -188,18 +215,15 @@ def _count_digits(
         place, bits = _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED)
         if SEARCH == 1:
             inside = inside & (place % n == turn)
-        if DIGIT == 1:
-            count += tl.histogram(bits >> 20, SIZE, mask=inside)
-        elif DIGIT == 2:
-            count += tl.histogram((bits >> 9) & (FIRST - 1), SIZE, mask=inside & ((bits >> 20) == known))
-        else:
-            count += tl.histogram(bits & (LAST - 1), SIZE, mask=inside & ((bits >> 9) == known))
-            if STRIPED and SEARCH == 0:
-                maybe += tl.sum((inside & ((bits >> 9) >= known) & (place % n == turn)).to(tl.int32))
+        alike = inside
+        if DIGIT > 1:
+            alike = inside & ((bits >> ABOVE) == known)
+        count += tl.histogram((bits >> SHIFT) & (SIZE - 1), SIZE, mask=alike)
+        if DIGIT == 4 and STRIPED and SEARCH == 0:
+            maybe += tl.sum((inside & ((bits >> ABOVE) >= known) & (place % n == turn)).to(tl.int32))
     digit = tl.arange(0, SIZE)
-    place_of = own if DIGIT == 1 else own + FIRST if DIGIT == 2 else own + 2 * FIRST
-    tl.atomic_add(place_of + digit, count, mask=count > 0, sem="relaxed")
-    if DIGIT == 3:
+    tl.atomic_add(own + (DIGIT - 1) * FIRST + digit, count, mask=count > 0, sem="relaxed")
+    if DIGIT == 4:
         tl.store(rows + (SEARCH * PROGRAMS + pid) * LAST + digit, count)
         if maybe > 0:
             tl.atomic_add(control + MAYBE, maybe, sem="relaxed")
@@ -355,12 +379,12 @@ def pick(
     both = {"WEIGHED": weighed is not None, "TILE": TILE, "PROGRAMS": PROGRAMS}
     launch(
         _collect, share_out.programs, *looked_at, scratch.words, scratch.counts, scratch.control, places, magnitudes,
-        share, capacity, turn, n, numel, share_out.per, **both,
+        share, capacity, turn, n, numel, share_out.per, WORDS=WORDS, **both,
     )  # fmt: skip
     constants = {"STRIPED": striped, **both}
     named = scratch.control if spare is None else spare
     for search in range(1 + striped):
-        for digit in (1, 2, 3):
+        for digit in (1, 2, 3, 4):
             launch(
                 _count_digits, share_out.programs, *of_list, scratch.histograms, rows, named, share, turn, n, numel,
                 DIGIT=digit, SEARCH=search, **constants,

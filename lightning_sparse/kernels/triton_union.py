@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_sparse.kernels.triton_launch import PROGRAMS, TILE, Share, launch
+from lightning_sparse.kernels.triton_select import _lowest, _ones
 
 WORDS = 64
 """Words of a bitmap that a program works on at once."""
@@ -56,13 +57,10 @@ def _mark(indices, words, counts, total, block, numel, PICKS: tl.constexpr):
 
 
 @triton.jit
-def _ones(word):
-    """Number of bits that are set."""
-    pairs = (word & 0x55555555) + ((word >> 1) & 0x55555555)
-    nibbles = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
-    octets = (nibbles + (nibbles >> 4)) & 0x0F0F0F0F
-    halves = octets + (octets >> 8)
-    return (halves + (halves >> 16)) & 63
+def _shared_out(sum_, total, slot):
+    """What is left of a sum when all multiples are out, and how many these are, beside a slot."""
+    quotient = sum_ // total
+    return sum_ - quotient * total, slot + quotient
 
 
 @triton.jit(do_not_specialize=["limit", "phase", "block", "end", "numel"])
@@ -110,14 +108,22 @@ def _list(
         if here > 0:
             of_first = _ones(first_word)
             of_spare = ones - of_first
-            sum_ = (at + (tl.cumsum(of_first) - of_first)) * room + shifted
-            spare_sum = (spare_at + (tl.cumsum(of_spare) - of_spare)) * spare_room + spare_shifted
-            slot = sum_ // firsts_or_1 + spare_sum // spares_or_1
-            sum_ = sum_ % firsts_or_1
-            spare_sum = spare_sum % spares_or_1
-            for b in range(32):
-                is_first = (first_word >> b) & 1
-                is_spare = ((word >> b) & 1) - is_first
+            sum_ = at + (tl.cumsum(of_first) - of_first)
+            spare_sum = spare_at + (tl.cumsum(of_spare) - of_spare)
+            slot = sum_ + spare_sum
+            # Only where something is left out, slots are quotients.
+            if room < firsts:
+                sum_, slot = _shared_out(sum_ * room + shifted, firsts, slot - sum_)
+            else:
+                sum_ = tl.zeros((WORDS,), tl.int64) + shifted
+            if spare_room < spares:
+                spare_sum, slot = _shared_out(spare_sum * spare_room + spare_shifted, spares, slot - spare_sum)
+            else:
+                spare_sum = tl.zeros((WORDS,), tl.int64) + spare_shifted
+            for _ in range(tl.max(ones)):  # those that are set, the first of each word, then the second
+                lowest = word & -word
+                is_first = ((first_word & lowest) != 0).to(tl.int32)
+                is_spare = (word != 0).to(tl.int32) - is_first
                 sum_ += is_first * room
                 spare_sum += is_spare * spare_room
                 kept = (sum_ >= firsts_or_1) & (is_first != 0)
@@ -125,10 +131,11 @@ def _list(
                 sum_ -= tl.where(kept, firsts_or_1, 0)
                 spare_sum -= tl.where(spare_kept, spares_or_1, 0)
                 either = kept | spare_kept
-                tl.store(indices + slot, ((start + row) * 32 + b).to(tl.int64), mask=either)
+                tl.store(indices + slot, ((start + row) * 32 + _lowest(word)).to(tl.int64), mask=either)
                 for vector in tl.static_range(LEVELS):
                     tl.store(levels + vector * limit + slot, tl.zeros((WORDS,), tl.int32), mask=either)
                 slot += either.to(tl.int64)
+                word &= word - 1
             at += tl.sum(of_first)
             spare_at += tl.sum(of_spare)
     for start in range(size.to(tl.int32) + pid * WORDS, limit, tl.num_programs(0) * WORDS):

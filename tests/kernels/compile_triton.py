@@ -112,11 +112,11 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             continue
         about = "_weighed" if weighed else ""
         of_all = both | {"WEIGHED": weighed}
-        yield f"collect{about}", triton_select._collect, of_all, {}, 8
+        yield f"collect{about}", triton_select._collect, of_all | {"WORDS": triton_select.WORDS}, {}, 8
         for striped in (False, True):
             ending = f"{about}_striped" if striped else about
             for search in range(1 + striped):
-                for digit in (1, 2, 3):
+                for digit in (1, 2, 3, 4):
                     constants = of_all | {"DIGIT": digit, "SEARCH": search, "STRIPED": striped}
                     yield f"digit{digit}_{search}{ending}", triton_select._count_digits, constants, {}, 8
             yield f"count{ending}", triton_select._count_picks, of_all | {"STRIPED": striped}, {}, 8
@@ -177,6 +177,7 @@ def measured(kernel: Any, constants: dict[str, Any], types: dict[str, Any], warp
         "wide_loads": len(re.findall(r"ld\.global[^;]*\.v4", ptx)),
         "wide_stores": len(re.findall(r"st\.global[^;]*\.v4", ptx)),
         "flushes": ptx.count(".ftz"),
+        "counting": ptx.count("popc"),  # most of what a histogram does
         "fences": len(re.findall(r"\batom[^\n]*acq|\bfence", ptx)),
         "fused": len(re.findall(r"\bfma\.rn\.f", ptx)),
     }
