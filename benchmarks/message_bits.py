@@ -82,7 +82,7 @@ def measure(numel: int, n: int, density: float, kept: str, steps: int) -> list[t
     ]
     if memory.needs_second:
         codes = told[form.seconds :].view(torch.uint8)[:m]
-        found.append(("second value's power", m, word * (form.width - form.seconds) / m, entropy(codes)))
+        found.append(("second value's power", m, word * (form.filled - form.seconds) / m, entropy(codes)))
     return [*found, ("value", union, word * words.numel() / union, entropy(unpack(words, union)))]
 
 

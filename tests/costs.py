@@ -75,7 +75,7 @@ def _moved(name: str, func: Any, args: tuple, kwargs: dict, results: list[Tensor
         return _size(values) + written + min(_size(sorted_ones), SECTOR * values.numel())
     if name == "cumsum":  # sums of blocks first
         return 2 * read + written
-    if name.endswith("_") and changed and name not in ("copy_", "zero_", "fill_", "random_", "normal_"):
+    if name.endswith("_") and changed and name not in ("copy_", "_foreach_copy_", "zero_", "fill_", "random_", "normal_"):
         return read + 2 * written  # in place
     return read + written
 

@@ -134,7 +134,7 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: La
     form = Form.of(numel, selection.indices.numel(), ctx.second is not None)
     words, told = _told(acc, selection, lanes.most, form)
     if ctx.second is not None:
-        words = torch.cat([words, _pack_octets(library.codes(ctx.second, told))])
+        words[form.seconds : form.filled] = _pack_octets(library.codes(ctx.second, told))
     rows = yield AllGather(words)
     ends = counts_of(rows, form.slots)
     met = library.meet(rows, form, selection.spare is not None, selection.limit, ctx.step)
@@ -225,14 +225,14 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     """
     padding = acc.numel() - 1
     selection, _ = yield from same_length(selection, None, padding)
-    indices, slots = selection.indices, selection.indices.numel()
+    slots = selection.indices.numel()
     form = Form.of(padding, slots, ctx.second is not None)
     if static_shapes(acc.device):
         words = _tell(acc, selection, most, form, ctx)
     else:
         words, indices = _told(acc, selection, most, form)
-    if ctx.second is not None:
-        words = torch.cat([words, _pack_octets(_codes(ctx.second[indices]))])
+        if ctx.second is not None:
+            words[form.seconds : form.filled] = _pack_octets(_codes(ctx.second[indices]))
     rows = yield AllGather(words)
     head = rows[:, :2].long()
     counts, tops = head[:, 0], head[:, 1:]
@@ -266,25 +266,29 @@ def _told(acc: Tensor, selection: Selection, most: int, form: Form) -> tuple[Ten
 
 
 def _tell(acc: Tensor, selection: Selection, most: int, form: Form, ctx: Context) -> Tensor:
-    """The message of one rank: number of picks and level of the largest; coordinates; and four bits for each."""
+    """The message of one rank: number of picks and level of the largest; coordinates; four bits for each; and codes."""
     magnitudes = values_at(acc, selection.indices, ctx).abs_()
     largest = magnitudes.max() if form.slots else acc.new_zeros(())
     classes = _classes(magnitudes, largest)
     if selection.spare is not None:
         classes = classes | selection.spare.to(torch.uint8) << 3
     head = torch.stack([selection.count.int(), _level_of(largest / most)])
-    return torch.cat([head, *_written(selection.indices, classes, form)])
+    *parts, zeros = _written(selection.indices, classes, form)
+    if ctx.second is not None:
+        parts.append(_pack_octets(_codes(ctx.second[selection.indices])))
+    return torch.cat([head, *parts, zeros])
 
 
 def _written(indices: Tensor, classes: Tensor, form: Form) -> list[Tensor]:
-    """Ascending coordinates, and four bits for each, in int32 words."""
+    """Ascending coordinates, four bits for each, and the zeros at the end of a message, in int32 words."""
     places = (indices >> form.bits) + torch.arange(form.slots, device=indices.device)
-    marks = torch.zeros(form.octets - form.marks, dtype=torch.int32, device=indices.device)
+    sizes = [form.octets - form.marks, form.width - form.filled]
+    marks, zeros = torch.zeros(sum(sizes), dtype=torch.int32, device=indices.device).split(sizes)
     marks.index_add_(0, places >> 5, (1 << (places & 31)).int())
     nibbles = classes[None]
     if form.planes:
         nibbles = torch.cat([(indices >> _shifts(form, indices.device) & 15).to(torch.uint8), nibbles])
-    return [marks, _pack_octets((indices & 255).to(torch.uint8)), _pack_nibbles(nibbles)]
+    return [marks, _pack_octets((indices & 255).to(torch.uint8)), _pack_nibbles(nibbles), zeros]
 
 
 def _read(rows: Tensor, form: Form) -> tuple[Tensor, Tensor]:

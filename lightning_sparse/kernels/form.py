@@ -7,6 +7,8 @@ from typing import NamedTuple
 OCTET, NIBBLE = 8, 4
 """Bits of coordinates are told eight at once, the lowest, and then four by four."""
 MOST_BITS = 28
+ALIGNED = 4
+"""Words of which messages are multiples: NCCL gathers what does not begin at multiples of 16 bytes byte by byte."""
 
 
 class Form(NamedTuple):
@@ -33,11 +35,13 @@ class Form(NamedTuple):
 
         Example:
             >>> form = Form.of(14_000_000, 70_000)
+            >>> form.filled, form.width
+            (30149, 30152)
             >>> form.bits, round(32 * (form.classes - form.marks) / 70_000, 2)  # a coordinate
             (8, 9.78)
         """
         forms = [cls(numel, slots, bits, codes) for bits in range(OCTET, MOST_BITS + 1, NIBBLE)]
-        return min(forms, key=lambda form: form.width)
+        return min(forms, key=lambda form: form.filled)
 
     @property
     def planes(self) -> int:
@@ -70,9 +74,14 @@ class Form(NamedTuple):
         return self.classes + _words(self.slots, 8)
 
     @property
+    def filled(self) -> int:
+        """Words that say something; zeros follow."""
+        return self.seconds + self.codes * _words(self.slots, 4)
+
+    @property
     def width(self) -> int:
         """Of a message."""
-        return self.seconds + self.codes * _words(self.slots, 4)
+        return ALIGNED * _words(self.filled, ALIGNED)
 
 
 def _words(items: int, each: int) -> int:

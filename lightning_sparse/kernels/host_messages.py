@@ -47,7 +47,7 @@ def tell(acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: i
         form: of the message.
 
     Returns:
-        (form.seconds,) int32; None where indices do not ascend.
+        (form.width,) int32, without codes of second values; None where indices do not ascend.
     """
     if compiled := compiled_on(acc):
         return compiled.picks.tell(acc, indices, spare, count, most, form)
@@ -56,7 +56,7 @@ def tell(acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: i
         return None
     if slots and places[0] < 0:
         raise IndexError(f"an index is outside of a vector of {acc.numel()}")
-    words = np.zeros(form.seconds, dtype=np.int32)
+    words = np.zeros(form.width, dtype=np.int32)
     magnitudes = np.abs(acc.numpy().take(places))
     largest = magnitudes.max(initial=0)
     words[:2] = count, _level_of(largest / magnitudes.dtype.type(most))

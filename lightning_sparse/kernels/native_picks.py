@@ -76,7 +76,7 @@ class NativePicks:
     ) -> Tensor | None:
         """See :func:`~lightning_sparse.kernels.host_messages.tell`."""
         indices, spare = indices.long().contiguous(), None if spare is None else spare.contiguous()
-        words = torch.zeros(form.seconds, dtype=torch.int32, device="cpu")
+        words = torch.zeros(form.width, dtype=torch.int32, device="cpu")
         failed = self._library.ls_tell(
             at(acc), form.numel, at(indices), None if spare is None else at(spare), form.slots, count, most, form.bits,
             at(words), address("of picks", form.slots, np.float32),

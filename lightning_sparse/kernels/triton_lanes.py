@@ -55,9 +55,9 @@ def _code(second):
     return tl.minimum(tl.maximum(tl.where(second > 0, exponent + CODE_ZERO, 1), 1), 255)
 
 
-@triton.jit(do_not_specialize=["parts", "slots", "bits", "octets", "most", "numel"])
+@triton.jit(do_not_specialize=["parts", "slots", "bits", "octets", "filled", "apart", "most", "numel"])
 def _tell(
-    acc, beside, keys, number, largest, broken, message, parts, slots, bits, octets, most, numel,
+    acc, beside, keys, number, largest, broken, message, parts, slots, bits, octets, filled, apart, most, numel,
     CODES: tl.constexpr, PICKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -72,6 +72,8 @@ def _tell(
         trouble = (tl.load(broken) != 0) | (top_bits >= 0x7F800000)
         tl.store(message, tl.load(number).to(tl.int32))
         tl.store(message + 1, tl.where(trouble, TROUBLE, level))
+        for word in range(filled, apart):
+            tl.store(message + word, 0)
     # A mark is set where a pick's upper bits and its number add up to the place, which grows from pick to pick.
     lane = tl.arange(0, 32)
     for start in range(pid * (PICKS // 32), octets - 2, tl.num_programs(0) * (PICKS // 32)):
@@ -222,7 +224,7 @@ def tell(
     message = keys.new_empty(form.width)
     launch(
         _tell, max(1, -(-form.slots // PICKS)), acc, acc if second is None else second, keys, number, largest, broken,
-        message, largest.numel(), form.slots, form.bits, form.octets, most, form.numel,
+        message, largest.numel(), form.slots, form.bits, form.octets, form.filled, form.width, most, form.numel,
         CODES=form.codes, PICKS=PICKS, PARTS=1024, warps=4,
     )  # fmt: skip
     return message

@@ -60,6 +60,7 @@ def test_what_is_told_of_picks_is_heard_with_and_without_padding(
             words = tell(acc, indices, spare, picks, 1000, form)
             heard = hear(torch.stack([words, words]), [picks, 0], form)
         assert len(words) == form.width >= Form.of(numel, slots).width
+        assert form.width % 4 == 0 and not words[form.filled :].any()
         assert words.tolist() == _tell(acc, selection, 1000, form, ctx).tolist()
         assert heard.picks[0].tolist() == chosen.tolist()
         assert heard.spares[0].tolist() == spare[:picks].tolist()
@@ -222,11 +223,12 @@ def test_a_value_beyond_the_last_level_is_sent_in_parts() -> None:
 
 def test_messages_are_less_than_half_as_long() -> None:
     # Of 500 picks, each one's lowest 8 bits, 4 bits and a mark, and a mark for each of the 781 whole 256 of 200 000
-    # coordinates; the count of picks and an exponent; then half a word per value, float32 or not.
+    # coordinates; the count of picks and an exponent, in multiples of 16 bytes; then half a word per value, float32 or
+    # not.
     rows = torch.randn(4, 200_000, generator=torch.Generator().manual_seed(0))
     [outcome] = packed(rows, 0.01, ls.SharedTopK())
     union = int(outcome.statistics[0].union)
-    indices, values = 4 * (2 + 125 + 63 + -(-1281 // 32)), 4 * -(-union // 2)
+    indices, values = 16 * -(-(2 + 125 + 63 + -(-1281 // 32)) // 4), 4 * -(-union // 2)
     assert outcome.statistics[0].bytes_sent == 3 * indices + 1.5 * values
     plain = Ranks(4, 200_000, sparsifier=ls.SharedTopK(), exchange="reduce_union", density=0.01, dtype=torch.float32)
     assert outcome.statistics[0].bytes_sent < 0.5 * plain.step(rows).statistics[0].bytes_sent
@@ -267,8 +269,8 @@ def test_few_picks_take_few_words() -> None:
     [outcome] = packed(rows, 8e-6)
     assert outcome.statistics[0].counts.tolist() == [2, 2]
     union = int(outcome.statistics[0].union)
-    # The lowest 16 bits: a word of octets, two planes of four bits; one of marks and one of classes.
-    assert outcome.statistics[0].bytes_sent == 4 * (2 + 5) + 4 * -(-union // 2)
+    # The lowest 16 bits: a word of octets, two planes of four bits; one of marks and one of classes; one of zeros.
+    assert outcome.statistics[0].bytes_sent == 4 * (2 + 5 + 1) + 4 * -(-union // 2)
     assert torch.equal(
         outcome.averages[0].nonzero().flatten(), torch.cat([s.indices for s in outcome.selections]).unique()
     )
