@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_sparse.candidates import Candidates
 from lightning_sparse.clock import Stamp
+from lightning_sparse.console import say
 from lightning_sparse.core import Context, GroupState, Selection, Update
 from lightning_sparse.density import count
 from lightning_sparse.exchanges import Exchange
@@ -80,10 +81,10 @@ def serves(
 ) -> bool:
     """Whether :func:`exchange_group` can take a step in place of the one in :mod:`~lightning_sparse.pipeline`.
 
-    The first time that it can, kernels are compiled, and what they compute is compared.
+    The first time that it can, kernels are compiled, with a line that says so, and what they compute is compared.
 
     Args:
-        grad: as there.
+        grad: as there; one element of the same dtype and device is enough.
         state: as there.
         ctx: the step.
         memory: as there.
@@ -104,6 +105,11 @@ def serves(
     if lanes.most < lanes.fewest or not grad.is_contiguous():
         return False
     what = grad.dtype, grad.device, sparsifier, memory.needs_second
+    if ctx.rank == 0 and not on_cuda.knows(what):
+        say(
+            "sparse_ddp: kernels in Triton are compiled and tried, which takes up to a minute where they are not known "
+            "from an earlier run."
+        )
     return on_cuda.tried(what, lambda: _rehearse(grad, memory, sparsifier, plain))
 
 

@@ -117,9 +117,8 @@ def exchange_group(
     disjoint = sparsifier.agreement is Agreement.DISJOINT
     ctx, meter = ctx._replace(counts=state.counts, union=state.union, disjoint=disjoint), Meter(ctx.world_size)
     if not unused and not whole and kernels:
-        plain = partial(exchange_group, exchange=exchange, kernels=False)
         flat = grad.runs[0]
-        if fused.serves(flat, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, plain=plain):
+        if takes_kernels(flat, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange):
             steps = fused.exchange_group(flat, state, ctx, memory=memory, sparsifier=sparsifier, scale=scale)
             return (yield from steps)
     if not static_shapes(grad.device):
@@ -157,6 +156,14 @@ def exchange_group(
         return state, statistics, void
     named = update.union if update.named is None else update.named
     return GroupState(state.memory, selector, update.counts, named, state.candidates), statistics, void
+
+
+def takes_kernels(
+    grad: Tensor, state: GroupState, ctx: Context, *, memory: Memory, sparsifier: Sparsifier, exchange: Exchange
+) -> bool:
+    """Whether :mod:`~lightning_sparse.fused` takes steps over; compiles what it needs, where that is not there yet."""
+    plain = partial(exchange_group, exchange=exchange, kernels=False)
+    return fused.serves(grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, plain=plain)
 
 
 def sends_everything(sparsifier: Sparsifier, density: float, numel: int) -> bool:

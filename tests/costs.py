@@ -28,6 +28,8 @@ TOP_K_READS = 5
 """Times that ``topk`` reads a long vector: a pass for each of four digits of 8 bits, and one that collects."""
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "resize_", "scalar_tensor"}
 """Allocations, and numbers that travel with the arguments of a kernel."""
+OVERWRITING = {"copy_", "_foreach_copy_", "zero_", "fill_", "random_", "normal_"}
+"""In place, and nothing is read of what was there."""
 SCATTERED = {"index", "index_select", "gather", "take", "index_copy_", "index_fill_", "index_put_", "index_add_"}
 SCATTERED |= {"scatter", "scatter_", "scatter_reduce", "scatter_reduce_", "masked_scatter_"}
 
@@ -75,7 +77,7 @@ def _moved(name: str, func: Any, args: tuple, kwargs: dict, results: list[Tensor
         return _size(values) + written + min(_size(sorted_ones), SECTOR * values.numel())
     if name == "cumsum":  # sums of blocks first
         return 2 * read + written
-    if name.endswith("_") and changed and name not in ("copy_", "_foreach_copy_", "zero_", "fill_", "random_", "normal_"):
+    if name.endswith("_") and changed and name not in OVERWRITING:
         return read + 2 * written  # in place
     return read + written
 

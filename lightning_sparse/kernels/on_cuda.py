@@ -75,6 +75,15 @@ class OnCuda:
             return False
         return x.get_device() == torch.cuda.current_device()
 
+    @property
+    def problems(self) -> str:
+        """Why operations of torch take the place of kernels, of all or of some; empty where they do not."""
+        return self.trouble or "; ".join(self.refused.values())
+
+    def knows(self, what: Any) -> bool:
+        """Whether :meth:`tried` has nothing to try."""
+        return self.trouble is not None or what in self._tried or what in self.refused
+
     def tried(self, what: Any, attempt: Callable[[], Any]) -> bool:
         """Whether kernels work: the first time, and before anything counts, by an attempt.
 
@@ -82,7 +91,7 @@ class OnCuda:
             what: hashable; for everything that is equal to it, one attempt is enough.
             attempt: launches the kernels on something that does not count; what it raises is the reason to do without.
         """
-        if self.trouble is None and what not in self._tried and what not in self.refused:
+        if not self.knows(what):
             try:
                 with _free_to_wait():
                     attempt()

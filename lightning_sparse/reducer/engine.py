@@ -15,10 +15,13 @@ from torch.nn import Parameter
 from lightning_sparse.checks import expect
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import SparsificationConfig
-from lightning_sparse.memory import NoMemory
+from lightning_sparse.console import say
+from lightning_sparse.kernels import static_shapes
+from lightning_sparse.kernels.on_cuda import on_cuda
+from lightning_sparse.memory import Adapting, NoMemory
 from lightning_sparse.optim import check_is_optimizer
 from lightning_sparse.plan import Group, Messages
-from lightning_sparse.reducer.agreement import check_equal_on_ranks
+from lightning_sparse.reducer.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.reducer.copied import CopiedEngine
 from lightning_sparse.reducer.flush import average_residuals
 from lightning_sparse.reducer.followed import Followed
@@ -78,6 +81,9 @@ class Engine(EngineView):
             raise
         self._followed = Followed(reducer, parameters, comm, device)
         self._kept = Kept(reducer, parameters, self.frozen, comm, device)
+        self._compared_kernels = self._told_of_waits = False
+        if not isinstance(settings.memory, Adapting):  # which optimizers settle
+            reducer.prepare()
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -113,7 +119,16 @@ class Engine(EngineView):
             ValueError: for something that is no optimizer.
         """
         check_is_optimizer(optimizer)
-        self._skipped.skip(optimizer, hand_over=self.loss_scale() is None)
+        hand_over = self.loss_scale() is None
+        if hand_over and not self._told_of_waits and self._skipped.could_spare_a_wait(optimizer):
+            self._told_of_waits = True
+            if self.comm.rank == 0:
+                name = type(optimizer).__name__
+                say(
+                    "sparse_ddp: the host waits for the device once in every step, to learn whether the optimizer may "
+                    f"step. {name}(..., fused=True) learns it on the device, and nobody waits."
+                )
+        self._skipped.skip(optimizer, hand_over)
 
     def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Look at the optimizers that apply the averages; with ``lr_aware`` their rates are read in every step.
@@ -122,6 +137,7 @@ class Engine(EngineView):
             ValueError: if one does not go with the memory or with ``lr_aware``, or for what is no list of optimizers.
         """
         self._followed.follow(optimizers)
+        self._reducer.prepare()
 
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
@@ -275,10 +291,26 @@ class Engine(EngineView):
                     "it the state_dict() of this one. (The strategies do so by themselves, between two steps.)"
                 )
             self._followed.begin_step()
+            if not self._compared_kernels:
+                self._compare_kernels()
             for observer in self.observers:
                 observer.before_step(self)
             if self.settings.lr_aware:
                 self._reducer.rescale()
+
+    def _compare_kernels(self) -> None:
+        """Say which ranks alone do without kernels in Triton, in the first step: the others wait for them."""
+        self._compared_kernels = True
+        if static_shapes(self._device) and self.comm.world_size > 1:
+            self._reducer.prepare()
+            problems = self.comm.all_gather_object(on_cuda.problems, self._device)
+            if len(set(problems)) > 1:
+                notes = by_reason([Note("", problem) for problem in problems])
+                self.warn(
+                    "kernels",
+                    "some ranks use operations of torch in place of kernels in Triton, which take longer, and the "
+                    f"others wait for them in every step: {notes}.",
+                )
 
     def flush_next_step(self) -> None:
         """Exchange everything densely in the next step that counts, so that no residual is left.

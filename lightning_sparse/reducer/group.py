@@ -22,7 +22,7 @@ from lightning_sparse.layout import Gradient
 from lightning_sparse.memory import Memory
 from lightning_sparse.messages import Steps
 from lightning_sparse.metrics import Statistics, norm_of
-from lightning_sparse.pipeline import commit_group, exchange_group, init_group, sends_everything
+from lightning_sparse.pipeline import commit_group, exchange_group, init_group, sends_everything, takes_kernels
 from lightning_sparse.plan import Group
 from lightning_sparse.reducer.scaled import Handed
 from lightning_sparse.sparsifiers import Everything, Sparsifier
@@ -69,6 +69,13 @@ class GroupReducer:
         self._exchanged: _Exchanged | None = None
         self._rooms: dict[torch.dtype, Tensor] = {}
         """Vectors for what finds no room in the gradient's place, see :class:`~lightning_sparse.layout.Gradient`."""
+
+    def prepare(self, ctx: Context) -> None:
+        """Compile what steps will need, if anything, before the first of them."""
+        if self.sparsified and not self.always_whole and static_shapes(self.device):
+            grad = torch.empty(1, dtype=self.dtype, device=self.device)
+            parts: dict[str, Any] = {"sparsifier": self.sparsifier, "exchange": self.exchange}
+            takes_kernels(grad, self._latest, ctx, memory=self.memory, **parts)
 
     @property
     def state(self) -> GroupState:

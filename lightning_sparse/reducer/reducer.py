@@ -146,6 +146,11 @@ class Reducer:
         ctx = Context(step, density, self._comm.rank, self._comm.world_size)
         return GroupReducer(group, self._parameters, self.settings, ctx, flush)
 
+    def prepare(self) -> None:
+        """Compile what steps of the groups will need, before the first of them."""
+        for group in self.groups:
+            group.prepare(Context(0, 1.0, self._comm.rank, self._comm.world_size))
+
     def adopt(self, groups: list[GroupReducer], counts: Counts) -> None:
         """Go on with these groups, between two steps."""
         self.skipped.resolve()

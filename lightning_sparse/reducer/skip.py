@@ -128,6 +128,11 @@ class SkippedSteps:
                 return
         self.drop(optimizer)
 
+    def could_spare_a_wait(self, optimizer: Optimizer) -> bool:
+        """Whether the flag of the latest step is on a device, and the optimizer would heed it there if it was fused."""
+        flag = None if self._flag is None else self._flag.on_device
+        return flag is not None and may_be_fused(optimizer) and not _fused(optimizer)
+
     def close(self) -> None:
         """Take flags back that optimizers still hold."""
         self._handed.take_all_back()
@@ -170,13 +175,21 @@ class FoundInf:
         self.take_back(optimizer)
 
 
+def may_be_fused(optimizer: Optimizer) -> bool:
+    """Whether it is one of those of torch that heed ``found_inf`` where they are fused."""
+    return type(optimizer) is SGD or is_adam(type(optimizer))
+
+
+def _fused(optimizer: Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
 def heeds_found_inf(optimizer: Optimizer) -> bool:
     """Whether an optimizer's next step does nothing at all where ``found_inf`` is set; those of torch that are fused.
 
     Not SGD with momentum in its first step: it makes the momenta in that step, and would leave them undefined.
     """
-    kind = type(optimizer)
-    if not (kind is SGD or is_adam(kind)) or not all(group.get("fused") for group in optimizer.param_groups):
+    if not may_be_fused(optimizer) or not _fused(optimizer):
         return False
     return all(
         group.get("momentum", 0) == 0

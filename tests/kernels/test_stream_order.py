@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse import fused
 from lightning_sparse.plan import make_plan
+from tests.integrations.test_telling import Lines
 from tests.kernels.interpreted import in_triton, interpret
 from tests.mirror import mirrored_ranks
 from tests.streams import FakeStream, Streams, play_kernels
@@ -92,3 +93,22 @@ def test_a_kernel_that_does_not_wait_is_noticed(kernels: Streams, monkeypatch: p
     train(SGD, grouping="model")
     names = {name for name, _ in kernels.launched}
     assert any(finding.split()[0] in names for finding in kernels.findings)
+
+
+@pytest.mark.parametrize(("memory", "prepared"), [(None, "follow"), ("second_moment", "attach")])
+def test_kernels_are_compiled_before_the_first_step_with_a_line_that_says_so(
+    kernels: Streams, memory: str | None, prepared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[ls.Memory] = []
+    monkeypatch.setattr(fused, "_rehearse", lambda grad, memory, *_: tried.append(memory))
+    ddp = DistributedDataParallel(nn.Linear(12, 10))
+    with Lines() as lines:
+        with mirrored_ranks(2):
+            engine = ls.attach(ddp, density=0.1, rules=RULES, executor="inline", memory=memory)
+        assert len(tried) == (prepared == "attach")
+        engine.follow([ADAMW(ddp.parameters())])
+        assert tried == [ls.SecondMoment()]
+        assert [line for line in lines if "kernels in Triton are compiled" in line] == lines
+        ddp(torch.randn(4, 12)).square().mean().backward()
+        assert len(tried) == 1
+        engine.close()

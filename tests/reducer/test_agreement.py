@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import lightning_sparse as ls
 from lightning_sparse.collective import LostRankError, TorchCollective
+from lightning_sparse.kernels.on_cuda import on_cuda
 from lightning_sparse.reducer.agreement import Note, check_equal_on_ranks
 from tests.ranks import Ranks
 
@@ -88,3 +94,27 @@ def test_all_that_differs_is_named_on_all_ranks(two_ranks: Ranks) -> None:
     assert "density (0.1 on rank 0, 0.2 on rank 1)" in first
     assert "seed" not in first.split("What differs")[1]
     assert "long (..." in first
+
+
+def fall_back_on_one() -> list[str]:
+    """Warnings of a training in which rank 1 alone has no kernels in Triton; nothing here is on CUDA."""
+    trouble = "CompilationError: no compiler" if dist.get_rank() == 1 else None
+    with (
+        mock.patch("lightning_sparse.reducer.engine.static_shapes", lambda device: True),
+        mock.patch.object(on_cuda, "trouble", trouble),
+        warnings.catch_warnings(action="ignore"),
+    ):
+        ddp = DistributedDataParallel(nn.Linear(4, 4))
+        engine = ls.attach(ddp, rules=ls.Rules(dense_ndim=0, dense_numel=0), density=0.5)
+        for _ in range(2):
+            ddp(torch.ones(1, 4)).sum().backward()
+        engine.close()
+    return engine.warnings
+
+
+def test_a_rank_that_alone_has_no_kernels_is_named_once(two_ranks: Ranks) -> None:
+    first, second = two_ranks(fall_back_on_one)
+    assert first == second
+    [warning] = first
+    assert "rank 1: CompilationError: no compiler" in warning
+    assert "wait for them in every step" in warning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.plan import make_plan
 from lightning_sparse.reducer import Engine
+from tests.integrations.test_telling import Lines
 from tests.streams import FakeStream, Streams
 
 SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
@@ -269,6 +271,27 @@ def test_a_step_of_adam_waits_for_nobody(streams: Streams) -> None:
     training.engine.skip_void(training.optimizer)
     training.optimizer.step()
     assert (begun - before, streams.host_waits - begun) == (1, 0)  # for the step before, which is long over
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (torch.optim.AdamW, "AdamW"),
+        (partial(torch.optim.SGD, lr=0.1), "SGD"),
+        (partial(torch.optim.AdamW, fused=True), ""),
+        (torch.optim.RMSprop, ""),  # which has no fused form
+    ],
+)
+def test_an_optimizer_that_makes_the_host_wait_is_named_once(
+    streams: Streams, make: Callable[..., torch.optim.Optimizer], name: str
+) -> None:
+    training = Training(memory="residual", watch=None)
+    training.optimizer = make(training.ddp.parameters())
+    with Lines() as lines:
+        training.steps(2)
+    told = [line for line in lines if "the host waits for the device" in line]
+    assert len(told) == bool(name)
+    assert all(f" {name}(..., fused=True)" in line for line in told)
 
 
 # Each of these is what the engine relies on; without it something must be found.
