@@ -214,6 +214,13 @@ def _parameters_of(ddp: DistributedDataParallel) -> tuple[dict[str, Parameter], 
                 f"Expected floating-point parameters, but {name} is {p.dtype}: magnitudes would not compare."
             )
     trained, frozen = ({name: p for name, p in known.items() if p.requires_grad is one} for one in (True, False))
+    where = {p.device: name for name, p in reversed(trained.items())}
+    if len(where) > 1:
+        places = ", ".join(f"{name} is on {device}" for device, name in reversed(where.items()))
+        raise ValueError(
+            f"Expected all parameters on one device, but {places}: gradients of one step are exchanged and looked at "
+            "on one device."
+        )
     return trained, frozen
 
 

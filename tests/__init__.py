@@ -8,5 +8,5 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Before triton is imported, which torch does by and by: how its kernels are defined is decided then.
-if not Path("/dev/nvidiactl").exists():
+if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):  # the latter under WSL
     os.environ["TRITON_INTERPRET"] = "1"

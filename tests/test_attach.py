@@ -505,3 +505,10 @@ def test_a_thread_beside_sync_batchnorm_on_cuda_is_refused() -> None:
     for executor, device in (("inline", CUDA), ("auto", CUDA), ("thread", CPU)):
         refuse_two_orders(model, executor, device)
     refuse_two_orders(nn.BatchNorm1d(4), "thread", CUDA)
+
+
+def test_a_model_on_several_devices_is_refused(one_rank: None) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    ddp.module[1].to("meta")
+    with pytest.raises(ValueError, match=r"one device, but 0.weight is on cpu, 1.weight is on meta"):
+        ls.attach(ddp)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from importlib.util import find_spec, module_from_spec
 from typing import Any
 
 import pytest
@@ -217,3 +219,47 @@ def test_a_group_that_was_given_back_is_not_replaced_by_the_default_one(two_rank
         two_ranks(give_back)
         == ["The exchange has ended on this rank, which cannot take part in all_reduce any more."] * 2
     )
+
+
+class Given:
+    """Stands for a process group."""
+
+    def __init__(self) -> None:
+        self.aborted = 0
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+@pytest.mark.parametrize(("backends", "aborted"), [("cuda:nccl", 1), ("cpu:gloo,cuda:nccl", 1), ("cpu:gloo", 0)])
+def test_groups_of_nccl_are_aborted_also_beside_gloo(
+    backends: str, aborted: int, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm, given, destroyed = TorchCollective(), Given(), []
+    comm.group, comm._owned = given, True  # type: ignore[assignment]
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backends)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", destroyed.append)
+        comm.abort()
+    assert (given.aborted, destroyed) == (aborted, [given])
+
+
+def test_the_group_between_hosts_beside_a_shared_one_keeps_the_timeout(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple] = []
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+    comm = TorchCollective.over(dist.group.WORLD, timedelta(seconds=7), CUDA, threaded=False)
+    comm._world_size = 2
+    assert comm.timeout is None  # it is not that of the shared group
+    monkeypatch.setattr(TorchCollective, "of_its_own", lambda _, *given: made.append(given))
+    comm.between_hosts()
+    assert made == [(comm.group, timedelta(seconds=7), "gloo")]
+
+
+def test_the_module_is_imported_where_torch_has_no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("all_gather_single", "all_gather_into_tensor"):
+        monkeypatch.delattr(dist, name, raising=False)
+    spec = find_spec("lightning_sparse.collective.process_group")
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module_from_spec(spec))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-# Renamed in torch 2.13, where the old name warns.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Renamed in torch 2.13, where the old name warns; builds of torch without distributed have neither.
+_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 LOST = (
@@ -53,6 +53,8 @@ class TorchCollective:
         self.group = group
         self.timeout: timedelta | None = None
         """How long this rank waits for the others; None: the group's default."""
+        self._asked: timedelta | None = None
+        """The same for groups that are still to be made beside a shared one."""
         self._owned = self._given_back = False
         self._keys = ""
         self._averages: bool | None = None
@@ -77,7 +79,11 @@ class TorchCollective:
             threaded: whether messages come from a thread of their own.
         """
         shared = device.type == "cuda" and not threaded and dist.is_initialized() and dist.get_backend(group) != "gloo"
-        return cls(group) if shared else cls.of_its_own(group, timeout)
+        if not shared:
+            return cls.of_its_own(group, timeout)
+        made = cls(group)
+        made._asked = timeout
+        return made
 
     @classmethod
     def of_its_own(
@@ -108,7 +114,7 @@ class TorchCollective:
         """
         if self._world_size == 1 or dist.get_backend(self.group) == "gloo":
             return self
-        return self.of_its_own(self.group, self.timeout, "gloo")
+        return self.of_its_own(self.group, self.timeout or self._asked, "gloo")
 
     @contextmanager
     def _together(self, operation: str) -> Iterator[None]:
@@ -177,7 +183,7 @@ class TorchCollective:
             with suppress(RuntimeError):  # it lives on a rank that may have ended
                 store.compare_set(f"{self._keys}/failed", "", str(self.rank))  # who is first
         if self._owned and self.group is not None and dist.is_initialized():
-            if dist.get_backend(self.group) == "nccl":
+            if "nccl" in dist.get_backend_config(self.group):  # maybe beside gloo, for tensors on the CPU
                 self.group.abort()  # would otherwise be waited for
             self.close()
 

@@ -114,7 +114,8 @@ class UnionTopK(Sparsifier):
             fill = after.fill
             if n == 1:
                 most, fill = 0.0, torch.zeros_like(fill)
-            spare = torch.floor((fill * k + n - 1 - turn) / n).long()
+            # By a tensor: torch multiplies by the reciprocal of a number on CUDA, and kernels divide.
+            spare = torch.floor((fill * k + n - 1 - turn) / torch.full_like(fill, n)).long()
             room = math.floor((most * k + n - 1) / n)
             # Shares differ by one, and a stripe may have nothing else left.
             keys = pad(_pick_static(acc, share, spare, room, turn, n), slots + room, 2 * numel)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_sparse as ls
 from lightning_sparse.core import Context
@@ -203,3 +205,25 @@ def test_numbers_follow_the_need_as_tensors_do(data: st.DataObject) -> None:
     with static_path():
         tensors = method._follow(state, ctx, k)
     assert [(x.dtype, x.shape, float(x)) for x in ours] == [(x.dtype, x.shape, float(x)) for x in tensors]
+
+
+class Reciprocals(TorchDispatchMode):
+    """Multiplies by the reciprocal where something is divided by a number, as torch does on CUDA."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.div and isinstance(args[1], int | float):
+            return args[0] * (1 / args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_makes_as_many_spare_picks_as_a_cpu() -> None:
+    n, k, numel = 49, 98, 980
+    acc = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    ctx = Context(0, k / numel, 0, n)  # 98 / 49 is 2, and 98 * (1 / 49) is less
+    sparsifier = ls.UnionTopK()
+    state = sparsifier.init(numel, n, ctx.density, torch.device("cpu"))
+    state = state._replace(fill=torch.tensor((k - n + 1) / k, dtype=torch.float64))
+    expected, _ = sparsifier.select(acc, state, ctx)
+    with static_path(), Reciprocals():
+        found, _ = sparsifier.select(acc, state, ctx)
+    assert int(found.count) == int(expected.count)
