@@ -96,7 +96,7 @@ class Gradient:
     def _parts_of(self, flat: Tensor) -> list[Tensor]:
         """As long as the runs: all of them are then copied by few launches."""
         if self._parts is None or self._parts[0] is not flat:
-            self._parts = flat, list(flat.split(self._lengths))
+            self._parts = flat, list(torch.split(flat, self._lengths))
         return self._parts[1]
 
 

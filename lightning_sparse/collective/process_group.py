@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 # Renamed in torch 2.13, where the old name warns; builds of torch without distributed have neither.
-_all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 LOST = (

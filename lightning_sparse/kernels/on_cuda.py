@@ -114,7 +114,8 @@ class OnCuda:
 @contextmanager
 def _free_to_wait() -> Iterator[None]:
     """The host may wait for the device, also where the user has asked torch to raise when it does."""
-    mode = torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    mode = torch.cuda.get_sync_debug_mode() if begun else 0
     if not mode:
         yield
         return
