@@ -283,7 +283,7 @@ def _written(indices: Tensor, classes: Tensor, form: Form) -> list[Tensor]:
     """Ascending coordinates, four bits for each, and the zeros at the end of a message, in int32 words."""
     places = (indices >> form.bits) + torch.arange(form.slots, device=indices.device)
     sizes = [form.octets - form.marks, form.width - form.filled]
-    marks, zeros = torch.zeros(sum(sizes), dtype=torch.int32, device=indices.device).split(sizes)
+    marks, zeros = torch.split(torch.zeros(sum(sizes), dtype=torch.int32, device=indices.device), sizes)
     marks.index_add_(0, places >> 5, (1 << (places & 31)).int())
     nibbles = classes[None]
     if form.planes:
