@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
@@ -109,8 +109,8 @@ class SparsificationConfig:
         >>> config = SparsificationConfig(sparsifier="topk", density=0.05)
         >>> config.exchange
         GatherPairs()
-        >>> config.as_dict()["density"]
-        0.05
+        >>> config.as_dict()["density"], config.as_dict()["sparsifier"]
+        (0.05, {'class': 'TopK'})
         >>> SparsificationConfig(executor="tread")
         Traceback (most recent call last):
         ...
@@ -208,9 +208,10 @@ class SparsificationConfig:
         return repr((self.sparsifier, self.density, self.memory, self.exchange))
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as text, numbers, True, False and None, for a logger: ``log_hyperparams(config.as_dict())``.
+        """The settings as plain values, for a logger: ``log_hyperparams(config.as_dict())``.
 
-        A constant density is a number, a timeout is in seconds, and objects are written as in Python.
+        These are texts, numbers, True, False, None, lists, and dicts with text as keys. A constant density is a number,
+        a timeout is in seconds, and any other object is a dict of its class and its own settings.
         """
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
@@ -257,4 +258,12 @@ def _plain(value: Any) -> Any:
         return value.density
     if isinstance(value, timedelta):
         return value.total_seconds()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if is_dataclass(value):
+        # The class that it prints as, since the default memory is a residual for everybody but the optimizer.
+        own = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {"class": repr(value).partition("(")[0], **own}
     return value if value is None or isinstance(value, (str, int, float)) else repr(value)

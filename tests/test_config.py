@@ -126,15 +126,30 @@ def test_a_misspelt_keyword_is_answered_with_the_one_that_is_close() -> None:
 
 
 def test_settings_are_plain_values_for_loggers() -> None:
-    schedule = ls.Warmup(0.25, 0.01, 100)
-    config = StrategyConfig(sparsifier="exdyna", density=schedule, timeout=timedelta(minutes=1), dense=["*.bias"])
+    config = StrategyConfig(
+        sparsifier="exdyna",
+        density=ls.Warmup(0.25, 0.01, 100),
+        memory=ls.ClipByNorm(1.0, ls.Residual(decay=0.5)),
+        timeout=timedelta(minutes=1),
+        dense=["*.bias"],
+        rules=ls.Rules(densities={"embed*": 0.5}),
+    )
     plain = config.as_dict()
     assert list(plain) == [field.name for field in dataclasses.fields(StrategyConfig)]
     assert json.loads(json.dumps(plain)) == plain
-    assert plain["density"] == repr(schedule)
+    assert plain["density"] == {"class": "Warmup", "start": 0.25, "end": 0.01, "steps": 100}
+    assert plain["memory"] == {"class": "ClipByNorm", "max_norm": 1.0, "memory": {"class": "Residual", "decay": 0.5}}
     assert (plain["timeout"], plain["executor"], plain["lr_aware"], plain["fallback"]) == (60.0, "auto", False, None)
-    assert plain["sparsifier"] == repr(ls.ExDyna())
+    assert (plain["sparsifier"]["class"], plain["sparsifier"]["alpha"]) == ("ExDyna", ls.ExDyna().alpha)
+    assert (plain["dense"], plain["rules"]["dense"], plain["rules"]["densities"]) == (
+        ["*.bias"],
+        ["*.bias"],
+        {"embed*": 0.5},
+    )
+    assert plain["watch"]["growth"] == 10.0
+    assert "(" not in json.dumps([plain, StrategyConfig().as_dict()]), "nothing is written as in Python"
     assert StrategyConfig(density=0.05).as_dict()["density"] == 0.05
+    assert StrategyConfig().as_dict()["memory"] == {"class": "Residual", "decay": 1.0}
 
 
 def test_loggers_take_settings_as_they_are(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,21 @@ def log_settings(logger: Any, settings: Mapping[str, Mapping[str, Any]]) -> None
             _write_settings_again(logger)
         case "mlflow":  # which refuses to change what an earlier fit has logged
             known = logger.experiment.get_run(logger.run_id).data.params
-            new = {k: {n: v for n, v in values.items() if f"{k}/{n}" not in known} for k, values in given.items()}
-            logger.log_hyperparams({part: values for part, values in new.items() if values})
+            if new := {name: value for name, value in _by_path(given) if name not in known}:
+                logger.log_hyperparams(new)
         case _:
             logger.log_hyperparams(given)
+
+
+def _by_path(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings by names with slashes; a dict whose keys MLflow refuses in names, such as patterns, as text."""
+    for name, value in settings.items():
+        if not isinstance(value, Mapping):
+            yield f"{above}{name}", value
+        elif value and all(re.fullmatch(r"\w+", key, re.ASCII) for key in value):
+            yield from _by_path(value, f"{above}{name}/")
+        else:
+            yield f"{above}{name}", str(value)
 
 
 def _write_settings_again(logger: Any) -> None:

@@ -90,8 +90,8 @@ def settings_of(engine: Engine, config: SparsificationConfig) -> dict[str, Any]:
     """The settings for a logger: plain values, by which runs can be filtered.
 
     Objects are there by their names, as in ``sparsifier="exdyna"``; with their own settings beside that, as in
-    ``sparsifier_settings="ExDyna(alpha=1.1, ...)"``. Also the number of ranks, the version of this package, parameters
-    in all and those that are sparsified, and MB that a rank keeps.
+    ``sparsifier_settings={"class": "ExDyna", "alpha": 1.1, ...}``. Also the number of ranks, the version of this
+    package, parameters in all and those that are sparsified, and MB that a rank keeps.
     """
     import lightning_sparse
 
@@ -103,11 +103,11 @@ def settings_of(engine: Engine, config: SparsificationConfig) -> dict[str, Any]:
         "grouping": (now.grouping, GROUPINGS),
     }
     names = {key: _name_of(one, registry) for key, (one, registry) in objects.items()}
-    written = {f"{key}_settings": repr(one) for key, (one, _) in objects.items()}
+    plain = now.as_dict()
     return {
         **config.as_dict(),
         **names,
-        **written,
+        **{f"{key}_settings": plain[key] for key in objects},
         "messages": engine.messages,
         "ranks": engine.comm.world_size,
         "version": lightning_sparse.__version__,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import yaml
 import lightning_sparse as ls
 from lightning_sparse.integrations.audit import AUDITED, Ages
 from lightning_sparse.integrations.distribution import describe, sample_of
+from lightning_sparse.integrations.loggers import log_settings
 from lightning_sparse.metrics import QUANTITIES
 from tests.fake_cuda import CUDA, fake_cuda
 from tests.ranks import Ranks
@@ -136,9 +139,33 @@ def test_mlflow_has_parameters_tags_and_artifacts(two_ranks: Ranks, tmp_path: Pa
     assert len((run / "metrics" / "sparse" / "density").read_text().splitlines()) == 6
     assert (run / "params" / "sparse_ddp" / "sparsifier").read_text() == "exdyna"
     assert (run / "params" / "sparse_ddp" / "ranks").read_text() == "2"
+    assert (run / "params" / "sparse_ddp" / "watch" / "every").read_text() == "100"
     assert (run / "tags" / "sparse" / "warnings" / "growth").read_text() == "sparse_ddp at step 2: the residual grows."
     assert "| bucket0 |" in (run / "artifacts" / "sparse" / "plan.md").read_text()
     assert len(list((run / "artifacts" / "sparse" / "gradient_distribution" / "bucket0").glob("*.json"))) == 4
+
+
+def test_mlflow_gets_new_parameters_only_under_names_that_it_takes() -> None:
+    class MLFlowLogger:
+        run_id = "run"
+        logged: dict[str, Any] = {}  # noqa: RUF012
+
+        @property
+        def experiment(self) -> Any:
+            return SimpleNamespace(
+                get_run=lambda _: SimpleNamespace(data=SimpleNamespace(params={"sparse_ddp/watch/every": "9"}))
+            )
+
+        def log_hyperparams(self, params: dict[str, Any]) -> None:
+            self.logged |= params
+
+    plain = ls.SparseDDPStrategy(rules=ls.Rules(densities={"embed*": 0.5})).config.as_dict()
+    log_settings(MLFlowLogger(), {"sparse_ddp": plain})
+    logged = MLFlowLogger.logged
+    assert "sparse_ddp/watch/every" not in logged, "it refuses other values"
+    assert logged["sparse_ddp/watch/growth"] == 10.0
+    assert logged["sparse_ddp/rules/densities"] == "{'embed*': 0.5}"
+    assert all(re.fullmatch(r"[\w/]+", name) for name in logged)
 
 
 def once() -> int:

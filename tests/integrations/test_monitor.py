@@ -99,6 +99,7 @@ def check_settings(logged: dict[str, Any], config: dict[str, Any], sparsifier: s
         name: value for name, value in config.items() if name not in (*named, "exchange")
     }
     assert logged["density"] == 0.01
+    assert "(" not in json.dumps(logged), "nothing is written as in Python"
     assert logged["version"] == ls.__version__
     assert logged["sparsifier_settings"] == config["sparsifier"]
     assert (logged["parameters"], logged["sparsified_parameters"]) == (423, 300)
