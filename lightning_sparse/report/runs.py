@@ -7,22 +7,36 @@ import io
 import json
 import math
 import re
+import reprlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_sparse.console import LOGGER, Table
 from lightning_sparse.report.catalog import DENSE_MB, DENSITY
+from lightning_sparse.report.files import KINDS, run_files
+from lightning_sparse.report.settings import MOST_BYTES, flat, need, settings_in, text_of
+from lightning_sparse.report.tensorboard_file import read_tensorboard_files
 from lightning_sparse.report.wandb_file import read_wandb_file
 
 Points = Iterable[tuple[float, str, float]]
 """Steps, names and values, in any order."""
+LAST_STEP = 2.0**53
+"""Beyond which numbers with decimals do not count by ones."""
+LARGEST = 1e100
+"""Of values, and the least is its reciprocal, so that differences and squares of what is drawn are numbers."""
+LONGEST_NAME = 120
+"""Letters of a name."""
+MOST_LISTED = 6
+"""Names of columns in a sentence."""
+WANDB_STEP = "trainer/global_step"
+"""By which Lightning's logger for W&B counts."""
 
 
 class NothingLoggedError(ValueError):
@@ -42,13 +56,18 @@ class Series(NamedTuple):
     values: NDArray[np.float64]
 
     def at(self, steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Values at other steps, on straight lines between those that were logged, and beyond at the mean slope."""
-        if not len(self.steps):
+        """Values at other steps, on straight lines between those that were logged, and beyond at the mean slope.
+
+        Values that are not finite are left out.
+        """
+        finite = np.isfinite(self.values)
+        known, values = self.steps[finite], self.values[finite]
+        if not len(known):
             return np.full(len(steps), np.nan)
-        found = np.interp(steps, self.steps, self.values)
-        if len(self.steps) > 1 and (length := self.steps[-1] - self.steps[0]):
-            slope = (self.values[-1] - self.values[0]) / length
-            found += slope * (np.maximum(steps - self.steps[-1], 0) - np.maximum(self.steps[0] - steps, 0))
+        found = np.interp(steps, known, values)
+        if len(known) > 1 and (length := known[-1] - known[0]):
+            slope = (values[-1] - values[0]) / length
+            found += slope * (np.maximum(steps - known[-1], 0) - np.maximum(known[0] - steps, 0))
         return found
 
 
@@ -79,9 +98,9 @@ class Run:
         """Whether settings or logs show that it exchanged gradients sparsely."""
 
         def says(name: str, value: str) -> bool:
-            last = name.rpartition("/")[2]
+            parts = name.split("/")
             strategy = "strategy" in name and re.search("sparse_?ddp", value, re.IGNORECASE)
-            chosen = last == "sparsifier" and value not in ("", "None", "none")
+            chosen = "sparsifier" in parts[:-1] or (parts[-1] == "sparsifier" and value not in ("", "None", "none"))
             return name.startswith("sparse_ddp/") or chosen or bool(strategy)
 
         return DENSITY in self.series or any(says(name, value) for name, value in self.settings.items())
@@ -98,7 +117,8 @@ class Run:
         Loops with Fabric often begin at 1. Told by dense traffic, which is the same in all steps, else by what the
         logged steps are multiples of.
         """
-        if (total := self.series.get(DENSE_MB)) is not None and len(total.steps) > 1:
+        total = self.series.get(DENSE_MB)
+        if total is not None and len(total.steps) > 1 and np.isfinite(total.values).all():
             growth = (total.values[-1] - total.values[0]) / (total.steps[-1] - total.steps[0])
             before = total.values[-1] / growth - total.steps[-1] if growth > 0 else math.nan
             if near := [count for count in (0, 1) if abs(before - count) < 0.1]:
@@ -108,18 +128,18 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path], names: Sequence[str] | None = None) -> list[Run]:
-    """Read the runs that some files or folders hold; of several, those that logged nothing are named and left out.
+    """Read the runs that some files or folders hold; of several, those that cannot be read are named and left out.
 
     Args:
         paths: of runs: folders of ``CSVLogger`` (``metrics.csv``), of W&B offline runs (``offline-run-*``) or of
             TensorBoard events, the files in them, or folders above several ones. Where a folder above holds several
             kinds, those of the first of these kinds are taken: loggers beside each other log the same run.
-        names: of the runs that logged something, in the order in which they are found; None: what distinguishes their
-            paths.
+        names: of all runs, or of those that can be read, in the order in which they are found; None: what distinguishes
+            their paths.
 
     Raises:
-        ValueError: where there is no run, its files are broken, names are too few or not distinct, or a package is
-            missing that reads them; in one sentence.
+        ValueError: where there is no run that can be read, names are too few or not distinct, or a package is missing;
+            in one sentence.
 
     Example:
         >>> read_runs([Path("no_such_folder")])
@@ -127,43 +147,27 @@ def read_runs(paths: Sequence[Path], names: Sequence[str] | None = None) -> list
         ...
         ValueError: Expected a run in no_such_folder, but there is no such file or folder.
     """
-    runs, empty = [], []
-    for file in dict.fromkeys(found for path in paths for found in _files(path)):
+    files = run_files(paths)
+    runs: dict[Path, Run] = {}
+    broken: dict[Path, ValueError] = {}
+    for file in files:
         try:
-            runs.append(_read(file))
-        except NothingLoggedError as error:
-            empty.append(error)
-    if not runs:
-        raise empty[0]
-    for why in empty:
-        LOGGER.warning("A run is left out. %s", why)
-    files = [run.path for run in runs]
-    if names is not None and (len(names) != len(files) or len(set(names)) < len(names)):
-        listed = ", ".join(str(file) for file in files)
-        raise ValueError(f"Expected {len(files)} different names, for {listed}, but got {', '.join(names)}.")
-    return [replace(run, name=name) for run, name in zip(runs, names or _distinct(files), strict=True)]
-
-
-def _files(path: Path) -> list[Path]:
-    """The run's file, or files of all runs below."""
-    try:
-        there = path.exists()
-    except OSError as error:  # such as a name that is too long
-        raise ValueError(f"Expected a run in {path}, but got: {error.strerror}.") from error
-    if not there:
-        raise ValueError(f"Expected a run in {path}, but there is no such file or folder.")
-    if path.is_file():
-        if not any(path.match(pattern) for pattern in READERS):
-            raise ValueError(f"Expected {path} to be one of {', '.join(READERS)}.")
-        return [path]
-    for found in (Path.glob, Path.rglob):  # what lies in the folder itself is meant before what lies deeper
-        for pattern in READERS:
-            if files := sorted(found(path, pattern)):
-                return files
-    raise ValueError(
-        f"Expected a run in {path}, but found none of {', '.join(READERS)} there or below: "
-        "name a folder that a CSVLogger, an offline WandbLogger or a TensorBoardLogger has written."
-    )
+            runs[file] = _read(file)
+        except ValueError as error:
+            broken[file] = error
+    first = None if runs else next(iter(broken))
+    for file, why in broken.items():
+        if file != first:
+            LOGGER.warning("A run is left out. %s", why)
+    if first is not None:
+        raise broken[first]
+    if names is not None and len(names) == len(files):
+        names = [name for name, file in zip(names, files, strict=True) if file in runs]
+    if names is not None and (len(names) != len(runs) or len(set(names)) < len(names)):
+        listed = ", ".join(str(file) for file in runs)
+        raise ValueError(f"Expected {len(runs)} different names, for {listed}, but got {', '.join(names)}.")
+    chosen = names or _distinct(list(runs))
+    return [replace(run, name=_clean(name)) for run, name in zip(runs.values(), chosen, strict=True)]
 
 
 def _distinct(files: Sequence[Path]) -> list[str]:
@@ -174,153 +178,166 @@ def _distinct(files: Sequence[Path]) -> list[str]:
     for level in zip(*parts, strict=False):
         if len(set(level)) == len(files):
             return list(level)
-    start = next(i for i in range(len(min(parts)) + 1) if len({part[: i + 1] for part in parts}) > 1)
+    start = next((i for i in range(len(min(parts)) + 1) if len({part[: i + 1] for part in parts}) > 1), -1)
     names = ["/".join(part[start:]) or part[-1] for part in parts]
     return [name if names.count(name) == 1 else f"{name}/{f.name}" for name, f in zip(names, files, strict=True)]
 
 
 def _read(file: Path) -> Run:
-    run = next(reader for pattern, reader in READERS.items() if file.match(pattern))(file)
+    run = next(reader for kind, reader in READERS.items() if file.match(kind))(file)
     if not run.series:
         raise NothingLoggedError(file)
     return run
 
 
-def _series(points: Points) -> dict[str, Series]:
+def _clean(name: str) -> str:
+    """A name that every page and figure can show."""
+    shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in name) or "(no name)"
+    return shown if len(shown) <= LONGEST_NAME else f"{shown[: LONGEST_NAME - 1]}…"
+
+
+def _check_step(step: float, where: str, file: Path) -> float:
+    """Steps are what all figures are drawn against."""
+    if not 0 <= step < LAST_STEP:
+        raise ValueError(f"Expected steps from 0 on in {file}, but {where} has {step:g}.")
+    return step
+
+
+def _series(points: Points, notes: list[str]) -> dict[str, Series]:
     """Of a step that was logged twice, as after a resumption, the later value counts."""
     found: dict[str, dict[float, float]] = {}
     for step, name, value in points:
-        found.setdefault(name, {})[step] = value
+        found.setdefault(_clean(name), {})[step] = value
     ordered = {name: sorted(by_step.items()) for name, by_step in found.items()}
-    return {name: Series(*np.array(pairs, dtype=np.float64).T) for name, pairs in ordered.items()}
+    made = {name: Series(*np.array(pairs, dtype=np.float64).T) for name, pairs in ordered.items()}
+    for name, (steps, values) in made.items():
+        size = np.abs(values)
+        huge, tiny = np.isfinite(values) & (size > LARGEST), (size > 0) & (size < 1 / LARGEST)
+        if huge.any() or tiny.any():
+            far = f"beyond {LARGEST:g} are taken as infinite, or below {1 / LARGEST:g} as zero"
+            notes.append(f"{name}: {int(huge.sum() + tiny.sum())} values {far}.")
+            made[name] = Series(steps, np.where(huge, np.copysign(np.inf, values), np.where(tiny, 0.0, values)))
+    return made
 
 
 def read_csv(file: Path) -> Run:
     """A folder of ``CSVLogger``: ``metrics.csv``, with ``hparams.yaml`` and ``config.yaml`` where they are."""
     notes = []
-    text = _text(file)
+    text = text_of(file)
     if text and not text.endswith("\n"):
         text = text[: text.rfind("\n") + 1]
         notes.append("The last line of metrics.csv was cut off and is left out.")
-    header, *lines = list(csv.reader(io.StringIO(text, newline=""))) or [[]]
+    lines = _lines(text, file)
+    _, header = next(lines, (1, []))
     if header and "step" not in header:
-        raise ValueError(f"Expected {file} to have a column step, but its columns are: {', '.join(header)}.")
-    if not lines:
-        raise NothingLoggedError(file)
-    place = header.index("step")
+        raise ValueError(f"Expected {file} to have a column step, but its columns are: {_listed(header)}.")
+    if twice := [name for name, count in Counter(map(_clean, header)).items() if count > 1]:
+        raise ValueError(f"Expected different columns in {file}, but several are called {_listed(twice)}.")
 
     def points() -> Iterator[tuple[float, str, float]]:
-        for number, cells in enumerate(lines, 2):
+        place = header.index("step")
+        for number, cells in lines:
             if len(cells) != len(header):
                 raise ValueError(f"Expected {len(header)} cells in line {number} of {file}, but got {len(cells)}.")
             for name, cell in zip(header, cells, strict=True):
                 if cell and name != "step":
                     try:
-                        yield float(cells[place]), name, float(cell)
+                        step, value = float(cells[place]), float(cell)
                     except ValueError:
-                        wrong = f"but line {number} has {cell!r} under {name!r} at step {cells[place]!r}"
-                        raise ValueError(f"Expected numbers in {file}, {wrong}.") from None
+                        under = f"{reprlib.repr(cell)} under {reprlib.repr(name)} at step {reprlib.repr(cells[place])}"
+                        raise ValueError(f"Expected numbers in {file}, but line {number} has {under}.") from None
+                    yield _check_step(step, f"line {number}", file), name, value
 
-    plan = file.parent / "sparse" / "plan.csv"
-    rows = list(csv.reader(io.StringIO(_text(plan), newline=""))) if plan.exists() else []
-    table = Table("", rows[0], rows[1:]) if rows else None
-    return Run("", file, _series(points()), _settings(file.parent), notes=notes, plan=table)
+    series = _series(points(), notes) if header else {}
+    if not series:
+        raise NothingLoggedError(file)
+    settings, unknown = settings_in(file.parent)
+    plan = _plan(file.parent / "sparse" / "plan.csv", _plan_of_csv, notes)
+    return Run("", file, series, settings, notes=[*notes, *unknown], plan=plan)
+
+
+def _lines(text: str, file: Path) -> Iterator[tuple[int, list[str]]]:
+    """Lines of a CSV file that are not empty, with their numbers."""
+    lines = csv.reader(io.StringIO(text, newline=""))
+    try:
+        for cells in lines:
+            if cells:
+                yield lines.line_num, cells
+    except csv.Error as error:
+        raise ValueError(f"Expected {file} to be CSV, but line {lines.line_num} is not: {error}.") from error
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return ", ".join(_clean(name) for name in names[:MOST_LISTED]) + more
+
+
+def _plan(file: Path | None, read: Callable[[Path], Table | None], notes: list[str]) -> Table | None:
+    """The table of groups, without which a run can be shown."""
+    if file is None or not file.is_file():
+        return None
+    try:
+        return read(file)
+    except ValueError as error:
+        notes.append(f"Its plan of groups is not known. {error}")
+        return None
+
+
+def _plan_of_csv(file: Path) -> Table | None:
+    rows = [cells for _, cells in _lines(text_of(file, MOST_BYTES), file)]
+    return Table("", rows[0], rows[1:]) if rows else None
 
 
 def read_wandb(file: Path) -> Run:
     """A folder of a W&B offline run: ``run-*.wandb``."""
-    _need("wandb", "wandb", "wandb", file)
+    need("wandb", "wandb", "wandb", file)
     config, rows, notes = read_wandb_file(file)
-    step = "trainer/global_step"
     points, clock = [], []
     for place, row in enumerate(rows):
-        at = float(row.get(step, row.get("_step", place)))
-        if "_timestamp" in row:
-            clock.append((at, "clock", float(row["_timestamp"])))
+        at = _check_step(row.get(WANDB_STEP, row.get("_step", place)), f"row {place + 1} of the history", file)
+        if math.isfinite(noted := row.get("_timestamp", math.nan)):
+            clock.append((at, "clock", noted))
         for name, value in row.items():
-            if name != step and not name.startswith("_"):
-                points.append((at, name, float(value)))
-    clock_of_run = _since_start(_series(clock).get("clock"))
-    return Run("", file, _series(points), _flat(config), clock_of_run, notes, _wandb_plan(file.parent))
+            if name != WANDB_STEP and not name.startswith("_"):
+                points.append((at, name, value))
+    series = _series(points, notes)
+    try:
+        settings = flat(config)
+    except (RecursionError, ValueError):
+        settings = {}
+        notes.append(f"Its settings are not known. Expected {file} to hold settings by name, nested a few levels deep.")
+    tables = sorted(file.parent.glob("files/media/table/sparse/plan_*.table.json"), key=lambda one: one.stat().st_mtime)
+    plan = _plan(tables[-1] if tables else None, _plan_of_wandb, notes)
+    return Run("", file, series, settings, _clock(clock), notes, plan)
 
 
-def _wandb_plan(folder: Path) -> Table | None:
+def _plan_of_wandb(file: Path) -> Table:
     """The last table of groups that was logged."""
-    files = sorted(folder.glob("files/media/table/sparse/plan_*.table.json"), key=lambda file: file.stat().st_mtime)
-    if not files:
-        return None
-    found = json.loads(_text(files[-1]))
-    return Table("", found["columns"], [["" if cell is None else str(cell) for cell in row] for row in found["data"]])
+    try:
+        found = json.loads(text_of(file, MOST_BYTES))
+        rows = [["" if cell is None else str(cell) for cell in row] for row in found["data"]]
+        return Table("", [str(name) for name in found["columns"]], rows)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"Expected {file} to be a table of W&B, but got a {type(error).__name__}.") from error
 
 
 def read_tensorboard(file: Path) -> Run:
     """A folder of ``TensorBoardLogger``: scalars of all its event files, with ``hparams.yaml`` where it is."""
-    _need("tensorboard", "tensorboard", None, file)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(file.parent), size_guidance={"scalars": 0})
-    events.Reload()
-    points, clock = [], []
-    for name in events.Tags()["scalars"]:
-        for event in events.Scalars(name):
-            points.append((float(event.step), name, float(event.value)))
-            clock.append((float(event.step), "clock", float(event.wall_time)))
-    return Run("", file, _series(points), _settings(file.parent), _since_start(_series(clock).get("clock")))
+    need("tensorboard", "tensorboard", None, file)
+    scalars, notes = read_tensorboard_files(file.parent)
+    for one in scalars:
+        _check_step(one.step, _clean(one.name), file)
+    series = _series(((float(one.step), one.name, one.value) for one in scalars), notes)
+    clock = _clock([(float(one.step), "clock", one.seconds) for one in scalars if math.isfinite(one.seconds)])
+    settings, unknown = settings_in(file.parent)
+    return Run("", file, series, settings, clock, [*notes, *unknown])
 
 
-def _since_start(clock: Series | None) -> Series | None:
+def _clock(points: Points) -> Series | None:
+    """Seconds since the first point."""
+    clock = _series(points, []).get("clock")
     return clock and Series(clock.steps, clock.values - clock.values[0])
 
 
-READERS: dict[str, Callable[[Path], Run]] = {
-    "metrics.csv": read_csv,
-    "run-*.wandb": read_wandb,
-    "events.out.tfevents.*": read_tensorboard,
-}
-"""Files of runs, in the order in which they are looked for, and what reads them."""
-
-
-def _need(module: str, package: str, extra: str | None, file: Path) -> None:
-    if find_spec(module) is None:
-        install = f"'lightning-sparse[{extra}]'" if extra else package
-        raise ValueError(f"Expected {package} to be installed, to read {file}: pip install {install}.")
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"Expected {file} to be a readable text file, but got: {error}.") from error
-
-
-def _settings(folder: Path) -> dict[str, str]:
-    """Of ``hparams.yaml``, and, where LightningCLI has written it, of ``config.yaml``."""
-    found: dict[str, str] = {}
-    for name in ("config.yaml", "hparams.yaml"):
-        file = folder / name
-        if file.exists():
-            _need("yaml", "pyyaml", "cli", file)
-            import yaml
-
-            class Loader(yaml.SafeLoader):  # type: ignore[misc]
-                """Objects that were written down are settings of no more than their names."""
-
-            Loader.add_multi_constructor("", lambda _, tag, node: tag.rsplit(":", 1)[-1])
-            try:
-                loaded = yaml.load(_text(file), Loader)
-            except yaml.YAMLError as error:
-                place = getattr(getattr(error, "problem_mark", None), "line", -1) + 1
-                raise ValueError(f"Expected {file} to be YAML, but it is broken in line {place}.") from error
-            if isinstance(loaded, dict):
-                found |= _flat(loaded.get("fit") or loaded)
-    return found
-
-
-def _flat(settings: Any, prefix: str = "") -> dict[str, str]:
-    """Nested settings as texts by names with slashes."""
-    if isinstance(settings, Mapping) and (settings or not prefix):
-        parts = [_flat(value, f"{prefix}/{name}" if prefix else str(name)) for name, value in settings.items()]
-        return {name: text for part in parts for name, text in part.items()}
-    if isinstance(settings, list) and any(isinstance(one, Mapping) for one in settings):
-        return _flat(dict(enumerate(settings)), prefix)
-    return {prefix: str(settings)}
+READERS: dict[str, Callable[[Path], Run]] = dict(zip(KINDS, (read_csv, read_wandb, read_tensorboard), strict=True))
+"""What reads the files of each kind."""

@@ -27,26 +27,33 @@ def read_wandb_file(file: Path) -> tuple[dict[str, Any], list[dict[str, float]],
         The configuration; the numbers that were logged, a row for each call; what was odd, in sentences.
 
     Raises:
-        ValueError: if it is no such file, or broken in the middle.
+        ValueError: if it is no such file, cannot be read, or is broken in the middle; in one sentence.
     """
     from wandb.proto import wandb_internal_pb2
 
     new_record: Any = vars(wandb_internal_pb2)["Record"]  # made when the module is imported
-    data = file.read_bytes()
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"Expected {file} to be the file of a W&B run, but got: {error.strerror}.") from error
     if not data.startswith(b":W&B"):
         raise ValueError(f"Expected {file} to be the file of a W&B run, but it does not begin like one.")
     config: dict[str, Any] = {}
     rows: list[dict[str, float]] = []
     ended = False
-    for message in _messages(data, file):
+    for position, message in _messages(data, file):
         record = new_record()
-        record.ParseFromString(message)
-        kind = record.WhichOneof("record_type")
-        if kind == "history":
-            rows.append(_numbers({_name(item): json.loads(item.value_json) for item in record.history.item}))
-        elif kind in ("config", "run"):
-            updates = record.config.update if kind == "config" else record.run.config.update
-            config |= {_name(item): json.loads(item.value_json) for item in updates}
+        try:
+            record.ParseFromString(message)
+            kind = record.WhichOneof("record_type")
+            if kind == "history":
+                rows.append(_numbers({_name(item): json.loads(item.value_json) for item in record.history.item}))
+            elif kind in ("config", "run"):
+                updates = record.config.update if kind == "config" else record.run.config.update
+                config |= {_name(item): json.loads(item.value_json) for item in updates}
+        except Exception as error:  # those of protobuf, which has two implementations, and of what JSON may hold
+            why = f"that at byte {position} is none: {type(error).__name__}"
+            raise ValueError(f"Expected records of W&B in {file}, but {why}.") from error
         ended = ended or kind == "exit"
     config.pop("_wandb", None)
     return config, rows, [] if ended else [f"{file.name} has no end: the run still writes, or was killed."]
@@ -55,16 +62,17 @@ def read_wandb_file(file: Path) -> tuple[dict[str, Any], list[dict[str, float]],
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
     """Without tables and pictures, of which there are numbers, too: their sizes."""
     media = tuple(name.removesuffix("_type") for name in row if name.endswith("/_type"))
-    return {name: x for name, x in row.items() if isinstance(x, int | float) and not (media and name.startswith(media))}
+    numbers = {name: x for name, x in row.items() if isinstance(x, int | float)}
+    return {name: float(x) for name, x in numbers.items() if not (media and name.startswith(media))}
 
 
 def _name(item: Any) -> str:
     return item.key or "/".join(item.nested_key)
 
 
-def _messages(data: bytes, file: Path) -> Iterator[bytes]:
-    """Whole records; one that was not finished at the end of the file is left out."""
-    position, message = START, b""
+def _messages(data: bytes, file: Path) -> Iterator[tuple[int, bytes]]:
+    """Whole records, with where they begin; one that was not finished at the end of the file is left out."""
+    position, begin, pieces = START, START, list[bytes]()
     while position + 7 <= len(data):
         if (left := BLOCK - position % BLOCK) < 7:
             position += left
@@ -73,10 +81,13 @@ def _messages(data: bytes, file: Path) -> Iterator[bytes]:
         piece = data[position + 7 : position + 7 + size]
         if len(piece) < size:
             return
-        found = zlib.crc32(piece, zlib.crc32(bytes([kind])))
-        if kind not in (WHOLE, FIRST, MIDDLE, LAST) or check != found:
+        follows = kind in (MIDDLE, LAST)
+        whole = kind in (WHOLE, FIRST, MIDDLE, LAST) and check == zlib.crc32(piece, zlib.crc32(bytes([kind])))
+        if not whole or follows != bool(pieces):
             raise ValueError(f"Expected {file} to be whole, but it is broken after {position} of {len(data)} bytes.")
-        message = piece if kind in (WHOLE, FIRST) else message + piece
+        begin = begin if follows else position
+        pieces.append(piece)
         position += 7 + size
         if kind in (WHOLE, LAST):
-            yield message
+            yield begin, b"".join(pieces)
+            pieces.clear()
