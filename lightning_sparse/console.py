@@ -33,6 +33,20 @@ def page(name: str) -> str:
     return str(PAGES / f"{name}.md")
 
 
+def plain(x: float, digits: int = 3) -> str:
+    """A number as people write it: digits that count, and all of those before the point.
+
+    Args:
+        x: to write.
+        digits: that count, at least.
+
+    Example:
+        >>> plain(1350.4), plain(0.04321), plain(999.7), plain(9999.6, 4)
+        ('1,350', '0.0432', '1,000', '10,000')
+    """
+    return f"{x:,.0f}" if 10**digits - 0.5 <= abs(x) < 1e9 else f"{x:.{digits}g}"
+
+
 class Table(NamedTuple):
     """A title, a header and rows of text; columns hold numbers, which are aligned to the right, unless in ``left``."""
 

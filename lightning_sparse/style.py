@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
 """Okabe and Ito's colours without yellow, which is too pale for lines; in grey, dashes and markers tell lines apart."""
@@ -181,35 +182,40 @@ def panels(count: int, columns: int, width: float, height: float) -> tuple[Figur
     return figure, grid[:count]
 
 
-def label_ends(panel: Axes, size: float = 8, bold: Sequence[str] = ()) -> None:
+def label_ends(
+    panel: Axes, size: float = 8, bold: Sequence[str] = (), names: Sequence[tuple[Line2D, str]] | None = None
+) -> None:
     """Write the names of a panel's lines at their ends, and take care that they do not meet.
 
-    Lines without points and those whose label begins with "_" get none. To be called when limits and scales are set.
+    Lines without points get none. To be called when limits and scales are set.
 
     Args:
-        panel: with its lines, whose labels are written.
+        panel: with its lines.
         size: of the letters, in points.
-        bold: labels that stand out.
+        bold: names that stand out.
+        names: lines with their names; None: all with a label that does not begin with "_".
     """
     panel.set_xlim(panel.get_xlim())  # fixed: labels are placed by them
     panel.set_ylim(panel.get_ylim())
     to_panel = panel.transData + panel.transAxes.inverted()
+    if names is None:
+        labels = [(line, str(line.get_label())) for line in panel.get_lines()]
+        names = [(line, label) for line, label in labels if not label.startswith("_")]
     lines, ends = [], []
-    for line in panel.get_lines():
+    for line, name in names:
         points = np.asarray(to_panel.transform(np.asarray(line.get_xydata(), dtype=np.float64).reshape(-1, 2)))
         seen = points[np.isfinite(points).all(axis=1)]
-        if len(seen) and not str(line.get_label()).startswith("_"):
-            lines.append(line)
+        if len(seen):
+            lines.append((line, name))
             ends.append((min(1.0, float(seen[-1][0])), min(1.0, max(0.0, float(seen[-1][1])))))
     figure = panel.figure
     rows = panel.get_subplotspec().get_gridspec().nrows  # type: ignore[union-attr]
     points_up = 72 * figure.get_figheight() / rows * 0.78  # type: ignore[union-attr]
     points_across = 72 * figure.get_figwidth() * 0.6  # type: ignore[union-attr]
-    longest = max((len(str(line.get_label())) for line in lines), default=0)
+    longest = max((len(name) for _, name in lines), default=0)
     width = min(0.4, 0.6 * size * longest / points_across)
     leader = {"arrowstyle": "-", "relpos": (0, 0.5), "linewidth": 0.8, "shrinkA": 0, "shrinkB": 2}
-    for line, end, height in zip(lines, ends, place_labels(ends, 1.25 * size / points_up, width), strict=True):
-        name = str(line.get_label())
+    for (line, name), end, height in zip(lines, ends, place_labels(ends, 1.25 * size / points_up, width), strict=True):
         panel.annotate(
             name,
             xy=end,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 
-from lightning_sparse.console import say
+from lightning_sparse.console import plain, say
 from lightning_sparse.core import Agreement
 from lightning_sparse.kernels import native
 from lightning_sparse.kernels.library import INSTEAD
@@ -65,7 +65,7 @@ def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int
         traffic = "nothing was sent by the only rank"
     elif not sent:
         traffic = "nothing was sent"
-    elif (times := f"{dense / sent:.3g}") == "1":
+    elif (times := plain(dense / sent)) == "1":
         traffic = f"each rank sent {amount(sent)}, as much as dense DDP"
     else:
         traffic = f"each rank sent {amount(sent)}; dense DDP sends {amount(dense)}, {times} times as much"
@@ -85,9 +85,13 @@ def amount(nbytes: float) -> str:
     Example:
         >>> amount(1.5e6), amount(2.25e12)
         ('1.5 MB', '2,250 GB')
+        >>> amount(999.7e6), amount(36.0)
+        ('1 GB', '36 bytes')
     """
     mb = nbytes / MB
-    return f"{mb:.3g} MB" if mb < 1000 else f"{mb / 1000:,.0f} GB" if mb > 1e5 else f"{mb / 1000:.3g} GB"
+    if nbytes < 100:
+        return f"{nbytes:.0f} bytes"
+    return f"{mb:.3g} MB" if mb < 999.5 else f"{plain(mb / 1000)} GB"
 
 
 class Announcer:

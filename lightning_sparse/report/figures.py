@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_sparse.console import plain
 from lightning_sparse.report.catalog import (
     DENSE_MB,
     EXCHANGE,
@@ -152,6 +154,7 @@ def dense_rates(runs: Sequence[Run]) -> list[float]:
     """MB of a dense step, as sparse runs have logged them: one number where models and ranks are the same."""
     found = [(run.series[DENSE_MB], run.offset) for run in runs if DENSE_MB in run.series]
     rates = [float(one.values[-1] / (one.steps[-1] + offset)) for one, offset in found]
+    rates = [rate for rate in rates if rate > 0 and math.isfinite(rate)]
     return [] if not rates else rates[:1] if np.ptp(rates) <= 0.01 * max(rates) else rates
 
 
@@ -226,14 +229,27 @@ def _framed(figure: Figure, x_title: str, curves: Sequence[Curve], remarks: Sequ
     far = len(y) and len(behind) and np.median(behind) > 10 * np.median(y)
     y_log = wants_log(y) or bool(far and y.min() > 0 and behind.min() > 0)
     y_range = robust_range(y, y_log)
-    if len(behind):
-        y_range = y_range._replace(low=min(y_range.low, behind.min()), high=max(y_range.high, behind.max()))
+    if len(seen := behind[behind > 0] if y_log else behind):
+        beyond = (seen.min() < y_range.low, seen.max() > y_range.high)
+        low, high = _around(min(y_range.low, seen.min()), max(y_range.high, seen.max()), y_log)
+        y_range = y_range._replace(low=low if beyond[0] else y_range.low, high=high if beyond[1] else y_range.high)
     if y_range.outside:
         most = y_range.highest if y_range.highest > y_range.high else y_range.lowest
         points, them = ("1 point", "it") if y_range.outside == 1 else (f"{y_range.outside} points", "them")
-        remarks.append(f"The axis leaves out {points}, up to {most:.3g}; a double click shows {them}.")
-    shown = Range(float(x_all.min()), float(x_all.max()), 0, 0.0, 0.0) if len(x_all) else robust_range([])
+        remarks.append(f"The axis leaves out {points}, up to {plain(most)}; a double click shows {them}.")
+    shown = robust_range([])
+    if len(x_all):
+        shown = Range(*_around(float(x_all.min()), float(x_all.max()), bool(x_log)), 0, x_all.min(), x_all.max())
     return Panel(figure.title, x_title, curves, bool(x_log), y_log, shown, y_range, figure.ideal, remarks)
+
+
+def _around(low: float, high: float, log: bool) -> tuple[float, float]:
+    """With room for the markers of the first and the last points."""
+    if log:
+        low, high = _around(math.log10(low), math.log10(high), False)
+        return 10**low, 10**high
+    margin = max(0.03 * (high - low), 1e-6 * abs(high)) or 0.5
+    return low - margin, high + margin
 
 
 def _all(arrays: Sequence[Array]) -> Array:
@@ -277,12 +293,19 @@ def _without_twins(curves: Sequence[Curve]) -> list[Curve]:
     return kept
 
 
-def _bars(runs: Sequence[Run]) -> Bars:
-    def typical(run: Run, name: str) -> float | None:
-        values = run.series[name].values if name in run.series else np.zeros(0)
-        values = values[np.isfinite(values)]
-        return float(np.median(values)) if len(values) else None
+def typical(run: Run, name: str) -> float | None:
+    """Median over the run of what was logged and is finite; None where there is nothing.
 
+    Args:
+        run: to look at.
+        name: of the quantity.
+    """
+    values = run.series[name].values if name in run.series else np.zeros(0)
+    values = values[np.isfinite(values)]
+    return float(np.median(values)) if len(values) else None
+
+
+def _bars(runs: Sequence[Run]) -> Bars:
     rows = []
     for place, run in enumerate(runs):
         select, exchange, exposed = (typical(run, name) for name in (SELECT, EXCHANGE, EXPOSED))
@@ -295,10 +318,11 @@ def _bars(runs: Sequence[Run]) -> Bars:
 
 
 def groups_of(run: Run) -> dict[str, dict[str, float]]:
-    """Means over the run of what was logged for each group; empty where groups were not logged."""
+    """Means over the run of what was logged for each group and is finite; empty where groups were not logged."""
     found: dict[str, dict[str, float]] = {}
     for name, series in run.series.items():
         if name.startswith(GROUP):
             group, _, quantity = name.removeprefix(GROUP).partition("/")
-            found.setdefault(group, {})[quantity] = float(np.mean(series.values))
+            finite = series.values[np.isfinite(series.values)]
+            found.setdefault(group, {})[quantity] = float(np.mean(finite)) if len(finite) else math.nan
     return found

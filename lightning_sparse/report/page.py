@@ -34,6 +34,8 @@ STROKES = {"-": "", "--": "6 3", "-.": "7 2 2 2", ":": "2 2"}
 """Of SVG lines in the list of runs."""
 HEIGHT = 320
 """Pixels of a figure."""
+LONGEST_CELL = 500
+"""Letters of a cell of a table."""
 
 
 def write_page(runs: Sequence[Run], path: Path, title: str | None = None) -> Path:
@@ -63,7 +65,7 @@ def write_page(runs: Sequence[Run], path: Path, title: str | None = None) -> Pat
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="replace")  # settings may hold halves of letters
     except OSError as error:
         raise ValueError(f"Expected out to be a file to write to, but got {path}: {error.strerror}.") from error
     return path
@@ -114,8 +116,11 @@ def _settings(runs: Sequence[Run], different: Sequence[str], common: Sequence[st
 
 
 def _table(table: Table) -> str:
+    def shown(cell: str) -> str:
+        return cell if len(cell) <= LONGEST_CELL else f"{cell[:LONGEST_CELL]}… ({len(cell):,} letters)"
+
     def line(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+        return "<tr>" + "".join(f"<{tag}>{html.escape(shown(cell))}</{tag}>" for cell in cells) + "</tr>"
 
     rows = "".join(line(row, "td") for row in table.rows)
     return f"<table><thead>{line(table.header, 'th')}</thead><tbody>{rows}</tbody></table>"

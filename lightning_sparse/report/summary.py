@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparse.console import Table
-from lightning_sparse.report.catalog import DENSE_MB, EXPOSED, TOTAL_MB, is_better_low, is_result
-from lightning_sparse.report.figures import clock_of, dense_rates
+from lightning_sparse.console import Table, plain
+from lightning_sparse.controllers.announcer import amount
+from lightning_sparse.metrics import MB
+from lightning_sparse.report.catalog import DENSE_MB, EXPOSED, TOTAL_MB, is_result
+from lightning_sparse.report.figures import clock_of, dense_rates, megabytes, typical
+from lightning_sparse.report.repeats import MOST_NAMED, compared, repeated
 from lightning_sparse.report.runs import Run
 
-MOST_NAMED = 6
-"""Settings that a sentence names."""
+ASSUMED = "≈"
+"""Before traffic that was not logged."""
 
 
 class Total(NamedTuple):
@@ -27,7 +30,9 @@ class Total(NamedTuple):
     """Ends of what says how well training goes: medians of the last thirtieth of the points, at least of one."""
     sent_mb: float | None
     dense_mb: float | None
-    """What dense ring all-reduces would have sent, as logged."""
+    """What dense ring all-reduces would have sent."""
+    assumed: bool
+    """Whether the run logged no traffic, and is taken to have sent what dense all-reduces of the others would have."""
     seconds: float | None
     exposed_ms: float | None
     """Median of a step."""
@@ -48,25 +53,33 @@ def totals(runs: Sequence[Run]) -> list[Total]:
     """Each run in numbers, in the order of the runs."""
 
     def last(run: Run, name: str) -> float | None:
-        return float(run.series[name].values[-1]) if name in run.series else None
+        return _only(run.series[name].values[-1:]) if name in run.series else None
 
     found, clocks = [], clock_of(runs)
     for run in runs:
         end = np.array([float(run.steps - run.offset)])
         results = {name: _end(series.values) for name, series in run.series.items() if is_result(name)}
-        exposed = run.series[EXPOSED].values if EXPOSED in run.series else None
+        assumed = TOTAL_MB not in run.series
+        sent = _only(megabytes(runs, run, end)) if assumed else last(run, TOTAL_MB)
+        assumed &= sent is not None
         found.append(
             Total(
                 run.name,
                 run.steps,
                 results,
-                last(run, TOTAL_MB),
-                last(run, DENSE_MB),
-                next((float(x[0]) for clock in clocks if (x := clock.at(run, end)) is not None), None),
-                None if exposed is None else float(np.median(exposed)),
+                sent,
+                sent if assumed else last(run, DENSE_MB),
+                assumed,
+                next((known for clock in clocks if (known := _only(clock.at(run, end))) is not None), None),
+                typical(run, EXPOSED),
             )
         )
     return found
+
+
+def _only(x: NDArray[np.float64] | None) -> float | None:
+    """The number of an array of one, if it is known."""
+    return float(x[0]) if x is not None and math.isfinite(x[0]) else None
 
 
 def _end(values: NDArray[np.float64]) -> float:
@@ -83,7 +96,8 @@ def totals_table(runs: Sequence[Run]) -> Table:
             one.run,
             str(one.steps),
             *(_number(one.results.get(name)) for name in names),
-            *(_number(x) for x in (one.sent_mb, one.dense_mb, one.ratio, one.seconds, one.exposed_ms)),
+            *((ASSUMED if one.assumed else "") + _number(x) for x in (one.sent_mb, one.dense_mb, one.ratio)),
+            *(_number(x) for x in (one.seconds, one.exposed_ms)),
         ]
         for one in found
     ]
@@ -91,18 +105,20 @@ def totals_table(runs: Sequence[Run]) -> Table:
 
 
 def _number(x: float | None) -> str:
-    return "" if x is None else f"{x:,.0f}" if 1e4 <= abs(x) < 1e9 else f"{x:.4g}"
+    return "" if x is None else plain(x, 4)
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
     """Settings that runs do not share; first those of which runs have different values."""
+    return [name for names in _differing(runs) for name in names]
+
+
+def _differing(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
+    """Settings of which runs have different values, and all others that are not in all runs."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
-    different = [name for name in names if len({run.settings.get(name) for run in runs}) > 1]
-    return sorted(different, key=lambda name: _values(runs, name) < 2)
-
-
-def _values(runs: Sequence[Run], name: str) -> int:
-    return len({run.settings[name] for run in runs if name in run.settings})
+    values = {name: [run.settings[name] for run in runs if name in run.settings] for name in names}
+    different = [name for name in names if len(set(values[name])) > 1]
+    return different, [name for name in names if name not in set(different) and len(values[name]) < len(runs)]
 
 
 def settings_table(runs: Sequence[Run], names: Sequence[str]) -> Table:
@@ -115,34 +131,37 @@ def sentences(runs: Sequence[Run]) -> list[str]:
     """The short version, and what was odd."""
     found = totals(runs)
     said = []
-    saving = sorted((one for one in found if one.ratio is not None), key=lambda one: -(one.ratio or 0.0))
+    saving = [one for one in found if one.ratio is not None and not one.assumed]
+    saving.sort(key=lambda one: -(one.ratio or 0.0))
     if len(saving) > 3:
         said.append(f"Of {len(saving)} runs that logged their traffic, these sent most and least against dense:")
         saving = [saving[-1], saving[0]]
     for one in saving:
+        sent, dense = (amount((x or 0.0) * MB) for x in (one.sent_mb, one.dense_mb))
         said.append(
-            f"{one.run} sent {one.sent_mb:.3g} MB a rank in {one.steps} steps; "
-            f"dense all-reduces would have sent {one.dense_mb:.3g} MB, {one.ratio:.3g} times as much."
+            f"{one.run} sent {sent} a rank in {one.steps:,} steps; "
+            f"dense all-reduces would have sent {dense}, {plain(one.ratio or 0.0)} times as much."
         )
     for name in sorted({n for one in found for n in one.results}, key=lambda n: ("val" not in n, n))[:2]:
-        ends = [(one.results[name], one.run) for one in found if math.isfinite(one.results.get(name, math.nan))]
-        if len(ends) > 1:
-            first, last = sorted(ends, reverse=not is_better_low(name))[:: len(ends) - 1]
-            best, worst = _number(first[0]), _number(last[0])
-            apart = f"{name} ended best in {first[1]}, at {best}, worst in {last[1]}, at {worst}."
-            said.append(f"{name} ended at {best} in all runs." if best == worst else apart)
-        elif ends:
-            said.append(f"{name} ended at {_number(ends[0][0])}.")
+        if groups := repeated(runs, [one.results.get(name, math.nan) for one in found]):
+            said += compared(name, groups)
+        if lost := [one.run for one in found if not math.isfinite(one.results.get(name, 0.0))]:
+            said.append(f"{name} is not finite at the end of {', '.join(lost)}.")
     known = [run for run in runs if run.settings]
     if len(known) > 1:
-        different = [name for name in differing(known) if _values(known, name) > 1]
-        more = f" and {len(different) - MOST_NAMED} more" if len(different) > MOST_NAMED else ""
-        named, others = ", ".join(different[:MOST_NAMED]), "" if len(known) == len(runs) else " among the other runs"
-        said.append(f"Settings that differ{others}: {named}{more}." if different else f"No setting differs{others}.")
-        if some := len(differing(known)) - len(different):
-            said.append(f"{some} settings are there in some of the runs only; all are in the table at the end.")
+        of_all, of_some = _differing(known)
+        others = "" if len(known) == len(runs) else " among the other runs"
+        if of_all:
+            more = f" and {len(of_all) - MOST_NAMED} more" if len(of_all) > MOST_NAMED else ""
+            said.append(f"Settings that differ{others}: {', '.join(of_all[:MOST_NAMED])}{more}.")
+        if of_some:
+            first = "" if of_all else f"No setting that all of them have differs{others}. "
+            there = "1 setting is" if len(of_some) == 1 else f"{len(of_some)} settings are"
+            said.append(f"{first}{there} there in some of the runs only, such as {of_some[0]}: see the last table.")
+        if not of_all and not of_some:
+            said.append(f"No setting differs{others}.")
     if known and (unknown := ", ".join(run.name for run in runs if not run.settings)):
-        said.append(f"Settings of {unknown} are not known: there are none beside the logs.")
+        said.append(f"Settings of {unknown} are not known: none could be read beside the logs.")
     said += _assumptions(runs)
     said += [f"{run.name}: {note}" for run in runs for note in run.notes]
     return said
@@ -167,7 +186,7 @@ def _assumptions(runs: Sequence[Run]) -> list[str]:
         if len(rates) == 1:
             said.append(
                 f"{names} logged no traffic and {verb} drawn as if {they} had sent what dense all-reduces of the "
-                f"others would have sent: {rates[0]:.4g} MB a step. "
+                f"others would have sent: {amount(rates[0] * MB)} a step, marked {ASSUMED} in the table. "
                 "That holds for plain DDP with the same model and ranks."
             )
         else:

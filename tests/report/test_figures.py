@@ -10,7 +10,7 @@ import pytest
 
 from lightning_sparse.report.figures import MOST_POINTS, Bars, Panel, dense_rates, parts_of
 from lightning_sparse.report.runs import Run, Series, read_runs
-from lightning_sparse.report.summary import differing, sentences, totals
+from lightning_sparse.report.summary import differing, sentences, totals, totals_table
 from lightning_sparse.style import place_labels, robust_range, wants_log
 from tests.report.made_up import DENSE_STEP_MB, compared
 
@@ -145,7 +145,7 @@ def test_steps_are_counted_wherever_logs_begin(at: list[int], logged: dict[str, 
 
 def test_settings_that_are_not_known_are_not_taken_as_equal(runs: list[Run]) -> None:
     known, unknown = replace(runs[0], settings={"lr": "0.1"}), [run("a", loss=[1.0]), run("b", loss=[1.0])]
-    told = "Settings of a, b are not known: there are none beside the logs."
+    told = "Settings of a, b are not known: none could be read beside the logs."
     assert told in sentences([known, *unknown])
     assert not any("No setting differs" in one for one in sentences([known, *unknown]) + sentences(unknown))
     assert "No setting differs among the other runs." in sentences([known, known, *unknown])
@@ -154,6 +154,79 @@ def test_settings_that_are_not_known_are_not_taken_as_equal(runs: list[Run]) -> 
         one.startswith("Settings that differ among the other runs: lr")
         for one in sentences([known, replace(known, settings={"lr": "1"}), *unknown])
     )
+
+
+def test_settings_that_some_runs_lack_are_not_called_equal(runs: list[Run]) -> None:
+    shared = replace(runs[0], settings={"lr": "0.1"})
+    more = replace(runs[1], settings={"lr": "0.1", **{f"sparse_ddp/{i}": "1" for i in range(27)}})
+    said = sentences([shared, more])
+    assert not any(one.startswith("No setting differs") for one in said)
+    assert (
+        "No setting that all of them have differs. "
+        "27 settings are there in some of the runs only, such as sparse_ddp/0: see the last table."
+    ) in said
+
+
+def seeds(name: str, results: list[float], **settings: str) -> list[Run]:
+    """Runs of one setting with different seeds."""
+    made = [run(f"{name}/seed{seed}", **{"val/loss": [9.0, end]}) for seed, end in enumerate(results)]
+    return [
+        replace(one, settings={**settings, "seed_everything": str(seed), "trainer/logger/save_dir": one.name})
+        for seed, one in enumerate(made)
+    ]
+
+
+SPREAD = "given how runs of one setting differ (standard deviation 0.1)"
+
+
+@pytest.mark.parametrize(
+    ("runs", "said"),
+    [
+        ([*seeds("a", [1.0], m="a"), *seeds("b", [2.0], m="b")], ["best in a/seed0, at 1, worst in b", "cannot tell"]),
+        (
+            [*seeds("a", [1.0, 1.1, 0.9], m="a"), *seeds("b", [1.2, 1.3, 1.1], m="b"), *seeds("c", [3.0], m="c")],
+            ["best in a (3 runs), at 1.", f"Level with it, {SPREAD}: b (3 runs), at 1.2.", "Worse by more than"],
+        ),
+        (
+            [*seeds("a", [1.0, 1.1, 0.9], m="a"), *seeds("b", [1.5, 1.6, 1.4], m="b")],
+            ["best in a (3 runs)", "differ (standard deviation 0.1): b (3 runs), at 1.5."],
+        ),
+        ([*seeds("a", [1.0, 1.0], m="a"), *seeds("b", [2.0, 2.0], m="b")], ["best in a (2 runs)", "different seeds."]),
+        (seeds("a", [1.0, 1.1, 0.9], m="a"), ["ended at 1 on average of 3 runs that differ in their seeds at most"]),
+        ([run("a", val_loss=[1.0]), run("b", val_loss=[2.0])], ["best in a, at 1, worst in b", "cannot tell whether"]),
+        ([run("a", val_loss=[1.0]), run("b", val_loss=[1.0])], ["val_loss ended at 1 in all runs."]),
+        ([run("a", val_loss=[1.0]), run("b", val_loss=[np.nan])], ["ended at 1.", "not finite at the end of b."]),
+    ],
+)
+def test_words_say_whether_results_differ_by_more_than_seeds_do(runs: list[Run], said: list[str]) -> None:
+    found = [one for one in sentences(runs) if "traffic" not in one and "ettings" not in one]
+    assert len(found) == len(said)
+    for sentence, part in zip(found, said, strict=True):
+        assert part in sentence
+
+
+def test_sizes_are_plain_numbers_and_what_figures_know_is_in_the_table() -> None:
+    traffic = {"sparse/traffic/total_mb": [0.5, 1.2], "sparse/traffic/dense_total_mb": [675.0, 1350.0]}
+    both = [run("sparse", **traffic, loss=[1.0, 1.0]), run("dense", loss=[1.0, 1.0])]
+    said = sentences(both)
+    assert said[0] == (
+        "sparse sent 1.2 MB a rank in 2 steps; dense all-reduces would have sent 1.35 GB, 1,125 times as much."
+    )
+    assert any("would have sent: 675 MB a step, marked ≈ in the table." in one for one in said)
+    assert [row[3:6] for row in totals_table(both).rows] == [["1.2", "1350", "1125"], ["≈1350", "≈1350", "≈1"]]
+    sent = panel(both, "loss against MB sent by a rank")
+    assert sent.curves[1].x[-1] == totals(both)[1].sent_mb
+
+
+def test_the_first_and_the_last_points_are_within_the_frame(runs: list[Run]) -> None:
+    for part in parts_of(runs):
+        for one in part.panels:
+            if isinstance(one, Panel):
+                x, y = (np.concatenate([getattr(curve, axis) for curve in one.curves]) for axis in "xy")
+                ends = np.array([one.x_range.low, x.min(), x.max(), one.x_range.high])
+                low, first, last, high = np.log10(ends) if one.x_log else ends
+                assert min(first - low, high - last) > 0.02 * (high - low)
+                assert one.y_range.outside or (one.y_range.low < y.min() and y.max() < one.y_range.high)
 
 
 def test_sparsifiers_that_look_on_are_lines_of_their_own() -> None:
@@ -168,11 +241,19 @@ def test_sparsifiers_that_look_on_are_lines_of_their_own() -> None:
 
 def test_totals(runs: list[Run]) -> None:
     dense, union, _ = totals(runs)
-    assert (dense.sent_mb, dense.ratio) == (None, None)
+    assert (dense.sent_mb, dense.ratio, dense.assumed) == (pytest.approx(300 * DENSE_STEP_MB), 1.0, True)
     assert (dense.seconds, union.seconds) == (None, pytest.approx(6.0))
     assert union.dense_mb == pytest.approx(300 * DENSE_STEP_MB)
     assert union.ratio == pytest.approx(1 / 0.023)
     assert differing(runs) == ["sparse_ddp/sparsifier", "sparse_ddp/density"]
+
+
+def test_a_reference_is_within_the_frame_on_a_logarithmic_axis_too() -> None:
+    traffic = {"sparse/traffic/total_mb": [0.0, 0.1, 0.2], "sparse/traffic/dense_total_mb": [0.0, 50.0, 100.0]}
+    for steps in (traffic, {name: values[1:] for name, values in traffic.items()}):
+        found = panel([run("a", **steps)], "Sent by a rank so far / MB")
+        assert found.y_range.high > 100.0
+        assert not found.y_log or found.y_range.low > 0
 
 
 @pytest.mark.parametrize("values", [[], [5.0], [5.0, 5.0], [float("nan")], [0.0, 0.0]])

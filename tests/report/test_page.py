@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_the_page_says_what_matters(few: list[Run], tmp_path: Path) -> None:
     assert "<li>topk sent 1.72 MB a rank in 300 steps; dense all-reduces would have sent 75 MB, 43.5 times" in text
     assert "<li>val/accuracy ended at 0.9681 in all runs.</li>" in text
     assert (
-        "<li>Settings that differ: sparse_ddp/sparsifier.</li><li>1 settings are there in some of the runs only" in text
+        "<li>Settings that differ: sparse_ddp/sparsifier.</li><li>1 setting is there in some of the runs only" in text
     )
     assert "<li>dense logged no traffic and is drawn as if" in text
     assert text.count('type="checkbox"') == 3
@@ -134,6 +135,31 @@ def test_figures_as_files(few: list[Run], tmp_path: Path) -> None:
     }
     loss = next(file for file in figures if file.stem == "train_loss_against_steps").read_text()
     assert ">topk</text>" in loss and ">union_topk</text>" in loss
+
+
+def test_names_in_figures_are_texts_and_files_do_not_collide(tmp_path: Path) -> None:
+    names = [
+        "val/loss",
+        "val_loss",
+        "VAL/LOSS",
+        "$x_1$ loss",
+        r"$\frac{1$ loss",
+        "损失 acc",
+        "x" * 400,
+        "?",
+        "$",
+    ]
+    for folder in "ab":
+        logged = [{"step": step, **dict.fromkeys(names, 1.0 + step), "sparse/time/select_ms": 1.0} for step in range(3)]
+        write_csv(tmp_path / folder, logged)
+    found = read_runs([tmp_path / "a", tmp_path / "b"], ["_fast", "$a$ & <b>"])
+    files = write_figures(found, tmp_path / "figures")
+    assert len({file.name.casefold() for file in files}) == len(files) == len(list((tmp_path / "figures").iterdir()))
+    texts = [" ".join(ElementTree.parse(file).getroot().itertext()) for file in files]
+    for shown in ("_fast", "$a$ & <b>"):
+        assert all(shown in text for text in texts), "of all lines and bars"
+    titles = ["$x_1$ loss against steps", r"$\frac{1$ loss against steps", "损失 acc against steps"]
+    assert all(sum(title in text for text in texts) == 1 for title in titles)
 
 
 def test_a_page_that_cannot_be_written_is_one_sentence(few: list[Run], tmp_path: Path) -> None:
