@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +247,7 @@ def report(
     Args:
         runs: folders of CSVLogger, of W&B offline runs (offline-run-*) or of TensorBoardLogger, or folders above
             several ones.
-        names: of the runs, in their order; what distinguishes their paths, if left out.
+        names: of all runs, or of those that can be read, in their order; what distinguishes their paths, if left out.
         title: of the page; the names of the runs, if left out.
         out: file for the page.
         svg: folder for all figures as SVG files; none are written, if left out.
@@ -258,6 +259,10 @@ def report(
         lightning-sparse report wandb/offline-run-20260101_120000-abcd1234 --json
     """
     need("plotly", "rich", *(["matplotlib"] if svg else []))
+    package = find_spec("lightning_sparse")  # does not import it
+    assert package is not None and package.origin is not None
+    with _complaints("report"):
+        run_path(str(Path(package.origin).with_name("report") / "files.py"))["run_files"](runs)
     from lightning_sparse.report.page import write_page
     from lightning_sparse.report.runs import read_runs
     from lightning_sparse.report.summary import totals, totals_table
@@ -269,6 +274,9 @@ def report(
             from lightning_sparse.report.static import write_figures
 
             write_figures(found, _folder(svg, "svg"))
+    for run in found:
+        for note in run.notes:
+            print(f"{run.name}: {note}", file=sys.stderr)
     if json:
         return print_json([total.as_dict() for total in totals(found)])
     totals_table(found).show()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +31,7 @@ def test_report_leaves_a_page_and_a_table(tmp_path: Path, capsys: pytest.Capture
     assert f"The page is {page}." in shown.replace("\n", "")
     cli.main(["report", str(tmp_path / "runs"), "--out", str(page), "--json"])
     dense, topk, _ = json.loads(capsys.readouterr().out)
-    assert (dense["run"], dense["sent_mb"]) == ("dense", None)
+    assert (dense["run"], dense["sent_mb"], dense["assumed"]) == ("dense", pytest.approx(75), True)
     assert topk["results"]["val/accuracy"] == pytest.approx(0.968, abs=1e-3)
     assert topk["dense_over_sent"] == pytest.approx(1 / 0.023)
 
@@ -54,6 +57,40 @@ def test_bad_input_is_one_line(
     answer = capsys.readouterr().err
     assert COMPLAINTS[command] in answer
     assert answer.count("\n") == 1
+
+
+def test_runs_that_are_not_there_are_answered_before_anything_is_imported(tmp_path: Path) -> None:
+    heavy = "{'lightning_sparse', 'matplotlib', 'numpy', 'plotly', 'pytorch_lightning', 'torch'}"
+    code = f"""
+import sys
+from lightning_sparse_cli import main
+try:
+    main(["report", "nothere", "--svg", "figures"])
+except SystemExit as stop:
+    print(stop.code, sorted({heavy} & set(sys.modules)))
+"""
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+    assert found.stdout == "2 []\n", found.stderr
+    expected = "lightning-sparse report: Expected a run in nothere, but there is no such file or folder.\n"
+    assert found.stderr == expected
+
+
+def test_what_is_odd_about_runs_is_said_and_the_others_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    dense, union, _ = compared(tmp_path / "runs")
+    (dense / "metrics.csv").write_text("step,loss\ninf,1\n")
+    (union / "hparams.yaml").write_text("a: [1\n")
+    cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "page.html"), "--json"])
+    shown = capsys.readouterr()
+    assert [run["run"] for run in json.loads(shown.out)] == ["topk", "union_topk"]
+    [left_out] = caplog.messages
+    assert left_out == (f"A run is left out. Expected steps from 0 on in {dense / 'metrics.csv'}, but line 2 has inf.")
+    assert shown.err.startswith("union_topk: Its settings are not known. Expected ")
+    assert shown.err.count("\n") == 1
+    assert "<li>union_topk: Its settings are not known." in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")
