@@ -144,7 +144,7 @@ def sentences(runs: Sequence[Run]) -> list[str]:
         )
     for name in sorted({n for one in found for n in one.results}, key=lambda n: ("val" not in n, n))[:2]:
         if groups := repeated(runs, [one.results.get(name, math.nan) for one in found]):
-            said += compared(name, groups)
+            said.append(" ".join(compared(name, groups)))
         if lost := [one.run for one in found if not math.isfinite(one.results.get(name, 0.0))]:
             said.append(f"{name} is not finite at the end of {', '.join(lost)}.")
     known = [run for run in runs if run.settings]
