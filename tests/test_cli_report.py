@@ -88,9 +88,9 @@ def test_what_is_odd_about_runs_is_said_and_the_others_are_shown(
     assert [run["run"] for run in json.loads(shown.out)] == ["topk", "union_topk"]
     [left_out] = caplog.messages
     assert left_out == (f"A run is left out. Expected steps from 0 on in {dense / 'metrics.csv'}, but line 2 has inf.")
-    assert shown.err.startswith("union_topk: Its settings are not known. Expected ")
+    assert shown.err.startswith("union_topk: Not all of its settings are known. Expected ")
     assert shown.err.count("\n") == 1
-    assert "<li>union_topk: Its settings are not known." in (tmp_path / "page.html").read_text()
+    assert "<li>union_topk: Not all of its settings are known." in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")

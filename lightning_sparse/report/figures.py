@@ -34,7 +34,7 @@ MOST_POINTS = 500
 SMOOTHED = 60
 """Points from which results, and of many runs all that varies, are drawn as running medians of a thirtieth of them."""
 MOST_RESULTS, MOST_OTHERS = 6, 9
-"""Figures of results, and of what else was logged."""
+"""Figures of results, and of what else was logged, by a model or of sparsifiers that look on."""
 
 
 class Curve(NamedTuple):
@@ -144,7 +144,7 @@ def megabytes(runs: Sequence[Run], run: Run, steps: Array) -> Array | None:
     """
     if TOTAL_MB in run.series:
         return run.series[TOTAL_MB].at(steps)
-    if run.sparse:
+    if run.sparse or run.unread:
         return None
     dense = dense_rates(runs)
     return (steps + run.offset) * dense[0] if len(dense) == 1 else None
@@ -216,7 +216,8 @@ def _shadows(runs: Sequence[Run]) -> list[Panel | Bars]:
                 )
                 curves.setdefault(quantity, []).append(line)
     titles = {quantity: SHADOWED.get(quantity, quantity) for quantity in [*SHADOWED, *curves]}
-    return [_framed(Figure(title, one), "steps", curves[one], []) for one, title in titles.items() if one in curves]
+    drawn = [one for one in titles if one in curves][:MOST_OTHERS]
+    return [_framed(Figure(titles[one], one), "steps", curves[one], []) for one in drawn]
 
 
 def _framed(figure: Figure, x_title: str, curves: Sequence[Curve], remarks: Sequence[str]) -> Panel:

@@ -83,6 +83,7 @@ class Run:
         clock: seconds since the first logged point, where the logger notes them.
         notes: what was odd about the logs, in sentences.
         plan: the groups at the end, where they were logged.
+        unread: whether it has settings that could not be read.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Run:
     clock: Series | None = None
     notes: Sequence[str] = ()
     plan: Table | None = None
+    unread: bool = False
 
     @property
     def sparse(self) -> bool:
@@ -253,7 +255,7 @@ def read_csv(file: Path) -> Run:
         raise NothingLoggedError(file)
     settings, unknown = settings_in(file.parent)
     plan = _plan(file.parent / "sparse" / "plan.csv", _plan_of_csv, notes)
-    return Run("", file, series, settings, notes=[*notes, *unknown], plan=plan)
+    return Run("", file, series, settings, notes=[*notes, *unknown], plan=plan, unread=bool(unknown))
 
 
 def _lines(text: str, file: Path) -> Iterator[tuple[int, list[str]]]:
@@ -295,8 +297,7 @@ def read_wandb(file: Path) -> Run:
     points, clock = [], []
     for place, row in enumerate(rows):
         at = _check_step(row.get(WANDB_STEP, row.get("_step", place)), f"row {place + 1} of the history", file)
-        if math.isfinite(noted := row.get("_timestamp", math.nan)):
-            clock.append((at, "clock", noted))
+        clock.append((at, "clock", row.get("_timestamp", math.nan)))
         for name, value in row.items():
             if name != WANDB_STEP and not name.startswith("_"):
                 points.append((at, name, value))
@@ -304,11 +305,13 @@ def read_wandb(file: Path) -> Run:
     try:
         settings = flat(config)
     except (RecursionError, ValueError):
-        settings = {}
-        notes.append(f"Its settings are not known. Expected {file} to hold settings by name, nested a few levels deep.")
+        settings = None
+        notes.append(
+            f"Not all of its settings are known. Expected {file} to hold settings by name, nested a few levels deep."
+        )
     tables = sorted(file.parent.glob("files/media/table/sparse/plan_*.table.json"), key=lambda one: one.stat().st_mtime)
     plan = _plan(tables[-1] if tables else None, _plan_of_wandb, notes)
-    return Run("", file, series, settings, _clock(clock), notes, plan)
+    return Run("", file, series, settings or {}, _clock(clock), notes, plan, unread=settings is None)
 
 
 def _plan_of_wandb(file: Path) -> Table:
@@ -328,14 +331,14 @@ def read_tensorboard(file: Path) -> Run:
     for one in scalars:
         _check_step(one.step, _clean(one.name), file)
     series = _series(((float(one.step), one.name, one.value) for one in scalars), notes)
-    clock = _clock([(float(one.step), "clock", one.seconds) for one in scalars if math.isfinite(one.seconds)])
+    clock = _clock((float(one.step), "clock", one.seconds) for one in scalars)
     settings, unknown = settings_in(file.parent)
-    return Run("", file, series, settings, clock, [*notes, *unknown])
+    return Run("", file, series, settings, clock, [*notes, *unknown], unread=bool(unknown))
 
 
 def _clock(points: Points) -> Series | None:
-    """Seconds since the first point."""
-    clock = _series(points, []).get("clock")
+    """Seconds since the first point whose time is known."""
+    clock = _series((point for point in points if abs(point[2]) <= LARGEST), []).get("clock")
     return clock and Series(clock.steps, clock.values - clock.values[0])
 
 

@@ -58,7 +58,7 @@ def settings_in(folder: Path) -> tuple[dict[str, str], list[str]]:
             try:
                 found |= _read(file)
             except ValueError as error:
-                notes.append(f"Its settings are not known. {error}")
+                notes.append(f"Not all of its settings are known. {error}")
     return found, notes
 
 

@@ -181,7 +181,9 @@ def _assumptions(runs: Sequence[Run]) -> list[str]:
             f"{', '.join(sparse)} trained sparsely, logged no traffic and {verb} not drawn against MB: "
             f"for that, give {whose} Trainer the callback SparsityMonitor."
         )
-    if dense := [name for name in bare if name not in sparse]:
+    if unread := [run.name for run in runs if run.name in bare and run.unread and not run.sparse]:
+        said.append(f"Traffic of {', '.join(unread)} is not known: nothing that could be read says how it trained.")
+    if dense := [name for name in bare if name not in (*sparse, *unread)]:
         names, (verb, they) = ", ".join(dense), ("is", "it") if len(dense) == 1 else ("are", "they")
         if len(rates) == 1:
             said.append(

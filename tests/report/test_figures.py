@@ -58,6 +58,7 @@ def test_a_dense_run_is_placed_only_where_the_others_agree_on_dense_traffic(runs
         {"trainer/strategy": "sparse_ddp_topk"},
         {"trainer/strategy/class_path": "lightning_sparse.SparseDDPStrategy"},
         {"sparsifier": "union_topk"},
+        {"sparsifier/class": "UnionTopK"},
     ],
 )
 def test_a_sparse_run_without_traffic_is_not_taken_as_dense(runs: list[Run], settings: dict[str, str]) -> None:
@@ -70,6 +71,13 @@ def test_a_sparse_run_without_traffic_is_not_taken_as_dense(runs: list[Run], set
     said = sentences([*runs, sparse, dense])
     assert any(one.startswith("nomon trained sparsely, logged no traffic and is not drawn against MB") for one in said)
     assert any(one.startswith("dense, ddp logged no traffic and are drawn as if they had sent") for one in said)
+
+
+def test_a_run_whose_settings_cannot_be_read_is_not_taken_as_dense(runs: list[Run]) -> None:
+    compared = [replace(runs[0], unread=True), *runs[1:]]
+    assert [curve.run for curve in panel(compared, "val/accuracy against MB sent by a rank").curves] == [1, 2]
+    assert totals(compared)[0].sent_mb is None
+    assert "Traffic of dense is not known: nothing that could be read says how it trained." in sentences(compared)
 
 
 def test_one_target_lies_behind_the_densities(runs: list[Run]) -> None:
