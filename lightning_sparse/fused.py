@@ -26,6 +26,7 @@ from lightning_sparse.exchanges import Exchange
 from lightning_sparse.exchanges.packed_union import Lanes, PackedUnion
 from lightning_sparse.kernels.form import Form
 from lightning_sparse.kernels.on_cuda import compare, on_cuda
+from lightning_sparse.layout import Gradient
 from lightning_sparse.memory import Memory, Residual, SecondMoment
 from lightning_sparse.memory.base import FeedbackState
 from lightning_sparse.memory.second_moment import Adapting, SecondMomentState, damping
@@ -170,7 +171,9 @@ def exchange_group(
             second, lanes.low, lanes.wide, lanes.parts, (ctx.rank + 0.5) / n, power, moments.divisor, memory.eps,
             damp,
         )  # fmt: skip
-        triton_second.weigh_(acc, weighed, residual, now, grad, scale, power, memory.beta2, memory.eps, damp, *noted)
+        units = memory.units(moments, Gradient([grad[:numel]]), ctx.density, scale).float()
+        by = power, units, memory.beta2, memory.eps, damp
+        triton_second.weigh_(acc, weighed, residual, now, grad, scale, *by, *noted)
     found = triton_select.pick(acc[:numel], search, scratch.bound, share, slots + room, spare, turn, n, weighed)
     selected = Stamp.now(grad.device)
 

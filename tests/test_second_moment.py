@@ -16,6 +16,7 @@ from lightning_sparse.exchanges.packed_union import Lanes
 from lightning_sparse.layout import Gradient
 from lightning_sparse.memory import Adapting, named_in
 from tests.lockstep import Ranks
+from tests.reference.length import Length
 
 Rows = NDArray[np.float64]
 
@@ -40,9 +41,11 @@ def reference_steps(gradients: Rows, k: int, beta2: float, eps: float) -> list[t
     acc, v = np.zeros((n, numel)), np.zeros((n, numel))
     damping = float(np.float32(1 / max(2.0, numel / k / 4)))
     seen = []
+    lengths = [Length() for _ in range(n)]
     for step in range(steps):
-        acc += gradients[step]
-        v = beta2 * v + (1 - beta2) * gradients[step] ** 2
+        takes, carries = np.array([length(g) for length, g in zip(lengths, gradients[step], strict=True)]).T[:, :, None]
+        acc = acc * carries + gradients[step] * takes
+        v = beta2 * v * carries**2 + (1 - beta2) * (gradients[step] * takes) ** 2
         corrected = v / (1 - beta2 ** (step + 1))
         union: set[int] = set()
         for rank in range(n):
@@ -133,10 +136,11 @@ def test_packed_second_moments_are_averaged_in_parts_of_the_largest_that_was_tol
     gradients = stream(4, n, numel, seed=n)
     memory = ls.SecondMoment(beta2)
     ranks = Ranks(n, numel, sparsifier=ls.UnionTopK(), density=0.2, memory=memory)
-    v = np.zeros((n, numel))
+    v, lengths = np.zeros((n, numel)), [Length() for _ in range(n)]
     for step, rows in enumerate(gradients):
         outcome = ranks.step(rows)
-        v = beta2 * v + (1 - beta2) * rows.numpy() ** 2
+        units = np.array([length(row) for length, row in zip(lengths, rows.tolist(), strict=True)])
+        v = beta2 * v * units[:, 1:] ** 2 + (1 - beta2) * (rows.numpy() * units[:, :1]) ** 2
         picked = [{int(j) for j in s.indices if j < numel} for s in outcome.selections]
         update = outcome.updates[0]
         assert update.indices is not None and update.second is not None and len(update.indices) > 40

@@ -18,8 +18,12 @@ FEW = 4099
 """Values on which kernels are tried."""
 
 
-def form_(acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tensor, beta2: float) -> None:
-    """``acc = residual + g`` and ``second = beta2 now + (1 - beta2) g^2``, at most the largest number.
+def form_(
+    acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tensor, units: Tensor, beta2: float
+) -> None:
+    """``acc = carry residual + g`` and ``second = keep now + (1 - beta2) g^2``, at most the largest number.
+
+    The gradient, ``g = take grad``, is rounded to its own precision.
 
     Args:
         acc: (numel,) float32 or float64, overwritten.
@@ -27,18 +31,20 @@ def form_(acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tens
         residual: the same, not written to.
         now: the same.
         grad: (numel,) of the same dtype, or bfloat16 or float16.
+        units: (3,) ``take``, ``carry`` and ``keep``, float64 on the device.
         beta2: decay.
     """
 
     def attempt() -> None:
         given = _few(acc.device).to(grad.dtype)
         old, squares, out = given.float() / 3, given.float().square(), acc.new_empty((4, FEW))
-        _form_in_triton(out[0], out[1], old, squares, given, beta2)
-        _form_in_torch(out[2], out[3], old, squares, given, beta2)
+        by = units.new_tensor([0.5, 0.75, 0.75 * 0.75 * beta2])
+        _form_in_triton(out[0], out[1], old, squares, given, by, beta2)
+        _form_in_torch(out[2], out[3], old, squares, given, by, beta2)
         torch.testing.assert_close(out[:2], out[2:], rtol=1e-6, atol=0)
 
     works = _takes((form_, grad.dtype, acc.device), attempt, acc, second, residual, now, grad)
-    (_form_in_triton if works else _form_in_torch)(acc, second, residual, now, grad, beta2)
+    (_form_in_triton if works else _form_in_torch)(acc, second, residual, now, grad, units, beta2)
 
 
 def score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
@@ -75,16 +81,22 @@ def _few(device: torch.device) -> Tensor:
     return ((1 + places * 1103 % FEW) * (1 - 2 * (places % 2))).float() / 512
 
 
-def _form_in_triton(acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tensor, beta2: float) -> None:
+def _form_in_triton(
+    acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tensor, units: Tensor, beta2: float
+) -> None:
     from lightning_sparse.kernels import triton_second
 
-    triton_second.form_(acc, second, residual, now, grad, beta2)
+    triton_second.form_(acc, second, residual, now, grad, units.float(), beta2)
 
 
-def _form_in_torch(acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tensor, beta2: float) -> None:
-    given = grad.to(acc.dtype)
-    torch.add(given, residual, out=acc)
-    torch.mul(now, beta2, out=second).addcmul_(given, given, value=1 - beta2)
+def _form_in_torch(
+    acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tensor, units: Tensor, beta2: float
+) -> None:
+    take, carry, keep = units.to(acc.dtype).unbind()
+    given = (grad * take.to(grad.dtype)).to(acc.dtype)
+    torch.mul(residual, carry, out=acc).add_(given)
+    torch.mul(now, keep, out=second)
+    second.addcmul_(given, given, value=1 - beta2)
     second.clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow where gradients do not
 
 

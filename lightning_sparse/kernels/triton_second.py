@@ -77,16 +77,18 @@ def _put(x, i, value, numel, WHOLE: tl.constexpr):
 
 @triton.jit
 def _moments(
-    acc, following, residual, now, grad, scale, keep, add, i, numel,
+    acc, following, residual, now, grad, scale, units, add, i, numel,
     SCALED: tl.constexpr, CLEAR: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Form a tile of the accumulator and of the next second moment."""
     given = _at(grad, i, numel, WHOLE)
     if SCALED:
         given = tl.div_rn(given.to(tl.float32), tl.load(scale)).to(grad.dtype.element_ty)
+    take = tl.load(units).to(grad.dtype.element_ty).to(tl.float32)
+    given = (given.to(tl.float32) * take).to(grad.dtype.element_ty)
     wide = given.to(tl.float32)
-    x = wide + _at(residual, i, numel, WHOLE)
-    second = _at(now, i, numel, WHOLE) * keep + (wide * add) * wide
+    x = wide + _at(residual, i, numel, WHOLE) * tl.load(units + 1)
+    second = _at(now, i, numel, WHOLE) * tl.load(units + 2) + (wide * add) * wide
     second = tl.where(second > MOST, MOST, second)  # squares overflow where gradients do not
     _put(acc, i, x, numel, WHOLE)
     _put(following, i, second, numel, WHOLE)
@@ -97,7 +99,7 @@ def _moments(
 
 @triton.jit(do_not_specialize=["numel", "per"])
 def _weigh(
-    acc, following, residual, now, grad, words, counts, broken, bound, scale, power, by, keep, add, damping,
+    acc, following, residual, now, grad, words, counts, broken, bound, scale, power, by, units, add, damping,
     numel, per,
     EPS: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -114,9 +116,9 @@ def _weigh(
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
         i = tile * TILE + places
         if tile * TILE + TILE <= numel:
-            x, second = _moments(acc, following, residual, now, grad, scale, keep, add, i, numel, SCALED, True, True)
+            x, second = _moments(acc, following, residual, now, grad, scale, units, add, i, numel, SCALED, True, True)
         else:
-            x, second = _moments(acc, following, residual, now, grad, scale, keep, add, i, numel, SCALED, True, False)
+            x, second = _moments(acc, following, residual, now, grad, scale, units, add, i, numel, SCALED, True, False)
         magnitude = tl.abs(_score(x, second, least, damp))
         reached = ((magnitude >= reach) & (i < numel)).to(tl.int32)
         tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
@@ -140,6 +142,7 @@ def weigh_(
     grad: Tensor,
     scale: Tensor | None,
     power: Tensor,
+    units: Tensor,
     beta2: float,
     eps: float,
     damping: float,
@@ -158,6 +161,8 @@ def weigh_(
         grad: (numel,) or more, float32, bfloat16 or float16; the first numel become zero.
         scale: () float32 that the gradient is divided by, in its own precision; None: nothing.
         power: () float64 ``beta2^t``, with t the number of the step from 1.
+        units: (3,) float32 ``take``, ``carry`` and ``keep``: by which gradient, residual and second moments are
+            multiplied.
         beta2: decay of the second moment.
         eps: Adam's.
         damping: what sums are multiplied by before their squares are added, a number of float32.
@@ -170,27 +175,29 @@ def weigh_(
     share = Share.of(numel)
     launch(
         _weigh, share.programs, acc, weighed.second, residual, now, grad, words, counts, broken, bound,
-        bound if scale is None else scale, power, weighed.by, beta2, 1 - beta2, damping, numel, share.per,
+        bound if scale is None else scale, power, weighed.by, units, 1 - beta2, damping, numel, share.per,
         EPS=eps, TILE=TILE, SCALED=scale is not None,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["numel", "per"])
-def _form_moments(acc, following, residual, now, grad, keep, add, numel, per, TILE: tl.constexpr):
+def _form_moments(acc, following, residual, now, grad, units, add, numel, per, TILE: tl.constexpr):
     pid = tl.program_id(0)
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
         i = tile * TILE + tl.arange(0, TILE)
         if tile * TILE + TILE <= numel:
-            _moments(acc, following, residual, now, grad, grad, keep, add, i, numel, False, False, True)
+            _moments(acc, following, residual, now, grad, grad, units, add, i, numel, False, False, True)
         else:
-            _moments(acc, following, residual, now, grad, grad, keep, add, i, numel, False, False, False)
+            _moments(acc, following, residual, now, grad, grad, units, add, i, numel, False, False, False)
 
 
-def form_(acc: Tensor, following: Tensor, residual: Tensor, now: Tensor, grad: Tensor, beta2: float) -> None:
+def form_(
+    acc: Tensor, following: Tensor, residual: Tensor, now: Tensor, grad: Tensor, units: Tensor, beta2: float
+) -> None:
     """Form accumulator and second moment of (numel,) vectors, and nothing else; 20 bytes a coordinate in float32."""
     share = Share.of(acc.numel())
     launch(
-        _form_moments, share.programs, acc, following, residual, now, grad, beta2, 1 - beta2, acc.numel(), share.per,
+        _form_moments, share.programs, acc, following, residual, now, grad, units, 1 - beta2, acc.numel(), share.per,
         TILE=TILE,
     )  # fmt: skip
 

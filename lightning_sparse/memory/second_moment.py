@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +15,12 @@ from torch.optim import Optimizer
 
 from lightning_sparse.checks import check_positive, check_share
 from lightning_sparse.core import Context, Update
-from lightning_sparse.kernels import Weights, put_, sqrt_, weigh_
+from lightning_sparse.kernels import Weights, put_, sqrt_, static_shapes, weigh_
 from lightning_sparse.kernels.device_second import form_, score_
+from lightning_sparse.kernels.length import SIZE, measure
 from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
+from lightning_sparse.memory.clip import norm
 from lightning_sparse.memory.residual import Residual
 from lightning_sparse.optim import holds, refusal, settings_of
 
@@ -32,10 +35,16 @@ class SecondMomentState(CountedState):
     ones or 1. Not remembered: it belongs to the averages in the gradients."""
     damping: Tensor
     """() on the host, :func:`damping` in the step that goes on."""
+    lengths: Tensor
+    """(5,) float64: what is known of the length of this rank's gradients, see :func:`~.kernels.length.measure`."""
+    following: Tensor
+    """(5,) the same after the step that goes on."""
 
 
 MOST = 2.0**53
 """Steps that are counted."""
+LENGTHS = "mean_square", "mean_square_known", "unit", "clipped", "measured_anew"
+"""Names of what is known of lengths, in states."""
 SHARE, SHORTEST, LONGEST = 0.25, 2.0, 100.0
 """Of the steps that a coordinate waits on average, as how many an average counts at most; the bounds of that."""
 
@@ -138,7 +147,8 @@ class SecondMoment(CountedFeedback):
         divisor = torch.ones(numel + 1, device=device, dtype=dtype)
         steps = torch.zeros((), device=device, dtype=torch.float64)
         damping = torch.ones((), device="cpu", dtype=torch.float64)
-        return SecondMomentState(residual, steps, second, divisor, damping)
+        lengths, following = torch.zeros(2, SIZE, device=device, dtype=torch.float64).unbind()
+        return SecondMomentState(residual, steps, second, divisor, damping, lengths, following)
 
     def accumulate_(self, state: SecondMomentState, grad: Gradient, ctx: Context) -> Tensor:
         """``acc = residual + grad``, and the next second moment."""
@@ -148,6 +158,16 @@ class SecondMoment(CountedFeedback):
         state.damping.fill_(damp)
         for vector in (following, acc):
             vector[-1:].zero_()
+        units = self.units(state, grad, ctx.density)
+        if not static_shapes(acc.device):
+            take, carry, _ = units.tolist()
+            for run in grad.runs if take != 1 else ():
+                run.mul_(take)
+            if carry != 1:
+                torch.mul(residual, carry, out=acc)
+                torch.mul(now, carry**2, out=following)
+                residual, now = acc, following
+            units = units.new_tensor([1.0, 1.0, self.beta2])
         if ctx.candidates is not None:  # the score, too, in the same pass
             start = self._correction(state).sqrt().item()
             by = Weights(self.beta2, 1 - self.beta2, self.eps * start, start * damp)
@@ -155,8 +175,39 @@ class SecondMoment(CountedFeedback):
             weigh_(*vectors, grad.runs, by, ctx.candidates)
             return acc
         for piece, run in pieces(grad):
-            form_(acc[piece], following[piece], residual[piece], now[piece], run, self.beta2)
+            form_(acc[piece], following[piece], residual[piece], now[piece], run, units, self.beta2)
         return acc
+
+    def units(self, state: SecondMomentState, grad: Gradient, density: float, scale: Tensor | None = None) -> Tensor:
+        """(3,) float64: what this step multiplies by, see :func:`~lightning_sparse.kernels.length.measure`.
+
+        Args:
+            state: of this group; what follows from the step is noted in it.
+            grad: of this rank.
+            density: of the step. Where everything is sent, nothing is changed.
+            scale: () that the gradient still has.
+        """
+        whole = grad.runs[0] if len(grad.runs) == 1 else torch.stack([norm(run) for run in grad.runs])
+        return measure(state.lengths, state.following, norm(whole), scale, grad.numel, self.beta2, density < 1)
+
+    def commit(  # type: ignore[override]
+        self, state: SecondMomentState, void: Tensor | bool, unused: Sequence[slice] = ()
+    ) -> SecondMomentState:
+        """Pairs, and what the step has told of lengths."""
+        after = super().commit(state, void, unused)
+        if isinstance(void, bool):
+            return after if void else replace(after, lengths=state.following.clone())  # type: ignore[return-value, call-arg]
+        return replace(after, lengths=torch.where(void, state.lengths, state.following))  # type: ignore[return-value, call-arg]
+
+    def counters(self, state: SecondMomentState) -> dict[str, Tensor]:  # type: ignore[override]
+        """The number of steps, and what is known of lengths."""
+        return {**super().counters(state), **dict(zip(LENGTHS, state.lengths, strict=True))}
+
+    def carry_(self, state: SecondMomentState, target: slice, memory: Memory, other: Any, source: slice) -> None:  # type: ignore[override]
+        """Vectors, steps and lengths: the largest, where groups that become one differ."""
+        super().carry_(state, target, memory, other, source)
+        if isinstance(other, type(state)):
+            state.lengths.copy_(torch.maximum(state.lengths, other.lengths))
 
     def score_(self, state: SecondMomentState, acc: Tensor, grad: Gradient, ctx: Context) -> Tensor:
         """``acc / (sqrt(v + (acc s / L)^2) + eps s)^(1/2)``, ``s = sqrt(1 - beta2^t)``: v is not corrected."""

@@ -138,7 +138,9 @@ MEMORIES = {
     ),
     ls.ClipByNorm(4.0): Law(lambda offer: clipped(offer, 4.0)),
     ls.AdamCorrection(): Law(adam),
-    ls.SecondMoment(beta2=0.5): Law(lambda offer: offer.residual + offer.gradient),
+    ls.SecondMoment(beta2=0.5): Law(
+        lambda offer: offer.before["carry"] * offer.residual + offer.before["take"] * offer.gradient
+    ),
     ls.AdamCorrection(beta1=0.75): Law(lambda offer: adam(offer, beta1=0.75)),
 }
 """Memories beside the plain residual, with settings that are exact in sums of a few small binary fractions."""

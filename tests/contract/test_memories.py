@@ -16,6 +16,7 @@ from lightning_sparse.core import GroupState
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case, Offer, fit
 from tests.covering import covering, in_one_test
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
+from tests.reference.length import Length
 from tests.static_path import static_path
 
 N, DENSITY = 3, 0.2
@@ -36,11 +37,15 @@ def remembered(memory: ls.Memory, state: GroupState) -> dict[str, Tensor]:
 def walk(case: Case, exchange: str, memory: ls.Memory, numel: int) -> Iterator[tuple[Outcome, list[Any], list[Any]]]:
     """Steps with what each rank remembers before and after."""
     ranks = Ranks(N, numel, sparsifier=case.sparsifier, exchange=exchange, memory=memory, density=DENSITY)
+    lengths = [Length() for _ in range(N)]
     for seed in range(STEPS):
         gradients = noise(N, numel, seed=seed)
+        before = [remembered(memory, state) for state in ranks.states]
         if seed == VOID_STEP:
             gradients[1, numel // 2] = float("inf")
-        before = [remembered(memory, state) for state in ranks.states]
+        else:
+            for kept, length, row in zip(before, lengths, gradients.tolist(), strict=True):
+                kept["take"], kept["carry"] = torch.tensor(length(row), dtype=torch.float64)
         outcome = ranks.step(gradients)
         yield outcome, before, [remembered(memory, state) for state in outcome.states]
 

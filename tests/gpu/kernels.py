@@ -42,7 +42,8 @@ def accumulate(device: torch.device, numel: int) -> Callable[[], Any]:
 
 def form(device: torch.device, numel: int) -> Callable[[], Any]:
     acc, second, residual, now, grad = (torch.ones(numel, device=device) for _ in range(5))
-    return lambda: device_second.form_(acc, second, residual, now, grad, 0.999)
+    units = torch.tensor([1.0, 1.0, 0.999], dtype=torch.float64, device=device)
+    return lambda: device_second.form_(acc, second, residual, now, grad, units, 0.999)
 
 
 def score(device: torch.device, numel: int) -> Callable[[], Any]:

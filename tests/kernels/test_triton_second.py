@@ -32,9 +32,9 @@ def same(found: Tensor, expected: Tensor) -> None:
     assert bool(found[nan].isnan().all())
 
 
-def moments_of(given: Tensor, now: Tensor) -> Tensor:
+def moments_of(given: Tensor, now: Tensor, keep: Tensor) -> Tensor:
     """Each operation rounded by itself."""
-    return (now * BETA2 + given * (1 - BETA2) * given).clamp(max=torch.finfo(torch.float32).max)
+    return (now * keep + given * (1 - BETA2) * given).clamp(max=torch.finfo(torch.float32).max)
 
 
 def scores_of(acc: Tensor, second: Tensor, power: Tensor) -> Tensor:
@@ -59,11 +59,13 @@ def test_one_pass_forms_clears_and_notes(kind: str, numel: int, dtype: torch.dty
     s, bound = scratch_for(numel), torch.tensor(0.5)
     weighed = triton_second.Weighed(second, by)
     noted = s.words, s.counts, s.broken, bound
+    take, carry = (0.5, 0.75) if scaled else (1.0, 1.0)
+    units = torch.tensor([take, carry, BETA2 * carry**2])
     triton_second.weigh_(
-        acc, weighed, residual, now, given, scale if scaled else None, power, BETA2, EPS, DAMPING, *noted
+        acc, weighed, residual, now, given, scale if scaled else None, power, units, BETA2, EPS, DAMPING, *noted
     )
-    wide = (grad / scale if scaled else grad).float()
-    expected = wide + residual[:-1], moments_of(wide, now[:-1])
+    wide = ((grad / scale if scaled else grad) * take).float()
+    expected = wide + residual[:-1] * carry, moments_of(wide, now[:-1], units[2])
     for found, wanted in zip((acc, second), expected, strict=True):
         same(found[:-1], wanted)
         assert float(found[-1]) == 0
@@ -119,15 +121,16 @@ def test_other_methods_get_the_same_of_two_passes(dtype: torch.dtype) -> None:
     numel, power = TILE + 301, torch.tensor(BETA2, dtype=torch.float64)
     grad, residual, now = values(numel, "wide", 1).to(dtype), values(numel, "normal", 2), values(numel, "normal").abs()
     acc, second, score = torch.empty((3, numel))
+    units = torch.tensor([0.5, 0.75, BETA2 * 0.75**2], dtype=torch.float64)
     with in_triton() as chosen, pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_second, "FEW", 99)
-        device_second.form_(acc, second, residual, now, grad, BETA2)
+        device_second.form_(acc, second, residual, now, grad, units, BETA2)
         device_second.score_(score, acc, second, power, EPS, DAMPING)
         assert chosen.trouble is None
         assert len(chosen._tried) == 2
         double = acc.double()
         device_second.score_(torch.empty_like(double), double, second.double(), power, EPS, DAMPING)
         assert len(chosen._tried) == 2
-    same(acc, grad.float() + residual)
-    same(second, moments_of(grad.float(), now))
+    same(acc, grad.float() * 0.5 + residual * 0.75)
+    same(second, moments_of(grad.float() * 0.5, now, units[2].float()))
     same(score, scores_of(acc, second, power))

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from tests.ranks import Ranks
+from tests.reference.length import Length
 
 HYPER: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
 N, WIDTH, STEPS = 2, 24, 12
@@ -121,6 +122,7 @@ def reference(
     total = sum(sizes)
     k = round(0.1 * total)
     acc, v = (torch.zeros(N, total, dtype=torch.float64) for _ in range(2))
+    lengths = [Length() for _ in range(N)]
     lr, decay = hyper["lr"], hyper["weight_decay"]
     left = 1.0
     """Of what a second moment began with."""
@@ -141,8 +143,13 @@ def reference(
             rows.append(torch.cat([grads[i].flatten() for i in sparse]))
             others.append([g for i, g in enumerate(grads) if i not in sparse])
         g = torch.stack(rows)
-        acc += g
-        v = beta2 * v + (1 - beta2) * g * g
+        units = torch.tensor(
+            [length(row.tolist()) for length, row in zip(lengths, g, strict=True)], dtype=torch.float64
+        )
+        take, carry = units[:, :1], units[:, 1:]
+        g = g * take
+        acc = acc * carry + g
+        v = beta2 * carry**2 * v + (1 - beta2) * g * g
         corrected = v / (1 - left)
         union: set[int] = set()
         for rank in range(N):

@@ -59,7 +59,7 @@ def first_step(kind: str, follow: bool, everywhere: bool) -> tuple[float, float,
     training.step(5)
     state, worst, moved = training.engine.state_dict(), 0.0, 0.0
     for name in SPARSE:
-        assert state["counters"][name] == {"steps": 6.0}
+        assert state["counters"][name]["steps"] == 6.0
         expected = BETA2 * N * moments[name] + (1 - BETA2) * gradients[name].square()
         second = state["parameters"][name]["second"]
         worst = max(worst, float(((second - expected).abs() / expected).max()))
@@ -101,7 +101,7 @@ def sharded_start() -> tuple[bool, list[Tensor]]:
     training.step(5)
     remembered = training.engine.state_dict()
     whole = all(
-        float(remembered["parameters"][name]["second"].min()) > 0 and remembered["counters"][name] == {"steps": 6.0}
+        float(remembered["parameters"][name]["second"].min()) > 0 and remembered["counters"][name]["steps"] == 6.0
         for name in SPARSE
     )
     for step in (6, 7):

@@ -41,7 +41,7 @@ class Training:
         loss = (self.ddp(torch.randn(5, WIDTH, generator=seed)) - 1).square().mean()
         loss.backward()
         if change is not None:
-            change(number, [p for p in self.module.parameters()])
+            change(number, list(self.module.parameters()))
         self.optimizer.step()
 
     def weights(self) -> list[Tensor]:
