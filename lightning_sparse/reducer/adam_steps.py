@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.kernels import static_shapes
 from lightning_sparse.kernels.adam import Moved, Step, Steps
+from lightning_sparse.kernels.length import DECAY
 from lightning_sparse.layout import shaped
 from lightning_sparse.optim import ids_of, refusal, stepping
 from lightning_sparse.reducer.around_steps import AroundSteps
@@ -94,7 +95,8 @@ class AdamSteps(AroundSteps):
             factors = factors_of(owner.handed, gradients, scale)
             if not static_shapes(owner.device) and factors.odd > MANY:
                 self._tell(advice(parameters, float(factors.odd)))
-            owner.lengthen_(self.lengths.follow(list(owner.spans), factors.by, owner.memory.second_decay))
+            decay = min(owner.memory.second_decay, DECAY)
+            owner.lengthen_(self.lengths.follow(list(owner.spans), factors.by, decay))
 
     def _owner(self, name: str) -> GroupReducer:
         owner = self._group_of(name)

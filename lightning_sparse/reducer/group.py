@@ -62,6 +62,12 @@ class GroupReducer:
         """Pieces of the gradient, in the buckets, from their arrival to the end of the step."""
         self.untouched: set[str] = set()
         """Parameters that no rank used in the latest step."""
+        bounds = [(span.start, span.stop) for span in self.spans.values()]
+        # Written on the device: a list would be copied there, which makes the host wait.
+        starts, stops = (
+            torch.stack([torch.full((), x, device=self.device) for x in each]) for each in zip(*bounds, strict=True)
+        )
+        self._bounds = starts, stops
         self.handed: Handed | None = None
         """Some of the latest averages, where they are to be divided."""
         self.exchanged = False
@@ -109,7 +115,7 @@ class GroupReducer:
             for span, length in zip(self.spans.values(), lengths, strict=True):
                 self.memory.lengthen_(state, span, length)
             return
-        stops = torch.tensor([span.stop for span in self.spans.values()], device=self.device)
+        _, stops = self._bounds
         of_each = torch.cat([lengths, lengths.new_ones(1)])[torch.searchsorted(stops, indices, right=True)]
         self.memory.lengthen_(state, indices, of_each)
 
@@ -223,7 +229,8 @@ class GroupReducer:
         if grad is not given:
             given.spread_(grad.runs[0])
         if self.divisor is not None:
-            self.handed = Handed.of(self.spans, self.arrived, statistics.indices, scale)
+            pieces = [self.arrived[name] for name in self.spans]
+            self.handed = Handed.of(self._bounds, pieces, statistics.indices, scale)
         self.exchanged = True
 
     def note_pause(self, paused: Stamp, resumed: Stamp) -> None:

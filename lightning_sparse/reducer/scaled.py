@@ -8,7 +8,7 @@ second moments of :class:`~lightning_sparse.SecondMoment` are formed before, so 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,18 +38,19 @@ class Handed(NamedTuple):
     """() that averages are multiplied by, with the loss; None: by nothing."""
 
     @classmethod
-    def of(cls, spans: Mapping[str, slice], pieces: Mapping[str, Tensor], indices: Tensor | None, scale: Any) -> Handed:
+    def of(
+        cls, bounds: tuple[Tensor, Tensor], pieces: Sequence[Tensor], indices: Tensor | None, scale: Tensor | None
+    ) -> Handed:
         """What is looked at again when an optimizer steps; the host waits for nothing.
 
         Args:
-            spans: where parameters lie among the group's coordinates, in order.
+            bounds: first coordinate of each parameter, and the one behind the last, int64 on the device.
             pieces: the averages of each parameter, flat.
             indices: (u,) int64 coordinates of averages, in any order; None: all.
             scale: see :attr:`scale`.
         """
-        device = next(iter(pieces.values())).device
-        starts = torch.tensor([span.start for span in spans.values()], device=device)
-        stops = torch.tensor([span.stop for span in spans.values()], device=device)
+        starts, stops = bounds
+        device = starts.device
         steps = torch.arange(SAMPLED, device=device)
         if indices is None:
             places = steps * (stops - starts).unsqueeze(1) // SAMPLED
@@ -62,7 +63,7 @@ class Handed(NamedTuple):
             chosen = first.unsqueeze(1) + steps * (last - first).unsqueeze(1) // SAMPLED
             found = indices.new_zeros(chosen.shape) if not len(indices) else indices[chosen.clamp(max=len(indices) - 1)]
             places = (found - starts.unsqueeze(1)).where(there.unsqueeze(1), 0)
-        values = torch.stack([pieces[name][at] for name, at in zip(spans, places, strict=True)])
+        values = torch.stack([piece[at] for piece, at in zip(pieces, places, strict=True)])
         return cls(indices, places, values, there, None if scale is None else scale.clone())
 
 
@@ -87,46 +88,47 @@ def factors_of(handed: Handed, gradients: Sequence[Tensor | None], scale: Tensor
         scale: () that gradients still have and the step will divide them by; None: nothing.
     """
     rows = [
-        row if gradient is None else flattened(gradient)[at]
+        torch.full_like(row, torch.nan) if gradient is None else flattened(gradient)[at]
         for gradient, at, row in zip(gradients, handed.places, handed.values, strict=True)
     ]
-    held = torch.tensor([gradient is not None for gradient in gradients], device=handed.there.device)
     now, then = torch.stack(rows).double(), handed.values.double()
     ratios = (now / then).where(then != 0, torch.nan)
     median = ratios.nanmedian(dim=1).values
     off = (ratios - median.unsqueeze(1)).abs() > FAR * median.unsqueeze(1).abs()
-    known = ratios.isfinite() & held.unsqueeze(1)
+    known = ratios.isfinite()
     odd = (off & known).sum() / known.sum().clamp(min=1)
     by = median if handed.scale is None else median * handed.scale
     by = by if scale is None else by / scale
-    return Factors(by.where(held & handed.there & median.isfinite(), torch.nan), odd.double())
+    return Factors(by.where(handed.there & median.isfinite(), torch.nan), odd.double())
 
 
 class Lengths:
     """How long averages were as optimizers got them, as Adam's second moment would know it.
 
-    With s the factor of a step, ``D = beta2 D + (1 - beta2) (s^2 - 1)``, corrected for its start at 0 as Adam's second
+    With s the factor of a step, ``D = decay D + (1 - decay) (s^2 - 1)``, corrected for its start at 0 as Adam's second
     moment is, and ``sqrt(1 + D)`` the length: dense Adam's ``v`` would hold ``s^2 g^2``, whose mean is that of ``g^2``
-    times that of ``s^2``, where the two do not depend on each other. Without a factor it is exactly 1.
+    times that of ``s^2``, where the two do not depend on each other. Without a factor it is exactly 1. The decay is
+    Adam's second beta, but at most that by which lengths of gradients are followed: with the scale of a
+    loss, both change at once, in opposite directions.
     """
 
     def __init__(self) -> None:
         self._known: dict[str, Tensor] = {}
         """Of each parameter, (2,) float64: D before its correction, and the correction."""
 
-    def follow(self, names: Sequence[str], factors: Tensor, beta2: float) -> Tensor:
+    def follow(self, names: Sequence[str], factors: Tensor, decay: float) -> Tensor:
         """Note factors, and return the (parameters,) lengths that follow from them: 1 where no factor is known.
 
         Args:
             names: of parameters.
             factors: (parameters,) float64, NaN where no average is about to be applied.
-            beta2: decay.
+            decay: of D.
         """
         nothing = factors.new_zeros(2)
         before = torch.stack([self._known.get(name, nothing).to(factors.device) for name in names])
         fresh = torch.stack([factors.square() - 1, torch.ones_like(factors)], dim=1)
         known = factors.isfinite().unsqueeze(1)
-        after = (beta2 * before + (1 - beta2) * fresh).where(known, before)
+        after = (decay * before + (1 - decay) * fresh).where(known, before)
         self._known.update(zip(names, after.unbind(), strict=True))
         mean, correction = after.unbind(1)
         lengths = (1 + mean / correction).clamp(min=0).sqrt()

@@ -141,7 +141,7 @@ def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> N
             parameter.grad = one.arrived[name]
         if scaled:
             optimizer.grad_scale, optimizer.found_inf = (torch.ones((), device=CUDA) for _ in range(2))
-        steps = AdamSteps(names, lambda name: one, lambda optimizer: parameters.keys(), 4)
+        steps = AdamSteps(names, lambda name: one, lambda optimizer: parameters.keys(), 4, print, False)
         with Costs(CUDA) as costs:
             optimizer.step()
         steps.close()

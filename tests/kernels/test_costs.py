@@ -63,7 +63,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], tuple[int, float]]] = {
     "momentum": ({"memory": ls.MomentumCorrection(0.9)}, (261, 76)),
     "clipped": ({"memory": ls.ClipByNorm(1.0)}, (258, 71)),
     "adam": ({"memory": ls.AdamCorrection()}, (264, 131)),
-    "second moment": ({"memory": ls.SecondMoment()}, (329, 160)),
+    "second moment": ({"memory": ls.SecondMoment()}, (400, 180)),
     "bfloat16": ({"dtype": torch.bfloat16}, (257, 55)),
     "in two buckets": ({"buckets": 2}, (254, 75)),
     "nobody asks whether a step counts": ({"nonfinite": "nan"}, (258, 67)),
