@@ -163,7 +163,9 @@ class Looker(pl.Callback):
 
 
 torch.set_num_threads(1)
-strategy = ls.SparseDDPStrategy(start_method="fork", density=0.05, rules=EVERYTHING_SPARSE, strict_resume=True)
+strategy = ls.SparseDDPStrategy(
+    start_method="fork", density=0.05, rules=EVERYTHING_SPARSE, strict_resume=True, single_device="sparse"
+)
 saver = pl.callbacks.ModelCheckpoint(folder, filename=str(devices))
 trainer = make_trainer("pytorch_lightning", strategy=strategy, devices=devices, max_epochs=devices,
                        enable_checkpointing=True, callbacks=[Looker(), saver])

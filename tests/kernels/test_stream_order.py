@@ -51,7 +51,9 @@ def train(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> No
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 9)))
     with mirrored_ranks(2):
-        engine = ls.attach(ddp, density=0.1, rules=RULES, executor="inline", watch=None, **options)
+        engine = ls.attach(
+            ddp, density=0.1, rules=RULES, executor="inline", watch=None, single_device="sparse", **options
+        )
     made = optimizer(ddp.parameters())
     engine.follow([made])
     for step in range(4):
@@ -104,7 +106,7 @@ def test_kernels_are_compiled_before_the_first_step_with_a_line_that_says_so(
     ddp = DistributedDataParallel(nn.Linear(12, 10))
     with Lines() as lines:
         with mirrored_ranks(2):
-            engine = ls.attach(ddp, density=0.1, rules=RULES, executor="inline", memory=memory)
+            engine = ls.attach(ddp, density=0.1, rules=RULES, executor="inline", memory=memory, single_device="sparse")
         assert len(tried) == (prepared == "attach")
         engine.follow([ADAMW(ddp.parameters())])
         assert tried == [ls.SecondMoment()]
