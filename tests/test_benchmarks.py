@@ -55,7 +55,7 @@ def test_local_steps_are_timed_with_second_moments(tmp_path: Path, monkeypatch: 
     benchmark("local_step").main([*words, "--steps", "2", "--ranks", "2"])
     found = json.loads((tmp_path / "local_step.json").read_text())
     assert found["memory"] == "second_moment"
-    assert [row["state_bytes"] for row in found["rows"][2:]] == 2 * [5 * 4 * 20001 + 8 + 8]
+    assert [row["state_bytes"] for row in found["rows"][2:]] == 2 * [5 * 4 * 20001 + 8 + 8 + 2 * 5 * 8]
 
 
 def test_clipping_is_compared_with_dense_training(tmp_path: Path) -> None:
@@ -272,3 +272,15 @@ def test_figures_of_the_documentation_are_drawn_from_its_tables(tmp_path: Path) 
     for name in ("loss", "quality"):
         drawn = (tmp_path / f"judge_end_{name}.svg").read_text()
         assert "union_topk" in drawn
+
+
+def test_a_gpt_as_a_new_user_writes_it_is_trained_densely_and_behind_the_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_gpt, text = benchmark("plain_gpt"), tmp_path / "text"
+    text.write_text("a b c d e f g " * 400)
+    monkeypatch.setattr(plain_gpt, "WORDS", 50)
+    monkeypatch.setattr(plain_gpt, "FIRST_BUCKET", 1 << 16)
+    plain_gpt.main(text, text, seeds=[1], beta2=[0.9], clips=[1.0], steps=3, out=tmp_path / "out")
+    [line] = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert 1 < line["sparse"] < 100 and 1 < line["dense"] < 100

@@ -31,7 +31,7 @@ def _measure(
     size = tl.load(norm)
     if SCALED:
         size = size / tl.load(scale).to(tl.float64)
-    square = size * size / numel.to(tl.float64)
+    square = size * size / (_number(1.0) * numel)
     counts = (square > 0) & (square < float("inf"))
     most = _number(LONG) * _number(LONG) * (mean / tl.where(known > 0, known, 1.0))
     clips = counts & (most > 0) & (square > most) & ACTS
@@ -49,7 +49,7 @@ def _measure(
     tl.store(following + 4, tl.load(lengths + 4) + tl.where(anew, 1.0, 0.0))
     tl.store(units, tl.sqrt(share))
     tl.store(units + 1, carry)
-    tl.store(units + 2, (beta2.to(tl.float64) + rest.to(tl.float64)) * (carry * carry))
+    tl.store(units + 2, (_number(1.0) * beta2 + rest) * (carry * carry))
 
 
 def measure(

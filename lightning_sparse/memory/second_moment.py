@@ -90,11 +90,16 @@ class SecondMoment(CountedFeedback):
     this v knows the gradients of every step. It holds the noise of one rank, n times that of the average: hence
     ``sqrt(n)``, with which a learning rate chosen for dense training keeps its meaning (``docs/adam.md``).
 
+    Where the length of a rank's gradients changes, what waits would be of another length than what comes: residual and
+    second moment are then multiplied, and gradients far longer than those before are clipped, see
+    :func:`~lightning_sparse.kernels.length.measure`. Both factors are 1 where gradients keep their length, and at
+    density 1.
+
     The engine applies these steps in place of ``torch.optim.Adam`` and ``AdamW`` (and :class:`lightning_sparse.AdamW`)
     for parameters that are sparsified; parameters that are dense are left to the optimizer. It is what ``memory=None``
     becomes with such an optimizer, with the optimizer's own beta2 and eps, from step to step as they are then.
 
-    The average in the gradients is that of :class:`Residual`, and nothing of it is lost. Costs five vectors of
+    The average in the gradients is that of :class:`Residual`; nothing of it is lost but by these two factors. Costs five vectors of
     ``numel`` accumulator elements a rank, three more than :class:`Residual`; Adam's own two are not made for parameters
     that are sparsified.
 
