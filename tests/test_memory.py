@@ -50,7 +50,7 @@ def formulation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param == "static":
         memories = [module for name, module in sys.modules.items() if name.startswith("lightning_sparse.memory")]
         asking = [module for module in memories if "static_shapes" in vars(module)]
-        assert len(asking) == 2
+        assert len(asking) == 3
         for module in asking:
             monkeypatch.setattr(module, "static_shapes", lambda device: True)
 

@@ -49,9 +49,9 @@ def measure(
         ...     lengths = following.clone()
         [1.0, 1.0]
         [1.0, 1.0]
-        [0.4, 1.47]
+        [0.4, 1.45]
         [1.0, 1.0]
-        [1.0, 0.78]
+        [1.0, 0.77]
     """
     if on_cuda.takes(lengths):
         from lightning_sparse.kernels import triton_length
