@@ -99,9 +99,9 @@ class SecondMoment(CountedFeedback):
     for parameters that are sparsified; parameters that are dense are left to the optimizer. It is what ``memory=None``
     becomes with such an optimizer, with the optimizer's own beta2 and eps, from step to step as they are then.
 
-    The average in the gradients is that of :class:`Residual`; nothing of it is lost but by these two factors. Costs five vectors of
-    ``numel`` accumulator elements a rank, three more than :class:`Residual`; Adam's own two are not made for parameters
-    that are sparsified.
+    The average in the gradients is that of :class:`Residual`; nothing of it is lost but by these two factors. Costs
+    five vectors of ``numel`` accumulator elements a rank, three more than :class:`Residual`; Adam's own two are not
+    made for parameters that are sparsified.
 
     Steps are counted for each group, not for each parameter as in torch: a parameter that is used for the first time at
     a late step T gets first steps that are longer by up to ``sqrt((1 - beta2^T) / (1 - beta2))``, as a row of an
