@@ -76,7 +76,14 @@ def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int
         were = f"Every step was skipped because of gradients that were not finite: nothing was learned. {DIVERGED}"
     since = f" after the first {before:,}" if before else ""
     all_steps = steps + skipped
-    return f"sparse_ddp: in {all_steps:,} step{'s' * (all_steps > 1)}{since} {traffic}. {waited} {were}"
+    anew = ""
+    # A device may never answer, where a run ends with an error.
+    if engine.device.type == "cpu" and any((changes := engine.length_changes).values()):
+        anew = (
+            f" Gradients changed their length: what waits was measured anew {changes['measured_anew']:,} times, and "
+            f"{changes['clipped']:,} gradients of groups were clipped."
+        )
+    return f"sparse_ddp: in {all_steps:,} step{'s' * (all_steps > 1)}{since} {traffic}. {waited} {were}{anew}"
 
 
 def amount(nbytes: float) -> str:

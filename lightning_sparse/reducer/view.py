@@ -82,6 +82,16 @@ class EngineView:
         return self._record.held
 
     @property
+    def length_changes(self) -> dict[str, int]:
+        """How often this rank clipped a group's gradient to twice its usual length, and measured what waits anew.
+
+        With :class:`~lightning_sparse.SecondMoment`, from the first step on, also before a checkpoint; waits for the
+        device.
+        """
+        counted = [group.memory.counters(group.state.memory) for group in self.groups if group.sparsified]
+        return {name: int(sum(float(each.get(name, 0.0)) for each in counted)) for name in ("clipped", "measured_anew")}
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes that this rank keeps for error feedback, of all groups; in :class:`Residual` 8 a float32 coordinate.
 

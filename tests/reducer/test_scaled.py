@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.reducer.scaled import Handed, Lengths, factors_of
+from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
 
 WIDTH, STEPS, BETA2 = 24, 30, 0.95
@@ -225,3 +226,27 @@ def resumed() -> tuple[list[Tensor], list[Tensor]]:
 def test_a_resumed_run_knows_earlier_factors(two_ranks: Ranks) -> None:
     for whole, again in two_ranks(resumed):
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+def fallen() -> tuple[dict[str, int], dict[str, int], list[str]]:
+    steady, falling = Training(), Training()
+    for training in (steady, falling):
+        for step in range(12):
+            training.optimizer.zero_grad()
+            seed = torch.Generator().manual_seed(dist.get_rank())
+            size = 0.1 if training is falling and step > 4 else 1.0
+            (size * training.ddp(torch.randn(50, WIDTH, generator=seed)).square().mean()).backward()
+            training.optimizer.param_groups[0]["lr"] = 0.0
+            training.optimizer.step()
+    with Lines() as lines:
+        steady.engine.close()
+        falling.engine.close()
+    return steady.engine.length_changes, falling.engine.length_changes, list(lines)
+
+
+def test_it_is_counted_and_said_where_gradients_have_changed_their_length(two_ranks: Ranks) -> None:
+    for rank, (steady, falling, said) in enumerate(two_ranks(fallen)):
+        assert steady == {"clipped": 0, "measured_anew": 0}
+        assert falling["clipped"] == 0 and falling["measured_anew"] > 1
+        if rank == 0:
+            assert ["measured anew" in line for line in said] == [False, True]
