@@ -325,7 +325,7 @@ def test_of_a_checkpoint_of_plain_ddp_nothing_is_lost(
 ) -> None:
     for told, counters, states in two_ranks(resume_dense, str(tmp_path / "dense.ckpt"), kind, strict):
         assert told == []
-        assert counters == ({"steps": 12.0} if kind == "adamw" else {})
+        assert counters.get("steps") == (12.0 if kind == "adamw" else None)
         assert states == [set() if kind == "adamw" else {"momentum_buffer", "waited"}] * 4
 
 
