@@ -57,7 +57,7 @@ def measure(
         from lightning_sparse.kernels import triton_length
 
         units = lengths.new_empty(3)
-        triton_length.measure(lengths, following, norm, scale, units, numel, beta2, acts)
+        triton_length.measure(lengths, following, norm, scale, units, numel, beta2, acts, DECAY, LONG, FAR)
         return units
     square = (norm if scale is None else norm / scale.double()).square() / numel
     mean, known, unit = lengths[:3].unbind()

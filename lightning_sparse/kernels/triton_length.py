@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_sparse.kernels import length
 from lightning_sparse.kernels.triton_launch import launch
 
 
@@ -61,11 +60,14 @@ def measure(
     numel: int,
     beta2: float,
     acts: bool,
+    keep: float,
+    long: float,
+    far: float,
 ) -> None:
     """One launch of one program; the arguments are those of :func:`.length.measure`, ``units`` is what it returns."""
     beta2_float = float(np.float32(beta2))
     launch(
         _measure, 1, lengths, following, norm, lengths if scale is None else scale, units, numel,
         beta2_float, beta2 - beta2_float, warps=1,
-        KEEP=length.DECAY, LONG=length.LONG, FAR=length.FAR, ACTS=acts, SCALED=scale is not None,
+        KEEP=keep, LONG=long, FAR=far, ACTS=acts, SCALED=scale is not None,
     )  # fmt: skip
