@@ -36,7 +36,7 @@ class ResidualAuditMixin:
     Example:
         >>> import lightning_sparse as ls
         >>> from pytorch_lightning import Trainer
-        >>> trainer = Trainer(strategy="sparse_ddp", devices=1, accelerator="cpu", logger=False,
+        >>> trainer = Trainer(strategy="sparse_ddp", devices=2, accelerator="cpu", logger=False,
         ...                   callbacks=[ls.ResidualAudit()], enable_model_summary=False)
     """
 

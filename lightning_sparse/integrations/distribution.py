@@ -47,7 +47,7 @@ class GradientDistributionMixin:
     Example:
         >>> import lightning_sparse as ls
         >>> from pytorch_lightning import Trainer
-        >>> trainer = Trainer(strategy="sparse_ddp_sidco_e", devices=1, accelerator="cpu", logger=False,
+        >>> trainer = Trainer(strategy="sparse_ddp_sidco_e", devices=2, accelerator="cpu", logger=False,
         ...                   callbacks=[ls.GradientDistribution(every=200)], enable_model_summary=False)
     """
 

@@ -34,7 +34,7 @@ class FlushResidualMixin:
     Example:
         >>> import lightning_sparse as ls
         >>> from pytorch_lightning import Trainer
-        >>> trainer = Trainer(strategy="sparse_ddp", devices=1, accelerator="cpu", logger=False, max_epochs=3,
+        >>> trainer = Trainer(strategy="sparse_ddp", devices=2, accelerator="cpu", logger=False, max_epochs=3,
         ...                   callbacks=[ls.FlushResidual()], enable_model_summary=False)
     """
 

@@ -51,7 +51,7 @@ class SparsityMonitorMixin:
     Example:
         >>> import lightning_sparse as ls
         >>> from pytorch_lightning import Trainer
-        >>> trainer = Trainer(strategy="sparse_ddp", devices=1, accelerator="cpu", logger=False,
+        >>> trainer = Trainer(strategy="sparse_ddp", devices=2, accelerator="cpu", logger=False,
         ...                   callbacks=[ls.SparsityMonitor(groups=True)], enable_model_summary=False)
         >>> dense = Trainer(strategy="ddp", devices=1, accelerator="cpu", logger=False,
         ...                 callbacks=[ls.SparsityMonitor(shadow=["topk", "exdyna"])], enable_model_summary=False)

@@ -46,7 +46,7 @@ class PartitionMapMixin:
     Example:
         >>> import lightning_sparse as ls
         >>> from pytorch_lightning import Trainer
-        >>> trainer = Trainer(strategy="sparse_ddp_exdyna", devices=1, accelerator="cpu", logger=False,
+        >>> trainer = Trainer(strategy="sparse_ddp_exdyna", devices=2, accelerator="cpu", logger=False,
         ...                   callbacks=[ls.PartitionMap(every=10)], enable_model_summary=False)
     """
 
