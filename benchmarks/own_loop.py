@@ -17,15 +17,15 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from adam import loss_of
 from jsonargparse import CLI
-from plain_gpt import Block
+from plain_gpt import LENGTH, Block, drawn
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 
-WIDTH, HEADS, LAYERS, LENGTH, BATCH = 128, 4, 4, 64, 12
+WIDTH, HEADS, LAYERS, BATCH = 128, 4, 4, 12
 RATE, LEAST_RATE, WARM_UP, DECAY, BETAS = 1e-3, 1e-4, 100, 0.1, (0.9, 0.99)
 
 
@@ -44,16 +44,6 @@ class CharacterModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.blocks(self.characters(x) + self.places.weight))
         return hidden @ self.characters.weight.T
-
-
-def draw(text: Tensor, generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
-    starts = torch.randint(len(text) - LENGTH - 1, (rows,), generator=generator)
-    window = text[starts[:, None] + torch.arange(LENGTH + 1)]
-    return window[:, :-1], window[:, 1:]
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
 def main(
@@ -96,7 +86,7 @@ def main(
         for group in optimizer.param_groups:
             group["lr"] = RATE * (step + 1) / WARM_UP if step < WARM_UP else LEAST_RATE + share * (RATE - LEAST_RATE)
         optimizer.zero_grad()
-        scaler.scale(loss_of(model, *draw(seen, generator, BATCH))).backward()
+        scaler.scale(loss_of(model, *drawn(seen, generator, BATCH))).backward()
         if change == "clip":
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         elif change == "tokens":
@@ -108,7 +98,7 @@ def main(
         engine.close()
     with torch.no_grad():
         chosen = torch.Generator().manual_seed(1)
-        loss = sum(float(loss_of(model.module, *draw(unseen, chosen, 50))) for _ in range(40)) / 40
+        loss = sum(float(loss_of(model.module, *drawn(unseen, chosen, 50))) for _ in range(40)) / 40
     if rank == 0:
         print(f"{change}, {'sparse' if sparse else 'dense'}, seed {seed}, {steps} steps: {loss:.4f}")
     dist.destroy_process_group()

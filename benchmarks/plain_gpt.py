@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from adam import words_of
+from adam import loss_of, words_of
 from jsonargparse import CLI
 from torch import Tensor, nn
 from torch.nn import functional
@@ -79,8 +79,11 @@ class GPT(nn.Module):
         return logits
 
 
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+def drawn(tokens: Tensor, generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
+    """Pieces of a text, and what follows each of their tokens."""
+    starts = torch.randint(len(tokens) - LENGTH - 1, (rows,), generator=generator)
+    window = tokens[starts[:, None] + torch.arange(LENGTH + 1)]
+    return window[:, :-1], window[:, 1:]
 
 
 def cut(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -98,7 +101,7 @@ def train(
 ) -> nn.Module:
     """One training."""
     torch.manual_seed(seed)
-    model, draw = GPT(init), torch.Generator().manual_seed(seed + 1000)
+    model, generator = GPT(init), torch.Generator().manual_seed(seed + 1000)
     parameters = list(model.parameters())
     groups = cut([p for p in parameters if p.dim() > 1]) if sparse else []
     dense = [p for p in parameters if p.dim() <= 1 or not sparse]
@@ -118,10 +121,8 @@ def train(
         rate = RATE * min(1.0, (step + 1) / WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
         gradients = []
         for _ in range(RANKS):
-            starts = torch.randint(len(tokens) - LENGTH - 1, (BATCH,), generator=draw)
-            window = tokens[starts[:, None] + torch.arange(LENGTH + 1)]
             model.zero_grad()
-            loss_of(model, window[:, :-1], window[:, 1:]).backward()
+            loss_of(model, *drawn(tokens, generator, BATCH)).backward()
             if clip and sparse:
                 nn.utils.clip_grad_norm_(parameters, clip * math.sqrt(RANKS))
             gradients.append({p: p.grad for p in parameters})

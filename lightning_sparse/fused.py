@@ -1,8 +1,8 @@
-"""A step of the default, UnionTopK with packed_union, in 23 to 28 launches on a GPU, for any n.
+"""A step of the default, UnionTopK with packed_union, in 23 to 35 launches on a GPU, for any n.
 
 The same journey as in :mod:`~lightning_sparse.pipeline`, whose operations of torch give the same bits, with kernels in
 Triton that do together what belongs together. With a plain residual 16 bytes a coordinate are read and written, with
-:class:`~lightning_sparse.SecondMoment` 24, 2 to 3 more for bitmaps and counts, and about 430 and 600 for each one that
+:class:`~lightning_sparse.SecondMoment` 28, 2 to 3 more for bitmaps and counts, and about 430 and 600 for each one that
 is sent. The host waits for nothing and decides nothing, and a void step costs copies only when it occurs.
 
 Everything that changes from step to step is an argument that kernels are not specialised for, or lies on the device.
@@ -26,7 +26,6 @@ from lightning_sparse.exchanges import Exchange
 from lightning_sparse.exchanges.packed_union import Lanes, PackedUnion
 from lightning_sparse.kernels.form import Form
 from lightning_sparse.kernels.on_cuda import compare, on_cuda
-from lightning_sparse.layout import Gradient
 from lightning_sparse.memory import Memory, Residual, SecondMoment
 from lightning_sparse.memory.base import FeedbackState
 from lightning_sparse.memory.second_moment import Adapting, SecondMomentState, damping
@@ -171,7 +170,7 @@ def exchange_group(
             second, lanes.low, lanes.wide, lanes.parts, (ctx.rank + 0.5) / n, power, moments.divisor, memory.eps,
             damp,
         )  # fmt: skip
-        units = memory.units(moments, Gradient([grad[:numel]]), ctx.density, scale).float()
+        units = memory.units(moments, [grad[:numel]], ctx.density, scale).float()
         by = power, units, memory.beta2, memory.eps, damp
         triton_second.weigh_(acc, weighed, residual, now, grad, scale, *by, *noted)
     found = triton_select.pick(acc[:numel], search, scratch.bound, share, slots + room, spare, turn, n, weighed)

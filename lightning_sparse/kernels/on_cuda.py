@@ -48,7 +48,7 @@ def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **about
         shape, places = f"{tuple(wanted.shape)} {wanted.dtype}", (~(x == y)).nonzero().flatten()
         first = int(places[0])
         largest = (x.double() - y.double()).abs().max()
-        others = f"{', '.join(f'{key}={value}' for key, value in about.items())}"
+        others = ", ".join(f"{key}={value}" for key, value in about.items())
         raise MismatchError(
             f"{name}, {shape}, differs at {len(places)} of {len(x)} places, first at {first}: {x[first].item()} "
             f"instead of {y[first].item()}; the largest difference is {float(largest):.3g} ({others})"

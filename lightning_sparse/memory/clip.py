@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -78,3 +79,11 @@ def norm(x: Tensor) -> Tensor:
     if not on_device and not total.isfinite():  # squares of more than 1e19 are beyond float32
         total = torch.linalg.vector_norm(x.double())
     return total
+
+
+def joint_norm(pieces: Sequence[Tensor]) -> Tensor:
+    """() float64 Euclidean norm of several vectors, at least one, as if they were one."""
+    if len(pieces) == 1:
+        return norm(pieces[0])
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([norm(piece) for piece in pieces]))
+    return whole

@@ -20,14 +20,14 @@ from lightning_sparse.kernels.device_second import form_, score_
 from lightning_sparse.kernels.length import SIZE, measure
 from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
-from lightning_sparse.memory.clip import norm
+from lightning_sparse.memory.clip import joint_norm
 from lightning_sparse.memory.residual import Residual
 from lightning_sparse.optim import holds, refusal, settings_of
 
 
 @dataclass(frozen=True)
 class SecondMomentState(CountedState):
-    """Two pairs, what the latest averages are to be divided by, and the number of committed steps."""
+    """Two pairs, what the latest averages are to be divided by, lengths, and the number of committed steps."""
 
     second: Pair
     divisor: Tensor
@@ -156,14 +156,14 @@ class SecondMoment(CountedFeedback):
         return SecondMomentState(residual, steps, second, divisor, damping, lengths, following)
 
     def accumulate_(self, state: SecondMomentState, grad: Gradient, ctx: Context) -> Tensor:
-        """``acc = residual + grad``, and the next second moment."""
+        """Form ``acc = carry residual + take grad``, and the next second moment, see :meth:`units`."""
         residual, acc = state.residual
         now, following = state.second
         damp = damping(ctx.density)
         state.damping.fill_(damp)
         for vector in (following, acc):
             vector[-1:].zero_()
-        units = self.units(state, grad, ctx.density)
+        units = self.units(state, grad.runs, ctx.density)
         if not static_shapes(acc.device):
             take, carry, _ = units.tolist()
             for run in grad.runs if take != 1 else ():
@@ -172,28 +172,31 @@ class SecondMoment(CountedFeedback):
                 torch.mul(residual, carry, out=acc)
                 torch.mul(now, carry**2, out=following)
                 residual, now = acc, following
-            units = units.new_tensor([1.0, 1.0, self.beta2])
         if ctx.candidates is not None:  # the score, too, in the same pass
             start = self._correction(state).sqrt().item()
             by = Weights(self.beta2, 1 - self.beta2, self.eps * start, start * damp)
             vectors = acc[:-1], following[:-1], grad.room(acc.dtype), residual[:-1], now[:-1]
             weigh_(*vectors, grad.runs, by, ctx.candidates)
             return acc
+        if not static_shapes(acc.device):  # which has been multiplied by all of them
+            units = units.new_tensor([1.0, 1.0, self.beta2])
         for piece, run in pieces(grad):
             form_(acc[piece], following[piece], residual[piece], now[piece], run, units, self.beta2)
         return acc
 
-    def units(self, state: SecondMomentState, grad: Gradient, density: float, scale: Tensor | None = None) -> Tensor:
-        """(3,) float64: what this step multiplies by, see :func:`~lightning_sparse.kernels.length.measure`.
+    def units(
+        self, state: SecondMomentState, runs: Sequence[Tensor], density: float, scale: Tensor | None = None
+    ) -> Tensor:
+        """Return the factors of this step, (3,) float64, see :func:`~lightning_sparse.kernels.length.measure`.
 
         Args:
             state: of this group; what follows from the step is noted in it.
-            grad: of this rank.
+            runs: of this rank's gradient.
             density: of the step. Where everything is sent, nothing is changed.
             scale: () that the gradient still has.
         """
-        whole = grad.runs[0] if len(grad.runs) == 1 else torch.stack([norm(run) for run in grad.runs])
-        return measure(state.lengths, state.following, norm(whole), scale, grad.numel, self.beta2, density < 1)
+        numel = sum(run.numel() for run in runs)
+        return measure(state.lengths, state.following, joint_norm(runs), scale, numel, self.beta2, density < 1)
 
     def commit(  # type: ignore[override]
         self, state: SecondMomentState, void: Tensor | bool, unused: Sequence[slice] = ()

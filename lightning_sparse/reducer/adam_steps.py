@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.kernels import static_shapes
 from lightning_sparse.kernels.adam import Moved, Step, Steps
 from lightning_sparse.kernels.length import DECAY
 from lightning_sparse.layout import shaped
@@ -68,40 +67,35 @@ class AdamSteps(AroundSteps):
         names = self._handed_out(optimizer)
         # As a GradScaler hands them over to fused optimizers: gradients are still scaled, and the step may be none.
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        self._follow_changes(optimizer, names, scale)
-        for group in optimizer.param_groups:
+        served = [(settings, list(self._served(settings, names))) for settings in optimizer.param_groups]
+        self._follow_changes([one for _, ones in served for one in ones], scale)
+        for settings, ones in served:
             moved = []
-            for parameter, divisor in self._served(group, names):
-                assert parameter.grad is not None
-                moved.append(Moved(parameter, parameter.grad, divisor))
+            for parameter, owner, name in ones:
+                divisor = owner.divisor
+                assert parameter.grad is not None and divisor is not None
+                moved.append(Moved(parameter, parameter.grad, shaped(divisor[owner.spans[name]], parameter)))
                 self._aside.append((parameter, parameter.grad))
                 parameter.grad = None
                 if not self._keeps_moments:  # of dense steps, or of one without a backward
                     optimizer.state.pop(parameter, None)
             if moved:
-                self._steps.take_(moved, Step(*self._rates(group), scale, skip))
+                self._steps.take_(moved, Step(*self._rates(settings), scale, skip))
 
-    def _follow_changes(self, optimizer: Optimizer, names: Set[str], scale: Tensor | None) -> None:
+    def _follow_changes(self, served: Sequence[_Served], scale: Tensor | None) -> None:
         """Let second moments follow what averages were multiplied by since they were handed out."""
         stepped: dict[GroupReducer, dict[str, Parameter]] = {}
-        for settings in optimizer.param_groups:
-            for parameter, _ in self._served(settings, names):
-                name = self._names[id(parameter)]
-                stepped.setdefault(self._owner(name), {})[name] = parameter
+        for parameter, owner, name in served:
+            stepped.setdefault(owner, {})[name] = parameter
         for owner, parameters in stepped.items():
             if owner.handed is None:
                 continue
             gradients = [parameters[name].grad if name in parameters else None for name in owner.spans]
             factors = factors_of(owner.handed, gradients, scale)
-            if not static_shapes(owner.device) and factors.odd > MANY:
+            if factors.odd is not None and factors.odd > MANY:
                 self._tell(advice(parameters, float(factors.odd)))
             decay = min(owner.memory.second_decay, DECAY)
             owner.lengthen_(self.lengths.follow(list(owner.spans), factors.by, decay))
-
-    def _owner(self, name: str) -> GroupReducer:
-        owner = self._group_of(name)
-        assert owner is not None
-        return owner
 
     def _rates(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
         """Learning rate, and what decay leaves of a parameter: numbers, or () on the device where only it knows."""
@@ -111,15 +105,14 @@ class AdamSteps(AroundSteps):
         sign = -1 if group.get("maximize") else 1
         return rate * (self._factor * sign), 1 - rate * group["weight_decay"]
 
-    def _served(self, group: Mapping[str, Any], handed_out: Set[str]) -> Iterator[tuple[Parameter, Tensor]]:
-        """Parameters whose steps are taken here, and what divides their averages, in their shapes."""
-        for parameter in group["params"]:
+    def _served(self, settings: Mapping[str, Any], handed_out: Set[str]) -> Iterator[_Served]:
+        """Parameters of a parameter group whose steps are taken here."""
+        for parameter in settings["params"]:
             owner = self._group(id(parameter))
-            divisor = None if owner is None else owner.divisor
-            if parameter.grad is None or owner is None or divisor is None:
+            if parameter.grad is None or owner is None:
                 continue
             if (name := self._names[id(parameter)]) in handed_out:
-                yield parameter, shaped(divisor[owner.spans[name]], parameter)
+                yield _Served(parameter, owner, name)
 
     def _group(self, key: int) -> GroupReducer | None:
         """That of a parameter, given by its id, whose steps are taken here; else None."""
@@ -137,3 +130,11 @@ class AdamSteps(AroundSteps):
             if parameter.grad is None:  # else a step has failed, and new gradients are here
                 parameter.grad = grad
         self._aside = []
+
+
+class _Served(NamedTuple):
+    """A parameter whose step is taken here."""
+
+    parameter: Parameter
+    owner: GroupReducer
+    name: str

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.checks import check_positive, expect
-from lightning_sparse.memory.clip import norm
+from lightning_sparse.memory.clip import joint_norm
 from lightning_sparse.reducer.around_steps import AroundSteps
 
 ALGORITHMS = ("norm", "value")
@@ -54,7 +54,7 @@ class Clipping(NamedTuple):
                 bound = (torch.ones((), dtype=torch.float64, device=piece.device) * limit).to(piece.dtype)
                 piece.copy_(torch.where(piece.isfinite(), piece.clamp(-bound, bound), piece))
             return
-        whole = torch.linalg.vector_norm(torch.stack([norm(piece) for piece in pieces]))
+        whole = joint_norm(pieces)
         shrink = torch.where(whole.isfinite(), (limit * math.sqrt(share) / whole).clamp(max=1.0), 1.0)
         for piece in pieces:
             piece.mul_(shrink.to(piece.dtype))

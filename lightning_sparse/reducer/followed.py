@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,9 +54,8 @@ class Followed:
         names = {id(p): name for name, p in parameters.items()}
         record = reducer.record
         keeps = reducer.settings.fallback is not None  # dense steps go on with them
-        self.adam_steps = AdamSteps(
-            names, self._sparse_group, record.waiting, comm.world_size, self._warn_of_changes, keeps
-        )
+        warn = partial(self._warn_once, kind="changed averages")
+        self.adam_steps = AdamSteps(names, self._sparse_group, record.waiting, comm.world_size, warn, keeps)
         self._momentum_steps = MomentumSteps(
             names, self._sparse_group, record.waiting, lambda: record.latest.skipped is None, self._spends
         )
@@ -117,7 +117,9 @@ class Followed:
         sparsified = self._sparsified
         memory: Memory = self._chosen_memory
         if sparsified:
-            memory = self._chosen_memory.suited(optimizers, sparsified, self._warn_of_several)
+            memory = self._chosen_memory.suited(
+                optimizers, sparsified, partial(self._warn_once, kind="several settings")
+            )
         if memory.needs_second and settings.memory.needs_second:
             if begins and memory != settings.memory:
                 self._reducer.adapt(memory)
@@ -273,15 +275,12 @@ class Followed:
             say(sentence)
 
     def _warn_once(self, sentence: str, kind: str | None = None) -> None:
-        """Tell the user on rank zero, which is one rank also where nobody has told processes their ranks."""
+        """Tell the user on rank zero, which is one rank also where nobody has told processes their ranks.
+
+        Args:
+            sentence: to say.
+            kind: of sentences of which one is said; None: of this one.
+        """
         if self._rank == 0 and (kind or sentence) not in self._told:
             self._told.add(kind or sentence)
             rank_zero_warn(sentence)
-
-    def _warn_of_several(self, sentence: str) -> None:
-        """Of settings that may change at every step."""
-        self._warn_once(sentence, "several settings")
-
-    def _warn_of_changes(self, sentence: str) -> None:
-        """Of averages that were changed, by any share of them."""
-        self._warn_once(sentence, "changes")

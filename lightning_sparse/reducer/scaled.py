@@ -41,7 +41,7 @@ class Handed(NamedTuple):
     def of(
         cls, bounds: tuple[Tensor, Tensor], pieces: Sequence[Tensor], indices: Tensor | None, scale: Tensor | None
     ) -> Handed:
-        """What is looked at again when an optimizer steps; the host waits for nothing.
+        """Take a sample, to look at again when an optimizer steps; the host waits for nothing.
 
         Args:
             bounds: first coordinate of each parameter, and the one behind the last, int64 on the device.
@@ -72,12 +72,13 @@ class Factors(NamedTuple):
 
     by: Tensor
     """(parameters,) float64; NaN where nobody knows."""
-    odd: Tensor
-    """() float64 share of coordinates, among those that are known, that were changed in another way."""
+    odd: Tensor | None
+    """() float64 share of coordinates, among those that are known, that were changed in another way; None on a device,
+    which nobody waits for."""
 
 
 def factors_of(handed: Handed, gradients: Sequence[Tensor | None], scale: Tensor | None) -> Factors:
-    """The median of the ratios of gradients now and then, for each parameter.
+    """Find the median of the ratios of gradients now and then, for each parameter.
 
     A median also finds the factor where less than half of the coordinates were changed in another way, such as masked
     ones.
@@ -94,12 +95,14 @@ def factors_of(handed: Handed, gradients: Sequence[Tensor | None], scale: Tensor
     now, then = torch.stack(rows).double(), handed.values.double()
     ratios = (now / then).where(then != 0, torch.nan)
     median = ratios.nanmedian(dim=1).values
-    off = (ratios - median.unsqueeze(1)).abs() > FAR * median.unsqueeze(1).abs()
-    known = ratios.isfinite()
-    odd = (off & known).sum() / known.sum().clamp(min=1)
+    odd = None
+    if not static_shapes(ratios.device):
+        off = (ratios - median.unsqueeze(1)).abs() > FAR * median.unsqueeze(1).abs()
+        known = ratios.isfinite()
+        odd = ((off & known).sum() / known.sum().clamp(min=1)).double()
     by = median if handed.scale is None else median * handed.scale
     by = by if scale is None else by / scale
-    return Factors(by.where(handed.there & median.isfinite(), torch.nan), odd.double())
+    return Factors(by.where(handed.there & median.isfinite(), torch.nan), odd)
 
 
 class Lengths:
@@ -108,8 +111,8 @@ class Lengths:
     With s the factor of a step, ``D = decay D + (1 - decay) (s^2 - 1)``, corrected for its start at 0 as Adam's second
     moment is, and ``sqrt(1 + D)`` the length: dense Adam's ``v`` would hold ``s^2 g^2``, whose mean is that of ``g^2``
     times that of ``s^2``, where the two do not depend on each other. Without a factor it is exactly 1. The decay is
-    Adam's second beta, but at most that by which lengths of gradients are followed: with the scale of a
-    loss, both change at once, in opposite directions.
+    Adam's second beta, but at most that by which lengths of gradients are followed: with the scale of a loss, both
+    change at once, in opposite directions.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ def _is_vector(value: Any) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_number, value))
+    return isinstance(value, (list, tuple)) and len(value) == 2
 
 
 COUNT = Kind("an integer from 0 on", lambda x: _is_int(x, 0))
@@ -51,13 +51,11 @@ RATE = Kind("a finite number above 0", lambda x: _is_number(x) and x > 0)
 VECTOR = Kind("a vector of finite floating-point numbers", _is_vector)
 SURPLUS = Kind(
     "a list of a number from 1 on and a step",
-    lambda x: isinstance(x, (list, tuple)) and len(x) == 2 and _is_number(x[0]) and x[0] >= 1 and _is_int(x[1], 0),
+    lambda x: _is_pair(x) and _is_number(x[0]) and x[0] >= 1 and _is_int(x[1], 0),
 )
 LENGTH = Kind(
     "a list of a number from -1 on and one from 0 to 1",
-    lambda x: (
-        isinstance(x, (list, tuple)) and len(x) == 2 and all(map(_is_number, x)) and x[0] >= -1 and 0 <= x[1] <= 1
-    ),
+    lambda x: _is_pair(x) and all(map(_is_number, x)) and x[0] >= -1 and 0 <= x[1] <= 1,
 )
 NAMED = Kind("a dict with names as keys", lambda x: isinstance(x, dict) and all(isinstance(name, str) for name in x))
 LIST = Kind("a list", lambda x: isinstance(x, list))

@@ -171,19 +171,28 @@ def regroup_slowly(device: torch.device) -> None:
     engine.close()
 
 
+def trained(training: Training, device: torch.device) -> Any:
+    """Losses and parameters of some steps, of which one is void; in between, others write to memory that is free."""
+    losses = []
+    for step in range(6):
+        losses.append(training.step(factor=float("nan") if step == 3 else 1.0))
+        scribble(device, [1_000, 5_000, 8_000])
+    return training.end(losses)
+
+
+def require_equal(fast: Any, slow: Any, layout: str) -> None:
+    require(fast[0] == slow[0], f"{layout}: other losses on a slow stream")
+    require(torch.equal(fast[1], slow[1]), f"{layout}: other parameters on a slow stream")
+
+
 def train_slowly(device: torch.device) -> None:
     """A training does not notice that its exchanges come late."""
     for layout in ("default", "small_buckets", "find_unused", "view"):
         results = []
         for cycles in (0, CYCLES):
             training = Training(str(device), {"density": 0.05, "memory": Slow(cycles=cycles)}, layout)
-            losses = []
-            for step in range(6):
-                losses.append(training.step(factor=float("nan") if step == 3 else 1.0))
-                scribble(device, [1_000, 5_000, 8_000])
-            results.append(training.end(losses))
-        require(results[0][0] == results[1][0], f"{layout}: other losses on a slow stream")
-        require(torch.equal(results[0][1], results[1][1]), f"{layout}: other parameters on a slow stream")
+            results.append(trained(training, device))
+        require_equal(*results, layout)
 
 
 def launch_slowly(device: torch.device, optimizer: Callable[..., torch.optim.Optimizer]) -> Numbers:
@@ -195,13 +204,8 @@ def launch_slowly(device: torch.device, optimizer: Callable[..., torch.optim.Opt
                 options: dict[str, Any] = {"dtype": torch.float32, "optimizer": optimizer}
                 training = Training(str(device), {"density": 0.05}, layout, **options)
                 training.engine.follow([training.optimizer])
-                losses = []
-                for step in range(6):
-                    losses.append(training.step(factor=float("nan") if step == 3 else 1.0))
-                    scribble(device, [1_000, 5_000, 8_000])
-                results.append(training.end(losses))
-        require(results[0][0] == results[1][0], f"{layout}: other losses on a slow stream")
-        require(torch.equal(results[0][1], results[1][1]), f"{layout}: other parameters on a slow stream")
+                results.append(trained(training, device))
+        require_equal(*results, layout)
     return {"launches": launched[0]}
 
 
