@@ -78,10 +78,10 @@ def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int
     all_steps = steps + skipped
     anew = ""
     # A device may never answer, where a run ends with an error.
-    if engine.device.type == "cpu" and any((changes := engine.length_changes).values()):
+    if engine.device.type == "cpu" and any(changes := engine.length_changes):
         anew = (
-            f" Gradients changed their length: what waits was measured anew {changes['measured_anew']:,} times, and "
-            f"{changes['clipped']:,} gradients of groups were clipped."
+            f" Gradients changed their length: what waits was measured anew {changes.measured_anew:,} times, and "
+            f"{changes.clipped:,} gradients of groups were clipped."
         )
     return f"sparse_ddp: in {all_steps:,} step{'s' * (all_steps > 1)}{since} {traffic}. {waited} {were}{anew}"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,20 @@ LONG = 2.0
 """Times the running length that a gradient may have; longer ones are clipped to it."""
 FAR = 1.25
 """Times that the running length may differ from the one by which what is remembered is measured."""
-SIZE = 5
-"""Numbers that are followed, see :func:`measure`."""
+
+
+class LengthChanges(NamedTuple):
+    """How often gradients have changed their length, and something was done about it."""
+
+    clipped: int
+    """Steps in which a gradient was clipped to twice its usual length."""
+    measured_anew: int
+    """Steps in which what is remembered was measured anew."""
+
+
+FOLLOWED = "mean_square", "mean_square_known", "unit", *LengthChanges._fields
+"""Names of the numbers that are followed, see :func:`measure`; in states, too."""
+SIZE = len(FOLLOWED)
 
 
 def measure(

@@ -17,7 +17,7 @@ from lightning_sparse.checks import check_positive, check_share
 from lightning_sparse.core import Context, Update
 from lightning_sparse.kernels import Weights, put_, sqrt_, static_shapes, weigh_
 from lightning_sparse.kernels.device_second import form_, score_
-from lightning_sparse.kernels.length import SIZE, measure
+from lightning_sparse.kernels.length import FOLLOWED, SIZE, measure
 from lightning_sparse.layout import Gradient
 from lightning_sparse.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
 from lightning_sparse.memory.clip import joint_norm
@@ -43,8 +43,6 @@ class SecondMomentState(CountedState):
 
 MOST = 2.0**53
 """Steps that are counted."""
-LENGTHS = "mean_square", "mean_square_known", "unit", "clipped", "measured_anew"
-"""Names of what is known of lengths, in states."""
 SHARE, SHORTEST, LONGEST = 0.25, 2.0, 100.0
 """Of the steps that a coordinate waits on average, as how many an average counts at most; the bounds of that."""
 
@@ -209,7 +207,7 @@ class SecondMoment(CountedFeedback):
 
     def counters(self, state: SecondMomentState) -> dict[str, Tensor]:  # type: ignore[override]
         """The number of steps, and what is known of lengths."""
-        return {**super().counters(state), **dict(zip(LENGTHS, state.lengths, strict=True))}
+        return {**super().counters(state), **dict(zip(FOLLOWED, state.lengths, strict=True))}
 
     def carry_(self, state: SecondMomentState, target: slice, memory: Memory, other: Any, source: slice) -> None:  # type: ignore[override]
         """Vectors, steps and lengths: the largest, where groups that become one differ."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from lightning_sparse.checks import expect
 from lightning_sparse.clock import Totals
 from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.kernels.length import LengthChanges
 from lightning_sparse.metrics import Step, summarize
 from lightning_sparse.plan import Group, Messages
 from lightning_sparse.reducer.group import GroupReducer
@@ -82,14 +83,13 @@ class EngineView:
         return self._record.held
 
     @property
-    def length_changes(self) -> dict[str, int]:
+    def length_changes(self) -> LengthChanges:
         """How often this rank clipped a group's gradient to twice its usual length, and measured what waits anew.
 
         With :class:`~lightning_sparse.SecondMoment`, from the first step on, also before a checkpoint; waits for the
         device.
         """
-        counted = [group.memory.counters(group.state.memory) for group in self.groups if group.sparsified]
-        return {name: int(sum(float(each.get(name, 0.0)) for each in counted)) for name in ("clipped", "measured_anew")}
+        return _length_changes(self.groups) or LengthChanges(0, 0)
 
     @property
     def memory_bytes(self) -> int:
@@ -233,3 +233,12 @@ class EngineView:
                 "The engine is closed: ask for summaries before the end of fit, in on_train_end at the latest."
             )
         return self.comm.all_reduce(x.to(self._device)).cpu() / self.comm.world_size
+
+
+def _length_changes(groups: Sequence[GroupReducer]) -> LengthChanges | None:
+    """Of all groups together; None where no memory follows lengths. Waits for the device, once."""
+    counters = [group.memory.counters(group.state.memory) for group in groups if group.sparsified]
+    found = [[one[name] for name in LengthChanges._fields] for one in counters if LengthChanges._fields[0] in one]
+    if not found:
+        return None
+    return LengthChanges(*torch.stack([torch.stack(one) for one in found]).sum(0).long().tolist())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.kernels.length import LengthChanges
 from lightning_sparse.reducer.scaled import Handed, Lengths, factors_of
 from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
@@ -228,7 +229,7 @@ def test_a_resumed_run_knows_earlier_factors(two_ranks: Ranks) -> None:
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
 
-def fallen() -> tuple[dict[str, int], dict[str, int], list[str]]:
+def fallen() -> tuple[LengthChanges, LengthChanges, list[str]]:
     steady, falling = Training(), Training()
     for training in (steady, falling):
         for step in range(12):
@@ -246,7 +247,7 @@ def fallen() -> tuple[dict[str, int], dict[str, int], list[str]]:
 
 def test_it_is_counted_and_said_where_gradients_have_changed_their_length(two_ranks: Ranks) -> None:
     for rank, (steady, falling, said) in enumerate(two_ranks(fallen)):
-        assert steady == {"clipped": 0, "measured_anew": 0}
-        assert falling["clipped"] == 0 and falling["measured_anew"] > 1
+        assert steady == (0, 0)
+        assert falling.clipped == 0 and falling.measured_anew > 1
         if rank == 0:
             assert ["measured anew" in line for line in said] == [False, True]
