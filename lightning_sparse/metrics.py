@@ -20,6 +20,7 @@ from torch import Tensor
 from lightning_sparse.clock import Stamp, Totals
 from lightning_sparse.core import Agreement, Context, Selection, Update
 from lightning_sparse.density import count
+from lightning_sparse.kernels.length import LengthChanges
 from lightning_sparse.messages import ring_all_reduce_bytes
 
 MB = 1e6
@@ -100,6 +101,8 @@ class Step:
     """Of all steps so far; None for a single group, and where nobody adds up."""
     warnings: int | None = None
     """Of the watchdog, so far; None for a single group."""
+    length_changes: LengthChanges | None = None
+    """On this rank, so far; None where no memory follows the length of gradients."""
     means: Mapping[str, float] = field(default_factory=dict)
     """Quantities that were averaged over ranks, for those that derive from them."""
 
@@ -330,6 +333,18 @@ def void(step: Step) -> float | None:
 def direct(step: Step) -> float:
     """1 where gradients are averaged as DDP does, because `fallback="dense"` found that faster; then without times."""
     return float(step.direct)
+
+
+@quantity(part="lengths", averaged=True, over_run="last")
+def clipped(step: Step) -> float | None:
+    """Gradients of groups so far that were clipped to twice their usual length; Adam's; mean over ranks."""
+    return None if step.length_changes is None else step.length_changes.clipped
+
+
+@quantity(part="lengths", averaged=True, over_run="last")
+def measured_anew(step: Step) -> float | None:
+    """Times so far that what a group remembers was multiplied by a new length; Adam's; mean over ranks."""
+    return None if step.length_changes is None else step.length_changes.measured_anew
 
 
 @quantity("0", part="steps", over_run="last")

@@ -11,6 +11,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.clock import Stamp, Totals
 from lightning_sparse.core import Agreement, Context, Selection, Update
+from lightning_sparse.kernels.length import LengthChanges
 from lightning_sparse.metrics import QUANTITIES, Statistics, Step, measure, norm_of, quantity, summarize
 
 
@@ -59,13 +60,15 @@ BY_HAND: dict[str, tuple[float | None, float | None, float | None]] = {
     "time/total_s": (9.0, 9.0, 9.0),
     "steps/void": (0.0, 0.0, 2.0),
     "steps/direct": (0.0, 0.0, 1.0),
+    "lengths/clipped": (4.0, None, None),
+    "lengths/measured_anew": (6.0, None, None),
     "steps/warnings": (0.0, 1.0, 3.0),
 }
 """Each quantity of ONE_GROUP, THREE_GROUPS and BY_DDP; None where it is not logged."""
 
 TOTALS = Totals()
 TOTALS.load_state_dict({"sent_bytes": 5e6, "dense_bytes": 5e7, "seconds": 9.0, "exposed_seconds": 0.0})
-ONE_GROUP = Step([group()], [3.0], 7.0, 0, totals=TOTALS, warnings=0)
+ONE_GROUP = Step([group()], [3.0], 7.0, 0, totals=TOTALS, warnings=0, length_changes=LengthChanges(4, 6))
 OTHER = group(
     numel=3000,
     target=30,
@@ -158,6 +161,7 @@ def test_a_step_in_which_nobody_picked_or_sent_anything_divides_by_nothing() -> 
 def test_a_group_has_no_number_for_what_groups_share() -> None:
     shared = {"time/exposed_ms", "time/total_s", "traffic/total_mb", "traffic/dense_total_mb"}
     shared |= {"steps/void", "steps/warnings"}
+    shared |= {"lengths/clipped", "lengths/measured_anew"}  # where no memory follows lengths
     assert set(QUANTITIES) - set(summarize(Step([group()], [3.0]), alone)) == shared
 
 

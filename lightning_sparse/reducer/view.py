@@ -191,6 +191,7 @@ class EngineView:
             shared_bytes=self._reducer.shared_bytes,
             totals=self.totals,
             warnings=len(self.warnings),
+            length_changes=_length_changes(self.groups),
         )
 
     def group_summaries(self) -> dict[str, dict[str, float]]:
@@ -202,7 +203,8 @@ class EngineView:
         summaries: dict[str, dict[str, float]] = {}
         for group in [] if self._reducer.direct else self.groups:
             if group.ran and group.statistics is not None:
-                step = Step([group.statistics], [group.residual_norm()])
+                changes = _length_changes([group])
+                step = Step([group.statistics], [group.residual_norm()], length_changes=changes)
                 summaries[group.plan.name] = summarize(step, self.mean_over_ranks)
         return summaries
 

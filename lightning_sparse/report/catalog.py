@@ -94,6 +94,14 @@ SECTIONS = (
         (
             Figure("Skipped steps so far", "sparse/steps/void", ideal=0.0, meaning="A gradient was not finite."),
             Figure("Averaged densely", "sparse/steps/direct", meaning='1 where fallback="dense" found DDP faster.'),
+            Figure(
+                "Gradients clipped so far", "sparse/lengths/clipped", meaning="Far longer than those before; Adam's."
+            ),
+            Figure(
+                "Measured anew so far",
+                "sparse/lengths/measured_anew",
+                meaning="Times that gradients of a group had another length; Adam's.",
+            ),
             Figure("Warnings of the watchdog so far", "sparse/steps/warnings", ideal=0.0),
         ),
     ),

@@ -229,7 +229,7 @@ def test_a_resumed_run_knows_earlier_factors(two_ranks: Ranks) -> None:
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
 
-def fallen() -> tuple[LengthChanges, LengthChanges, list[str]]:
+def fallen() -> tuple[LengthChanges, LengthChanges, list[str], list[dict[str, float]]]:
     steady, falling = Training(), Training()
     for training in (steady, falling):
         for step in range(12):
@@ -239,14 +239,20 @@ def fallen() -> tuple[LengthChanges, LengthChanges, list[str]]:
             (size * training.ddp(torch.randn(50, WIDTH, generator=seed)).square().mean()).backward()
             training.optimizer.param_groups[0]["lr"] = 0.0
             training.optimizer.step()
+    engine, of_group = falling.engine, next(iter(falling.engine.group_summaries().values()))
+    logged = [steady.engine.summary(), engine.summary(), of_group]
+    every = engine.mean_over_ranks(torch.tensor(engine.length_changes, dtype=torch.float64)).tolist()
+    assert [logged[1][f"lengths/{name}"] for name in LengthChanges._fields] == every
     with Lines() as lines:
         steady.engine.close()
         falling.engine.close()
-    return steady.engine.length_changes, falling.engine.length_changes, list(lines)
+    return steady.engine.length_changes, falling.engine.length_changes, list(lines), logged
 
 
 def test_it_is_counted_and_said_where_gradients_have_changed_their_length(two_ranks: Ranks) -> None:
-    for rank, (steady, falling, said) in enumerate(two_ranks(fallen)):
+    for rank, (steady, falling, said, logged) in enumerate(two_ranks(fallen)):
+        assert [row["lengths/clipped"] for row in logged] == [0, 0, 0]
+        assert [row["lengths/measured_anew"] > 0 for row in logged] == [False, True, True]
         assert steady == (0, 0)
         assert falling.clipped == 0 and falling.measured_anew > 1
         if rank == 0:
