@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.controllers.checksum import checksum
+from lightning_sparse.controllers.filling import FILLING
 from lightning_sparse.core import Agreement
 from lightning_sparse.metrics import Statistics
 from lightning_sparse.reducer.group import GroupReducer
 
-FILLING = 3
-"""A residual counts as filled after this many times ``1 / density`` steps."""
 CHECKS = 5
 """Number of checks without a coordinate sent after which a parameter that gets gradients is starving."""
 
@@ -78,6 +77,11 @@ class GroupHistory:
         moved = [(checksum(residual[group.spans[name]]) != sum_).long() for name, sum_ in self._noted.items()]
         return [norm, *moved]
 
+    def measure(self, group: GroupReducer, columns: Iterator[Tensor]) -> None:
+        """Take in a look between checks: the norm of the residual."""
+        if group.memory.residual(group.state.memory) is not None:
+            self.norm = float(next(columns).view(torch.float64).mean())
+
     def update(self, group: GroupReducer, columns: Iterator[Tensor], step: int, excess: float, growth: float) -> None:
         """Take in a check.
 
@@ -98,7 +102,7 @@ class GroupHistory:
         self.excess = self.excess + 1 if self.selected > limit else 0
         if group.memory.residual(group.state.memory) is None:
             return
-        self.norm = float(next(columns).view(torch.float64).mean())
+        self.measure(group, columns)
         moved = {name for name in self._noted if next(columns).any()}
         if self.reference is None:
             if self.norm > 0 and step - self._since >= FILLING / self.density:

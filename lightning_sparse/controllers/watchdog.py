@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_sparse.config import Watch
 from lightning_sparse.controllers.announcer import DIVERGED
 from lightning_sparse.controllers.checksum import checksum
+from lightning_sparse.controllers.filling import Filling, Part, looks
 from lightning_sparse.controllers.group_history import GroupHistory
 from lightning_sparse.memory import Adapting, SecondMoment
 from lightning_sparse.memory.unsuited import unsuited
@@ -23,6 +24,10 @@ from lightning_sparse.reducer.group import GroupReducer
 
 IN_A_ROW = 3
 """Checks in a row that must agree, where a single one may be an exception."""
+GROWN = (
+    "More is put off than is sent, so that parameters follow old gradients. Raise the density, lower the learning rate, "
+    "clip gradients (memory=ls.ClipByNorm(...)) or forget old ones (memory=ls.Residual(decay=0.99))."
+)
 NAMED = 3
 """Groups or parameters that a warning names."""
 
@@ -44,6 +49,7 @@ class Watchdog(AroundSteps):
         super().__init__({})
         self._settings = settings
         self._steps = 0
+        self._looks, self._filling = looks(settings.every), Filling()
         self._told: set[str] = set()
         # Weak: groups that are replaced must be free to go at once, with all that they remember.
         self._histories: WeakKeyDictionary[GroupReducer, GroupHistory] = WeakKeyDictionary()
@@ -64,6 +70,8 @@ class Watchdog(AroundSteps):
             self._check(engine)
             if now > 1:
                 self._check_that_all_are_held(engine)
+        elif now in self._looks and "growth" not in self._told and not engine.settings.lr_aware:
+            self._look(engine)
         if self._is_due(now + 1):
             for group in self._sparse_groups(engine):
                 self._histories[group].note(group)
@@ -142,6 +150,16 @@ class Watchdog(AroundSteps):
     def _is_due(self, step: int) -> bool:
         return step == 1 or (step > 0 and step % self._settings.every == 0)
 
+    def _look(self, engine: Engine) -> None:
+        """See whether residuals grow, between checks."""
+        groups = [] if engine.void_streak else self._sparse_groups(engine)
+        histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
+        own = [number for group, history in histories.items() for number in history.report(group)]
+        columns = iter(engine.comm.all_gather(torch.stack(own)).cpu().unbind(1) if own else ())
+        for group, history in histories.items():
+            history.measure(group, columns)
+        self._check_filling(engine, groups)
+
     def _check(self, engine: Engine) -> None:
         parameters = engine.parameters if engine.comm.world_size > 1 else {}
         # The updates of a step that was void say nothing.
@@ -155,6 +173,7 @@ class Watchdog(AroundSteps):
         for group, history in histories.items():
             history.update(group, columns, engine.step, self._settings.excess, self._settings.growth)
         self._check_groups(engine, list(histories.values()))
+        self._check_filling(engine, groups)
 
     def _check_void_steps(self, engine: Engine) -> None:
         voids = engine.void_streak
@@ -191,9 +210,7 @@ class Watchdog(AroundSteps):
                 engine,
                 "growth",
                 f"the residual of group {worst.name!r} has the norm {worst.norm:.3g}, and had {worst.reference:.3g} at "
-                f"step {worst.reference_step}, at the same density {worst.density:g}{others(grown)}. More is put off "
-                "than is sent, so that parameters follow old gradients. Raise the density, lower the learning rate, "
-                "clip gradients (memory=ls.ClipByNorm(...)) or forget old ones (memory=ls.Residual(decay=0.99)).",
+                f"step {worst.reference_step}, at the same density {worst.density:g}{others(grown)}. {GROWN}",
             )
         starving = [found for history in histories for found in history.starving(settings.missed)]
         if starving:
@@ -237,6 +254,22 @@ class Watchdog(AroundSteps):
                 f"{IN_A_ROW} checks in a row{others(short)}. What is not sent waits in residuals, training is slower "
                 "than the density lets expect: ranks select the same coordinates, or a threshold is too high. Use a "
                 "method that holds the density, such as the default 'union_topk', or set a lower threshold.",
+            )
+
+    def _check_filling(self, engine: Engine, groups: Sequence[GroupReducer]) -> None:
+        ran = [(group, group.statistics) for group in groups if group.statistics is not None]
+        parts = [Part(one.plan.name, known.target_density, self._histories[one].norm) for one, known in ran]
+        if not parts or engine.settings.lr_aware:
+            return
+        filling = self._filling
+        filling.judge(parts, engine.step, self._settings.growth)
+        if filling.grown >= IN_A_ROW:
+            self._tell(
+                engine,
+                "growth",
+                f"the residuals of all groups together have the norm {filling.norm:.3g}, and had "
+                f"{filling.reference:.3g} at step {filling.reference_step}, of which filling explains a factor of "
+                f"{filling.explained:.3g} at most. {GROWN}",
             )
 
     def _tell(self, engine: Engine, kind: str, sentence: str) -> None:

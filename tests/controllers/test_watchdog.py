@@ -597,3 +597,64 @@ def test_ranks_whose_parameters_are_permuted_or_flipped_are_noticed(two_ranks: R
     message = one_warning(two_ranks(permuted, torch.float32))
     assert "at step 1: 2 of 3 parameters" in message
     assert "first is 'a'" in message
+
+
+def growing_early(start: int, factor: float) -> list[str]:
+    training = Training(density=0.01, sparsifier="union_topk", grouping="layer", watch=ls.Watch())
+    seen = training.run(start, noise())
+    seen += training.run(300 - start, noise(factor))
+    training.engine.close()
+    return seen
+
+
+def test_a_short_training_is_judged_while_residuals_fill(two_ranks: Ranks) -> None:
+    message = one_warning(two_ranks(growing_early, 50, 100.0))
+    assert "at step 100: the residuals of all groups together have the norm" in message  # looks at 60, 90, 100
+    assert "at step 8, of which filling explains a factor of" in message
+
+
+def test_a_short_training_may_fill(two_ranks: Ranks) -> None:
+    assert two_ranks(growing_early, 50, 5.0) == [[], []]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.003),
+}
+
+
+def trained(optimizer: str, density: float, zero: bool) -> tuple[list[str], float, float]:
+    """Warnings of 300 steps of a small classifier, and the loss before and after; zero: the last layers start at it."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    for layer in (module[2], module[4]) if zero else ():
+        nn.init.zeros_(layer.weight)
+    ddp = DistributedDataParallel(module)
+    engine = ls.attach(ddp, rules=ALL_SPARSE, grouping="layer", density=density)
+    steps = OPTIMIZERS[optimizer](ddp.parameters())
+    engine.follow([steps])
+    generator, losses = torch.Generator().manual_seed(0), []
+    target = torch.randn(32, 10, generator=generator)
+    generator.manual_seed(1 + dist.get_rank())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(300):
+            x = torch.randn(32, 32, generator=generator)
+            steps.zero_grad()
+            loss = nn.functional.cross_entropy(ddp(x), (x @ target).argmax(1))
+            loss.backward()
+            steps.step()
+            losses.append(float(loss.detach()))
+    engine.close()
+    return [str(w.message) for w in seen if "residual" in str(w.message)], losses[0], losses[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("density", [0.01, 0.001])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_a_calm_training_is_left_alone(two_ranks: Ranks, optimizer: str, density: float, zero: bool) -> None:
+    for seen, before, after in two_ranks(trained, optimizer, density, zero):
+        assert not seen
+        assert after < before + 0.1  # at 0.001, little has moved by then
