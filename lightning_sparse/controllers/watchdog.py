@@ -25,8 +25,8 @@ from lightning_sparse.reducer.group import GroupReducer
 IN_A_ROW = 3
 """Checks in a row that must agree, where a single one may be an exception."""
 GROWN = (
-    "More is put off than is sent, so that parameters follow old gradients. Raise the density, lower the learning rate, "
-    "clip gradients (memory=ls.ClipByNorm(...)) or forget old ones (memory=ls.Residual(decay=0.99))."
+    "More is put off than is sent, so that parameters follow old gradients. Raise the density, lower the learning "
+    "rate, clip gradients (memory=ls.ClipByNorm(...)) or forget old ones (memory=ls.Residual(decay=0.99))."
 )
 NAMED = 3
 """Groups or parameters that a warning names."""
