@@ -31,6 +31,7 @@ class AdamSteps(AroundSteps):
         group_of: the group of a parameter, by name; None where averages are dense.
         handed_out: names of the parameters that got an average since an optimizer took a step.
         world_size: n.
+        lengths: of averages, as optimizers got them.
         tell: is given a sentence where averages were changed otherwise than by a factor.
         keeps_moments: whether moments of the optimizer's own are kept, of parameters that are not stepped by them now.
     """
@@ -41,12 +42,12 @@ class AdamSteps(AroundSteps):
         group_of: Callable[[str], GroupReducer | None],
         handed_out: Callable[[Optimizer], Set[str]],
         world_size: int,
+        lengths: Lengths,
         tell: Callable[[str], None],
         keeps_moments: bool,
     ) -> None:
         super().__init__(names)
-        self.lengths = Lengths()
-        """Of averages, as optimizers got them."""
+        self._lengths = lengths
         self._tell, self._keeps_moments = tell, keeps_moments
         self._group_of, self._handed_out = group_of, handed_out
         self._factor = math.sqrt(world_size)
@@ -95,7 +96,7 @@ class AdamSteps(AroundSteps):
             if factors.odd is not None and factors.odd > MANY:
                 self._tell(advice(parameters, float(factors.odd)))
             decay = min(owner.memory.second_decay, DECAY)
-            owner.lengthen_(self.lengths.follow(list(owner.spans), factors.by, decay))
+            owner.lengthen_(self._lengths.follow(list(owner.spans), factors.by, decay))
 
     def _rates(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
         """Learning rate, and what decay leaves of a parameter: numbers, or () on the device where only it knows."""

@@ -345,6 +345,7 @@ class Engine(EngineView):
             self.totals.add(sent, 0.0)
             emptied = dict.fromkeys(pending, 0.0)
             with self._record.lock:
+                self._reducer.lengths.begin_step()
                 self._record.flush([group.version.scaled(emptied) for group in self.groups], pending.keys())
         return pending
 
@@ -377,7 +378,7 @@ class Engine(EngineView):
         Raises:
             RuntimeError: if this rank has no state of the given moment any more, or not yet.
         """
-        return {**self._kept.state(moment), "lengths": self._followed.adam_steps.lengths.state()}
+        return self._kept.state(moment)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go on where an engine of the same model was; collective, before the first step or between two steps.
@@ -396,7 +397,7 @@ class Engine(EngineView):
                 the ranks do not belong together.
         """
         draft = self._kept.load(state, self._followed.suit_state)
-        self._followed.go_on(state, draft.clippings)
+        self._followed.go_on(state, draft)
         return [*draft.misfits.learned, *draft.misfits.remembered]
 
     def take_over(self, state: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> list[str]:
@@ -416,7 +417,7 @@ class Engine(EngineView):
         now = {id(p): name for name, p in {**self._parameters, **self.frozen}.items()}
         kept, gone = renamed(state, {name: now[id(p)] for name, p in parameters.items() if id(p) in now})
         draft = self._kept.load(kept, self._followed.suit_state)
-        self._followed.go_on(kept, draft.clippings)
+        self._followed.go_on(kept, draft)
         return gone + draft.misfits.remembered
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from lightning_sparse.reducer.dense_moments import go_on_from_dense
 from lightning_sparse.reducer.group import GroupReducer
 from lightning_sparse.reducer.momentum_steps import MomentumSteps
 from lightning_sparse.reducer.reducer import Reducer
+from lightning_sparse.reducer.state import Draft
 
 
 class Followed:
@@ -55,7 +56,9 @@ class Followed:
         record = reducer.record
         keeps = reducer.settings.fallback is not None  # dense steps go on with them
         warn = partial(self._warn_once, kind="changed averages")
-        self.adam_steps = AdamSteps(names, self._sparse_group, record.waiting, comm.world_size, warn, keeps)
+        self.adam_steps = AdamSteps(
+            names, self._sparse_group, record.waiting, comm.world_size, reducer.lengths, warn, keeps
+        )
         self._momentum_steps = MomentumSteps(
             names, self._sparse_group, record.waiting, lambda: record.latest.skipped is None, self._spends
         )
@@ -176,17 +179,17 @@ class Followed:
         if memory and memory != settings.memory and (settings.memory.needs_second or not decided):
             self._remember_by(memory)
 
-    def go_on(self, state: Mapping[str, Any], clippings: Sequence[Mapping[str, Any]]) -> None:
+    def go_on(self, state: Mapping[str, Any], draft: Draft) -> None:
         """A state was loaded: what has waited is what it remembers.
 
         Args:
             state: of this rank.
-            clippings: what gradients were clipped to in place of their averages, equal on all ranks.
+            draft: what all ranks have made of it.
         """
-        self._saved_clippings = list(clippings)
+        self._saved_clippings = list(draft.clippings)
         kept = {name for name, vectors in state["parameters"].items() if "residual" in vectors}
         self._momentum_steps.go_on(kept)
-        self.adam_steps.lengths.load(state.get("lengths", {}))
+        self._reducer.lengths.load(draft.lengths)
         self._clip_as_before()
 
     def _remember_by(self, memory: Memory) -> None:

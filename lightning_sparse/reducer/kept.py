@@ -57,7 +57,9 @@ class Kept:
             algorithm = reducer.settings.algorithm
             # What was asked for since a step began is for the next one, also where the weights are of before it.
             clippings = reducer.in_place if numbers[0] == history.latest.number else reducer.began_in_place
-            return capture(history, numbers, self._names, self._parked, clippings, algorithm, self._comm)
+            chosen = zip(self._names, numbers[1:], strict=True)
+            lengths = reducer.lengths.state({name for name, number in chosen if number < history.latest.number})
+            return capture(history, numbers, self._names, self._parked, clippings, lengths, algorithm, self._comm)
 
     def load(self, state: Mapping[str, Any], suit: Callable[[Mapping[str, Any]], None]) -> Draft:
         """See :meth:`.Engine.load_state_dict`; nothing changes before all ranks know that all of them can.

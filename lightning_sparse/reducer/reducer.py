@@ -34,6 +34,7 @@ from lightning_sparse.reducer.gradient_hooks import SparseGradients, Usage
 from lightning_sparse.reducer.group import GroupReducer, GroupVersion
 from lightning_sparse.reducer.header import Header, digest_of
 from lightning_sparse.reducer.learning_rates import LearningRates
+from lightning_sparse.reducer.scaled import Lengths
 from lightning_sparse.reducer.skip import SkipFlag, SkippedSteps, any_set
 from lightning_sparse.reducer.versions import Counts, History, Record
 
@@ -83,6 +84,8 @@ class Reducer:
         """Keys of those that the latest step began with."""
         self.began_in_place: Sequence[tuple[Clipping, Set[str]]] = ()
         """What the latest step began with in place of clipping averages."""
+        self.lengths = Lengths()
+        """Of averages, as optimizers got them."""
         self.flush_asked = False
         """Whether everything is sent in a step that has not begun yet."""
         self.flush_at: int | None = None
@@ -235,6 +238,7 @@ class Reducer:
         self._number = self.step
         with self.record.lock:
             self.record.begin_step()
+            self.lengths.begin_step()
             for group in self.groups:
                 group.density.take_in()
         self._before_exchange()

@@ -7,7 +7,7 @@ second moments of :class:`~lightning_sparse.SecondMoment` are formed before, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -116,8 +116,14 @@ class Lengths:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, Tensor] = {}
-        """Of each parameter, (2,) float64: D before its correction, and the correction."""
+        self._known: Mapping[str, Tensor] = {}
+        """Of each parameter, (2,) float64: D before its correction, and the correction. Replaced, never written to."""
+        self._began: Mapping[str, Tensor] = {}
+        """The same when the latest exchange began, before its averages were applied."""
+
+    def begin_step(self) -> None:
+        """An exchange begins: averages of the one before count as applied."""
+        self._began = self._known
 
     def follow(self, names: Sequence[str], factors: Tensor, decay: float) -> Tensor:
         """Note factors, and return the (parameters,) lengths that follow from them: 1 where no factor is known.
@@ -132,21 +138,25 @@ class Lengths:
         fresh = torch.stack([factors.square() - 1, torch.ones_like(factors)], dim=1)
         known = factors.isfinite().unsqueeze(1)
         after = (decay * before + (1 - decay) * fresh).where(known, before)
-        self._known.update(zip(names, after.unbind(), strict=True))
+        self._known = {**self._known, **dict(zip(names, after.unbind(), strict=True))}
         mean, correction = after.unbind(1)
         lengths = (1 + mean / correction).clamp(min=0).sqrt()
         return lengths.where(known.squeeze(1), 1.0)
 
-    def state(self) -> dict[str, list[float]]:
-        """Plain data, by name; waits for the device."""
-        if not self._known:
-            return {}
-        numbers = torch.stack([pair.to("cpu") for pair in self._known.values()]).tolist()
-        return dict(zip(self._known, numbers, strict=True))
+    def state(self, waiting: Set[str] = frozenset()) -> dict[str, list[float]]:
+        """Plain data, by name; waits for the device.
+
+        Args:
+            waiting: names of parameters whose latest averages do not count as applied.
+        """
+        known, began = self._known, self._began
+        meant = {name: (began if name in waiting else known).get(name) for name in known}
+        found = {name: pair.to("cpu") for name, pair in meant.items() if pair is not None}
+        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
 
     def load(self, state: Mapping[str, Sequence[float]]) -> None:
         """Go on with what :meth:`state` gave."""
-        self._known = {
+        self._began = self._known = {
             name: torch.tensor(list(pair), dtype=torch.float64, device="cpu") for name, pair in state.items()
         }
 

@@ -28,6 +28,7 @@ def capture(
     names: Sequence[str],
     parked: Parked,
     clippings: Sequence[tuple[Clipping, Set[str]]],
+    lengths: Mapping[str, Sequence[float]],
     algorithm: str,
     comm: TorchCollective,
 ) -> State:
@@ -39,6 +40,7 @@ def capture(
         names: of all parameters, in order.
         parked: of the engine.
         clippings: in place of averages, and the parameters of each.
+        lengths: of averages, by parameter.
         algorithm: see :attr:`SparsificationConfig.algorithm`.
         comm: the ranks.
 
@@ -75,6 +77,7 @@ def capture(
         "rates": dict(whole.rates),
         "surplus": {name: list(noted) for name, noted in whole.surplus.items()},
         "clippings": [{**clipping._asdict(), "parameters": sorted(held)} for clipping, held in clippings],
+        "lengths": dict(lengths),
     }
 
 
@@ -114,6 +117,8 @@ class Draft(NamedTuple):
     misfits: Misfits
     clippings: list[Any]
     """What gradients were clipped to in place of their averages, as a state holds it."""
+    lengths: Mapping[str, Sequence[float]]
+    """Of averages, as optimizers got them."""
 
 
 class Form(Protocol):
@@ -126,8 +131,9 @@ class Form(Protocol):
 def load(draft: Callable[[], Draft], state: Mapping[str, Any], comm: TorchCollective, device: torch.device) -> Draft:
     """What all ranks agree on; collective.
 
-    What has been learned about a group is in it where it fits on all ranks, and else a misfit. Clippings are those of
-    rank 0: others that saved the state in the middle of a step may not have been asked for theirs yet.
+    What has been learned about a group is in it where it fits on all ranks, and else a misfit. Clippings and lengths
+    are those of rank 0: others that saved the state in the middle of a step may not have been asked for theirs yet, or
+    not have known the step's factors.
 
     Args:
         draft: makes this rank's own of the state, see :func:`draft_of`.
@@ -147,8 +153,8 @@ def load(draft: Callable[[], Draft], state: Mapping[str, Any], comm: TorchCollec
     except Exception as error:  # whatever a damaged state makes of a memory
         note = Note("", reason(error, ValueError))
     fits = [] if own is None else [known is not None for known in own.learned]
-    clippings = [] if own is None else own.clippings
-    notes, on_ranks, clippings_on_ranks = zip(*comm.all_gather_object((note, fits, clippings), device), strict=True)
+    shared = None if own is None else (own.clippings, own.lengths)
+    notes, on_ranks, shared_on_ranks = zip(*comm.all_gather_object((note, fits, shared), device), strict=True)
     trouble = by_reason(notes)
     if not trouble and len({note.fact for note in notes}) > 1:
         trouble = "the states of the ranks do not belong together"
@@ -161,7 +167,8 @@ def load(draft: Callable[[], Draft], state: Mapping[str, Any], comm: TorchCollec
         elif known is not None:
             others = [rank for rank, fit in enumerate(fitting) if not fit]
             own.misfits.learned.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
-    return own._replace(clippings=clippings_on_ranks[0])
+    clippings, lengths = shared_on_ranks[0]
+    return own._replace(clippings=clippings, lengths=lengths)
 
 
 def draft_of(
@@ -212,7 +219,7 @@ def draft_of(
     misfits.remembered.extend(
         f"There is no parameter {name} any more." for name in state["parameters"] if name not in here | frozen.keys()
     )
-    return Draft(groups, learned, misfits, list(state.get("clippings", ())))
+    return Draft(groups, learned, misfits, list(state.get("clippings", ())), state.get("lengths", {}))
 
 
 def _anew(group: GroupReducer) -> str:
