@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # -qq: errors only. The install is editable, so a change of the sources needs no reinstall, but for those it compiles.
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
-COMPILED := hatch_build.py $(wildcard lightning_sparse/kernels/*.[ch]) lightning_sparse/kernels/library.py
+COMPILED := hatch_build.py $(wildcard lightning_sparse/ops/c/*.[ch]) lightning_sparse/ops/c/library.py
 
 .DELETE_ON_ERROR:
 .PHONY: demo test lint docs gpu clean

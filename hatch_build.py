@@ -7,7 +7,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
-KERNELS = "lightning_sparse/kernels"
+KERNELS = "lightning_sparse/ops/c"
 
 
 def pages(root: Path) -> dict[str, str]:

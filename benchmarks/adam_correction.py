@@ -38,10 +38,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import lightning_sparse as ls
-from lightning_sparse.compare.methods import Method
-from lightning_sparse.compare.sheets import Sheet
-from lightning_sparse.compare.tasks import Optimizer, check, label, text
-from lightning_sparse.compare.training import train
+from lightning_sparse.tools.compare.methods import Method
+from lightning_sparse.tools.compare.sheets import Sheet
+from lightning_sparse.tools.compare.tasks import Optimizer, check, label, text
+from lightning_sparse.tools.compare.training import train
 
 DECAY = 0.01
 RATES = 2.0**-14, 4.0  # the search stays between them

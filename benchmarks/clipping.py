@@ -28,9 +28,9 @@ from jsonargparse import CLI
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.compare.tasks import text as text_task
-from lightning_sparse.momentum import Momentum, Spending, Stepped
-from lightning_sparse.reducer.clipping import Clipping
+from lightning_sparse.engine.optimizers.clipping import Clipping
+from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
+from lightning_sparse.tools.compare.tasks import text as text_task
 
 WARM = 30
 Way = Literal["dense", "averages", "ranks"]

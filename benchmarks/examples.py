@@ -31,8 +31,8 @@ from jsonargparse import CLI
 from rich.console import Console
 from rich.table import Table
 
-from lightning_sparse.report.runs import Run, read_runs
-from lightning_sparse.style import label_ends, look, panels, plain_numbers, save
+from lightning_sparse.tools.report.runs import Run, read_runs
+from lightning_sparse.tools.style import label_ends, look, panels, plain_numbers, save
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

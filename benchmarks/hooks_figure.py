@@ -9,7 +9,17 @@ from statistics import fmean
 
 from paired import ALONE, MOST_OVER_COMPUTE, Result, Rounds
 
-from lightning_sparse.style import COLOURS, INK, MARKERS, common_legend, label_ends, look, panels, plain_numbers, save
+from lightning_sparse.tools.style import (
+    COLOURS,
+    INK,
+    MARKERS,
+    common_legend,
+    label_ends,
+    look,
+    panels,
+    plain_numbers,
+    save,
+)
 
 WINDOW = 4
 """Steps of which a loss is the mean: as many as there are batches."""

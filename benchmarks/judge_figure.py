@@ -15,12 +15,12 @@ from statistics import fmean
 
 from jsonargparse import CLI
 
-from lightning_sparse.compare.figures import looks, ours
-from lightning_sparse.compare.methods import DENSE
-from lightning_sparse.compare.sheets import Sheet
-from lightning_sparse.compare.tables import by_method, contests, title
-from lightning_sparse.compare.training import Result
-from lightning_sparse.style import INK, panels, plain_numbers, robust_range, save
+from lightning_sparse.tools.compare.figures import looks, ours
+from lightning_sparse.tools.compare.methods import DENSE
+from lightning_sparse.tools.compare.sheets import Sheet
+from lightning_sparse.tools.compare.tables import by_method, contests, title
+from lightning_sparse.tools.compare.training import Result
+from lightning_sparse.tools.style import INK, panels, plain_numbers, robust_range, save
 
 
 def draw(results: Sequence[Result], measure: str, path: Path) -> None:

@@ -37,14 +37,14 @@ from rich.table import Table
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.collective.drivers import drive_ranks
-from lightning_sparse.core import Context
-from lightning_sparse.exchanges import Exchange, as_exchange
-from lightning_sparse.memory import as_memory
-from lightning_sparse.messages import Steps
-from lightning_sparse.pipeline import init_group, reduce_group
-from lightning_sparse.reducer.group import tensors_in
-from lightning_sparse.style import INK, label_ends, look, panels, plain_numbers, save
+from lightning_sparse.core.messages import Steps
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine.group import tensors_in
+from lightning_sparse.engine.network.drivers import drive_ranks
+from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.methods.exchanges import Exchange, as_exchange
+from lightning_sparse.methods.memory import as_memory
+from lightning_sparse.tools.style import INK, label_ends, look, panels, plain_numbers, save
 
 SMALL = 2000  # coordinates of the group whose time is the fixed cost
 SIZES = (1_000_000, 4_000_000, 14_000_000, 25_000_000, 100_000_000, 400_000_000, 1_000_000_000)

@@ -12,7 +12,7 @@ import numpy
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.kernels import native
+from lightning_sparse.ops.c import native
 
 
 def about() -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 Measured, on one thread of this machine: the CPU time of one rank's own work (accumulate, select, form messages, use the
 answers, settle), with all ranks side by side in this process as in `local_step.py`, between several numbers of ranks
-and for groups of two sizes. A straight line through the sizes (`lightning_sparse.performance.Line`) gives the time at
-`--numel` coordinates, and one through the bytes of the answers that a rank has to go through the time between more
-ranks than were measured. The union of what ranks picked is measured in the same steps.
+and for groups of two sizes. A straight line through the sizes (`lightning_sparse.tuning.performance.Line`) gives the
+time at `--numel` coordinates, and one through the bytes of the answers that a rank has to go through the time between
+more ranks than were measured. The union of what ranks picked is measured in the same steps.
 
-Counted: the messages of a step between any number of ranks (`lightning_sparse.traffic.count_bytes`), in the lengths
-that they have on CUDA. On the CPU they are as long as what was found: each kind of message is taken to be longer or
-shorter by the factor that the largest measured number of ranks shows, and a sum to be no longer than the model.
-UnionTopK sends a quarter less after its first 64 steps, which is not counted.
+Counted: the messages of a step between any number of ranks (`lightning_sparse.engine.traffic.count_bytes`), in the
+lengths that they have on CUDA. On the CPU they are as long as what was found: each kind of message is taken to be
+longer or shorter by the factor that the largest measured number of ranks shows, and a sum to be no longer than the
+model. UnionTopK sends a quarter less after its first 64 steps, which is not counted.
 
 Computed: seconds of these messages on a network (`Network.ring(2, latency, rate).between(n, rate)`, as in
 `lightning-sparse advise --ranks --gbit`): bytes as in a ring; an all-gather pays the latency n - 1 times, an all-reduce
@@ -42,10 +42,10 @@ from rich.progress import track
 from rich.table import Table
 
 import lightning_sparse as ls
-from lightning_sparse.performance import GroupCost, Line, Network, Traffic
-from lightning_sparse.performance.cost import NOTHING
-from lightning_sparse.style import INK, label_ends, look, panels, plain_numbers, save
-from lightning_sparse.traffic import count_bytes
+from lightning_sparse.engine.traffic import count_bytes
+from lightning_sparse.tools.style import INK, label_ends, look, panels, plain_numbers, save
+from lightning_sparse.tuning.performance import GroupCost, Line, Network, Traffic
+from lightning_sparse.tuning.performance.cost import NOTHING
 
 LEFT_OUT = ("everything", "hard_threshold")  # dense, and one whose messages nothing bounds
 OTHER_WAYS = ("topk+packed_union", "shared_topk+packed_union")

@@ -28,7 +28,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from lightning_sparse.performance import (
+from lightning_sparse.methods.grouping import merge_below
+from lightning_sparse.tuning.performance import (
     CostModel,
     Curve,
     Line,
@@ -37,7 +38,6 @@ from lightning_sparse.performance import (
     iteration_seconds,
     optimal_merge,
 )
-from lightning_sparse.plan import merge_below
 
 RANKS, DENSITY, BACKWARD = 8, 0.001, 50e-3
 LINKS = {

@@ -20,14 +20,14 @@ from rich.table import Table
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.collective.drivers import drive_ranks
-from lightning_sparse.core import Context, Selection, Update
-from lightning_sparse.exchanges import PackedUnion
-from lightning_sparse.exchanges.packed_union import _unpack_nibbles, unpack
-from lightning_sparse.kernels.form import Form
-from lightning_sparse.memory import as_memory
-from lightning_sparse.messages import Steps
-from lightning_sparse.pipeline import init_group, reduce_group
+from lightning_sparse.core.messages import Steps
+from lightning_sparse.core.step import Context, Selection, Update
+from lightning_sparse.engine.network.drivers import drive_ranks
+from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.methods.exchanges import PackedUnion
+from lightning_sparse.methods.exchanges.packed_union import _unpack_nibbles, unpack
+from lightning_sparse.methods.memory import as_memory
+from lightning_sparse.ops.form import Form
 
 
 class Recorded(PackedUnion):

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.controllers import DenseFallback
+from lightning_sparse.tuning.controllers import DenseFallback
 
 RANKS = 2
 

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lightning_sparse as ls
-from lightning_sparse.collective import drive_ranks
-from lightning_sparse.core import Context
-from lightning_sparse.exchanges import as_exchange
-from lightning_sparse.pipeline import init_group, reduce_group
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.methods.exchanges import as_exchange
 
 WORDS, LENGTH, BATCH, RANKS = 4096, 64, 8, 2
 RATE, DECAY, WARM_UP = 1e-3, 0.1, 50

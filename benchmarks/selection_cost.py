@@ -27,10 +27,10 @@ from rich.table import Table
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.collective import drive_mirrored
-from lightning_sparse.compare.tasks import heavy_tail
-from lightning_sparse.core import Context
-from lightning_sparse.messages import resolve
+from lightning_sparse.core.messages import resolve
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine.network import drive_mirrored
+from lightning_sparse.tools.compare.tasks import heavy_tail
 
 BASELINE = "topk"
 WARM_UP = 4  # turns that are not counted: first thresholds, first buffers

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.controllers import DenseFallback
+from lightning_sparse.tuning.controllers import DenseFallback
 
 EXECUTORS = ("inline", "thread")
 MESSAGES = ("group", "step")

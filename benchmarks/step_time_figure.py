@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jsonargparse import CLI
 
-from lightning_sparse.style import COLOURS, INK, PALE, panels, save
+from lightning_sparse.tools.style import COLOURS, INK, PALE, panels, save
 
 SPARSE = ("sparse_ddp, density 0.01", COLOURS[0], "")
 OTHERS = "#8C8C8C"

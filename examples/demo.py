@@ -22,11 +22,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_sparse.report.figures import Panel, megabytes, parts_of
-from lightning_sparse.report.page import write_page
-from lightning_sparse.report.runs import Run, read_runs
-from lightning_sparse.report.static import draw_lines
-from lightning_sparse.style import panels, save
+from lightning_sparse.tools.report.figures import Panel, megabytes, parts_of
+from lightning_sparse.tools.report.page import write_page
+from lightning_sparse.tools.report.runs import Run, read_runs
+from lightning_sparse.tools.report.static import draw_lines
+from lightning_sparse.tools.style import panels, save
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path("demo_results").resolve()

@@ -6,27 +6,28 @@ Importing this package registers the strategy names ``sparse_ddp``, ``sparse_ddp
 file with its name.
 """
 
+import importlib as _importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_sparse import exchanges as _exchanges
-from lightning_sparse import memory as _memory
-from lightning_sparse import sparsifiers as _sparsifiers
-from lightning_sparse.advisor import advise
-from lightning_sparse.attach import attach
-from lightning_sparse.averages import BuildUp, DensityError, PaddingRatio, Traffic
-from lightning_sparse.collective import LostRankError
+from lightning_sparse.api.attach import attach
+from lightning_sparse.api.flush import flush
+from lightning_sparse.api.simulation import StepTrace, simulate
 from lightning_sparse.config import SparsificationConfig, Watch
-from lightning_sparse.density import Accordion, Constant, DensitySchedule, Warmup
-from lightning_sparse.exchanges import *  # noqa: F403
-from lightning_sparse.flush import flush
+from lightning_sparse.core.version import __version__ as __version__
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.network import LostRankError
+from lightning_sparse.engine.state.merging import merge_states
 from lightning_sparse.integrations import packages as _packages  # registers the strategy names
-from lightning_sparse.memory import *  # noqa: F403
-from lightning_sparse.performance import HiddenDensity, OptimalMerge, TimeBudget
-from lightning_sparse.plan import GROUPINGS, Grouping, MergeBelow, Rules
-from lightning_sparse.reducer import Engine
-from lightning_sparse.reducer.merging import merge_states
-from lightning_sparse.simulation import StepTrace, simulate
-from lightning_sparse.sparsifiers import *  # noqa: F403
+from lightning_sparse.integrations.averages import BuildUp, DensityError, PaddingRatio, Traffic
+from lightning_sparse.methods import exchanges as _exchanges
+from lightning_sparse.methods import memory as _memory
+from lightning_sparse.methods import sparsifiers as _sparsifiers
+from lightning_sparse.methods.density import Accordion, Constant, DensitySchedule, Warmup
+from lightning_sparse.methods.exchanges import *  # noqa: F403
+from lightning_sparse.methods.grouping import GROUPINGS, Grouping, MergeBelow, Rules
+from lightning_sparse.methods.memory import *  # noqa: F403
+from lightning_sparse.methods.sparsifiers import *  # noqa: F403
+from lightning_sparse.tuning.performance import HiddenDensity, OptimalMerge, TimeBudget
 
 if _packages.preferred() == _packages.PYTORCH_LIGHTNING:
     from lightning_sparse.integrations.lightning_fabric import FabricSparseDDPStrategy
@@ -50,9 +51,8 @@ else:
     )
 
 if TYPE_CHECKING:
-    from lightning_sparse.adam import Adam, AdamW
-
-__version__ = "0.1.0"
+    from lightning_sparse.engine.optimizers.adam import Adam, AdamW
+    from lightning_sparse.tools.advisor import advise
 
 __all__ = [
     "GROUPINGS",
@@ -93,15 +93,16 @@ __all__ = [
 __all__ += [*_sparsifiers.__all__, *_exchanges.__all__, *_memory.__all__]
 
 
-def __getattr__(name: str) -> Any:
-    """Optimizers, imported when they are used: see :mod:`lightning_sparse.adam`."""
-    if name in ("Adam", "AdamW"):
-        from lightning_sparse import adam
+_LATER = {"Adam": "engine.optimizers.adam", "AdamW": "engine.optimizers.adam", "advise": "tools.advisor"}
 
-        return getattr(adam, name)
+
+def __getattr__(name: str) -> Any:
+    """Import on first use optimizers, which LightningCLI would offer, and tools, which training does not need."""
+    if name in _LATER:
+        return getattr(_importlib.import_module(f"lightning_sparse.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """With the optimizers."""
+    """With the names that are imported on first use."""
     return sorted({*globals(), *__all__})

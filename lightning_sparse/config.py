@@ -2,7 +2,7 @@
 
 Strategies, :func:`~lightning_sparse.attach`, checkpoints, the agreement between ranks and a logger's config take it as
 it is: a new setting is one field here, and what uses it. How functions get their signatures from it is said in
-:mod:`lightning_sparse.fields`.
+:mod:`lightning_sparse.core.fields`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
-from lightning_sparse.checks import check_integer, expect, is_number
-from lightning_sparse.density import Constant, DensitySchedule, as_schedule
-from lightning_sparse.exchanges import Exchange, as_exchange
-from lightning_sparse.fields import Resolved, documented, hints_of
-from lightning_sparse.memory import Memory, NoMemory, as_memory
-from lightning_sparse.plan import GROUPINGS, Grouping, Rules, as_rules
-from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
+from lightning_sparse.core.checks import check_integer, expect, is_number
+from lightning_sparse.core.fields import Resolved, documented, hints_of
+from lightning_sparse.methods.density import Constant, DensitySchedule, as_schedule
+from lightning_sparse.methods.exchanges import Exchange, as_exchange
+from lightning_sparse.methods.grouping import GROUPINGS, Grouping, Rules, as_rules
+from lightning_sparse.methods.memory import Memory, NoMemory, as_memory
+from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
 
 Resize = Literal["merge", "flush", "zero"]
 

@@ -166,7 +166,7 @@ def _kernels(question: str) -> str:
     """On CPUs compiled ones, for which instructions, or numpy; on CUDA those in Triton, or torch's operations."""
     package = find_spec("lightning_sparse")  # does not import it
     assert package is not None and package.origin is not None
-    library = run_path(str(Path(package.origin).with_name("kernels") / "library.py"))
+    library = run_path(str(Path(package.origin).with_name("ops") / "c" / "library.py"))
     try:
         chosen = library[question]()
     except (ImportError, ValueError) as error:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_sparse_cli.output import print_json, show, tell
 
 if TYPE_CHECKING:
-    from lightning_sparse.compare.sheets import Sheet
+    from lightning_sparse.tools.compare.sheets import Sheet
 
 NEEDED = {
     "jsonargparse": ("jsonargparse", "cli"),
@@ -66,10 +66,10 @@ def simulate(
         lightning-sparse simulate --methods topk --json > topk.json
     """
     need("matplotlib", "rich", "sklearn")
-    from lightning_sparse.compare import recorded
-    from lightning_sparse.compare.figures import simulate_figures
-    from lightning_sparse.compare.sheets import Sheet
-    from lightning_sparse.compare.tables import simulate_tables
+    from lightning_sparse.tools.compare import recorded
+    from lightning_sparse.tools.compare.figures import simulate_figures
+    from lightning_sparse.tools.compare.sheets import Sheet
+    from lightning_sparse.tools.compare.tables import simulate_tables
 
     with _complaints("simulate"):
         jobs = recorded.plan(
@@ -124,10 +124,10 @@ def judge(
         lightning-sparse judge --tasks text --text my_text.txt --jobs 4
     """
     need("matplotlib", "rich", "sklearn")
-    from lightning_sparse.compare import training
-    from lightning_sparse.compare.figures import judge_figures
-    from lightning_sparse.compare.sheets import Sheet
-    from lightning_sparse.compare.tables import judge_tables
+    from lightning_sparse.tools.compare import training
+    from lightning_sparse.tools.compare.figures import judge_figures
+    from lightning_sparse.tools.compare.sheets import Sheet
+    from lightning_sparse.tools.compare.tables import judge_tables
 
     with _complaints("judge"):
         wanted = training.plan(
@@ -195,8 +195,16 @@ def advise(
     need("matplotlib", "rich", "yaml")
     from lightning_utilities.core.rank_zero import rank_zero_only
 
-    from lightning_sparse.advisor.config import advise_config
-    from lightning_sparse.advisor.report import SHOWN, across, figure, markdown, overview, write_configs, write_csv
+    from lightning_sparse.tools.advisor.config import advise_config
+    from lightning_sparse.tools.advisor.report import (
+        SHOWN,
+        across,
+        figure,
+        markdown,
+        overview,
+        write_configs,
+        write_csv,
+    )
 
     with _complaints("advise"):
         folder = _folder(out)
@@ -262,16 +270,16 @@ def report(
     package = find_spec("lightning_sparse")  # does not import it
     assert package is not None and package.origin is not None
     with _complaints("report"):
-        run_path(str(Path(package.origin).with_name("report") / "files.py"))["run_files"](runs)
-    from lightning_sparse.report.page import write_page
-    from lightning_sparse.report.runs import read_runs
-    from lightning_sparse.report.summary import totals, totals_table
+        run_path(str(Path(package.origin).with_name("tools") / "report" / "files.py"))["run_files"](runs)
+    from lightning_sparse.tools.report.page import write_page
+    from lightning_sparse.tools.report.runs import read_runs
+    from lightning_sparse.tools.report.summary import totals, totals_table
 
     with _complaints("report"):
         found = read_runs(runs, names)
         write_page(found, out, title)
         if svg:
-            from lightning_sparse.report.static import write_figures
+            from lightning_sparse.tools.report.static import write_figures
 
             write_figures(found, _folder(svg, "svg"))
     for run in found:
@@ -307,7 +315,7 @@ def dashboard(
         lightning-sparse dashboard --entity my-team --project my-project --results val/perplexity --publish
     """
     need("wandb", "wandb_workspaces")
-    from lightning_sparse.report.dashboard import publish_workspace, workspace, write_specification
+    from lightning_sparse.tools.report.dashboard import publish_workspace, workspace, write_specification
 
     with _complaints("dashboard"):
         made = workspace(entity, project, name, results)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_sparse.console import Table
+    from lightning_sparse.core.console import Table
 
 
 def tell(what: str, done: float) -> None:

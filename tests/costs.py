@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lightning_sparse as ls
-from lightning_sparse.collective import drive
-from lightning_sparse.core import Context
-from lightning_sparse.plan import Group, ParameterSize
-from lightning_sparse.reducer.group import GroupReducer
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.network import drive
+from lightning_sparse.methods.grouping import Group, ParameterSize
 from tests.mirror import Mirror
 from tests.streams import written_by
 

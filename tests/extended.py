@@ -65,7 +65,7 @@ def test_the_command_compares_the_sparsifier(tmp_path: Path, monkeypatch: pytest
     for needed in ("jsonargparse", "docstring_parser", "rich"):
         pytest.importorskip(needed, reason=f"{needed} is not installed")
     import lightning_sparse_cli as cli
-    from lightning_sparse.compare import figures
+    from lightning_sparse.tools.compare import figures
 
     monkeypatch.setattr(figures, "simulate_figures", lambda *_: [])
     command = ["simulate", "--streams", "heavy_tail", "--ranks", "2", "--densities", "0.01", "--steps", "2"]

@@ -13,15 +13,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from lightning_sparse import pipeline
-from lightning_sparse.collective import drive_ranks
-from lightning_sparse.core import Context, GroupState, Selection, Update
-from lightning_sparse.exchanges import Exchange, as_exchange
-from lightning_sparse.memory import Memory, Residual
-from lightning_sparse.messages import AllReduce, Broadcast, Steps, resolve
-from lightning_sparse.metrics import Statistics
-from lightning_sparse.pipeline import init_group, reduce_group
-from lightning_sparse.sparsifiers import Sparsifier
+from lightning_sparse.core.messages import AllReduce, Broadcast, Steps, resolve
+from lightning_sparse.core.step import Context, GroupState, Selection, Update
+from lightning_sparse.engine import pipeline
+from lightning_sparse.engine.metrics import Statistics
+from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.methods.exchanges import Exchange, as_exchange
+from lightning_sparse.methods.memory import Memory, Residual
+from lightning_sparse.methods.sparsifiers import Sparsifier
 
 T = TypeVar("T")
 

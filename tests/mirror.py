@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_sparse.collective import TorchCollective
+from lightning_sparse.engine.network import TorchCollective
 
 
 class Mirror:

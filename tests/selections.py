@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.core import Context, Selection
+from lightning_sparse.core.step import Context, Selection
 
 DENSITIES = [0.1, 0.01, 0.001]
 SIZES = [10_000, 70_000, 300_000]

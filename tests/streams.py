@@ -261,8 +261,8 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
     Their collectives must be those of one rank: messages take no part in this.
     """
-    import lightning_sparse.reducer.comm_hook as comm_hook
-    import lightning_sparse.reducer.executor as executor
+    import lightning_sparse.engine.executor as executor
+    import lightning_sparse.engine.sources.comm_hook as comm_hook
 
     streams = Streams()
 

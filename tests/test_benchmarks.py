@@ -239,8 +239,8 @@ def test_a_fallback_is_compared_where_it_takes_no_minutes() -> None:
 
 
 def test_curves_of_the_examples_are_means_of_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from lightning_sparse.report.runs import read_runs
-    from tests.report.made_up import rows, write_csv
+    from lightning_sparse.tools.report.runs import read_runs
+    from tests.tools.report.made_up import rows, write_csv
 
     examples = benchmark("examples")
     for density in (1, 0.01):

@@ -19,7 +19,7 @@ import pytest
 
 import lightning_sparse as ls
 from lightning_sparse.config import StrategyConfig
-from lightning_sparse.fields import docstrings_of
+from lightning_sparse.core.fields import docstrings_of
 from tests.extending import changes
 from tests.warm import forgetting, warm_python
 
@@ -102,7 +102,7 @@ def test_everybody_has_the_same_signature_and_help() -> None:
 def test_help_describes_every_field_with_what_it_accepts() -> None:
     shown = pydoc.render_doc(ls.SparsificationConfig, renderer=pydoc.plaintext)
     assert "Resolved[" not in shown.split("__annotations__")[0]
-    assert "density: float | lightning_sparse.density.schedules.DensitySchedule = 0.01" in shown
+    assert "density: float | lightning_sparse.methods.density.schedules.DensitySchedule = 0.01" in shown
     for field, text in docstrings_of(ls.SparsificationConfig).items():
         assert f"{field}: {text.splitlines()[0]}" in shown
     assert inspect.signature(StrategyConfig).parameters.keys() > set(SETTINGS)
@@ -193,9 +193,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-import lightning_sparse.attach
+import lightning_sparse.api.attach
 import sys
-attaching = sys.modules["lightning_sparse.attach"]
+attaching = sys.modules["lightning_sparse.api.attach"]
 agreed = {}
 check = attaching.check_equal_on_ranks
 attaching.check_equal_on_ranks = lambda facts, *args: (agreed.update(facts), check(facts, *args))
@@ -228,7 +228,7 @@ except TypeError as error:
     found["hint"] = "Did you mean new_setting?" in str(error)
 print(json.dumps(found))
 """
-FILES = ["__init__", "fields", "config", "attach"] + [
+FILES = ["__init__", "core/fields", "config", "api/__init__", "api/attach"] + [
     f"integrations/{name}"
     for name in ("base", "trainer", "fabric", "pytorch_lightning", "lightning", "lightning_fabric")
 ]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.collective import drive
-from lightning_sparse.core import Context
-from lightning_sparse.pipeline import init_group, reduce_group
-from lightning_sparse.plan import make_plan
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine.network import drive
+from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.methods.grouping import make_plan
 from tests.contract.cases import CASES, MEMORIES, PAIRS, Case
 from tests.lockstep import equal_states
 from tests.mirror import Mirror

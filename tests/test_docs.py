@@ -78,7 +78,7 @@ def test_commands_name_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/extending.md"])  # which names files to add
 def test_files_and_quantities_that_are_named_exist(page: str) -> None:
-    from lightning_sparse.metrics import QUANTITIES
+    from lightning_sparse.engine.metrics import QUANTITIES
 
     text = (ROOT / page).read_text()
     for path in re.findall(r"`((?:benchmarks|configs|docs|examples|tests|lightning_sparse)/[\w/.-]*)", text):
@@ -100,7 +100,7 @@ def test_the_walk_through_a_step_names_files_that_are_there_and_shows_the_code()
         nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
         return [ast.unparse(node) for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset))]
 
-    code = calls((ROOT / "lightning_sparse/pipeline.py").read_text())
+    code = calls((ROOT / "lightning_sparse/engine/pipeline.py").read_text())
     shown = calls(excerpt)
     assert len(shown) == 7
     assert set(shown) <= set(code)
@@ -133,9 +133,9 @@ def test_configurations_are_those_of_the_strategy() -> None:
 
 
 def test_the_table_of_logged_quantities_is_that_of_the_code() -> None:
+    from lightning_sparse.engine.metrics import QUANTITIES
     from lightning_sparse.integrations.audit import AUDITED
-    from lightning_sparse.metrics import QUANTITIES
-    from lightning_sparse.shadow import SHADOWED
+    from lightning_sparse.integrations.shadow import SHADOWED
 
     page = (ROOT / "docs/metrics.md").read_text()
     tables = re.findall(r"^\| name \|.*\n\| ---.*\n((?:\|.*\n)+)", page, flags=re.MULTILINE)

@@ -14,22 +14,22 @@ from tests.warm import forgetting, warm_python
 TOUCHED = {
     "A sparsifier": {
         "configs/leader_blocks.yaml",
-        "lightning_sparse/sparsifiers/__init__.py",
-        "lightning_sparse/sparsifiers/leader_blocks.py",
+        "lightning_sparse/methods/sparsifiers/__init__.py",
+        "lightning_sparse/methods/sparsifiers/leader_blocks.py",
         "tests/contract/cases.py",
     },
     "An exchange": {
-        "lightning_sparse/exchanges/__init__.py",
-        "lightning_sparse/exchanges/gather_shared.py",
+        "lightning_sparse/methods/exchanges/__init__.py",
+        "lightning_sparse/methods/exchanges/gather_shared.py",
         "tests/reference/releases.py",
     },
     "A memory": {
-        "lightning_sparse/memory/__init__.py",
-        "lightning_sparse/memory/bounded.py",
+        "lightning_sparse/methods/memory/__init__.py",
+        "lightning_sparse/methods/memory/bounded.py",
         "tests/contract/cases.py",
     },
     "A setting": {"lightning_sparse/config.py"},
-    "A logged quantity": {"docs/metrics.md", "lightning_sparse/metrics.py", "tests/test_metrics.py"},
+    "A logged quantity": {"docs/metrics.md", "lightning_sparse/engine/metrics.py", "tests/engine/test_metrics.py"},
 }
 """More must not be needed."""
 TESTS = {
@@ -38,14 +38,14 @@ TESTS = {
     # All memories with the new sparsifier: with all others they take a minute.
     "tests/contract/test_memories.py": "leader_blocks or has_a_law",
     "tests/contract/test_cuda_tensors.py": "leader_blocks or gather_shared or Bounded",
-    "tests/kernels/test_no_host_sync.py": "leader_blocks or random_k or Bounded",
-    "tests/test_cli.py": "builds_its_sparsifier and leader_blocks or little_else",
+    "tests/ops/test_no_host_sync.py": "leader_blocks or random_k or Bounded",
+    "tests/tools/test_cli.py": "builds_its_sparsifier and leader_blocks or little_else",
     "tests/test_docs.py": "table or threshold",
     "tests/test_imports.py": "test",
-    "tests/test_memory.py": "every_memory_has_a_name",
-    "tests/test_metrics.py": "test",
-    "tests/compare/test_methods.py": "leader_blocks or names_are_unique",
-    "tests/test_drivers.py": "leader_blocks or random_k",
+    "tests/methods/memory/test_memory.py": "every_memory_has_a_name",
+    "tests/engine/test_metrics.py": "test",
+    "tests/tools/compare/test_methods.py": "leader_blocks or names_are_unique",
+    "tests/engine/network/test_drivers.py": "leader_blocks or random_k",
 }
 """What must pass then: files, and which of their tests. The picks of random_k are such as the new exchange accepts."""
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +15,8 @@ import lightning_sparse
 from tests.covering import in_one_test
 
 PACKAGE = Path(lightning_sparse.__file__).parent
-FLOORS = [
-    {"candidates"},
-    {"checks", "clock", "core", "fields", "messages", "registry", "console", "interrupts", "layout", "optim", "style"},
-    {"adam", "gradients", "laws"},
-    {"kernels"},
-    {"density", "collective", "momentum"},
-    {"memory", "sparsifiers", "exchanges", "plan", "metrics"},
-    {"averages", "fused"},
-    {"pipeline"},
-    {"simulation", "traffic"},
-    {"config"},
-    {"reducer"},
-    {"performance"},
-    {"controllers", "side_files", "shadow"},
-    {"attach"},
-    {"checkpoint", "flush"},
-    {"integrations"},
-    {"advisor", "compare", "report"},
-    {"cli"},
-    {"__init__"},
-]
-"""A room imports from itself and from lower floors only."""
-FLOOR = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+ROOMS = ["core", "ops", "methods", "config", "engine", "tuning", "api", "integrations", "tools", "__init__"]
+"""From the ground up: each imports from itself and from those before it."""
 CLI = PACKAGE.parent / "lightning_sparse_cli"
 FILES = sorted([*PACKAGE.rglob("*.py"), *CLI.rglob("*.py")])
 
@@ -62,50 +44,46 @@ def imported(path: Path, typing: bool = True) -> Iterator[str]:
             yield f"torch.{node.attr}"
 
 
-def rooms_imported(path: Path) -> set[str]:
-    parts = [name.split(".") for name in imported(path) if name.split(".")[0] == "lightning_sparse"]
-    return {part[1] for part in parts if len(part) > 1}
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def modules_imported(path: Path) -> set[str]:
+    """Files of the package that a file imports, for types alone, too; not the package itself, where all meet."""
+    found = {name if name in MODULES else name.rpartition(".")[0] for name in imported(path)}
+    return {name for name in found if name in MODULES} - {module_of(path), PACKAGE.name}
 
 
 def test_the_parser_sees_what_files_import() -> None:
-    assert {"density", "kernels", "core"} <= rooms_imported(PACKAGE / "sparsifiers" / "topk.py")
-    assert "torch.distributed" in set(imported(PACKAGE / "collective" / "process_group.py"))
+    topk = modules_imported(PACKAGE / "methods" / "sparsifiers" / "topk.py")
+    assert {"lightning_sparse.core.step", "lightning_sparse.methods.density", "lightning_sparse.ops"} <= topk
+    assert "torch.distributed" in set(imported(PACKAGE / "engine" / "network" / "process_group.py"))
     assert "pytorch_lightning.Callback" in set(imported(PACKAGE / "integrations" / "pytorch_lightning.py"))
 
 
-@in_one_test("path", ((path,) for path in FILES), apart=0)
-def test_rooms_import_only_downwards(path: Path) -> None:
-    room = room_of(path)
-    assert room in FLOOR, f"{room} has no floor yet: decide in FLOORS what it may import"
-    for other in rooms_imported(path) - {room}:
-        assert other in FLOOR, f"{path.name} imports {other}, which has no floor"
-        assert FLOOR[other] < FLOOR[room], f"{path.name} imports {other} from a floor that is not below"
+def test_rooms_import_only_what_stands_below_them_and_files_do_not_import_each_other() -> None:
+    assert {room_of(path) for path in MODULES.values()} == set(ROOMS)
+    wanted = {name: modules_imported(path) for name, path in MODULES.items()}
+    for name, others in wanted.items():
+        room = ROOMS.index(room_of(MODULES[name]))
+        above = {other for other in others if ROOMS.index(room_of(MODULES[other])) > room}
+        assert not above, f"{name} imports {above}"
+    TopologicalSorter(wanted).prepare()  # raises a CycleError, which names the files
 
 
-def test_the_table_of_rooms_names_all_of_them_from_the_ground_up() -> None:
+def test_the_design_names_all_rooms_from_the_ground_up() -> None:
     page = (PACKAGE.parent / "docs" / "design.md").read_text()
-    rows = re.findall(
-        r"^\| .*? \| (`.*?`) \| (.*) \|$", page.split("## Rooms")[1].split("\n## ")[0], flags=re.MULTILINE
-    )
-    place: dict[str, int] = {}
-    for number, (where, answers) in enumerate(rows):
-        for name in re.findall(r"`([\w./]+)`", where):
-            path = CLI if name == f"{CLI.name}/" else PACKAGE / name
-            assert path.exists(), name
-            place[room_of(path / "file" if path.is_dir() else path)] = number
-            for file in re.findall(r"`(\w+\.py)`", answers) if path.is_dir() else ():
-                assert (path / file).exists(), (name, file)
-    assert place.keys() == FLOOR.keys() - {"__init__"}
-    for path in FILES:
-        if path != PACKAGE / "__init__.py":
-            for other in rooms_imported(path):
-                assert place[other] <= place[room_of(path)], f"{path.name} imports {other}, which stands below it"
+    table = page.split("## Rooms")[1].split("\n\n")[2]
+    assert re.findall(r"^\| `(\w+)(?:/|\.py)` ", table, flags=re.MULTILINE) == ROOMS[:-1]
 
 
 @in_one_test("path", ((path,) for path in FILES), apart=0)
 def test_the_network_and_the_framework_are_touched_in_their_rooms_only(path: Path) -> None:
     names = set(imported(path))
-    if room_of(path) not in {"collective", "reducer", "attach"}:
+    if room_of(path) not in {"engine", "api"}:
         assert not any(name.startswith(("torch.distributed", "torch.nn.parallel")) for name in names)
     if room_of(path) not in {"integrations", "cli"}:
         packages = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_pytorch"}
@@ -136,18 +114,20 @@ def test_extras_are_imported_where_they_are_used(path: Path) -> None:
 
 def test_extras_are_used_and_would_be_seen() -> None:
     assert "jsonargparse.ArgumentParser" in set(imported(CLI / "__init__.py"))
-    assert {"rich.progress.Progress", "lightning_sparse.advisor.config.advise_config"} <= set(
+    assert {"rich.progress.Progress", "lightning_sparse.tools.advisor.config.advise_config"} <= set(
         imported(CLI / "commands.py")
     )
-    assert "sklearn.datasets.load_digits" in set(imported(PACKAGE / "compare" / "tasks.py"))
+    assert "sklearn.datasets.load_digits" in set(imported(PACKAGE / "tools" / "compare" / "tasks.py"))
     nested = (
         "try:\n    import rich.box\nexcept ImportError:\n    from sklearn import x\nif TYPE_CHECKING:\n    import wandb"
     )
     assert set(imported_at_once(ast.parse(nested).body)) == {"rich", "sklearn"}
 
 
-def test_the_package_does_not_bring_the_comparisons_with_it() -> None:
-    assert "compare" not in rooms_imported(PACKAGE / "__init__.py")
+def test_training_does_not_import_the_tools() -> None:
+    program = "import lightning_sparse, sys; print([name for name in sys.modules if '_sparse.tools' in name])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
     assert not any("lightning_sparse_cli" in name for path in PACKAGE.rglob("*.py") for name in imported(path))
 
 

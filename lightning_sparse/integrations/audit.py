@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.integrations.loggers import log_figure
 from lightning_sparse.integrations.timing import engine_of, is_logging_step, warn_that_nothing_is_sparse
-from lightning_sparse.reducer import Engine
-from lightning_sparse.reducer.group import GroupReducer
 
 AUDITED: dict[str, tuple[str, str]] = {
     "norm": ("gradient", "Euclidean norm of the residual, mean over ranks"),

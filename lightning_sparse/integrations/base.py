@@ -14,17 +14,17 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import SyncBatchNorm
 from torch.nn.parameter import is_lazy
 
-from lightning_sparse.attach import attach_config
-from lightning_sparse.checkpoint import SideFiles, restore
-from lightning_sparse.collective import TorchCollective
+from lightning_sparse.api.attach import attach_config
 from lightning_sparse.config import StrategyConfig
-from lightning_sparse.controllers import Planner
-from lightning_sparse.fields import from_keywords
+from lightning_sparse.core.fields import from_keywords
+from lightning_sparse.core.optim import ids_of
+from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.integrations.earlier import Left, go_on
-from lightning_sparse.optim import ids_of
-from lightning_sparse.plan.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
-from lightning_sparse.reducer import Engine, StepObserver, check_equal_on_ranks, failing_together
-from lightning_sparse.sparsifiers import SPARSIFIERS
+from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
+from lightning_sparse.methods.sparsifiers import SPARSIFIERS
+from lightning_sparse.tuning.controllers import Planner
 
 NAME = "sparse_ddp"
 """The strategy's name, with which those of its variants begin."""
@@ -255,7 +255,7 @@ class SparseStrategy:
 
 
 def profile_of(engine: Engine | None) -> dict[str, Any] | None:
-    """What was measured for groups and densities, a :class:`~lightning_sparse.performance.Profile`; or None."""
+    """What was measured for groups and densities, a :class:`~lightning_sparse.tuning.performance.Profile`; or None."""
     planners = [observer for observer in engine.observers if isinstance(observer, Planner)] if engine else []
     return planners[0].saved if planners else None
 

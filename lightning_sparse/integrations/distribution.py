@@ -10,12 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_sparse.checks import check_integer, expect
-from lightning_sparse.gradients import LocalGradients, trained_parameters
+from lightning_sparse.core.checks import check_integer, expect
+from lightning_sparse.engine import Engine
+from lightning_sparse.integrations.gradients import LocalGradients, trained_parameters
 from lightning_sparse.integrations.loggers import log_figure
 from lightning_sparse.integrations.timing import engine_of, loss_scale
-from lightning_sparse.laws import fit_laws
-from lightning_sparse.reducer import Engine
+from lightning_sparse.methods.laws import fit_laws
 
 SAMPLE = 1 << 17
 """Coordinates of a group that are looked at, evenly spread."""
@@ -28,10 +28,10 @@ class GradientDistributionMixin:
     """Show how the magnitudes that are selected from are distributed, with fitted laws and the threshold.
 
     On rank zero, every so many steps: histograms of the largest groups; exponential, gamma and generalised Pareto laws
-    (:mod:`lightning_sparse.laws`) with their Kolmogorov-Smirnov distances; the threshold, for methods that have one.
-    Weights & Biases and TensorBoard get a histogram and, where matplotlib is installed, a figure; all others get JSON
-    in ``sparse/gradient_distribution/`` of their folder. At most 131,072 coordinates of a group are looked at, zeros
-    left out. With a strategy that does not sparsify, the gradients of the whole model are shown.
+    (:mod:`lightning_sparse.methods.laws`) with their Kolmogorov-Smirnov distances; the threshold, for methods that have
+    one. Weights & Biases and TensorBoard get a histogram and, where matplotlib is installed, a figure; all others get
+    JSON in ``sparse/gradient_distribution/`` of their folder. At most 131,072 coordinates of a group are looked at,
+    zeros left out. With a strategy that does not sparsify, the gradients of the whole model are shown.
 
     Steps that are not shown cost nothing; one that is shown copies this rank's gradients and residuals of these groups.
 

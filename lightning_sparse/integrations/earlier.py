@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from torch.nn import Parameter
 
-from lightning_sparse.controllers.checksum import checksum as weights_checksum
-from lightning_sparse.reducer import Engine
-from lightning_sparse.reducer.plain import checksum
-from lightning_sparse.reducer.schema import State
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.state.plain import checksum
+from lightning_sparse.engine.state.schema import State
+from lightning_sparse.tuning.controllers.checksum import checksum as weights_checksum
 
 SHOWN = 5
 """Names in a message."""

@@ -18,17 +18,17 @@ from urllib.parse import quote
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_sparse.clock import Totals
-from lightning_sparse.collective import TorchCollective
-from lightning_sparse.controllers import Planner
-from lightning_sparse.controllers.announcer import Announcer
-from lightning_sparse.fields import keywords_of
+from lightning_sparse.core.clock import Totals
+from lightning_sparse.core.fields import keywords_of
+from lightning_sparse.core.interrupts import uninterrupted
+from lightning_sparse.core.optim import ids_of, stepping
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.state.side_files import side_directory
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
 from lightning_sparse.integrations.earlier import Left
-from lightning_sparse.interrupts import uninterrupted
-from lightning_sparse.optim import ids_of, stepping
-from lightning_sparse.reducer import Engine
-from lightning_sparse.side_files import side_directory
+from lightning_sparse.tuning.controllers import Planner
+from lightning_sparse.tuning.controllers.announcer import Announcer
 
 if TYPE_CHECKING:  # at run time the class of each package brings its own
     from lightning_fabric.strategies.ddp import DDPStrategy as Base

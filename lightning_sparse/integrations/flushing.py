@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_sparse.checks import expect, is_integer
-from lightning_sparse.flush import engines_of, flush
+from lightning_sparse.api.flush import engines_of, flush
+from lightning_sparse.core.checks import expect, is_integer
 from lightning_sparse.integrations.timing import warn_that_nothing_is_sparse
 
 

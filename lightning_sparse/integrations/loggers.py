@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.console import Table
-from lightning_sparse.metrics import QUANTITIES
+from lightning_sparse.core.console import Table
+from lightning_sparse.engine.metrics import QUANTITIES
 
 AXIS = "trainer/global_step"
 """What W&B draws quantities against unless told otherwise."""

@@ -7,24 +7,24 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_sparse.averages import BuildUp, DensityError, PaddingRatio, Traffic
-from lightning_sparse.checks import check_integer, expect
-from lightning_sparse.collective import TorchCollective
 from lightning_sparse.config import SparsificationConfig
-from lightning_sparse.gradients import LocalGradients, trained_parameters
+from lightning_sparse.core.checks import check_integer, expect
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.metrics import summarize, totals_of
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.integrations.averages import BuildUp, DensityError, PaddingRatio, Traffic
+from lightning_sparse.integrations.gradients import LocalGradients, trained_parameters
 from lightning_sparse.integrations.loggers import define_axes, log_settings, log_table
 from lightning_sparse.integrations.plan_table import LONGEST, plan_table
+from lightning_sparse.integrations.shadow import Shadow
 from lightning_sparse.integrations.timing import engine_of, is_logging_step, loss_scale
-from lightning_sparse.metrics import summarize, totals_of
-from lightning_sparse.reducer import Engine
-from lightning_sparse.shadow import Shadow
-from lightning_sparse.sparsifiers import SPARSIFIERS, Sparsifier
+from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
 
 
 class SparsityMonitorMixin:
     """Log what the sparsified exchange does, on the Trainer's logging steps.
 
-    Logs ``sparse/<quantity>`` for every quantity of :data:`lightning_sparse.metrics.QUANTITIES`, averaged or
+    Logs ``sparse/<quantity>`` for every quantity of :data:`lightning_sparse.engine.metrics.QUANTITIES`, averaged or
     combined over ranks, to all loggers of the Trainer; the density also on the progress bar. Numbers are those of the
     latest step, totals those of all steps. They are in the same rows as what ``training_step`` logs, and totals in
     those of validation, too, so that a loss can be drawn against megabytes or seconds. In Weights & Biases the
@@ -33,8 +33,8 @@ class SparsityMonitorMixin:
 
     With ``shadow``, sparsifiers look on while training goes on without them, with ``strategy="ddp"`` or any other: what
     they would have selected and sent is logged as ``sparse/shadow/<name>/<quantity>``, see
-    :data:`lightning_sparse.shadow.SHADOWED`. The gradients that train stay as they are, bit for bit. Without it and
-    with a strategy that does not sparsify, the monitor warns once and does nothing.
+    :data:`lightning_sparse.integrations.shadow.SHADOWED`. The gradients that train stay as they are, bit for bit.
+    Without it and with a strategy that does not sparsify, the monitor warns once and does nothing.
 
     Args:
         groups: also log every group, as ``sparse/group/<name>/<quantity>``.

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_sparse.checks import check_integer
-from lightning_sparse.console import Table
-from lightning_sparse.core import Context
+from lightning_sparse.core.checks import check_integer
+from lightning_sparse.core.console import Table
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine import Engine
 from lightning_sparse.integrations.loggers import log_figure, log_table
 from lightning_sparse.integrations.timing import engine_of
-from lightning_sparse.reducer import Engine
 
 HEADER = ("step", "group", "rank", "begin", "end", "picks")
 

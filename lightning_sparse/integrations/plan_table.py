@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from lightning_sparse.collective import ring_all_reduce_bytes
-from lightning_sparse.console import Table
-from lightning_sparse.metrics import MB
-from lightning_sparse.reducer import Engine
+from lightning_sparse.core.console import Table
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.metrics import MB
+from lightning_sparse.engine.network import ring_all_reduce_bytes
 
 LONGEST = 40
 """Groups that are printed one by one."""

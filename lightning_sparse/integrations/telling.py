@@ -7,18 +7,19 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from lightning_sparse.clock import Totals
 from lightning_sparse.config import SparsificationConfig
-from lightning_sparse.console import say
-from lightning_sparse.controllers.announcer import MORE, at_end, at_start
-from lightning_sparse.exchanges import EXCHANGES
+from lightning_sparse.core.clock import Totals
+from lightning_sparse.core.console import say
+from lightning_sparse.core.registry import Registry
+from lightning_sparse.core.version import __version__
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.metrics import MB, totals_of
 from lightning_sparse.integrations.loggers import PREFIX, log_settings, log_warning
-from lightning_sparse.memory import MEMORIES
-from lightning_sparse.metrics import MB, totals_of
-from lightning_sparse.plan import GROUPINGS
-from lightning_sparse.reducer import Engine
-from lightning_sparse.registry import Registry
-from lightning_sparse.sparsifiers import SPARSIFIERS
+from lightning_sparse.methods.exchanges import EXCHANGES
+from lightning_sparse.methods.grouping import GROUPINGS
+from lightning_sparse.methods.memory import MEMORIES
+from lightning_sparse.methods.sparsifiers import SPARSIFIERS
+from lightning_sparse.tuning.controllers.announcer import MORE, at_end, at_start
 
 
 class Telling:
@@ -93,8 +94,6 @@ def settings_of(engine: Engine, config: SparsificationConfig) -> dict[str, Any]:
     ``sparsifier_settings={"class": "ExDyna", "alpha": 1.1, ...}``. Also the number of ranks, the version of this
     package, parameters in all and those that are sparsified, and MB that a rank keeps.
     """
-    import lightning_sparse
-
     now = engine.settings
     objects: dict[str, tuple[Any, Registry[Any]]] = {
         "sparsifier": (now.sparsifier, SPARSIFIERS),
@@ -110,7 +109,7 @@ def settings_of(engine: Engine, config: SparsificationConfig) -> dict[str, Any]:
         **{f"{key}_settings": plain[key] for key in objects},
         "messages": engine.messages,
         "ranks": engine.comm.world_size,
-        "version": lightning_sparse.__version__,
+        "version": __version__,
         "parameters": sum(group.numel for group in engine.plan),
         "sparsified_parameters": sum(group.numel for group in engine.plan if not group.dense),
         "residual_mb": engine.memory_bytes / MB,

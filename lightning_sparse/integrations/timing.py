@@ -7,7 +7,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_sparse.reducer import Engine
+from lightning_sparse.engine import Engine
 
 
 def engine_of(trainer: Any) -> Engine | None:

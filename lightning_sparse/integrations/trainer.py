@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_sparse.collective import LostRankError, TorchCollective
-from lightning_sparse.collective.process_group import BATCHES, is_loss
-from lightning_sparse.fields import keywords_of
+from lightning_sparse.core.fields import keywords_of
+from lightning_sparse.core.interrupts import SAVING, uninterrupted
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.network import LostRankError, TorchCollective
+from lightning_sparse.engine.network.process_group import BATCHES, is_loss
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
 from lightning_sparse.integrations.earlier import EarlierFit, Left
 from lightning_sparse.integrations.telling import Telling
-from lightning_sparse.interrupts import SAVING, uninterrupted
-from lightning_sparse.reducer import Engine
 
 if TYPE_CHECKING:  # at run time the class of each package brings its own
     from pytorch_lightning.strategies import DDPStrategy as Base
@@ -335,7 +335,7 @@ class SparseDDPMixin(SparseStrategy, Base):
 
     @property
     def profile(self) -> dict[str, Any] | None:
-        """What was measured for groups and densities, a :class:`~lightning_sparse.performance.Profile`; or None."""
+        """The measured :class:`~lightning_sparse.tuning.performance.Profile`, for groups and densities; or None."""
         return profile_of(self.engine)
 
     def teardown(self) -> None:

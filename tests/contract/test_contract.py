@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.collective import drive_mirrored
-from lightning_sparse.core import Agreement, Context, Selection
-from lightning_sparse.exchanges import as_exchange
-from lightning_sparse.messages import resolve
+from lightning_sparse.core.messages import resolve
+from lightning_sparse.core.step import Agreement, Context, Selection
+from lightning_sparse.engine.network import drive_mirrored
+from lightning_sparse.methods.exchanges import as_exchange
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case, kinds
 from tests.covering import covering, everything, in_one_test
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise

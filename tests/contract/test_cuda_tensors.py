@@ -1,7 +1,7 @@
 """Steps of a group on CUDA tensors without content: one device, and nothing that the host would have to read.
 
 All sparsifiers x exchanges, and all memories, in float32 with a loss scale and in bfloat16. What the results are is
-tested on CPU tensors that take the same path (tests/kernels/test_static_path.py).
+tested on CPU tensors that take the same path (tests/ops/test_static_path.py).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.collective import drive, drive_together
-from lightning_sparse.core import Context
-from lightning_sparse.pipeline import commit_group, exchange_group, init_group
-from lightning_sparse.plan import Group, ParameterSize
-from lightning_sparse.reducer.adam_steps import AdamSteps
-from lightning_sparse.reducer.clipping import Clipping
-from lightning_sparse.reducer.group import GroupReducer
-from lightning_sparse.reducer.skip import any_set
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.network import drive, drive_together
+from lightning_sparse.engine.optimizers.adam_steps import AdamSteps
+from lightning_sparse.engine.optimizers.clipping import Clipping
+from lightning_sparse.engine.pipeline import commit_group, exchange_group, init_group
+from lightning_sparse.engine.skip import any_set
+from lightning_sparse.methods.grouping import Group, ParameterSize
 from tests.contract.cases import CASES, MEMORIES, PAIRS, Case, fit
 from tests.costs import Costs
 from tests.fake_cuda import CUDA, HostWaitsError, fake_cuda
@@ -31,7 +31,7 @@ NUMEL = 10_007
 DTYPES = [torch.float32, torch.bfloat16]
 EVERY_MEMORY = [ls.Residual(), ls.NoMemory(), ls.WeightDecay(1e-4), *MEMORIES]
 # The published MiCRO computes its ranges on the host, in CPU tensors on purpose, and those have no content here either.
-# tests/kernels/test_no_host_sync.py walks it on meta tensors.
+# tests/ops/test_no_host_sync.py walks it on meta tensors.
 FAKEABLE = [(case, exchange) for case, exchange in PAIRS if case.name != "micro-published"]
 NATURAL = [(case, exchange) for case, exchange in FAKEABLE if exchange == case.sparsifier.exchange]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.core import GroupState
+from lightning_sparse.core.step import GroupState
 from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case, Offer, fit
 from tests.covering import covering, in_one_test
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise

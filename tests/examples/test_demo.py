@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_sparse.report.runs import read_runs
-from tests.report.made_up import rows, write_csv
+from lightning_sparse.tools.report.runs import read_runs
+from tests.tools.report.made_up import rows, write_csv
 
 ROOT = Path(__file__).parent.parent.parent
 

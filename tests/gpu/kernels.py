@@ -1,6 +1,6 @@
 """What does each pass over a group cost, against a copy of the same vector on the same machine?
 
-The passes are called by their names in ``lightning_sparse.kernels``, which chooses how they are computed. A bound is
+The passes are called by their names in ``lightning_sparse.ops``, which chooses how they are computed. A bound is
 the bytes that a pass cannot do without, at the rate of a copy.
 """
 
@@ -13,10 +13,10 @@ from unittest import mock
 
 import torch
 
-from lightning_sparse import kernels
-from lightning_sparse.kernels import device_second, static
-from lightning_sparse.kernels.adam import Moved, Step, Steps
-from lightning_sparse.momentum import Momentum, Spending, Stepped
+from lightning_sparse import ops
+from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
+from lightning_sparse.ops import device_second, static
+from lightning_sparse.ops.adam import Moved, Step, Steps
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require
 from tests.gpu.machine import copy_rate, require_memory
 from tests.gpu.timing import seconds_of
@@ -37,7 +37,7 @@ class Pass(NamedTuple):
 
 def accumulate(device: torch.device, numel: int) -> Callable[[], Any]:
     acc, residual, grad = (torch.ones(numel, device=device) for _ in range(3))
-    return lambda: kernels.accumulate_(acc, residual, [grad], 1.0, None)
+    return lambda: ops.accumulate_(acc, residual, [grad], 1.0, None)
 
 
 def form(device: torch.device, numel: int) -> Callable[[], Any]:
@@ -81,26 +81,26 @@ def scatter(device: torch.device, numel: int) -> Callable[[], Any]:
     x, void = torch.ones(numel, device=device), torch.zeros((), dtype=torch.bool, device=device)
     places = torch.arange(0, numel, 100, device=device)
     values = torch.ones(len(places), device=device)
-    return lambda: kernels.scatter_(x, places, values, void)
+    return lambda: ops.scatter_(x, places, values, void)
 
 
 def unite(device: torch.device, numel: int) -> Callable[[], Any]:
     """Picks of 8 ranks, half of them spare, thinned to one in 100."""
     picks = torch.randint(numel, (8, 2 * (numel // SHARE)), device=device).sort().values.flatten()
     spare, levels = picks % 2 == 0, picks % 100
-    return lambda: kernels.united(picks, spare, levels, numel, None, numel // 100, 3)
+    return lambda: ops.united(picks, spare, levels, numel, None, numel // 100, 3)
 
 
 def by_cells(many: int) -> Callable[[torch.Tensor, int], Any]:
     def compute(x: torch.Tensor, k: int) -> Any:
         with mock.patch.object(static, "MANY", many):
-            return kernels.top_k(x, k)
+            return ops.top_k(x, k)
 
     return compute
 
 
 def above(x: torch.Tensor, k: int) -> Any:
-    return kernels.above(x, torch.full((), 3.0, dtype=torch.float64, device=x.device), capacity=4 * k)
+    return ops.above(x, torch.full((), 3.0, dtype=torch.float64, device=x.device), capacity=4 * k)
 
 
 PASSES = {
@@ -109,11 +109,11 @@ PASSES = {
     "score_": Pass(12, 16, score),
     "step of Adam": Pass(12, 24, step_of_adam),
     "momentum spent early": Pass(6, 96, spend),
-    "all_finite": Pass(4, 8, partial(look_at, lambda x, k: kernels.all_finite(x))),
+    "all_finite": Pass(4, 8, partial(look_at, lambda x, k: ops.all_finite(x))),
     "top_k in one go": Pass(4, 24, partial(look_at, by_cells(1 << 62))),
     "top_k by cells": Pass(4, 16, partial(look_at, by_cells(1))),
     "above": Pass(4, 32, partial(look_at, above)),
-    "moments": Pass(4, 16, partial(look_at, lambda x, k: kernels.moments(x))),
+    "moments": Pass(4, 16, partial(look_at, lambda x, k: ops.moments(x))),
     "scatter_": Pass(4, 8, scatter),
     "united": Pass(0.3, 16, unite),
 }

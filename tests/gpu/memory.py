@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 import lightning_sparse as ls
-from lightning_sparse.plan import make_plan
+from lightning_sparse.methods.grouping import make_plan
 from tests.gpu.checks import Check, Clock, Numbers, synchronize
 from tests.gpu.processes import one_rank
 from tests.mirror import mirrored_ranks

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from lightning_sparse.kernels.on_cuda import on_cuda
+from lightning_sparse.ops.on_cuda import on_cuda
 from tests.gpu.checks import Numbers, require
 from tests.gpu.one_training import Training, close, train
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.layout import Gradient
-from lightning_sparse.plan import make_plan
+from lightning_sparse.core.layout import Gradient
+from lightning_sparse.methods.grouping import make_plan
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, synchronize
 from tests.gpu.one_training import Training
 from tests.gpu.parts import ROOT
@@ -35,10 +35,7 @@ from tests.trainers import EVERYTHING_SPARSE
 CYCLES = 20_000_000
 """About 10 ms at 2 GHz: longer than the host takes for what follows."""
 RANKS = 2
-KERNELS = [
-    f"triton_{name}"
-    for name in ("adam", "dense", "lanes", "momentum", "need", "second", "select", "sums", "union", "values")
-]
+KERNELS = ["adam", "dense", "lanes", "length", "momentum", "need", "second", "select", "sums", "union", "values"]
 """Modules that launch."""
 
 
@@ -215,7 +212,7 @@ def launches_after(cycles: int) -> Iterator[list[int]]:
     launched = [0]
     with ExitStack() as patches:
         if find_spec("triton") is not None:
-            from lightning_sparse.kernels import triton_launch
+            from lightning_sparse.ops.triton import launch as triton_launch
 
             launch = triton_launch.launch
 
@@ -226,5 +223,7 @@ def launches_after(cycles: int) -> Iterator[list[int]]:
                 launch(*args, **options)
 
             for module in KERNELS:
-                patches.enter_context(patch.object(import_module(f"lightning_sparse.kernels.{module}"), "launch", late))
+                patches.enter_context(
+                    patch.object(import_module(f"lightning_sparse.ops.triton.{module}"), "launch", late)
+                )
         yield launched

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.collective import drive
-from lightning_sparse.core import Context
-from lightning_sparse.pipeline import init_group, reduce_group
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine.network import drive
+from lightning_sparse.engine.pipeline import init_group, reduce_group
 from tests.contract.cases import MEMORIES, PAIR_NAMES, PAIRS, Case, fit
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, sweep
 from tests.gpu.one_training import Training

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse import fused
-from lightning_sparse.core import Context
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine import fused
 from tests.gpu import equality, marked, training
 from tests.gpu.__main__ import main
 from tests.gpu.checks import Check, Clock, Outcome, SkipError, run

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import lightning_sparse as ls
-from lightning_sparse.collective import drive
-from lightning_sparse.core import Context
-from lightning_sparse.memory import MEMORIES
-from lightning_sparse.pipeline import init_group, reduce_group
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine.network import drive
+from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.methods.memory import MEMORIES
 from tests.gpu.checks import Check, Clock, Numbers, synchronize
 from tests.gpu.machine import copy_rate, require_memory
 from tests.gpu.models import Transformer

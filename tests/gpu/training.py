@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from lightning_sparse.plan import make_plan
+from lightning_sparse.methods.grouping import make_plan
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require
 from tests.gpu.models import Branches
 from tests.gpu.one_training import LAYOUTS, TOPK, Training, close, train

@@ -133,7 +133,7 @@ def test_density_1_trains_like_ddp(two_ranks: Ranks, package: str, case: str, sp
     options = CASES[case]
     plain = two_ranks(train_with, package, "ddp", options)
     chosen = {"sparsifier": sparsifier, "density": 1.0, "rules": EVERYTHING_SPARSE}
-    # Bit for bit: two ranks, see tests/reducer/test_engine.py.
+    # Bit for bit: two ranks, see tests/engine/test_engine.py.
     for (sparse, calls), (dense, none) in zip(two_ranks(train_with, package, chosen, options), plain, strict=True):
         assert torch.equal(sparse, dense)
         assert (calls, none) == ([6], [])

@@ -17,10 +17,11 @@ import torch
 import yaml
 
 import lightning_sparse as ls
+from lightning_sparse.engine.metrics import QUANTITIES
 from lightning_sparse.integrations.audit import AUDITED, Ages
 from lightning_sparse.integrations.distribution import describe, sample_of
 from lightning_sparse.integrations.loggers import log_settings
-from lightning_sparse.metrics import QUANTITIES
+from lightning_sparse.methods.grouping import make_plan
 from tests.fake_cuda import CUDA, fake_cuda
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, make_data, make_module, make_trainer
@@ -204,9 +205,7 @@ def ages_by_hand() -> tuple[dict[str, float], dict[str, float]]:
                 last[name][p.grad.flatten() != 0] = step - (step > 3)
         watching.note(engine)
         if step == 2:
-            engine.regroup(
-                ls.plan.make_plan([p for g in engine.plan for p in g.parameters][::-1], "model", EVERYTHING_SPARSE)
-            )
+            engine.regroup(make_plan([p for g in engine.plan for p in g.parameters][::-1], "model", EVERYTHING_SPARSE))
     found = watching.quantities()
     engine.close()
     ages = 4 - torch.cat(list(last.values())).double()

@@ -17,7 +17,7 @@ import torch
 import yaml  # comes with Lightning
 
 import lightning_sparse as ls
-from lightning_sparse.metrics import QUANTITIES
+from lightning_sparse.engine.metrics import QUANTITIES
 from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, make_data, make_module, make_trainer

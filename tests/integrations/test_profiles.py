@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.performance import Line, Profile
-from lightning_sparse.plan import Group
-from tests.controllers.models import fix_costs
+from lightning_sparse.methods.grouping import Group
+from lightning_sparse.tuning.performance import Line, Profile
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
+from tests.tuning.controllers.models import fix_costs
 
 MERGED: dict[str, Any] = {
     "density": 0.05,
@@ -122,8 +122,8 @@ def test_fit_again(two_ranks: Ranks) -> None:
 
 def fit_fallback(package: str, density: float, fallback: Any) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_sparse.controllers.dense_fallback.WARMUP", 1)
-        patch.setattr("lightning_sparse.controllers.dense_fallback.STEPS", 2)
+        patch.setattr("lightning_sparse.tuning.controllers.dense_fallback.WARMUP", 1)
+        patch.setattr("lightning_sparse.tuning.controllers.dense_fallback.STEPS", 2)
         options = {"density": density, "fallback": fallback, "grouping": ls.OptimalMerge(warmup=1, steps=2)}
         parameters: Tensor = fit(package, options, 4)["parameters"]
     return parameters

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
+from tests.engine.optimizers.test_momentum_steps import Training, plan_of
 from tests.integrations.test_adamw import SPARSE, clippings_of, with_optimizer
 from tests.integrations.test_fabric import close, make_fabric
 from tests.integrations.test_strategy import strategy_class
 from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
-from tests.reducer.test_momentum_steps import Training, plan_of
 from tests.trainers import make_data, make_trainer
 
 LIMIT = 1e-3

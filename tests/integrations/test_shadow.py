@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.gradients import LocalGradients
-from lightning_sparse.shadow import SHADOWED, Shadow
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.integrations.gradients import LocalGradients
+from lightning_sparse.integrations.shadow import SHADOWED, Shadow
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, flat, make_data, make_module, make_trainer
 
@@ -63,7 +64,7 @@ def streams() -> list[dict[str, list[tuple[float, float]]]]:
     rank, n = torch.distributed.get_rank(), torch.distributed.get_world_size()
     stream = torch.randn(4, n, 400, generator=torch.Generator().manual_seed(0)) ** 3
     parameters = {"w": torch.nn.Parameter(torch.zeros(20, 20))}
-    shadow = Shadow(parameters, METHODS, ls.SparsificationConfig(density=0.05), ls.collective.TorchCollective())
+    shadow = Shadow(parameters, METHODS, ls.SparsificationConfig(density=0.05), TorchCollective())
     shown: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
     for rows in stream:
         gradients = {"w": rows[rank].clone()}
@@ -95,13 +96,13 @@ def test_energy_is_the_share_that_leaves() -> None:
     parameters = {"w": torch.nn.Parameter(torch.zeros(20, 20))}
     gradient = torch.zeros(400)
     gradient[:3] = torch.tensor([3.0, 4.0, 12.0])
-    shadow = Shadow(parameters, [ls.TopK()], ls.SparsificationConfig(density=1 / 400), ls.collective.TorchCollective())
+    shadow = Shadow(parameters, [ls.TopK()], ls.SparsificationConfig(density=1 / 400), TorchCollective())
     shadow.step({"w": gradient})
     assert shadow.quantities["topk/energy"] == pytest.approx(144 / 169)
     shadow.step({})  # residual alone: 3 and 4 are left
     assert shadow.quantities["topk/energy"] == pytest.approx(16 / 25)
     with pytest.raises(ValueError, match="'topk' twice"):
-        Shadow(parameters, ["topk", ls.TopK()], ls.SparsificationConfig(), ls.collective.TorchCollective())
+        Shadow(parameters, ["topk", ls.TopK()], ls.SparsificationConfig(), TorchCollective())
 
 
 def test_gradients_are_copied_only_when_asked() -> None:

@@ -67,7 +67,7 @@ def test_density_1_trains_like_ddp(two_ranks: Ranks, case: str, package: str, sp
     layers = "unused" if case in ("find_unused", "static_graph") else "plain"
     plain = two_ranks(fit_ddp, package, keywords, layers, options)
     chosen = {"sparsifier": sparsifier, "density": 1.0, **keywords}
-    # Bit for bit: two ranks, see tests/reducer/test_engine.py.
+    # Bit for bit: two ranks, see tests/engine/test_engine.py.
     for (parameters, calls, _), reference in zip(two_ranks(fit, package, chosen, layers, options), plain, strict=True):
         assert torch.equal(parameters, reference)
         assert calls == (4 if case == "accumulate" else 12)

@@ -16,10 +16,10 @@ from lightning_utilities.core import rank_zero
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.controllers.announcer import at_start
 from lightning_sparse.integrations.plan_table import plan_table
-from lightning_sparse.kernels import native
-from lightning_sparse.kernels.library import INSTEAD
+from lightning_sparse.ops.c import native
+from lightning_sparse.ops.c.library import INSTEAD
+from lightning_sparse.tuning.controllers.announcer import at_start
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, make_data, make_module, make_trainer
 

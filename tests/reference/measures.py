@@ -1,6 +1,7 @@
 """Measures of the open loop in plain numpy, from what each rank held before and after each step.
 
-Written from the definitions in :data:`lightning_sparse.compare.recorded.QUANTITIES`, on data of the tests' own network.
+Written from the definitions in :data:`lightning_sparse.tools.compare.recorded.QUANTITIES`, on data of the tests' own
+network.
 """
 
 from __future__ import annotations

@@ -1,0 +1,281 @@
+"""Plain PyTorch: the sparsified exchange as the communication hook of a ``DistributedDataParallel`` model."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import Embedding, EmbeddingBag, Module, Parameter, SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_sparse.config import SparsificationConfig, StrategyConfig
+from lightning_sparse.core.checks import expect
+from lightning_sparse.core.fields import from_keywords, keywords_of
+from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
+from lightning_sparse.engine.engine import can_observe
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.methods.grouping import Group, ParameterSize, Rules, dense_plan, make_plan
+from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, MIB
+from lightning_sparse.methods.sparsifiers import Everything
+from lightning_sparse.tuning.controllers import DenseFallback, Planner, StayDense
+from lightning_sparse.tuning.controllers.announcer import Announcer
+from lightning_sparse.tuning.controllers.watchdog import Watchdog
+
+_settings, _strategies = ({field.name: None for field in fields(c)} for c in (SparsificationConfig, StrategyConfig))
+NOT_HERE = f" The strategies for Lightning alone know {', '.join(n for n in _strategies if n not in _settings)}."
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachArguments(SparsificationConfig):
+    """What :func:`attach` takes: the settings, and what strategies know from Lightning."""
+
+    scaler: torch.amp.GradScaler | None = None
+    """Scales the loss; residuals are then kept free of its factor."""
+    profile: dict[str, Any] | None = None
+    """The profile of an earlier run, see :attr:`~lightning_sparse.tuning.controllers.Planner.saved`; for groupings and
+    densities that need one, if model, settings and ranks are the same."""
+    observers: Sequence[StepObserver] = ()
+    """Further observers of the exchange, see :meth:`Engine.add_observer`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):
+            raise ValueError(f"Expected scaler to be a GradScaler or None, but got {self.scaler!r}.")
+        known = self.profile is None or isinstance(self.profile, dict)
+        expect(known, "profile", "a dict, as an earlier run has saved it, or None", self.profile)
+        given = self.observers
+        fits = isinstance(given, Sequence) and all(map(can_observe, given))
+        expect(fits, "observers", "a list of objects with before_step(engine) and close()", given)
+
+
+@keywords_of(AttachArguments)
+def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
+    """Replace the gradient all-reduce of a ``DistributedDataParallel`` model. All ranks must call this.
+
+    ``ddp`` is the wrapped model, before its first backward, without a communication hook of its own. All other
+    arguments are keywords: the settings of :class:`~lightning_sparse.SparsificationConfig`, and ``scaler``, ``profile``
+    and ``observers``.
+
+    The optimizer is not seen here: call ``engine.follow([optimizer])`` to have it checked, most of all with memories
+    that bring their own momentum, and for ``lr_aware``. Where neither ``nonfinite="nan"`` is set nor a ``scaler``
+    skips steps with gradients that are not finite, the caller has to: call ``engine.skip_void(optimizer)`` before
+    ``optimizer.step()``, or ask ``engine.void``.
+
+    Returns:
+        The engine, for statistics and for :meth:`Engine.close`.
+
+    Raises:
+        ValueError: for settings that cannot work, see :class:`~lightning_sparse.SparsificationConfig` and
+            :func:`~lightning_sparse.methods.grouping.make_plan`.
+        TypeError: for a model that is not wrapped, or a keyword that it does not know.
+        RuntimeError: on all ranks, if the ranks' settings or models differ; if the model has a communication hook
+            already; on the other ranks, if settings are refused on some only.
+    """
+    if not isinstance(getattr(ddp, "_orig_mod", ddp), DistributedDataParallel):  # torch.compile wraps what is wrapped
+        raise TypeError(f"Expected a DistributedDataParallel model, but got {type(ddp).__name__}: wrap it first.")
+    with failing_together(TorchCollective(ddp.process_group), ddp.device):
+        arguments = from_keywords(AttachArguments, keywords, "attach", NOT_HERE)
+    config = SparsificationConfig.of(arguments)
+    engine = attach_config(ddp, config, arguments.scaler, arguments.profile, arguments.observers)
+    engine.add_observer(Announcer())
+    return engine
+
+
+def attach_config(
+    ddp: DistributedDataParallel,
+    config: SparsificationConfig,
+    scaler: torch.amp.GradScaler | None,
+    profile: dict[str, Any] | None,
+    observers: Sequence[StepObserver],
+) -> Engine:
+    """:func:`attach` with settings that are checked already."""
+    ranks, device = TorchCollective(ddp.process_group), ddp.device
+    with failing_together(ranks, device):
+        _check_ddp(ddp)
+        parameters, frozen = _parameters_of(ddp)
+        sizes = sizes_of(parameters)
+        cap = ddp.bucket_bytes_cap / MIB if config.bucket_cap_mb is None else float(config.bucket_cap_mb)
+        if config.bucket_cap_mb is None and config.fallback is None and device.type == "cuda":
+            cap = max(cap, CUDA_BUCKET_MB)
+        config = replace(config, bucket_cap_mb=cap)  # None means the same as this size
+        plan = make_plan(sizes, config.grouping, config.rules, cap)
+        stays_dense = ranks.world_size == 1 and config.single_device == "dense"
+        if stays_dense:
+            plan = dense_plan(sizes, cap)
+        refuse_two_orders(ddp.module, config.executor, device)
+        facts = {
+            **vars(config),
+            "bucket_cap_mb": (cap, delivery_mb(ddp)),
+            "find_unused_parameters": ddp.find_unused_parameters,
+            "static_graph": ddp.static_graph,
+            "broadcast_buffers": ddp.broadcast_buffers,
+            "scaler": scaler.state_dict() if scaler is not None and scaler.is_enabled() else None,
+            "observers": [type(observer).__name__ for observer in observers],
+            "groups": plan,
+        }
+    check_equal_on_ranks(facts, ranks, device)
+    if ranks.rank == 0 and not stays_dense and not isinstance(config.sparsifier, Everything):
+        _warn_if_nothing_is_left(plan, config.rules)
+    with ExitStack() as undo:
+        comm = TorchCollective.over(ddp.process_group, config.timeout, device, config.executor == "thread")
+        undo.callback(comm.close)
+        with failing_together(ranks, device, abort=comm.abort):
+            usage = bool(ddp.find_unused_parameters or ddp.static_graph)
+            exchanged = {name: p for name, p in parameters.items() if p.numel()}
+            engine = Engine(plan, exchanged, config, comm, device, watch_usage=usage, frozen=frozen)
+            undo.callback(engine.close)
+            if scaler is not None:
+                engine.loss_scale = partial(getattr, scaler, "_scale", None)  # public get_scale() waits for the device
+            engine.add_observer(_AllRanksDivide(ddp))
+            if config.watch is not None:
+                engine.add_observer(Watchdog(config.watch))
+            planner = None
+            if stays_dense:
+                engine.go_direct()
+                engine.add_observer(StayDense())  # a state that is loaded may hold residuals, which are sent first
+            elif Planner.wanted(config.grouping, config):
+                planner = Planner(ddp, engine, sizes, config.grouping, config.rules, cap, delivery_mb(ddp), profile)
+                engine.add_observer(planner)
+            if config.fallback is not None and not stays_dense:
+                engine.add_observer(DenseFallback(sizes, cap, planner))
+            for observer in observers:
+                engine.add_observer(observer)
+            _register(ddp, engine)  # last: there is no way back
+        undo.pop_all()
+    return engine
+
+
+class _AllRanksDivide:
+    """Refuses ``join(divide_by_initial_world_size=False)``, which DDP keeps from communication hooks.
+
+    Args:
+        ddp: not kept.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+
+    def before_step(self, engine: Engine) -> None:
+        """Raise in the first step in which averages would be others than DDP's, also on ranks that have joined."""
+        if not getattr(self._ddp(), "_divide_by_initial_world_size", True):
+            raise ValueError(
+                "join(divide_by_initial_world_size=False) divides by the ranks that still have data, and the "
+                "sparsified exchange by all ranks. Leave it at True."
+            )
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+def _check_ddp(ddp: DistributedDataParallel) -> None:
+    """Raise for settings of DDP and for models whose gradients would not arrive as flat vectors in buckets."""
+    if getattr(torch._dynamo.config, "optimize_ddp", None) == "python_reducer":
+        raise ValueError(
+            "torch._dynamo.config.optimize_ddp = 'python_reducer' bypasses DDP's buckets, so nothing would be "
+            "sparsified. Leave optimize_ddp at its default."
+        )
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        raise ValueError(
+            "delay_all_reduce_named_params bypasses communication hooks: those gradients would stay dense."
+        )
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        raise ValueError(
+            "skip_all_reduce_unused_params=True keeps buckets back that no rank used, and groups would wait for them "
+            "for ever. Leave it at False: find_unused_parameters=True sends nothing of groups that no rank used."
+        )
+    for name, p in ddp.module.named_parameters():
+        if hasattr(p, "_in_backward_optimizers"):  # DDP learns of it in the first forward
+            raise ValueError(
+                f"The optimizer of {name} runs in backward, before gradients are exchanged. Call its step() after "
+                "backward instead of _apply_optimizer_in_backward()."
+            )
+    for name, module in ddp.module.named_modules():
+        # Other layers may mean anything by the word; what they make is looked at in the first backward.
+        if isinstance(module, Embedding | EmbeddingBag) and module.sparse:
+            raise ValueError(
+                f"The gradients of {name or type(module).__name__!r} are sparse tensors (sparse=True), which cannot be "
+                "looked at as flat vectors. Set sparse=False: what is sent is sparsified anyway."
+            )
+
+
+def _parameters_of(ddp: DistributedDataParallel) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+    """Parameters that need gradients, and those that do not; by name, in order of registration."""
+    ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+    known = {name: p for name, p in ddp.module.named_parameters() if name not in ignored}
+    for name, p in known.items():
+        if p.requires_grad and not p.is_floating_point():
+            raise ValueError(
+                f"Expected floating-point parameters, but {name} is {p.dtype}: magnitudes would not compare."
+            )
+    trained, frozen = ({name: p for name, p in known.items() if p.requires_grad is one} for one in (True, False))
+    where = {p.device: name for name, p in reversed(trained.items())}
+    if len(where) > 1:
+        places = ", ".join(f"{name} is on {device}" for device, name in reversed(where.items()))
+        raise ValueError(
+            f"Expected all parameters on one device, but {places}: gradients of one step are exchanged and looked at "
+            "on one device."
+        )
+    return trained, frozen
+
+
+def _register(ddp: DistributedDataParallel, engine: Engine) -> None:
+    try:
+        ddp.register_comm_hook(engine, _hook)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "This DistributedDataParallel model has a communication hook already: of another attach(), of your own, or "
+            f"of mixed_precision=... or an optimizer in backward. Wrap the model again, without it. ({error})"
+        ) from error
+
+
+def delivery_mb(ddp: DistributedDataParallel) -> tuple[float, float]:
+    """MiB of the first bucket in which DDP hands over gradients, and of the others."""
+    size = ddp.bucket_bytes_cap / MIB
+    # DDP cuts the first bucket short only where no size was given.
+    return (1.0 if ddp.bucket_bytes_cap_default else size), size
+
+
+def sizes_of(parameters: dict[str, Parameter]) -> list[ParameterSize]:
+    """What plans need to know of parameters, by name."""
+    return [ParameterSize.of(name, p) for name, p in parameters.items()]
+
+
+def _warn_if_nothing_is_left(plan: Sequence[Group], rules: Rules) -> None:
+    """Warn if the sizes of a model's parameters keep all of it dense; to name all of them is a decision."""
+    parameters = [p for group in plan for p in group.parameters]
+    named = Rules(rules.dense, dense_ndim=0, dense_numel=0)
+    unnamed = [p for p in parameters if not named.keeps_dense(p.name, p.numel, p.ndim)]
+    if unnamed and all(group.dense for group in plan):
+        warnings.warn(
+            f"Nothing is sparsified: all {len(parameters)} parameters stay dense ({rules.reasons()}). Set "
+            "rules=Rules(dense_ndim=0, dense_numel=0) to sparsify small parameters, too.",
+            stacklevel=4,
+        )
+
+
+def refuse_two_orders(module: Module, executor: str, device: torch.device) -> None:
+    """Raise if a thread's messages could come in another order than those of SyncBatchNorm, from rank to rank.
+
+    Raises:
+        ValueError: naming the layer.
+    """
+    if executor != "thread" or device.type != "cuda":
+        return
+    for name, layer in module.named_modules():
+        if isinstance(layer, SyncBatchNorm):
+            raise ValueError(
+                f"Expected executor='inline' or 'auto' beside SyncBatchNorm ({name!r}) on CUDA, but got 'thread': its "
+                "messages and those of a communication thread would start in an order that differs between ranks, and "
+                "NCCL may then wait for ever."
+            )
+
+
+# Without annotations: DDP compares them by identity, and here they would be strings.
+def _hook(engine, bucket):  # type: ignore[no-untyped-def]
+    return engine.receive(bucket)

@@ -1,0 +1,112 @@
+"""Let the optimizers take what was not sent yet."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_sparse.core.interrupts import uninterrupted
+from lightning_sparse.core.optim import listed
+from lightning_sparse.engine import Engine
+
+
+def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
+    """Take one dense step with what all ranks together have not sent yet, and forget it. All ranks must call this.
+
+    The pending update ``(1/n) sum_i residual_i`` becomes the gradient, and the optimizers take a step. With SGD without
+    momentum, parameters are then where they would be if nothing had ever been held back, up to the ways in which later
+    gradients depend on earlier steps; momentum and weight decay act once more than without the flush; with Adam it is
+    one step of Adam, whose size is the learning rate's. The step uses the learning rates that the optimizers have now:
+    where a schedule has ended at 0, nothing moves. What gradients parameters held before, they hold afterwards.
+
+    Call this between two steps, for example before a model is exported. A parameter without anything pending is left
+    alone, so that at density 1 there is no step at all.
+
+    Args:
+        what: an engine, or a Trainer or Fabric with one of this package's strategies.
+        optimizers: all that apply the averages; None: those of the Trainer or Fabric.
+
+    Returns:
+        Euclidean norm of the pending update; 0: there was none.
+
+    Raises:
+        ValueError: if there is no engine in ``what``, an engine comes without optimizers, or they are no list of
+            optimizers.
+        RuntimeError: if an engine is closed.
+
+    Example:
+        >>> import tempfile, torch, lightning_sparse as ls
+        >>> import torch.distributed as dist
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
+        >>> model = torch.nn.Linear(20, 20, bias=False)
+        >>> ddp = DistributedDataParallel(model)
+        >>> engine = ls.attach(ddp, sparsifier="topk", density=0.1, single_device="sparse")
+        >>> optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        >>> ddp(torch.ones(1, 20)).sum().backward()        # each of the 400 coordinates has the gradient 1
+        >>> int(model.weight.grad.count_nonzero())
+        40
+        >>> flush(engine, [optimizer])                     # the norm of 360 ones
+        18.97...
+        >>> bool(engine.residual("weight").any())
+        False
+        >>> engine.close()
+        >>> dist.destroy_process_group()
+    """
+    if isinstance(what, Engine) and optimizers is None:
+        raise ValueError(
+            "Expected an engine's optimizers, too, as in flush(engine, [optimizer]): it does not know them."
+        )
+    engines, known = _inside(what)
+    chosen = [_unwrapped(o) for o in (known if optimizers is None else listed(optimizers))]
+    if not engines or not chosen:
+        raise ValueError(
+            "Expected an engine and its optimizers, or a Trainer or Fabric whose strategy sparsifies, but got "
+            f"{type(what).__name__} with {len(engines)} engines and {len(chosen)} optimizers."
+        )
+    if any(engine.closed for engine in engines):
+        raise RuntimeError(
+            "The engine is closed: flush before the end of fit, in on_train_end at the latest. The callback "
+            "FlushResidual does."
+        )
+    parameters = [p for o in chosen for group in o.param_groups for p in group["params"]]
+    before = [p.grad for p in parameters]
+    square = 0.0
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        for engine in engines:
+            for name, pending in engine.take_pending().items():
+                if bool(pending.any()):  # no step at all is not the same as a step of size 0: there is momentum
+                    engine.parameters[name].grad = pending
+                    square += float(pending.double().square().sum())
+        for optimizer in chosen if square else ():
+            with uninterrupted(optimizer):
+                optimizer.step()
+        for engine in engines:  # also of what added up to nothing
+            engine.count_as_applied()
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+    return math.sqrt(square)
+
+
+def engines_of(strategy: Any) -> list[Engine]:
+    """Those of a strategy of this package; none in any other."""
+    return list(getattr(strategy, "engines", ()))
+
+
+def _inside(what: Any) -> tuple[list[Engine], list[Optimizer]]:
+    if isinstance(what, Engine):
+        return [what], []
+    strategy = getattr(what, "strategy", None)
+    return engines_of(strategy), list(getattr(strategy, "optimizers", ()))
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    """Not as Lightning wraps it, which would unscale gradients and count steps."""
+    inner: Optimizer = optimizer.optimizer if hasattr(optimizer, "_strategy") else optimizer
+    return inner

@@ -1,0 +1,199 @@
+"""n ranks in one process, on the code that trains: how to study a method without a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.core.checks import expect
+from lightning_sparse.core.step import Context, GroupState
+from lightning_sparse.engine.metrics import Statistics, Step, local, norm_of, summarize
+from lightning_sparse.engine.network import drive_ranks
+from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.methods.density import DensitySchedule, as_schedule
+from lightning_sparse.methods.exchanges import Exchange, as_exchange
+from lightning_sparse.methods.memory import Memory, as_memory
+from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
+
+
+class StepTrace(NamedTuple):
+    """What one simulated step did."""
+
+    step: int
+    target_density: float
+    counts: Tensor
+    """(n,) int64 picks per rank."""
+    indices: Tensor
+    """(u,) int64 coordinates of the update, ascending, without padding."""
+    threshold: Tensor | None
+    """(n,) float64 magnitude that decided on each rank, or None."""
+    update: Tensor
+    """(numel,) mean over ranks of what was released."""
+    divisor: Tensor | None
+    """(numel,) what the update has to be divided by to be a step of Adam, where it arrived; None: it is a gradient."""
+    residual_norm: Tensor
+    """(n,) float64 Euclidean norms of the residuals after the step."""
+    quantities: dict[str, float]
+    """What a Trainer logs: numbers of :data:`~lightning_sparse.engine.metrics.QUANTITIES` by name."""
+    bytes_sent: Tensor
+    """(n,) float64 bytes each rank sends, see :meth:`~lightning_sparse.core.messages.Message.bytes_sent`."""
+    partition: Tensor | None
+    """(n, 2) int64 first and past-the-end coordinate of each rank's range, for methods with contiguous ranges."""
+    ranks: tuple[Step, ...]
+    """What each rank did, without its coordinates: for :class:`~lightning_sparse.DensityError` and its like."""
+
+    @property
+    def density(self) -> float:
+        """Share of the coordinates that are in the update, u / numel."""
+        return self.quantities["density"]
+
+    @property
+    def density_error(self) -> float:
+        """Distance from the target, |u - k| / numel."""
+        return self.quantities["density_error"]
+
+    @property
+    def padding_ratio(self) -> float:
+        """Longest selection over the mean one, n max_i k_i / sum_i k_i."""
+        return self.quantities["padding_ratio"]
+
+    @property
+    def build_up(self) -> float:
+        """Coordinates in the update over the target, u / k."""
+        return self.quantities["build_up"]
+
+
+def simulate(
+    gradients: Iterable[Tensor],
+    *,
+    sparsifier: Sparsifier | str,
+    density: float | DensitySchedule,
+    memory: Memory | str | None = None,
+    exchange: Exchange | str | None = None,
+) -> Iterator[StepTrace]:
+    """Run a sparsifier over a stream of gradients, all ranks side by side in this process.
+
+    The ranks run the same code as in training; only the network is replaced. Gradients are asked for one step at a time
+    and traces come one by one, so that a stream may be larger than memory, or be computed at parameters that the
+    previous trace has moved. All n and all group sizes work, n = 1 included.
+
+    Args:
+        gradients: one (n, numel) tensor per step, all of one shape, float dtype and device; a (steps, n, numel) tensor
+            is one such iterable. They are not modified.
+        sparsifier: an instance or a name such as ``"topk"``.
+        density: target in (0, 1], or a schedule.
+        memory: error feedback, an instance or a name such as ``"low_pass"``; None: :class:`~lightning_sparse.Residual`.
+        exchange: an instance, a name, or None for the sparsifier's natural one.
+
+    Yields:
+        One :class:`StepTrace` per step.
+
+    Raises:
+        ValueError: at the call, for an unknown name, a density outside (0, 1], gradients that are no iterable, or an
+            exchange that does not accept the sparsifier or does not carry what the memory needs; while iterating, for
+            gradients of a wrong shape, dtype or device.
+
+    Example:
+        >>> import torch, lightning_sparse as ls
+        >>> stream = torch.randn(20, 4, 1000, generator=torch.Generator().manual_seed(0))
+        >>> for trace in ls.simulate(stream, sparsifier="topk", density=0.01):
+        ...     pass
+        >>> trace.step, trace.counts.tolist(), round(trace.build_up, 1)
+        (19, [10, 10, 10, 10], 4.0)
+    """
+    sparsifier = SPARSIFIERS.resolve(sparsifier)
+    memory = as_memory(memory)
+    exchange = as_exchange(exchange, sparsifier, memory)
+    expect(isinstance(gradients, Iterable), "gradients", "an iterable of (n, numel) tensors", gradients)
+    return _run(iter(gradients), sparsifier, as_schedule(density), memory, exchange)
+
+
+def _run(
+    gradients: Iterator[Tensor], sparsifier: Sparsifier, schedule: DensitySchedule, memory: Memory, exchange: Exchange
+) -> Iterator[StepTrace]:
+    states: list[GroupState] = []
+    alike = None
+    density = schedule.for_group()
+    for step, rows in enumerate(gradients):
+        (n, numel), *_ = alike = _check_rows(rows, alike)
+        if not states:
+            ctx = Context(step=0, density=schedule(0), rank=0, world_size=n)
+            states = [
+                init_group(numel, rows.dtype, rows.device, ctx, memory=memory, sparsifier=sparsifier) for _ in range(n)
+            ]
+        ctx = Context(step=step, density=density(step), rank=0, world_size=n)
+        grads = [row.detach().clone() for row in rows]
+        steps = [
+            reduce_group(
+                grads[rank],
+                states[rank],
+                ctx._replace(rank=rank),
+                memory=memory,
+                sparsifier=sparsifier,
+                exchange=exchange,
+            )
+            for rank in range(n)
+        ]
+        states, statistics = (list(of_ranks) for of_ranks in zip(*drive_ranks(steps), strict=True))
+        update = grads[0]
+        density.observe(step, update)
+        yield _trace(ctx, update, states, statistics, memory, sparsifier)
+
+
+def _check_rows(
+    rows: Tensor, alike: tuple[torch.Size, torch.dtype, torch.device] | None
+) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """Shape, dtype and device of a step's gradients, which have to be those of the first step."""
+    dense = isinstance(rows, Tensor) and rows.layout == torch.strided and not rows.is_meta
+    if not dense or rows.dim() != 2 or 0 in rows.shape or not rows.is_floating_point():
+        came = f"{tuple(rows.shape)} {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__
+        if isinstance(rows, Tensor) and not dense:
+            came += " on meta" if rows.is_meta else f" {rows.layout}"
+        raise ValueError(f"Expected gradients of each step as one (n, numel) floating-point tensor, but got {came}.")
+    if alike is not None and rows.shape != alike[0]:
+        raise ValueError(
+            f"Expected gradients of shape {tuple(alike[0])} as in the first step, but got {tuple(rows.shape)}."
+        )
+    if alike is not None and (rows.dtype, rows.device) != alike[1:]:
+        raise ValueError(
+            f"Expected gradients of {alike[1]} on {alike[2]} as in the first step, but got {rows.dtype} on "
+            f"{rows.device}."
+        )
+    return rows.shape, rows.dtype, rows.device
+
+
+def _trace(
+    ctx: Context,
+    update: Tensor,
+    states: Sequence[GroupState],
+    statistics: Sequence[Statistics],
+    memory: Memory,
+    sparsifier: Sparsifier,
+) -> StepTrace:
+    first, numel = statistics[0], update.numel()
+    divisor = memory.divisor(states[0].memory)
+    indices = torch.arange(numel, device="cpu") if first.indices is None else torch.unique(first.indices.cpu())
+    indices = indices[indices < numel]
+    thresholds = [s.threshold for s in statistics if s.threshold is not None]
+    norms = [norm_of(memory.residual(state.memory)) for state in states]
+    bare = [one._replace(indices=None) for one in statistics]
+    steps = [Step([one], [norm], exposed_ms=0.0) for one, norm in zip(bare, norms, strict=True)]
+    own = torch.tensor([list(local(step).values()) for step in steps], dtype=torch.float64, device="cpu")
+    quantities = summarize(steps[0], lambda _: own.mean(0))
+    return StepTrace(
+        step=ctx.step,
+        target_density=ctx.density,
+        counts=first.counts.cpu(),
+        indices=indices,
+        threshold=torch.stack(thresholds).cpu() if thresholds else None,
+        update=update,
+        divisor=None if divisor is None else divisor[:-1].clone(),
+        residual_norm=torch.tensor(norms, dtype=torch.float64, device="cpu"),
+        quantities=quantities,
+        bytes_sent=torch.tensor([s.bytes_sent for s in statistics], dtype=torch.float64, device="cpu"),
+        partition=sparsifier.ranges(numel, states[0].selector, ctx),
+        ranks=tuple(steps),
+    )

@@ -1,0 +1,82 @@
+"""What a terminal shows: lines on rank zero, pages to read on, and tables, which are markdown elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+LOGGER = logging.getLogger("lightning_sparse")
+"""Its level decides whether the lines appear; they are written by Lightning's own logger, and look like its lines."""
+
+PAGES = next((folder / "docs" for folder in Path(__file__).parents[1:3] if (folder / "docs").is_dir()), Path("docs"))
+"""Where the documentation is on this machine: within the package where that is installed, beside it in a clone."""
+
+WIDTH = 100
+"""Columns that a table needs; lines of narrower terminals break."""
+
+
+def say(sentence: str) -> None:
+    """Log a line on rank zero, unless the level of :data:`LOGGER`, or of Lightning's logger, is above INFO.
+
+    Processes that Lightning has not started all count as rank zero: there, only one of them may call this.
+    """
+    if LOGGER.level <= logging.INFO:
+        rank_zero_info(sentence)
+
+
+def page(name: str) -> str:
+    """Where to read a page of the documentation, for a message, which is to be complete without it."""
+    return str(PAGES / f"{name}.md")
+
+
+def plain(x: float, digits: int = 3) -> str:
+    """A number as people write it: digits that count, and all of those before the point.
+
+    Args:
+        x: to write.
+        digits: that count, at least.
+
+    Example:
+        >>> plain(1350.4), plain(0.04321), plain(999.7), plain(9999.6, 4)
+        ('1,350', '0.0432', '1,000', '10,000')
+    """
+    return f"{x:,.0f}" if 10**digits - 0.5 <= abs(x) < 1e9 else f"{x:.{digits}g}"
+
+
+class Table(NamedTuple):
+    """A title, a header and rows of text; columns hold numbers, which are aligned to the right, unless in ``left``."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Sequence[int] = (0,)
+
+    def markdown(self) -> str:
+        """The table under a heading."""
+        rule = ["---" if column in self.left else "---:" for column in range(len(self.header))]
+        lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, rule, *self.rows)]
+        return "\n".join([f"### {self.title}", "", *lines, ""])
+
+    def show(self) -> None:
+        """Print it with rich, which knows the width of the terminal; plain text where rich is missing."""
+        try:
+            from rich.box import SIMPLE_HEAD
+            from rich.console import Console
+            from rich.table import Table as RichTable
+        except ModuleNotFoundError:
+            widths = [max(map(len, column)) for column in zip(self.header, *self.rows, strict=True)]
+            lines = ["  ".join(map(str.ljust, row, widths)) for row in (self.header, *self.rows)]
+            print(self.title, *lines, sep="\n", flush=True)
+            return
+        console = Console()
+        console.width = max(console.width, WIDTH)
+        table = RichTable(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for column, name in enumerate(self.header):
+            table.add_column(name, justify="left" if column in self.left else "right", overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)

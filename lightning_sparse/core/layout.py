@@ -1,0 +1,152 @@
+"""Where coordinates lie in memory: those of a parameter, and those of a group's gradient in DDP's buckets."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+Span = tuple[int | Tensor, int | Tensor]
+"""First and past-the-end coordinate of a contiguous range; tensors where only the device knows them."""
+
+
+class Gradient:
+    """The gradient of a group on this rank, worked on where it lies.
+
+    In DDP's buckets, gradients of other groups lie in between: of one group there are *runs*, each contiguous. To
+    gather them and to spread the average again would take as long as all that is done with them.
+
+    Args:
+        runs: (length,) vectors of one dtype, in the order of coordinates.
+        rooms: what :meth:`room` has made in earlier steps; more is added, and what is not needed any more is taken out.
+
+    Example:
+        >>> bucket = torch.arange(6.0)
+        >>> grad = Gradient.of([bucket[:2], bucket[2:3], bucket[4:]])
+        >>> grad.runs, grad.flat()
+        ([tensor([0., 1., 2.]), tensor([4., 5.])], tensor([0., 1., 2., 4., 5.]))
+    """
+
+    def __init__(self, runs: Sequence[Tensor], rooms: dict[torch.dtype, Tensor] | None = None) -> None:
+        self.runs = list(runs)
+        self.dtype, self.device = self.runs[0].dtype, self.runs[0].device
+        self._lengths = [run.numel() for run in self.runs]  # len() of a tensor takes ten times as long
+        *self.starts, self.numel = accumulate(self._lengths, initial=0)
+        """First coordinate of each run, and the number of all coordinates."""
+        self.rooms = {} if rooms is None else rooms
+        self._parts: tuple[Tensor, list[Tensor]] | None = None
+        if len(self.runs) == 1:
+            self.rooms.pop(self.dtype, None)
+
+    @classmethod
+    def of(cls, pieces: Iterable[Tensor], rooms: dict[torch.dtype, Tensor] | None = None) -> Gradient:
+        """Of pieces in the order of coordinates; those that lie one behind the other in memory are one run."""
+        runs: list[tuple[Tensor, int]] = []
+        for piece in pieces:
+            first, length = runs[-1] if runs else (piece, 0)
+            follows = piece.storage_offset() == first.storage_offset() + length
+            if runs and follows and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr():
+                runs[-1] = first, length + piece.numel()
+            else:
+                runs.append((piece, piece.numel()))
+        # Each with a count of its own of what torch writes to it: other groups write to the same buckets.
+        return cls([first.as_strided((length,), (1,)).data for first, length in runs], rooms)
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
+        """Which coordinates each run holds, and the run."""
+        for start, length, run in zip(self.starts, self._lengths, self.runs, strict=True):
+            yield slice(start, start + length), run
+
+    def cut(self, most: int) -> Iterator[tuple[slice, Tensor]]:
+        """As iteration, in parts of at most so many coordinates."""
+        for span, run in self:
+            for start in range(0, len(run), most):
+                part = run[start : start + most]
+                yield slice(span.start + start, span.start + start + len(part)), part
+
+    def __getitem__(self, span: slice) -> Tensor:
+        """A view of coordinates that lie in one run, such as those of a parameter."""
+        number = bisect_right(self.starts, span.start) - 1
+        start = self.starts[number]
+        return self.runs[number][span.start - start : span.stop - start]
+
+    def room(self, dtype: torch.dtype) -> Tensor:
+        """(numel,) to write to: the gradient's own place, if it is one run of this dtype.
+
+        Else a vector that is kept for the next call, also in a later step.
+        """
+        if len(self.runs) == 1 and dtype == self.dtype:
+            return self.runs[0]
+        if dtype not in self.rooms:
+            self.rooms[dtype] = torch.empty(self.numel, dtype=dtype, device=self.device)
+        return self.rooms[dtype]
+
+    def flat(self) -> Tensor:
+        """(numel,) the gradient as one vector: its own place if it is one run, else a copy, in :meth:`room`."""
+        flat = self.room(self.dtype)
+        if len(self.runs) > 1:
+            torch._foreach_copy_(self._parts_of(flat), self.runs)
+        return flat
+
+    def spread_(self, flat: Tensor) -> None:
+        """Write (numel,) values to where the gradient lies; nothing, where they lie there already."""
+        if len(self.runs) > 1 or flat.data_ptr() != self.runs[0].data_ptr():
+            torch._foreach_copy_(self.runs, self._parts_of(flat))
+
+    def _parts_of(self, flat: Tensor) -> list[Tensor]:
+        """As long as the runs: all of them are then copied by few launches."""
+        if self._parts is None or self._parts[0] is not flat:
+            self._parts = flat, list(torch.split(flat, self._lengths))
+        return self._parts[1]
+
+
+def flattened(parameter: Tensor) -> Tensor:
+    """(numel,) coordinates in this order; a view where they lie in memory without gaps."""
+    if fills_memory(parameter):
+        return parameter.detach().as_strided((parameter.numel(),), (1,))
+    return parameter.detach().flatten()
+
+
+def shaped(flat: Tensor, parameter: Tensor) -> Tensor:
+    """A view of (numel,) coordinates that lie in this order, in the parameter's shape."""
+    if fills_memory(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride())
+    return flat.view(parameter.shape)
+
+
+def fills_memory(parameter: Tensor) -> bool:
+    """Whether elements neither overlap nor leave gaps; DDP gives gradients of others the shape's usual strides."""
+    return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+
+
+def in_pieces(rows: Iterable[Sequence[Tensor]], most: int) -> Iterator[list[list[Tensor]]]:
+    """Views of tensors, in lists of at most so many elements: what is needed on the way is bounded.
+
+    Args:
+        rows: each of tensors of one shape.
+        most: elements of a list's first tensors together; more only where a tensor has no dimension to be cut along.
+    """
+    batch: list[list[Tensor]] = []
+    size = 0
+    for part in (part for row in rows for part in _cut(row, most)):
+        if batch and size + part[0].numel() > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(part)
+        size += part[0].numel()
+    if batch:
+        yield batch
+
+
+def _cut(row: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
+    sizes = row[0].shape
+    if row[0].numel() <= max(most, 1):
+        yield list(row)
+        return
+    dim = max(range(len(sizes)), key=sizes.__getitem__)
+    half = sizes[dim] // 2
+    for start, length in ((0, half), (half, sizes[dim] - half)):
+        yield from _cut([x.narrow(dim, start, length) for x in row], most)

@@ -1,0 +1,142 @@
+"""Which optimizers the sparse exchange can step for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class Found:
+    """Makes engines find an optimizer, also a copied or unpickled one.
+
+    With one of torch's a base of the classes in :mod:`lightning_sparse.engine.optimizers.adam`.
+
+    No optimizer by itself: LightningCLI offers all classes that are.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _made.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]  # the optimizer's
+        _made.add(self)
+
+
+def is_adam(kind: type[Optimizer]) -> bool:
+    """Whether it is torch's Adam or AdamW, or this package's; of other subclasses nobody knows what their steps are."""
+    return kind in (torch.optim.Adam, torch.optim.AdamW) or Found in kind.__bases__
+
+
+def stepping(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that takes the steps of one that is wrapped around it.
+
+    Such are ``ZeroRedundancyOptimizer`` and ``PostLocalSGDOptimizer`` of torch (``.optim``), and those that Lightning
+    and Fabric hand out (``.optimizer``).
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> type(stepping(torch.optim.AdamW([weight]))).__name__
+        'AdamW'
+    """
+    for name in ("optim", "optimizer"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, Optimizer) and _takes_all_steps(inner, optimizer):
+            return stepping(inner)
+    return optimizer
+
+
+def _takes_all_steps(inner: Optimizer, optimizer: Optimizer) -> bool:
+    """Whether one takes all steps of another one, and not those of some parameters only, as in mixed optimizers."""
+    if inner is optimizer:
+        return False
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        return True  # of this rank's part; other ranks take the others
+    return ids_of(inner) == ids_of(optimizer)
+
+
+def listed(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Several optimizers, as users give them.
+
+    Raises:
+        ValueError: for something else.
+    """
+    chosen = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+    if not isinstance(optimizers, Iterable) or not all(hasattr(one, "param_groups") for one in chosen):
+        came = ", ".join(type(one).__name__ for one in chosen)
+        raise ValueError(f"Expected a list of optimizers, such as [optimizer], but got {came}.")
+    return chosen
+
+
+def check_is_optimizer(given: Any) -> None:
+    """Raise a ValueError unless this is an optimizer, or made like one."""
+    if not hasattr(given, "param_groups"):
+        raise ValueError(f"Expected optimizer to be an optimizer, but got {given!r}.")
+
+
+def ids_of(optimizer: Optimizer) -> set[int]:
+    """The ids of the parameters that an optimizer holds."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def made_for(parameters: Collection[int]) -> list[Optimizer]:
+    """Optimizers of this package that hold some of these parameters, given by their ids."""
+    return [optimizer for optimizer in list(_made) if holds(optimizer, parameters)]
+
+
+def holds(optimizer: Optimizer, parameters: Collection[int]) -> bool:
+    """Whether an optimizer holds some of these parameters, given by their ids."""
+    return any(_groups(optimizer, parameters))
+
+
+def _groups(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[dict[str, Any]]:
+    """Its groups that hold some of these parameters."""
+    for group in optimizer.param_groups:
+        if any(id(parameter) in parameters for parameter in group["params"]):
+            yield group
+
+
+def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
+    """Why the engine cannot take an optimizer's steps for some parameters; None: it can.
+
+    Args:
+        optimizer: any.
+        parameters: ids of those that matter.
+    """
+    kind = type(stepping(optimizer))
+    if not is_adam(kind):
+        return f"{kind.__name__} is none of torch's Adam and AdamW"
+    for group in _groups(optimizer, parameters):
+        if not group.get("eps", 0.0) > 0:
+            return "eps has to be above 0"
+        for option in ("amsgrad", "differentiable"):
+            if group.get(option):
+                return f"{option}=True needs torch's own step"
+        if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
+            return "Adam's weight_decay is added to gradients: use AdamW"
+    return None
+
+
+def decays_of(optimizers: Iterable[Optimizer]) -> list[tuple[float | None, float | None]]:
+    """The second beta and eps of each parameter group of Adams; None: only a device knows it."""
+
+    def known(value: Any) -> float | None:
+        return None if isinstance(value, torch.Tensor) and value.device.type != "cpu" else float(value)
+
+    adams = [optimizer for optimizer in optimizers if is_adam(type(stepping(optimizer)))]
+    return [(known(group["betas"][1]), known(group["eps"])) for adam in adams for group in adam.param_groups]
+
+
+def settings_of(optimizers: Iterable[Optimizer], parameters: Collection[int]) -> set[tuple[float, float]]:
+    """The second beta and eps that optimizers have for some parameters."""
+    return {
+        (float(group["betas"][1]), float(group["eps"]))
+        for optimizer in optimizers
+        for group in _groups(optimizer, parameters)
+    }

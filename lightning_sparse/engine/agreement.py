@@ -1,0 +1,141 @@
+"""Agreement between ranks: equal settings, errors that all ranks raise together, notes."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_sparse.engine.network import LostRankError, TorchCollective
+
+REASON_CHARACTERS = 300
+"""Length at which the text of an error is cut: those of file systems can be very long."""
+SHOWN = 8
+"""Number of reasons that a message lists."""
+VALUE_CHARACTERS = 120
+"""Length at which a value is cut in a message."""
+CONTEXT = 30
+"""Characters of it that are shown before the first difference."""
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+"""The address of an object in its ``repr``."""
+
+
+def check_equal_on_ranks(facts: Mapping[str, Any], comm: TorchCollective, device: torch.device) -> None:
+    """Raise on all ranks if they were not given the same; collective.
+
+    Args:
+        facts: by name, the same names on all ranks; compared by their ``repr``.
+        comm: the ranks.
+        device: for the messages.
+
+    Raises:
+        RuntimeError: on all ranks, naming what differs, where, and two of the values.
+    """
+    texts = {name: repr(value) for name, value in facts.items()}
+    own = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    digests = comm.all_gather_object(own, device)
+    told, others = [], set()
+    for name, text in texts.items():
+        if ranks := [rank for rank, digest in enumerate(digests) if digest[name] != digests[0][name]]:
+            values = comm.all_gather_object(text, device)
+            here, there = values[0], values[ranks[0]]
+            others.update(ranks)
+            if ADDRESS.sub("", here) == ADDRESS.sub("", there):
+                shown = ADDRESS.sub("", here)[:VALUE_CHARACTERS]
+                told.append(
+                    f"{name} ({shown}: its repr holds an address in memory; settings need a repr that says what they "
+                    "are and is equal on all ranks, as that of a frozen dataclass)"
+                )
+            else:
+                here, there = _from_difference(here, there)
+                told.append(f"{name} ({here} on rank 0, {there} on rank {ranks[0]})")
+    if told:
+        raise RuntimeError(
+            f"The ranks disagree: rank(s) {sorted(others)} have other settings or other parameters than rank 0. Every "
+            "rank must build the same model and give it the same settings. What differs: "
+            f"{'; '.join(told)}."
+        )
+
+
+@contextmanager
+def failing_together(
+    comm: TorchCollective, device: torch.device, abort: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """An error within the block, on any rank, is raised on all of them; collective at the end of the block.
+
+    Args:
+        comm: the ranks; must not be used within the block.
+        device: for the messages.
+        abort: called first where the block fails, to wake up ranks that wait for this one within it.
+
+    Raises:
+        RuntimeError: on ranks without an error of their own, naming a rank that has one, and its error.
+    """
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+        abort()
+    # A rank that only lost another one is not the one to look at.
+    kind = 0 if failed is None else 1 if isinstance(failed, LostRankError) else 2
+    outcomes = comm.all_gather_object((kind, "" if failed is None else f"{type(failed).__name__}: {failed}"), device)
+    worst = max(kinds := [kind for kind, _ in outcomes])
+    if not worst:
+        return
+    if failed is not None and kind == worst:
+        raise failed
+    first = kinds.index(worst)
+    raise RuntimeError(f"Rank {first} failed, so that no rank goes on. Its error: {outcomes[first][1]}") from failed
+
+
+def _from_difference(one: str, other: str) -> tuple[str, str]:
+    """Both texts from shortly before the first character that differs, cut to what a message can show."""
+    common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = 0 if max(len(one), len(other)) <= VALUE_CHARACTERS else max(0, common - CONTEXT)
+    cut = [text[start : start + VALUE_CHARACTERS] for text in (one, other)]
+    before = "..." if start else ""
+    return tuple(
+        f"{before}{part}{'...' if start + VALUE_CHARACTERS < len(text) else ''}"
+        for part, text in zip(cut, (one, other), strict=True)
+    )  # type: ignore[return-value]
+
+
+class Note(NamedTuple):
+    """What a rank tells the others."""
+
+    fact: str
+    """One line."""
+    problem: str
+    """Empty: none."""
+
+
+def by_reason(notes: Sequence[Note]) -> str:
+    """Which ranks have which problem; empty if none has one."""
+    ranks: dict[str, list[int]] = {}
+    for rank, note in enumerate(notes):
+        if note.problem:
+            ranks.setdefault(note.problem, []).append(rank)
+    shown = [f"{name_ranks(those)}: {problem}" for problem, those in list(ranks.items())[:SHOWN]]
+    hidden = sum(len(those) for those in list(ranks.values())[SHOWN:])
+    return "; ".join(shown) + (f"; and {hidden} more ranks" if hidden else "")
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as words for a message.
+
+    Example:
+        >>> name_ranks([1]), name_ranks([0, 2])
+        ('rank 1', 'ranks 0, 2')
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def reason(error: Exception, *plain: type[Exception]) -> str:
+    """One line, not too long for a note; without the type of an error whose text says it all, one of ``plain``."""
+    text = " ".join((str(error) if isinstance(error, plain) else f"{type(error).__name__}: {error}").split())
+    return text if len(text) <= REASON_CHARACTERS else f"{text[:REASON_CHARACTERS]} ..."

@@ -1,0 +1,453 @@
+"""The engine: what can be done with a sparsified model. What can be asked of it is in its base class."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, get_args
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.futures import Future
+from torch.nn import Parameter
+
+from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.core.checks import expect
+from lightning_sparse.core.console import say
+from lightning_sparse.core.optim import check_is_optimizer
+from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
+from lightning_sparse.engine.copied import CopiedEngine
+from lightning_sparse.engine.flush import average_residuals
+from lightning_sparse.engine.group import check_covers
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.optimizers.followed import Followed
+from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.state.kept import Kept
+from lightning_sparse.engine.state.schema import renamed
+from lightning_sparse.engine.state.versions import Counts
+from lightning_sparse.engine.view import EngineView
+from lightning_sparse.methods.grouping import Group, Messages
+from lightning_sparse.methods.memory import Adapting, NoMemory
+from lightning_sparse.ops import static_shapes
+from lightning_sparse.ops.on_cuda import on_cuda
+
+
+class Engine(EngineView):
+    """Runs a plan over the gradients that DDP hands over; made by :func:`~lightning_sparse.attach`.
+
+    Args:
+        plan: groups that cover all parameters.
+        parameters: by the names used in the plan.
+        settings: checked choices.
+        comm: the ranks; the engine's own, closed with it.
+        device: where gradients live.
+        watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
+        frozen: parameters that need no gradient, by name.
+    """
+
+    def __init__(
+        self,
+        plan: Sequence[Group],
+        parameters: dict[str, Parameter],
+        settings: SparsificationConfig,
+        comm: TorchCollective,
+        device: torch.device,
+        watch_usage: bool = False,
+        frozen: Mapping[str, Parameter] | None = None,
+    ) -> None:
+        self.hook_calls = 0
+        self.loss_scale: Callable[[], Tensor | None] = lambda: None
+        """() tensor that the loss is multiplied by, or None; asked in every backward."""
+        self.frozen = dict(frozen or {})
+        """Parameters of the model that needed no gradient when it was wrapped."""
+        self.observers: list[StepObserver] = []
+        self.on_warning: Callable[[str, str], None] | None = None
+        """Called on rank zero with the kind of each warning and the sentence, for those who pass it on."""
+        self.run_id = _agree_on_id(comm, device)
+        """Equal on all ranks, and different for every engine."""
+        comm.listen(self.run_id)
+        reducer = Reducer(
+            parameters, settings, comm, device, watch_usage, lambda: self.loss_scale(), self._before_exchange
+        )
+        super().__init__(reducer, parameters, comm, device)
+        try:
+            with reducer.on_stream.between_steps():
+                groups = [reducer.form(group) for group in plan]
+            reducer.adopt(groups, Counts())
+        except BaseException:
+            reducer.close()
+            raise
+        self._followed = Followed(reducer, parameters, comm, device)
+        self._kept = Kept(reducer, parameters, self.frozen, comm, device)
+        self._compared_kernels = self._told_of_waits = False
+        if not isinstance(settings.memory, Adapting):  # which optimizers settle
+            reducer.prepare()
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that :meth:`follow` was given last."""
+        return self._followed.optimizers
+
+    @property
+    def loads(self) -> int:
+        """How many states were loaded."""
+        return self._kept.loads
+
+    def drop_void(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Set gradients to None that a void step has left in this optimizer's parameters, so that it skips them.
+
+        Returns:
+            Whether there were any.
+
+        Raises:
+            ValueError: for something that is no optimizer.
+        """
+        check_is_optimizer(optimizer)
+        return self._skipped.drop(optimizer)
+
+    def skip_void(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let this optimizer's next step pass over what a void step has left in its parameters.
+
+        On a device, fused optimizers of torch are handed the flag as a ``GradScaler`` hands it over, and nobody waits:
+        parameters, momenta and counters of steps stay as they are, the gradients of a void step stay NaN, and the step
+        is counted when the next one begins. Where the host knows the flag, for all other optimizers, for those that
+        step parameters of others, too, and beside a loss scale, this is :meth:`drop_void`.
+
+        Raises:
+            ValueError: for something that is no optimizer.
+        """
+        check_is_optimizer(optimizer)
+        hand_over = self.loss_scale() is None
+        if hand_over and not self._told_of_waits and self._skipped.could_spare_a_wait(optimizer):
+            self._told_of_waits = True
+            if self.comm.rank == 0:
+                name = type(optimizer).__name__
+                say(
+                    "sparse_ddp: the host waits for the device once in every step, to learn whether the optimizer may "
+                    f"step. {name}(..., fused=True) learns it on the device, and nobody waits."
+                )
+        self._skipped.skip(optimizer, hand_over)
+
+    def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Look at the optimizers that apply the averages; with ``lr_aware`` their rates are read in every step.
+
+        Raises:
+            ValueError: if one does not go with the memory or with ``lr_aware``, or for what is no list of optimizers.
+        """
+        self._followed.follow(optimizers)
+        self._reducer.prepare()
+
+    def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
+        check_is_optimizer(optimizer)
+        return self._followed.adam_steps.takes(optimizer)
+
+    def clip_gradients(
+        self, limit: float, algorithm: str = "norm", optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Clip each rank's gradients before they are accumulated, from the next step on. All ranks must call this.
+
+        Averages of sparsified gradients hold what has waited for many steps, and to clip them shortens steps at random.
+        With ``messages="step"`` the norm is that of all gradients of this rank, and local work begins when all of them
+        are here; with "group", each group is clipped to its share.
+
+        Args:
+            limit: above 0, for averages over ranks; each rank's norm or values are clipped to ``sqrt(n)`` times that.
+            algorithm: "norm" or "value".
+            optimizer: clip the gradients of its parameters together, apart from others; None: those of all parameters.
+
+        Raises:
+            ValueError: for a limit or an algorithm that cannot be, or something that is no optimizer.
+        """
+        if optimizer is not None:
+            check_is_optimizer(optimizer)
+        self._followed.clip(limit, algorithm, optimizer)
+
+    def clip_in_place_of_averages(
+        self, limit: float, algorithm: str, optimizer: torch.optim.Optimizer, known: bool = False
+    ) -> bool:
+        """Clip each rank's gradients from the next step on, where the averages of an optimizer were to be clipped.
+
+        That is done for Adam whose steps are taken here, and with the default memory for ``torch.optim.SGD``, by norm
+        if it has momentum, as long as something is sparsified; nothing is done for others. It ends where the optimizer
+        applies averages and this was not called for them. All ranks must call this.
+
+        Args:
+            limit: as in :meth:`clip_gradients`; 0 or infinite: nothing is clipped any more.
+            algorithm: "norm" or "value".
+            optimizer: that was about to step.
+            known: whether this is before the first step. SGD is left alone if it is not.
+
+        Returns:
+            Whether the gradients of the latest averages were clipped so already: these are to be left alone.
+        """
+        return self._followed.clip_in_place_of_averages(limit, algorithm, optimizer, known)
+
+    def count_as_applied(self) -> None:
+        """What the latest exchange handed out has been applied, or never will be: between two steps.
+
+        The engine notices by itself that optimizers step. This is for steps that are left out.
+        """
+        self._record.count_as_applied()
+
+    def warn(self, kind: str, sentence: str) -> None:
+        """Tell the user on rank zero; all ranks call this in the same step, and count the warning."""
+        sentence = f"sparse_ddp at step {self.step}: {sentence}"
+        self.warnings.append(sentence)
+        if self.comm.rank == 0:
+            if self.on_warning is not None:
+                self.on_warning(kind, sentence)
+            rank_zero_warn(sentence)
+
+    def add_observer(self, observer: StepObserver) -> None:
+        """Let something look on, and change groups, at the start of every exchange; until the engine is closed.
+
+        Raises:
+            ValueError: for something without the methods of a :class:`StepObserver`.
+        """
+        expect(can_observe(observer), "observer", "an object with before_step(engine) and close()", observer)
+        self.observers.append(observer)
+
+    def go_direct(self, for_good: bool = False) -> bool:
+        """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
+
+        Refused, with nothing changed, before residuals have been sent (in the first valid step of a dense plan), and
+        with memories that do more for dense groups than nothing, such as momentum. What is then still remembered, of
+        parameters that the step did not use and of rounding, is kept until groups change again. Collective: all
+        ranks get the same answer.
+
+        Args:
+            for_good: forget second moments and whatever else only sparse steps need.
+        """
+        simple = isinstance(self.settings.memory.for_dense(), NoMemory)
+        if not simple or not all(group.plan.dense for group in self.groups):
+            return False
+        sent = torch.tensor([all(group.sent for group in self.groups)], dtype=torch.uint8, device=self._device)
+        if not self.comm.all_gather(sent).all():
+            return False
+        self._reducer.regroup(self.plan, self.messages, direct=True, for_good=for_good)
+        return True
+
+    def regroup(self, plan: Sequence[Group], messages: Messages | None = None) -> None:
+        """Cut the parameters into other groups, from the next step on; collective, between two steps.
+
+        What is remembered of gradients belongs to parameters and moves with them: no residual and no momentum is lost.
+        What sparsifiers and density schedules have learned about a group, such as thresholds, belongs to the group and
+        starts anew. The residual of a parameter that becomes dense is sent in the next step.
+
+        Args:
+            plan: groups of the same parameters, see :func:`~lightning_sparse.methods.grouping.make_plan`.
+            messages: what travels together from then on; None: as before.
+
+        Raises:
+            ValueError: on all ranks, if these are no groups or not the parameters of this engine, each once, if names
+                of groups repeat, or for other ``messages``.
+            RuntimeError: within a backward; on all ranks, if their plans differ.
+
+        Example:
+            >>> import tempfile, torch, lightning_sparse as ls
+            >>> import torch.distributed as dist
+            >>> from torch.nn.parallel import DistributedDataParallel
+            >>> from lightning_sparse.methods.grouping import make_plan
+            >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
+            >>> model = torch.nn.Sequential(torch.nn.Linear(20, 20), torch.nn.Linear(20, 20))
+            >>> ddp = DistributedDataParallel(model)
+            >>> engine = ls.attach(ddp, grouping="model", single_device="sparse")
+            >>> sizes = [p for group in engine.plan for p in group.parameters][::-1]
+            >>> engine.regroup(make_plan(sizes, "layer"))
+            >>> [group.name for group in engine.plan]
+            ['1', '0', 'dense.bucket0']
+            >>> engine.close()
+            >>> dist.destroy_process_group()
+        """
+        self._check_between_steps("Groups can only be changed")
+        chosen = self.messages if messages is None else messages
+        groups = list(plan) if isinstance(plan, Iterable) else plan
+        facts = {"settings": self.settings, "groups": groups, "messages": chosen}
+        check_equal_on_ranks(facts, self.comm, self._device)
+        expect(chosen in get_args(Messages), "messages", "'group', 'step' or None", messages)
+        check_covers(groups, self._parameters)
+        self._reducer.regroup(groups, chosen)
+        if self.optimizers:
+            self._followed.suit(self.optimizers)
+
+    def receive(self, bucket: Any) -> Future[Tensor]:
+        """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""
+        self.hook_calls += 1
+        if self._closed:
+            raise RuntimeError("The engine is closed. Wrap the model again and attach a new one to train on.")
+        return self._reducer.receive(bucket)
+
+    def _before_exchange(self) -> None:
+        """The first gradients of a step are here."""
+        with self._reducer.failing_together("before the first exchange"):
+            thawed = [name for name, p in self.frozen.items() if p.requires_grad]
+            if thawed:
+                raise RuntimeError(
+                    f"The parameter {thawed[0]} needs gradients now, and did not when DistributedDataParallel was "
+                    "built, which therefore would not average them. Wrap the model again, attach a new engine and give "
+                    "it the state_dict() of this one. (The strategies do so by themselves, between two steps.)"
+                )
+            self._followed.begin_step()
+            if not self._compared_kernels:
+                self._compare_kernels()
+            for observer in self.observers:
+                observer.before_step(self)
+            if self.settings.lr_aware:
+                self._reducer.rescale()
+
+    def _compare_kernels(self) -> None:
+        """Say which ranks alone do without kernels in Triton, in the first step: the others wait for them."""
+        self._compared_kernels = True
+        if static_shapes(self._device) and self.comm.world_size > 1:
+            self._reducer.prepare()
+            problems = self.comm.all_gather_object(on_cuda.problems, self._device)
+            if len(set(problems)) > 1:
+                notes = by_reason([Note("", problem) for problem in problems])
+                self.warn(
+                    "kernels",
+                    "some ranks use operations of torch in place of kernels in Triton, which take longer, and the "
+                    f"others wait for them in every step: {notes}.",
+                )
+
+    def flush_next_step(self) -> None:
+        """Exchange everything densely in the next step that counts, so that no residual is left.
+
+        All ranks must call this between the same two steps; within a step, it means the one after it. A rank that does
+        so alone sends messages of another length: the step ends with an error on all ranks, which says that ranks have
+        drifted apart where messages still fit, and otherwise is one of the network. With gloo, that may be the end of
+        the process, or an error no earlier than the timeout.
+
+        What a parameter remembers that the step does not use stays.
+        """
+        self._reducer.flush_asked = True
+
+    def take_pending(self) -> dict[str, Tensor]:
+        """What all ranks together have not sent yet, ``(1/n) sum_i residual_i``, and forget it; collective.
+
+        Between two steps. The momentum of memories that have one is kept. See :func:`~lightning_sparse.flush`, which
+        gives this to the optimizers.
+
+        Returns:
+            The pending average of each parameter that has a residual, of the parameter's shape and dtype.
+
+        Raises:
+            RuntimeError: within a step.
+        """
+        self._check_between_steps("Residuals can only be taken")
+        self._skipped.resolve()
+        if self.settings.lr_aware and self._reducer.rates.known:
+            self._reducer.rescale()
+        with self._reducer.on_stream.between_steps():
+            pending, sent = average_residuals(self.groups, self._parameters, self.comm, self._device, self.step)
+            self.totals.add(sent, 0.0)
+            emptied = dict.fromkeys(pending, 0.0)
+            with self._record.lock:
+                self._reducer.lengths.begin_step()
+                self._record.flush([group.version.scaled(emptied) for group in self.groups], pending.keys())
+        return pending
+
+    @property
+    def moment(self) -> Tensor:
+        """Which of the states that this rank holds belongs to its weights, for :meth:`state_dict`: int64.
+
+        Ranks may be asked at different moments, one before its optimizer's step and another one after it. What rank 0
+        has here is what all ranks have to save beside the weights of rank 0.
+        """
+        return self._kept.moment
+
+    def state_dict(self, moment: Tensor | None = None) -> dict[str, Any]:
+        """All that this rank needs to go on exactly where it is: plain data and tensors on the CPU; copies.
+
+        Every rank has its own: residuals differ. It may be taken at any moment, also in a signal handler and by another
+        thread, and is that of the last completed step: until an average is applied to a parameter, what is remembered
+        of it is that of before the exchange. Where an exchange has begun, averages of the one before count as applied.
+        Where the number of ranks has changed, see :func:`~lightning_sparse.merge_states`.
+
+        Args:
+            moment: :attr:`moment` of the rank whose weights are saved; None: of this one.
+
+        Returns:
+            ``step``, ``void_steps``, ``rank``, ``world_size``, ``settings``; ``parameters`` and ``counters``: what is
+            remembered of each, by name; ``groups``: what sparsifiers and schedules have learned; ``rates``: latest
+            learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``: what gradients are
+            clipped to in place of their averages; ``lengths``: see
+            :class:`~lightning_sparse.engine.optimizers.scaled.Lengths`.
+
+        Raises:
+            RuntimeError: if this rank has no state of the given moment any more, or not yet.
+        """
+        return self._kept.state(moment)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on where an engine of the same model was; collective, before the first step or between two steps.
+
+        What is remembered goes by names of parameters. What has been learned about groups is taken over where settings,
+        number of ranks and the group are the same, and where that is so on all ranks; elsewhere it starts anew.
+
+        Args:
+            state: what :meth:`state_dict` gave on this rank, or :func:`~lightning_sparse.merge_states` made.
+
+        Returns:
+            Sentences about what did not fit; none where the two engines are alike.
+
+        Raises:
+            ValueError: on all ranks, with nothing changed, if this is no such state on one of them, or if the states of
+                the ranks do not belong together.
+        """
+        draft = self._kept.load(state, self._followed.suit_state)
+        self._followed.go_on(state, draft)
+        return [*draft.misfits.learned, *draft.misfits.remembered]
+
+    def take_over(self, state: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> list[str]:
+        """Go on where an engine of the same parameters was, whatever their names and groups are now; collective.
+
+        Args:
+            state: what its :meth:`state_dict` gave on this rank.
+            parameters: those that the state names, or some of them: what is remembered of others is left behind.
+
+        Returns:
+            Sentences about what was remembered and did not fit. What was learned about groups that are no more starts
+            anew without a word, as with :meth:`regroup`.
+
+        Raises:
+            ValueError: as :meth:`load_state_dict`.
+        """
+        now = {id(p): name for name, p in {**self._parameters, **self.frozen}.items()}
+        kept, gone = renamed(state, {name: now[id(p)] for name, p in parameters.items() if id(p) in now})
+        draft = self._kept.load(kept, self._followed.suit_state)
+        self._followed.go_on(kept, draft)
+        return gone + draft.misfits.remembered
+
+    def close(self) -> None:
+        """Stop the communication thread, give the process group back, stop watching parameters."""
+        self._closed = True
+        for observer in self.observers:
+            observer.close()
+        self._followed.close()
+        self._reducer.close()
+
+    def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:
+        """A copy, pickled or not, is a :class:`CopiedEngine`."""
+        return CopiedEngine, ()
+
+
+def _agree_on_id(comm: TorchCollective, device: torch.device) -> str:
+    number = torch.tensor([secrets.randbits(62)], device=device)
+    return f"{int(comm.broadcast(number, 0)):016x}"
+
+
+class StepObserver(Protocol):
+    """Is called at the start of every step of an engine, whose groups it may inspect and change."""
+
+    def before_step(self, engine: Engine) -> None:
+        """The first gradients of a step are here and nothing is exchanged yet; called on all ranks."""
+
+    def close(self) -> None:
+        """The engine ends."""
+
+
+def can_observe(given: Any) -> bool:
+    """Whether something has the methods of a :class:`StepObserver`."""
+    return all(callable(getattr(given, name, None)) for name in ("before_step", "close"))

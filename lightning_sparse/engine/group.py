@@ -1,0 +1,385 @@
+"""One group: its state, and how its gradient goes from the buckets through the pipeline."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.core.checks import expect
+from lightning_sparse.core.clock import Stamp
+from lightning_sparse.core.layout import Gradient
+from lightning_sparse.core.messages import Steps
+from lightning_sparse.core.step import Agreement, Context, GroupState
+from lightning_sparse.engine.metrics import Statistics, norm_of
+from lightning_sparse.engine.optimizers.scaled import Handed
+from lightning_sparse.engine.pipeline import commit_group, exchange_group, init_group, sends_everything, takes_kernels
+from lightning_sparse.methods.density import Constant
+from lightning_sparse.methods.exchanges import Dense, Exchange
+from lightning_sparse.methods.grouping import Group
+from lightning_sparse.methods.memory import Memory
+from lightning_sparse.methods.sparsifiers import Everything, Sparsifier
+from lightning_sparse.ops import static_shapes
+
+
+class GroupReducer:
+    """Exchanges the gradients of one group; keeps its state, and the pieces of its gradient that have arrived."""
+
+    def __init__(
+        self,
+        plan: Group,
+        parameters: Mapping[str, Parameter],
+        settings: SparsificationConfig,
+        first: Context,
+        flush: bool,
+    ) -> None:
+        self.plan = plan
+        self.spans = plan.offsets()
+        schedule = settings.density if plan.density is None else Constant(plan.density)
+        self.density = schedule.for_group()
+        self.always_whole = schedule == Constant(1.0)
+        """Whether a density of 1 is all that this group will ever have."""
+        # A group that becomes dense must be able to send what it remembers.
+        self.memory: Memory = settings.memory.for_dense() if plan.dense and not flush else settings.memory
+        self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
+        self.exchange: Exchange = Dense() if plan.dense else settings.exchange
+        example = parameters[plan.parameters[0].name]
+        self.device, self.dtype = example.device, example.dtype
+        self.wide = torch.promote_types(self.dtype, torch.float32)
+        """Dtype of what is remembered."""
+        self._formed: GroupState | Undecided = init_group(
+            plan.numel, self.dtype, self.device, first, memory=self.memory, sparsifier=self.sparsifier
+        )
+        self.statistics: Statistics | None = None
+        """Statistics of the last step that exchanged the group, which need not be the latest step, see :attr:`ran`."""
+        self.arrived: dict[str, Tensor] = {}
+        """Pieces of the gradient, in the buckets, from their arrival to the end of the step."""
+        self.untouched: set[str] = set()
+        """Parameters that no rank used in the latest step."""
+        bounds = [(span.start, span.stop) for span in self.spans.values()]
+        # Written on the device: a list would be copied there, which makes the host wait.
+        starts, stops = (
+            torch.stack([torch.full((), x, device=self.device) for x in each]) for each in zip(*bounds, strict=True)
+        )
+        self._bounds = starts, stops
+        self.handed: Handed | None = None
+        """Some of the latest averages, where they are to be divided."""
+        self.exchanged = False
+        """Whether the group has run in this step."""
+        self._exchanged: _Exchanged | None = None
+        self._rooms: dict[torch.dtype, Tensor] = {}
+        """Vectors for data without room in the gradient's place, see
+        :class:`~lightning_sparse.core.layout.Gradient`."""
+
+    def prepare(self, ctx: Context) -> None:
+        """Compile what steps will need, if anything, before the first of them."""
+        if self.sparsified and not self.always_whole and static_shapes(self.device):
+            grad = torch.empty(1, dtype=self.dtype, device=self.device)
+            parts: dict[str, Any] = {"sparsifier": self.sparsifier, "exchange": self.exchange}
+            takes_kernels(grad, self._latest, ctx, memory=self.memory, **parts)
+
+    @property
+    def state(self) -> GroupState:
+        """What counts now; waits for the device where that decides whether the latest step counts."""
+        return self.version.state
+
+    @state.setter
+    def state(self, state: GroupState) -> None:
+        self._formed = state
+
+    @property
+    def _latest(self) -> GroupState:
+        """What the latest step has formed, whether it counts or not."""
+        return self._formed.after if isinstance(self._formed, Undecided) else self._formed
+
+    @property
+    def divisor(self) -> Tensor | None:
+        """As :meth:`~lightning_sparse.methods.memory.Memory.divisor`; of the latest step, also of a skipped one."""
+        return self.memory.divisor(self._latest.memory)
+
+    def lengthen_(self, lengths: Tensor) -> None:
+        """Let the divisor follow what the latest averages were multiplied by.
+
+        Args:
+            lengths: (parameters,) see :class:`~lightning_sparse.engine.optimizers.scaled.Lengths`.
+        """
+        if self.handed is None or (not static_shapes(self.device) and bool((lengths == 1).all())):
+            return
+        state, indices = self._latest.memory, self.handed.indices
+        if indices is None:
+            for span, length in zip(self.spans.values(), lengths, strict=True):
+                self.memory.lengthen_(state, span, length)
+            return
+        _, stops = self._bounds
+        of_each = torch.cat([lengths, lengths.new_ones(1)])[torch.searchsorted(stops, indices, right=True)]
+        self.memory.lengthen_(state, indices, of_each)
+
+    def selects(self, step: int) -> bool:
+        """Whether not everything is sent at a step, as long as nothing is flushed."""
+        return self.sparsified and not sends_everything(self.sparsifier, self.density(step), self.plan.numel)
+
+    @property
+    def sparsified(self) -> bool:
+        """Whether coordinates are selected, by plan, so that others wait."""
+        return self.sparsifier.agreement is not Agreement.EVERYTHING
+
+    @property
+    def all_arrived(self) -> bool:
+        """Whether the latest average holds all coordinates, as at a density of 1 and where everything is flushed."""
+        return self.statistics is not None and self.statistics.indices is None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether anything of earlier gradients is left; waits for the device."""
+        return any(bool(vector.any()) for vector in self.memory.vectors(self.state.memory).values())
+
+    @property
+    def waits(self) -> bool:
+        """Whether anything has not been sent yet; waits for the device."""
+        residual = self.memory.residual(self.state.memory)
+        return residual is not None and bool(residual.any())
+
+    @property
+    def sent(self) -> bool:
+        """Whether nothing is remembered, or a valid step went by since the group was formed; waits for the device."""
+        stepped = self.state.counts is not None and bool((self.state.counts >= 0).all())
+        return stepped or not self.remembers
+
+    @property
+    def ran(self) -> bool:
+        """Whether the group was exchanged in the latest step, because some rank used some of its parameters."""
+        return self.statistics is not None and len(self.untouched) < len(self.spans)
+
+    def carry(self, name: str, old: GroupReducer) -> None:
+        """Take over what another group remembers of a parameter; a group without memory is only made of empty ones."""
+        if self.memory.vectors(self.state.memory):
+            self.memory.carry_(self.state.memory, self.spans[name], old.memory, old.state.memory, old.spans[name])
+
+    @property
+    def version(self) -> GroupVersion:
+        """What counts now."""
+        return GroupVersion(self, self._formed, self.density.learned)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the memory keeps, and vectors for what finds no room in the gradient's place."""
+        kept = [*tensors_in(self._latest.memory), *self._rooms.values()]
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
+
+    def receive(self, name: str, piece: Tensor) -> None:
+        """The gradient of a parameter is here, in a bucket."""
+        self.arrived[name] = piece
+
+    @property
+    def complete(self) -> bool:
+        """All pieces are here."""
+        return len(self.arrived) == len(self.plan.parameters)
+
+    def exchange_steps(
+        self, ctx: Context, unused: Set[str] = frozenset(), scale: Tensor | None = None, flush: bool = False
+    ) -> Steps[None]:
+        """Exchange the group; :meth:`after` says what then counts.
+
+        Args:
+            ctx: the step.
+            unused: parameters of the group that no rank used in this backward.
+            scale: of the loss, see :func:`~lightning_sparse.engine.pipeline.exchange_group`.
+            flush: send everything, this time.
+
+        Returns:
+            A coroutine that works on the gradients in the buckets.
+        """
+        self.untouched = set(unused)
+        if len(unused) == len(self.spans):
+            self.exchanged = True
+            return
+        grad = given = self._gradient()
+        if static_shapes(self.device) and len(given.runs) > 1:  # of one vector a kernel takes one launch
+            grad = Gradient([given.flat()])
+        # Their slots in the buckets hold zeros or an old average, which must neither be accumulated nor changed; and
+        # DDP throws the result for them away, so that nothing of what is remembered of them may be sent.
+        spans = [span for name, span in self.spans.items() if name in unused]
+        old = [grad[span].clone() for span in spans]
+        for span in spans:
+            grad[span].zero_()
+        if ctx.parameters is not None:
+            used_ones = [p for name, p in zip(self.spans, ctx.parameters, strict=True) if name not in unused]
+            ctx = ctx._replace(parameters=used_ones)
+        after, statistics, void = yield from exchange_group(
+            grad,
+            self.state,
+            ctx,
+            memory=self.memory,
+            sparsifier=self.sparsifier,
+            exchange=self.exchange,
+            scale=scale,
+            unused=spans,
+            flush=flush,
+        )
+        places = None if static_shapes(self.device) else statistics.indices
+        self._exchanged = _Exchanged(ctx.step, after, void, grad, spans, places)
+        self.statistics = statistics
+        for span, values in zip(spans, old, strict=True):
+            grad[span].copy_(values)
+        if grad is not given:
+            given.spread_(grad.runs[0])
+        if self.divisor is not None:
+            pieces = [self.arrived[name] for name in self.spans]
+            self.handed = Handed.of(self._bounds, pieces, statistics.indices, scale)
+        self.exchanged = True
+
+    def note_pause(self, paused: Stamp, resumed: Stamp) -> None:
+        """The group, which has just been exchanged, waited in between for others to travel with."""
+        if self._exchanged is not None and self.statistics is not None:
+            self.statistics = self.statistics._replace(pause=(paused, resumed))
+
+    @property
+    def void(self) -> Tensor | None:
+        """() whether this group's gradient was not finite on some rank; None if no rank used it."""
+        return None if self._exchanged is None else self._exchanged.void
+
+    def after(self, void: Tensor, heard: Callable[[], bool] | None = None) -> GroupVersion:
+        """What counts when all groups have run: if the step is void for any of them, it is for this one.
+
+        What counts now stays as it is until the next step begins. To ask twice changes nothing.
+
+        Args:
+            void: () whether the step counts for nothing.
+            heard: the same for the host, which may wait for it; None: where shapes are static, the device decides.
+        """
+        step = self._exchanged
+        if step is None:
+            return self.version
+        state: GroupState | Undecided
+        if heard is not None and static_shapes(self.device):
+            state = Undecided(self.state, commit_group(self.state, step.after, False, self.memory, step.unused), heard)
+        else:
+            state = commit_group(self.state, step.after, void, self.memory, step.unused)
+        learned = self.density.learned
+        if static_shapes(self.device) or not void:
+            learned = self.density.observed(step.step, step.grad, void, step.places)
+        return GroupVersion(self, state, learned)
+
+    def adapt(self, memory: Memory) -> GroupVersion:
+        """Go on with a memory of the same kind that has other settings; what counts now, for it."""
+        state = self.state
+        before, self.memory = self.memory, memory
+        return self.version._replace(formed=state._replace(memory=memory.adapted(state.memory, before)))
+
+    def rest(self) -> None:
+        """Give back what it only works in, for as long as it is not exchanged."""
+        if not self.memory.vectors(self.state.memory):
+            self.state = self.state._replace(memory=None)
+
+    def adopt(self, version: GroupVersion) -> None:
+        """Go on with this version."""
+        self._formed, self.density.learned = version.formed, version.learned
+
+    def end_step(self) -> None:
+        """The pieces of the gradient are answered."""
+        self.arrived, self.exchanged, self._exchanged = {}, False, None
+
+    def residual_norm(self) -> float:
+        """Euclidean norm of this rank's residual; waits for the device."""
+        return norm_of(self.memory.residual(self.state.memory))
+
+    def _gradient(self) -> Gradient:
+        """Where it lies in the buckets."""
+        return Gradient.of((self.arrived[name] for name in self.spans), self._rooms)
+
+
+class Undecided:
+    """The states of a group before a step and after it, until the host knows whether the step counts.
+
+    So a step that counts costs no pass over what is remembered.
+
+    Args:
+        before: what counts if it is skipped.
+        after: what counts otherwise.
+        skipped: which of the two it is; may wait for the device.
+    """
+
+    def __init__(self, before: GroupState, after: GroupState, skipped: Callable[[], bool]) -> None:
+        self.before, self.after, self._skipped = before, after, skipped
+
+    @property
+    def state(self) -> GroupState:
+        """What counts."""
+        return self.before if self._skipped() else self.after
+
+
+class GroupVersion(NamedTuple):
+    """What counts of a group after a step; never changed, so that it can be read at any moment.
+
+    Its buffers are written to again in the step after the next one.
+    """
+
+    group: GroupReducer
+    formed: GroupState | Undecided
+    learned: Any
+    """What the density schedule has learned."""
+
+    @property
+    def state(self) -> GroupState:
+        """See :attr:`GroupReducer.state`."""
+        return self.formed.state if isinstance(self.formed, Undecided) else self.formed
+
+    def scaled(self, factors: Mapping[str, float]) -> GroupVersion:
+        """The residuals of parameters multiplied by factors, where there are any."""
+        group = self.group
+        if not factors.keys() & group.spans.keys():
+            return self
+        spans = [(span, factors.get(name, 1.0)) for name, span in group.spans.items()]
+        return self._replace(formed=self.state._replace(memory=group.memory.scale(self.state.memory, spans)))
+
+
+class _Exchanged(NamedTuple):
+    """A step of a group that has been exchanged and does not count yet."""
+
+    step: int
+    after: GroupState
+    void: Tensor
+    grad: Gradient
+    """The average."""
+    unused: list[slice]
+    """Where parameters lie that no rank used."""
+    places: Tensor | None
+    """Coordinates of the average, where the host knows them; None: all."""
+
+
+def tensors_in(state: Any) -> Iterator[Tensor]:
+    """All tensors of a memory's state: dataclasses and tuples of these."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, tuple):
+        for part in state:
+            yield from tensors_in(part)
+    elif is_dataclass(state):
+        for field in fields(state):
+            yield from tensors_in(getattr(state, field.name))
+
+
+def check_covers(plan: Sequence[Group], parameters: Mapping[str, Parameter]) -> None:
+    """Raise unless a plan names each parameter once.
+
+    Raises:
+        ValueError: saying which ones are wrong, or which names of groups repeat; for what is no plan.
+    """
+    made = isinstance(plan, Sequence) and all(isinstance(group, Group) for group in plan)
+    expect(made, "plan", "a list of groups, as make_plan() gives it", plan)
+    named = Counter(p.name for group in plan for p in group.parameters)
+    known = parameters.keys()
+    wrong = [name for name in sorted(named.keys() | known) if named[name] != 1 or name not in known]
+    if wrong:
+        raise ValueError(
+            "Expected a plan that names each parameter of the model once, but these are unknown, missing or named "
+            f"twice: {', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}."
+        )
+    if len({group.name for group in plan}) < len(plan):
+        raise ValueError(f"Expected groups with different names, but got {[group.name for group in plan]}.")

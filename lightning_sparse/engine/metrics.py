@@ -1,0 +1,388 @@
+"""Every logged quantity, each defined by one function.
+
+:func:`measure` notes what a group step did, without waiting for a device; :func:`summarize` turns the notes of a step
+into the logged numbers, on the steps that log. A new quantity is one more function here, with :func:`quantity` above
+it: the Trainer, Fabric and :func:`~lightning_sparse.simulate` give all of :data:`QUANTITIES`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.core.clock import Stamp, Totals
+from lightning_sparse.core.messages import ring_all_reduce_bytes
+from lightning_sparse.core.step import Agreement, Context, Selection, Update
+from lightning_sparse.methods.density import count
+from lightning_sparse.ops.length import LengthChanges
+
+MB = 1e6
+"""Bytes."""
+
+
+_HOST = attrgetter("host")
+
+
+class Statistics(NamedTuple):
+    """What one group step did, on this rank. Tensors stay on the device until someone logs."""
+
+    numel: int
+    target: int
+    """k, see :func:`~lightning_sparse.methods.density.count`."""
+    target_density: float
+    sparse: bool
+    """False for groups that are kept dense."""
+    counts: Tensor
+    """(n,) picks per rank."""
+    indices: Tensor | None
+    """(u,) coordinates of the update, as in :class:`~lightning_sparse.core.step.Update`."""
+    union: Tensor
+    """() coordinates in the update."""
+    threshold: Tensor | None
+    bytes_sent: float
+    dense_bytes: float
+    """What a dense ring all-reduce would have sent."""
+    stamps: tuple[Stamp, Stamp, Stamp]
+    """Start, end of the selection, end."""
+    pause: tuple[Stamp, Stamp] | None = None
+    """When the group began and ended to wait for others, with which its messages travelled."""
+
+
+def measure(
+    dtype: torch.dtype,
+    numel: int,
+    agreement: Agreement,
+    selection: Selection,
+    update: Update,
+    ctx: Context,
+    bytes_sent: float,
+    stamps: tuple[Stamp, Stamp, Stamp],
+) -> Statistics:
+    """Note what a group step did."""
+    sparse = agreement is not Agreement.EVERYTHING
+    return Statistics(
+        numel=numel,
+        target=count(ctx.density, numel) if sparse else numel,
+        target_density=ctx.density if sparse else 1.0,
+        sparse=sparse,
+        counts=update.counts,
+        indices=update.indices,
+        union=update.union,
+        threshold=selection.threshold,
+        bytes_sent=bytes_sent,
+        dense_bytes=ring_all_reduce_bytes(numel * dtype.itemsize, ctx.world_size),
+        stamps=stamps,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What all groups of a step did on this rank, or one of them."""
+
+    groups: Sequence[Statistics]
+    residual_norms: Sequence[float]
+    """Euclidean norm of each group's residual on this rank."""
+    exposed_ms: float | None = None
+    """Milliseconds that this rank's backward waited; None: unknown, as for a single group."""
+    skipped_steps: int | None = None
+    """So far; None for a single group."""
+    direct: bool = False
+    """Whether DDP averaged everything by itself."""
+    shared_bytes: float = 0.0
+    """Bytes of messages that belong to no single group."""
+    totals: Totals | None = None
+    """Of all steps so far; None for a single group, and where nobody adds up."""
+    warnings: int | None = None
+    """Of the watchdog, so far; None for a single group."""
+    length_changes: LengthChanges | None = None
+    """On this rank, so far; None where no memory follows the length of gradients."""
+    means: Mapping[str, float] = field(default_factory=dict)
+    """Quantities that were averaged over ranks, for those that derive from them."""
+
+    @classmethod
+    def dense(
+        cls,
+        numel: int,
+        dense_bytes: float,
+        residual_norms: Sequence[float],
+        skipped_steps: int,
+        totals: Totals | None = None,
+        warnings: int | None = None,
+    ) -> Step:
+        """A step in which DDP averaged everything by itself; no clock was read.
+
+        Args:
+            numel: coordinates of the model.
+            dense_bytes: what a dense ring all-reduce sends.
+            residual_norms: Euclidean norm of each group's residual on this rank.
+            skipped_steps: so far, but for those of such steps, which nobody checks.
+            totals: of all steps so far.
+            warnings: of the watchdog, so far.
+        """
+        every = torch.tensor([numel], device="cpu")
+        never = (Stamp(0.0, None),) * 3
+        group = Statistics(numel, numel, 1.0, False, every, None, every[0], None, dense_bytes, dense_bytes, never)
+        return cls([group], residual_norms, skipped_steps=skipped_steps, direct=True, totals=totals, warnings=warnings)
+
+    @cached_property
+    def sparse(self) -> list[Statistics]:
+        """The sparsified groups; all where none is."""
+        return [group for group in self.groups if group.sparse] or list(self.groups)
+
+    @cached_property
+    def numel(self) -> int:
+        """Coordinates of the sparsified groups."""
+        return sum(group.numel for group in self.sparse)
+
+    @cached_property
+    def k(self) -> int:
+        """Coordinates that their updates should have."""
+        return sum(group.target for group in self.sparse)
+
+    @cached_property
+    def union(self) -> int:
+        """Coordinates that their updates have. Waits for the device."""
+        return sum(int(group.union) for group in self.sparse)
+
+    @cached_property
+    def milliseconds(self) -> tuple[float, float] | tuple[None, None]:
+        """Of selections and of exchanges; what groups did together, after their pauses, counts once.
+
+        None where no clock was read. Waits for the device.
+        """
+        if self.direct:
+            return None, None
+        select = exchange = 0.0
+        together: dict[Stamp, list[Statistics]] = {}
+        for group in self.groups:
+            begin, selected, end = group.stamps
+            if group.pause is None:
+                select, exchange = select + begin.until(selected), exchange + selected.until(end)
+                continue
+            paused, resumed = group.pause
+            local = min(selected, paused, key=_HOST)  # what asks other ranks ends to select after the pause
+            select, exchange = select + begin.until(local), exchange + local.until(paused)
+            together.setdefault(resumed, []).append(group)
+        for resumed, groups in together.items():
+            selected = max(resumed, *(group.stamps[1] for group in groups), key=_HOST)
+            end = max((group.stamps[2] for group in groups), key=_HOST)
+            select, exchange = select + resumed.until(selected), exchange + selected.until(end)
+        return select, exchange
+
+
+class Quantity(NamedTuple):
+    """A logged number; a row of the table in ``docs/metrics.md``."""
+
+    unit: str
+    meaning: str
+    good: str
+    """The value to wish for."""
+    averaged: bool
+    """Whether ranks have values of their own, whose mean is logged; the others are equal on all ranks."""
+    over_run: str
+    """What sums a run up, in the words of W&B's ``define_metric``: "last", "mean", "max", or several with commas."""
+    compute: Callable[[Step], float | None]
+    """The number of a step, or None where it has none: then it is not logged."""
+
+
+QUANTITIES: dict[str, Quantity] = {}
+"""Logged quantities by name, under ``sparse/``; all but traffic and times over the sparsified groups only."""
+
+TOTALS = ("traffic/total_mb", "traffic/dense_total_mb", "time/total_s")
+"""Those that add up over steps: axes for what is validated, beside which they are logged, too."""
+Compute = Callable[[Step], float | None]
+
+
+def quantity(
+    good: str = "", *, part: str = "", unit: str = "", averaged: bool = False, over_run: str = "mean"
+) -> Callable[[Compute], Compute]:
+    """Log what the decorated function computes from a :class:`Step`, by its name; its docstring says what it is.
+
+    Args:
+        good: the value to wish for.
+        part: of the logs, before the name: ``traffic`` makes ``traffic/<name>``.
+        unit: of the number.
+        averaged: log the mean over ranks. Needed where ranks have values of their own.
+        over_run: what sums a run up, see :attr:`Quantity.over_run`.
+    """
+
+    def register(compute: Compute) -> Compute:
+        meaning = " ".join((compute.__doc__ or "").split()).rstrip(".")
+        name = f"{part}/{compute.__name__}" if part else compute.__name__
+        QUANTITIES[name] = Quantity(unit, meaning, good, averaged, over_run, compute)
+        return compute
+
+    return register
+
+
+@quantity("the target")
+def density(step: Step) -> float:
+    """Coordinates in the update / coordinates: `|union| / numel`."""
+    return step.union / step.numel
+
+
+@quantity()
+def target_density(step: Step) -> float:
+    """What the schedule asks for at this step."""
+    return sum(group.numel * group.target_density for group in step.sparse) / step.numel
+
+
+@quantity("0", over_run="mean,max")
+def density_error(step: Step) -> float:
+    """`| |union| - k | / numel`."""
+    return abs(step.union - step.k) / step.numel
+
+
+@quantity("1", over_run="mean,max")
+def padding_ratio(step: Step) -> float:
+    """`f(t) = n max_i k_i / sum_i k_i`; 1 when all ranks pick equally many."""
+    counts = [group.counts for group in step.sparse]
+    longest, picks = sum(int(one.max()) for one in counts), sum(int(one.sum()) for one in counts)
+    return len(counts[0]) * longest / picks if picks else 1.0
+
+
+@quantity("1", over_run="mean,max")
+def build_up(step: Step) -> float:
+    """`|union| / k`; up to n for picks that are independent, such as Top-k's."""
+    return step.union / step.k
+
+
+@quantity(unit="gradient", over_run="last")
+def threshold(step: Step) -> float | None:
+    """Magnitude that decided, in units of the accumulated gradient; mean over the groups that have one."""
+    found = [float(group.threshold) for group in step.sparse if group.threshold is not None]
+    return sum(found) / len(found) if found else None
+
+
+@quantity("steady", unit="gradient", averaged=True, over_run="last,max")
+def residual_norm(step: Step) -> float:
+    """Euclidean norm of the residual, mean over ranks; the papers' global error."""
+    return math.hypot(*step.residual_norms)
+
+
+@quantity("steady", over_run="last")
+def threshold_over_residual(step: Step) -> float | None:
+    """`threshold / residual_norm`: both move together where the threshold follows what waits."""
+    decided, norm = threshold(step), step.means["residual_norm"]
+    return decided / norm if decided is not None and norm else None
+
+
+@quantity(part="traffic", unit="MB", averaged=True)
+def sent_mb(step: Step) -> float:
+    """What a rank sends in a step under ring collectives, mean over ranks; dense groups included."""
+    return (sum(group.bytes_sent for group in step.groups) + step.shared_bytes) / MB
+
+
+@quantity(part="traffic", unit="MB", averaged=True, over_run="last")
+def total_mb(step: Step) -> float | None:
+    """What a rank has sent so far, before a checkpoint and in earlier fits, too; mean over ranks; flushes included."""
+    return None if step.totals is None else step.totals.sent_bytes / MB
+
+
+@quantity(part="traffic", unit="MB", over_run="last")
+def dense_total_mb(step: Step) -> float | None:
+    """What dense ring all-reduces in the gradients' dtype would have sent in these steps."""
+    return None if step.totals is None else step.totals.dense_bytes / MB
+
+
+@quantity("large", part="traffic")
+def ratio(step: Step) -> float:
+    """What a dense ring all-reduce sends / what is sent, in this step; 1 where nothing is sent."""
+    sent = MB * step.means["traffic/sent_mb"]
+    return sum(group.dense_bytes for group in step.groups) / sent if sent else 1.0
+
+
+@quantity(part="time", unit="ms", averaged=True)
+def select_ms(step: Step) -> float | None:
+    """From the gradient to the selection, what ranks ask each other included; mean over ranks."""
+    return step.milliseconds[0]
+
+
+@quantity(part="time", unit="ms", averaged=True)
+def exchange_ms(step: Step) -> float | None:
+    """From the selection to the new gradient, once for groups that travel together; mean over ranks."""
+    return step.milliseconds[1]
+
+
+@quantity("0", part="time", unit="ms", averaged=True, over_run="mean,max")
+def exposed_ms(step: Step) -> float | None:
+    """How long backward waits for the exchange, not how much it slows down beside it; mean over ranks."""
+    return step.exposed_ms
+
+
+@quantity(part="time", unit="s", averaged=True, over_run="last")
+def total_s(step: Step) -> float | None:
+    """Wall clock of training so far, counted on like megabytes; without validation; mean over ranks."""
+    return None if step.totals is None else step.totals.seconds
+
+
+@quantity("0 and up", part="steps", unit="steps", over_run="last")
+def void(step: Step) -> float | None:
+    """Steps so far that all ranks left out, residuals as before, because a gradient was not finite on some rank."""
+    return step.skipped_steps
+
+
+@quantity("0 or 1", part="steps")
+def direct(step: Step) -> float:
+    """1 where gradients are averaged as DDP does, because `fallback="dense"` found that faster; then without times."""
+    return float(step.direct)
+
+
+@quantity(part="lengths", averaged=True, over_run="last")
+def clipped(step: Step) -> float | None:
+    """Gradients of groups so far that were clipped to twice their usual length; Adam's; mean over ranks."""
+    return None if step.length_changes is None else step.length_changes.clipped
+
+
+@quantity(part="lengths", averaged=True, over_run="last")
+def measured_anew(step: Step) -> float | None:
+    """Times so far that what a group remembers was multiplied by a new length; Adam's; mean over ranks."""
+    return None if step.length_changes is None else step.length_changes.measured_anew
+
+
+@quantity("0", part="steps", over_run="last")
+def warnings(step: Step) -> float | None:
+    """Warnings of the watchdog so far."""
+    return step.warnings
+
+
+def local(step: Step) -> dict[str, float]:
+    """Values of this rank: the quantities that are averaged over ranks, without those that the step does not have."""
+    values = {name: one.compute(step) for name, one in QUANTITIES.items() if one.averaged}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def summarize(step: Step, mean_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """The logged quantities of a step, equal on all ranks.
+
+    Args:
+        step: on this rank.
+        mean_over_ranks: averages a float64 vector; called once.
+
+    Returns:
+        Names of :data:`QUANTITIES` to numbers; without those that the step does not have.
+    """
+    own = local(step)
+    means = mean_over_ranks(torch.tensor(list(own.values()), dtype=torch.float64, device="cpu")).tolist()
+    step = replace(step, means=dict(zip(own, means, strict=True)))
+    found = {name: step.means.get(name) if one.averaged else one.compute(step) for name, one in QUANTITIES.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def totals_of(totals: Totals) -> dict[str, float]:
+    """The quantities of :data:`TOTALS`, on this rank."""
+    step = Step([], [], totals=totals)
+    found = {name: QUANTITIES[name].compute(step) for name in TOTALS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def norm_of(residual: Tensor | None) -> float:
+    """Euclidean norm of a residual, summed in float64; 0 where nothing is remembered. Waits for the device."""
+    return 0.0 if residual is None else float(torch.linalg.vector_norm(residual, dtype=torch.float64))

@@ -1,0 +1,17 @@
+"""The network: what one rank sees of it, the process groups of a training, and the drivers that use them."""
+
+from lightning_sparse.core.messages import ring_all_reduce_bytes
+from lightning_sparse.engine.network.drivers import drive, drive_mirrored, drive_ranks, drive_together, send, together
+from lightning_sparse.engine.network.process_group import LostRankError, TorchCollective
+
+__all__ = [
+    "LostRankError",
+    "TorchCollective",
+    "drive",
+    "drive_mirrored",
+    "drive_ranks",
+    "drive_together",
+    "ring_all_reduce_bytes",
+    "send",
+    "together",
+]

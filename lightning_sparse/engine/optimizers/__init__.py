@@ -1,0 +1,1 @@
+"""Optimizers that apply averages: their steps, their momentum, clipping, and learning rates."""

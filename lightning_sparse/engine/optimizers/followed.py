@@ -1,0 +1,289 @@
+"""The optimizers that apply an engine's averages: which memory suits them, what they step by themselves, clipping."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn import Parameter
+from torch.optim import SGD, Optimizer
+
+from lightning_sparse.core.console import page, say
+from lightning_sparse.core.optim import decays_of, holds, listed, made_for, stepping
+from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.optimizers.adam_steps import AdamSteps
+from lightning_sparse.engine.optimizers.clipping import Asked, Clipping
+from lightning_sparse.engine.optimizers.dense_moments import go_on_from_dense
+from lightning_sparse.engine.optimizers.momentum import has_velocities
+from lightning_sparse.engine.optimizers.momentum_steps import MomentumSteps
+from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.state.state import Draft
+from lightning_sparse.methods.memory import Adapting, Memory, NoMemory, Residual, named_in
+
+
+class Followed:
+    """What the optimizers of an engine mean for its reducer.
+
+    Args:
+        reducer: whose averages they apply; it is told of memories, rates and clipping.
+        parameters: by name.
+        comm: the ranks.
+        device: where gradients live.
+    """
+
+    def __init__(
+        self, reducer: Reducer, parameters: Mapping[str, Parameter], comm: TorchCollective, device: torch.device
+    ) -> None:
+        self.optimizers: list[Optimizer] = []
+        """Those that :meth:`follow` was given last."""
+        self._reducer, self._parameters, self._rank = reducer, parameters, comm.rank
+        self._comm, self._device = comm, device
+        self._chosen_memory = reducer.settings.memory
+        self._read: tuple[int, list[Any]] = (0, [])
+        """By what the memory was chosen in the latest step: for which groups, and by which settings."""
+        self._told: set[str] = set()
+        self._saved_clippings: list[Mapping[str, Any]] = []
+        """Of a state that was loaded, until the optimizers are followed whose gradients were clipped."""
+        names = {id(p): name for name, p in parameters.items()}
+        record = reducer.record
+        keeps = reducer.settings.fallback is not None  # dense steps go on with them
+        warn = partial(self._warn_once, kind="changed averages")
+        self.adam_steps = AdamSteps(
+            names, self._sparse_group, record.waiting, comm.world_size, reducer.lengths, warn, keeps
+        )
+        self._momentum_steps = MomentumSteps(
+            names, self._sparse_group, record.waiting, lambda: record.latest.skipped is None, self._spends
+        )
+        self._asked = Asked(
+            names,
+            lambda key: key in reducer.in_place_of_averages,
+            lambda optimizer: record.latest.skipped is not None and self._has_averages(optimizer),  # no flush
+            self._clip_averages,
+        )
+
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
+        """See :meth:`.Engine.follow`."""
+        chosen, reducer = listed(optimizers), self._reducer
+        self.suit(chosen)
+        # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
+        with warnings.catch_warnings(action="ignore") if self._rank else nullcontext():
+            for optimizer in chosen:
+                reducer.settings.memory.check_optimizer(optimizer)
+        if reducer.settings.lr_aware:
+            reducer.rates.follow(chosen)
+        self.optimizers = chosen
+        for key in reducer.in_place_of_averages - {id(optimizer) for optimizer in chosen}:
+            self._clip_averages(key)
+        for optimizer in chosen:
+            reducer.record.hold(optimizer)
+        for optimizer in chosen:
+            self._spends(stepping(optimizer))
+        self._clip_as_before()
+
+    def begin_step(self) -> None:
+        """Choose the memory by optimizers as they are now; where none is followed, by those of this package.
+
+        Second moments of groups that are new go on from those of the optimizers, where they know none.
+        """
+        reducer, (adoptions, _) = self._reducer, self._read
+        optimizers = self.optimizers or made_for({id(p) for p in self._parameters.values()})
+        decays = decays_of(optimizers)
+        if (reducer.adoptions, decays) != self._read or not self.optimizers:
+            self.suit(optimizers, begins=True)
+        self._read = reducer.adoptions, decays
+        if reducer.adoptions != adoptions:
+            with reducer.record.lock, reducer.on_stream.between_steps():
+                taken = [optimizer for optimizer in optimizers if self.adam_steps.takes(optimizer)]
+                go_on_from_dense(reducer.groups, taken, self._parameters, self._comm, self._device)
+
+    def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
+        """Choose the memory that suits optimizers, where that was left open; between two steps.
+
+        Args:
+            optimizers: all that apply averages.
+            begins: whether a step has just begun. Settings of a memory that stays are changed then only: averages that
+                nobody has applied yet are of the old ones.
+        """
+        settings = self._reducer.settings
+        if not isinstance(self._chosen_memory, Adapting) or not settings.exchange.carries_second:
+            return
+        if not any(group.sparsified for group in self._reducer.groups):  # for a while, maybe
+            return
+        sparsified = self._sparsified
+        memory: Memory = self._chosen_memory
+        if sparsified:
+            memory = self._chosen_memory.suited(
+                optimizers, sparsified, partial(self._warn_once, kind="several settings")
+            )
+        if memory.needs_second and settings.memory.needs_second:
+            if begins and memory != settings.memory:
+                self._reducer.adapt(memory)
+        elif memory != settings.memory:
+            self._remember_by(memory)
+            if memory.needs_second:
+                self._say_once(
+                    "Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' "
+                    f"own gradients and without a first moment, at the optimizer's learning rate ({page('adam')}). "
+                    "memory='residual' leaves them to the optimizer."
+                )
+
+    @property
+    def _sparsified(self) -> set[int]:
+        """Ids of the parameters that are not always sent as a whole."""
+        return {id(self._parameters[name]) for name in self._reducer.sparsified}
+
+    def _spends(self, optimizer: Optimizer) -> bool:
+        """Whether momentum of an optimizer is spent as if averages had not waited; the user is told once."""
+        memory = self._reducer.settings.memory
+        if memory == Residual() or isinstance(memory, NoMemory) or memory.has_momentum:  # chosen, or nothing waits
+            return False
+        if not has_velocities(optimizer, self._sparsified):
+            return False
+        if not isinstance(self._chosen_memory, Adapting):
+            self._say_once(
+                f"SGD's momentum is left to the optimizer, because memory={memory!r} was chosen: averages that have "
+                f"waited are spent late. With the default memory they are not ({page('momentum')})."
+            )
+            return False
+        if self.optimizers and not any(optimizer is stepping(each) for each in self.optimizers):
+            self._warn_once(
+                "An SGD with momentum that the engine was not shown, or that another optimizer has replaced, steps "
+                f"parameters that are sparsified: averages that have waited are spent late ({page('momentum')}). Show "
+                "the engine the optimizers that step now: with Fabric fabric.setup_optimizers, elsewhere "
+                "engine.follow([...])."
+            )
+            return False
+        if type(memory) is not Adapting:  # an Adam's, which holds other parameters now
+            return False
+        self._say_once(
+            "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "
+            f"({page('momentum')}). memory='residual' leaves it to the optimizer."
+        )
+        return True
+
+    def suit_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with the memory that a state was saved with, where nothing else says which one is meant."""
+        settings = self._reducer.settings
+        if type(self._chosen_memory) is not Adapting or not settings.exchange.carries_second:
+            return
+        memory = named_in(state.get("settings"))
+        decided = self.optimizers and self._reducer.sparsified
+        if memory and memory != settings.memory and (settings.memory.needs_second or not decided):
+            self._remember_by(memory)
+
+    def go_on(self, state: Mapping[str, Any], draft: Draft) -> None:
+        """A state was loaded: what has waited is what it remembers.
+
+        Args:
+            state: of this rank.
+            draft: what all ranks have made of it.
+        """
+        self._saved_clippings = list(draft.clippings)
+        kept = {name for name, vectors in state["parameters"].items() if "residual" in vectors}
+        self._momentum_steps.go_on(kept)
+        self._reducer.lengths.load(draft.lengths)
+        self._clip_as_before()
+
+    def _remember_by(self, memory: Memory) -> None:
+        self._reducer.remember_by(replace(self._reducer.settings, memory=memory))
+
+    def clip(self, limit: float, algorithm: str, optimizer: Optimizer | None) -> None:
+        """See :meth:`.Engine.clip_gradients`."""
+        clipping = Clipping(limit, algorithm)
+        clipping.check()
+        held = self._parameters.keys() if optimizer is None else self._reducer.record.hold(optimizer)
+        names = frozenset(name for name in held if self._parameters[name].numel())
+        if names:
+            self._reducer.clippings[None if optimizer is None else id(optimizer)] = clipping, names
+
+    def clip_in_place_of_averages(
+        self, limit: float, algorithm: str, optimizer: Optimizer, known: bool = False
+    ) -> bool:
+        """See :meth:`.Engine.clip_in_place_of_averages`."""
+        reducer, key = self._reducer, id(optimizer)
+        begun = key in reducer.in_place_of_averages
+        if not 0 < limit < math.inf:
+            if begun:
+                self._clip_averages(key)
+            return False
+        if not begun and (reducer.direct or not self._suits_clipping(optimizer, algorithm, known)):
+            return False
+        self._clip_in_place(limit, algorithm, optimizer)
+        self._asked.note(key)
+        return not reducer.direct and bool(reducer.clipped & {None, key})
+
+    def _clip_in_place(self, limit: float, algorithm: str, optimizer: Optimizer) -> None:
+        """Clip gradients of an optimizer in place of their averages, from the next step on."""
+        self._say_once(
+            "Each rank's own gradients are clipped before they wait, and not their averages, to sqrt(n) times the "
+            f"limit ({page('training')}). memory='residual' leaves clipping to averages."
+        )
+        self.clip(limit, algorithm, optimizer)
+        self._reducer.in_place_of_averages |= {id(optimizer)}
+
+    def _clip_as_before(self) -> None:
+        """Clip what a state says was clipped, from the first step on: nobody asks before it is over."""
+        for optimizer in self.optimizers:
+            held = self._reducer.record.hold(optimizer)
+            for saved in [one for one in self._saved_clippings if not held.isdisjoint(one["parameters"])]:
+                self._saved_clippings.remove(saved)
+                if self._suits_clipping(optimizer, saved["algorithm"], known=True):
+                    self._clip_in_place(saved["limit"], saved["algorithm"], optimizer)
+
+    def _has_averages(self, optimizer: Optimizer) -> bool:
+        """Whether parameters that an optimizer holds got an average since its last step."""
+        record = self._reducer.record
+        return not record.waiting(optimizer).isdisjoint(record.hold(optimizer))
+
+    def _clip_averages(self, key: int) -> None:
+        """Leave gradients of an optimizer, given by its id, as they are."""
+        self._reducer.in_place_of_averages -= {key}
+        self._reducer.clippings.pop(key, None)
+
+    def _suits_clipping(self, optimizer: Optimizer, algorithm: str, known: bool) -> bool:
+        """Whether an optimizer's gradients are clipped before they wait, where nothing else was chosen."""
+        if self.adam_steps.takes(optimizer):
+            return True
+        # What is not clipped in the first step would wait, and move parameters without any limit later. Of what is
+        # sharded over ranks, each rank sees a part.
+        sparsified = self._sparsified
+        if not known or type(self._reducer.settings.memory) is not Adapting:
+            return False
+        if algorithm == "value":
+            return type(optimizer) is SGD and holds(optimizer, sparsified)
+        return has_velocities(optimizer, sparsified)  # without, clipping norms of averages was measured to be better
+
+    def close(self) -> None:
+        """Leave optimizers alone."""
+        self.adam_steps.close()
+        self._momentum_steps.close()
+        self._asked.close()
+
+    def _sparse_group(self, name: str) -> GroupReducer | None:
+        """The group whose averages are stepped here; torch steps what is always sent as a whole."""
+        group = None if self._reducer.direct else self._reducer.group_of.get(name)
+        return None if group is None or group.always_whole else group
+
+    def _say_once(self, sentence: str) -> None:
+        if self._rank == 0 and sentence not in self._told:
+            self._told.add(sentence)
+            say(sentence)
+
+    def _warn_once(self, sentence: str, kind: str | None = None) -> None:
+        """Tell the user on rank zero, which is one rank also where nobody has told processes their ranks.
+
+        Args:
+            sentence: to say.
+            kind: of sentences of which one is said; None: of this one.
+        """
+        if self._rank == 0 and (kind or sentence) not in self._told:
+            self._told.add(kind or sentence)
+            rank_zero_warn(sentence)

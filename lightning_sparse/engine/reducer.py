@@ -1,0 +1,426 @@
+"""Which group runs when: from DDP's buckets to groups, through the pipeline, and back.
+
+DDP hands over gradients in buckets whose composition changes after the first iteration. The reducer keeps groups of its
+own over parameter names: a group begins to work as soon as its last gradient has arrived. Its messages travel with
+those of the other groups, or by themselves. When all groups have been exchanged, the step is concluded: what they have
+formed counts from then on, unless a gradient of any of them was not finite on any rank. Then the buckets are answered.
+*When and where* groups run is up to an executor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+from torch.nn import Parameter
+
+from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.core.clock import Stamp, Totals
+from lightning_sparse.core.step import Agreement, Context
+from lightning_sparse.engine.batch import Batches
+from lightning_sparse.engine.executor import ExchangeStream, Inline, make_executor
+from lightning_sparse.engine.group import GroupReducer, GroupVersion
+from lightning_sparse.engine.header import Header, digest_of
+from lightning_sparse.engine.network import TorchCollective, ring_all_reduce_bytes
+from lightning_sparse.engine.optimizers.clipping import Clipping
+from lightning_sparse.engine.optimizers.learning_rates import LearningRates
+from lightning_sparse.engine.optimizers.scaled import Lengths
+from lightning_sparse.engine.skip import SkipFlag, SkippedSteps, any_set
+from lightning_sparse.engine.sources.comm_hook import DenseBypass, PendingBucket, Positions
+from lightning_sparse.engine.sources.gradient_hooks import SparseGradients, Usage
+from lightning_sparse.engine.state.versions import Counts, History, Record
+from lightning_sparse.methods.grouping import Group, Messages
+from lightning_sparse.methods.memory import Memory
+
+NOTE = "sparse_ddp: "
+"""Begins the note that says where an error was raised."""
+PATIENCE = 30.0
+"""Seconds that a state waits for an exchange that another rank has concluded already."""
+
+
+class Reducer:
+    """Exchanges the gradients of every synchronised backward, group by group.
+
+    Args:
+        parameters: by name.
+        settings: checked choices.
+        comm: the ranks; closed with the reducer.
+        device: where gradients live.
+        watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
+        loss_scale: () tensor that the loss is multiplied by, or None; asked in every backward.
+        before_exchange: called on all ranks when the first gradients of a step are here; may call :meth:`adopt`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        settings: SparsificationConfig,
+        comm: TorchCollective,
+        device: torch.device,
+        watch_usage: bool,
+        loss_scale: Callable[[], Tensor | None],
+        before_exchange: Callable[[], None],
+    ) -> None:
+        names = {id(p): name for name, p in parameters.items()}
+        self.groups: list[GroupReducer] = []
+        self.group_of: dict[str, GroupReducer] = {}
+        """The group of each parameter, by name."""
+        self.adoptions = 0
+        """How often groups took the place of others."""
+        self.direct = False
+        """Whether buckets are averaged just as DDP does, past the groups."""
+        self.clippings: dict[int | None, tuple[Clipping, Set[str]]] = {}
+        """What each rank's gradients are clipped to from the next step on, before they are accumulated, and which
+        parameters' are; by the id of an optimizer, None for all parameters."""
+        self.in_place_of_averages: Set[int] = frozenset()
+        """Keys of those that rest while nothing of their parameters can wait: averages are clipped then."""
+        self.clipped: Set[int | None] = frozenset()
+        """Keys of those that the latest step began with."""
+        self.began_in_place: Sequence[tuple[Clipping, Set[str]]] = ()
+        """What the latest step began with in place of clipping averages."""
+        self.lengths = Lengths()
+        """Of averages, as optimizers got them."""
+        self.flush_asked = False
+        """Whether everything is sent in a step that has not begun yet."""
+        self.flush_at: int | None = None
+        """The step in which everything is sent; until it counts."""
+        self.rates = LearningRates(names)
+        self.record = Record(parameters, names)
+        self.skipped = SkippedSteps(names)
+        self.on_stream = ExchangeStream(device)
+        self.exposed_ms: Callable[[], float] = lambda: 0.0
+        """Milliseconds that backward stood still in the latest step; may wait for the device."""
+        self.totals = Totals()
+        """What was sent in all steps so far."""
+        self._parameters, self._names = parameters, names
+        self.settings, self._comm, self._device = settings, comm, device
+        self._loss_scale, self._before_exchange = loss_scale, before_exchange
+        self._usage = Usage(parameters, comm) if watch_usage else None
+        self._sparse_gradients = SparseGradients(parameters, lambda: self.failing_together("in backward"))
+        self._executor = make_executor(settings.executor, device, comm.world_size, self.on_stream.host_knows)
+        self._batches = Batches(comm, self._usage, self._executor, self.on_stream, device, self.failing_together)
+        self.messages: Messages = "group" if settings.messages == "group" else "step"
+        """What travels together."""
+        self._bypass = DenseBypass(comm, names)
+        self._pending: list[PendingBucket] = []
+        self._positions: Positions = {}
+        self._begun = self._flushes = False
+        self._model_bytes = sum(p.nbytes for p in parameters.values())
+        self._number = 0
+        """Number of the step that is running, or of the next one."""
+        self._held_up_before = 0.0
+
+    @property
+    def step(self) -> int:
+        """Exchanges so far that counted; may wait for the device."""
+        return self.record.latest.counts.step
+
+    @property
+    def held_up_seconds(self) -> float:
+        """How long the host stood still inside backward so far, on a CPU; 0 on devices, where streams wait instead."""
+        return self._held_up_before + self._executor.blocked_seconds if self.on_stream.host_knows else 0.0
+
+    @property
+    def shared_bytes(self) -> float:
+        """Bytes sent in the latest step for no single group: its header, and which parameters it used."""
+        return self._batches.shared_bytes
+
+    @property
+    def overlaps_backward(self) -> bool:
+        """Whether exchanges go on beside backward: on a stream or a thread of their own."""
+        return not self.on_stream.host_knows or not isinstance(self._executor, Inline)
+
+    def form(self, group: Group, flush: bool = False, step: int | None = None) -> GroupReducer:
+        """A group with nothing remembered.
+
+        Args:
+            group: of the plan.
+            flush: whether it must be able to send what it will remember.
+            step: at which it starts; None: the current one.
+        """
+        step = self.step if step is None else step
+        density = group.density or self.settings.density(step)
+        ctx = Context(step, density, self._comm.rank, self._comm.world_size)
+        return GroupReducer(group, self._parameters, self.settings, ctx, flush)
+
+    def prepare(self) -> None:
+        """Compile what steps of the groups will need, before the first of them."""
+        for group in self.groups:
+            group.prepare(Context(0, 1.0, self._comm.rank, self._comm.world_size))
+
+    def adopt(self, groups: list[GroupReducer], counts: Counts) -> None:
+        """Go on with these groups, between two steps."""
+        self.skipped.resolve()
+        self.direct = False
+        self.record.restart([group.version for group in groups], self.rates.latest, self.rates.surplus, counts)
+        self._number = counts.step
+        self.groups = groups
+        self.adoptions += 1
+        self.group_of = {p.name: group for group in groups for p in group.plan.parameters}
+        self._model_numel = sum(g.plan.numel for g in groups if not g.plan.dense) or None
+        self._digest_of_plan = digest_of([group.plan for group in groups])
+        self._digest = digest_of(self.settings, self._digest_of_plan)
+        self._all_dense = all(group.sparsifier.agreement is Agreement.EVERYTHING for group in groups)
+
+    def regroup(self, plan: Sequence[Group], messages: Messages, direct: bool = False, for_good: bool = False) -> None:
+        """Go on with other groups of the same parameters, and what is remembered of these; between two steps.
+
+        Args:
+            plan: the groups.
+            messages: what travels together.
+            direct: average buckets past the groups, which keep nothing then but what is remembered.
+            for_good: of groups in which nothing waits, forget what else is remembered where the new ones have no use
+                for it.
+        """
+        groups = []
+        with self.on_stream.between_steps():
+            for group in plan:
+                before = {p.name: self.group_of[p.name] for p in group.parameters}
+                flush = any(old.waits if for_good else old.remembers for old in before.values())
+                running = self.form(group, flush)
+                for name, old in before.items():
+                    running.carry(name, old)
+                if direct:
+                    running.rest()
+                groups.append(running)
+        self.adopt(groups, self.record.latest.counts)
+        self.messages, self.direct = messages, direct
+
+    def remember_by(self, settings: SparsificationConfig) -> None:
+        """Go on with settings that differ in the memory; between two steps."""
+        self.settings = settings
+        self.regroup([group.plan for group in self.groups], self.messages)
+
+    def adapt(self, memory: Memory) -> None:
+        """Go on with a memory of the same kind that has other settings, in a step that has just begun."""
+        self.settings = replace(self.settings, memory=memory)
+        self._digest = digest_of(self.settings, self._digest_of_plan)
+        with self.record.lock, self.on_stream.between_steps():
+            groups = [group.adapt(memory) if group.memory.needs_second else group.version for group in self.groups]
+            self.record.rescale(groups, self.rates.latest, self.rates.surplus)
+
+    def receive(self, bucket: Any) -> Future[Tensor]:
+        """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""
+        with self.failing_together("in backward"):
+            return self._receive(bucket)
+
+    def _receive(self, bucket: Any) -> Future[Tensor]:
+        if not self._begun:
+            self._begin()
+        if self.direct:
+            average = self._bypass.average(bucket)
+            if bucket.is_last():
+                self._conclude_direct()
+                self._end_step()
+            return average
+        pending = PendingBucket(bucket, self._names)
+        self._pending.append(pending)
+        for name, gradient in pending.gradients():
+            self.group_of[name].receive(name, gradient)
+        begin = Stamp.now(self._device)
+        for group in dict.fromkeys(self.group_of[name] for name in pending.spans):
+            if group.complete:
+                self._submit(group)
+        if bucket.is_last():
+            self._finish(begin)
+        return pending.future
+
+    def _begin(self) -> None:
+        """The first gradients of a step are here."""
+        self._begun = True
+        self.skipped.begin_step()
+        self._number = self.step
+        with self.record.lock:
+            self.record.begin_step()
+            self.lengths.begin_step()
+            for group in self.groups:
+                group.density.take_in()
+        self._before_exchange()
+        self._begin_clipping()
+        if self.flush_asked:  # looked at once, so that all groups of the step do the same
+            self.flush_at, self.flush_asked = self.step, False
+        self._flushes = self.flush_at == self.step
+
+    @property
+    def sparsified(self) -> set[str]:
+        """Names of the parameters that are not always sent as a whole."""
+        return {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
+
+    @property
+    def in_place(self) -> list[tuple[Clipping, Set[str]]]:
+        """What gradients are clipped to from the next step on, in place of their averages."""
+        return [clipping for key, clipping in list(self.clippings.items()) if key in self.in_place_of_averages]
+
+    def _begin_clipping(self) -> None:
+        """What this step's gradients are clipped to, when its groups are known."""
+        self.began_in_place = self.in_place
+        sparsified = self.sparsified if self.in_place_of_averages else set()
+        acting = {
+            key: (clipping, names, sum(self._parameters[name].numel() for name in names))
+            for key, (clipping, names) in self.clippings.items()
+            if key not in self.in_place_of_averages or names & sparsified
+        }
+        self.clipped = acting.keys()
+        self._batches.begin_step(list(acting.values()))
+
+    def rescale(self) -> None:
+        """Let residuals stand for the same steps when learning rates have changed."""
+        if not self.rates.known:
+            raise RuntimeError("lr_aware=True needs the optimizers: call engine.follow([optimizer]) before training.")
+        with self.record.lock, self.on_stream.between_steps():
+            self.record.begin_step()
+            factors = self.rates.factors()
+            densities = {name: self.group_of[name].density(self.step) for name in factors}
+            self.rates.change(factors, self.step, densities)
+            groups = [group.version.scaled(factors) for group in self.groups]
+            self.record.rescale(groups, self.rates.latest, self.rates.surplus)
+
+    def _submit(self, group: GroupReducer) -> None:
+        """All gradients of a group are here: let it begin, now or on the thread."""
+        density = group.density(self.step)
+        ctx = Context(
+            step=self.step,
+            density=density,
+            rank=self._comm.rank,
+            world_size=self._comm.world_size,
+            model_numel=self._model_numel,
+            parameters=self._parameters_of(group) if self.settings.memory.reads_parameters else None,
+            surplus=self.rates.surplus_of({p.name: p.numel for p in group.plan.parameters}, self.step, density),
+        )
+        self._batches.add(group, ctx, self._loss_scale(), self._flushes)
+        if self.messages == "group":
+            self._batches.send()
+
+    @contextmanager
+    def failing_together(self, where: str) -> Iterator[None]:
+        """An error on this rank ends the exchange for all: the others must not wait for it.
+
+        It gets a note, but for one that has one.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
+                error.add_note(f"{NOTE}{where}, step {self._number}, rank {self._comm.rank}")
+            for comm in {self._comm, self._comm if self._usage is None else self._usage.comm}:
+                comm.abort()
+            raise
+
+    def _parameters_of(self, group: GroupReducer) -> list[tuple[slice, Tensor]]:
+        return [(span, self._parameters[name].detach()) for name, span in group.spans.items()]
+
+    def _finish(self, begin: Stamp) -> None:
+        """The last bucket is here: backward has nothing left to compute, so nothing is lost by waiting."""
+        incomplete = [g.plan.name for g in self.groups if g.arrived and not g.complete]
+        assert not incomplete, f"DDP delivered only some gradients of the groups {incomplete}"
+        pending, self._pending = self._pending, []
+        if self.messages == "step":
+            # Where all is dense, there is one sum, and nothing that a header could travel with.
+            self._batches.send(None if self._all_dense else Header(self.step, self._flushes, self._digest))
+        self._executor.drain()
+        self._conclude(pending)
+        with self.on_stream():
+            for bucket in pending:
+                bucket.answer()
+        self.exposed_ms = self._measure_exposed(begin)
+        self._count()
+        self._end_step()
+
+    def _count(self) -> None:
+        ran = [group.statistics for group in self.groups if group.ran and group.statistics is not None]
+        sent = sum(statistics.bytes_sent for statistics in ran) + self.shared_bytes
+        self.totals.add(sent, sum(statistics.dense_bytes for statistics in ran))
+
+    def _conclude(self, pending: Sequence[PendingBucket]) -> None:
+        """All groups have run: does the step count? What is not finite is so on all ranks, so that nothing is sent."""
+        with self.on_stream():
+            skipped = self._any_not_finite()
+            unused = {name for group in self.groups for name in group.untouched}
+            if not self.on_stream.host_knows or skipped:
+                for bucket in pending:
+                    bucket.fill_nan_(skipped, unused, self._positions)
+            # On a device, with nonfinite="nan" and without a loss scale, nobody asks.
+            asked = self.on_stream.host_knows or self.settings.nonfinite == "skip" or self._loss_scale() is not None
+            flag = SkipFlag(
+                skipped if asked else None, self.on_stream.stream, self._comm.wait_until, self._batches.headers
+            )
+            groups = [group.after(skipped, flag.__bool__ if asked else None) for group in self.groups]
+        self._commit(groups, flag, {name for bucket in pending for name in bucket.spans} - unused)
+
+    def _conclude_direct(self) -> None:
+        """All averages are on their way; with a loss scale, the scaler looks whether they are finite."""
+        names, skipped = self._bypass.end_step(self.settings.nonfinite == "skip" and self._loss_scale() is None)
+        stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self._device)
+        flag = SkipFlag(skipped, stream, self._comm.wait_until)
+        self._commit([group.version for group in self.groups], flag, names)
+        self.totals.add(self.direct_bytes, self.direct_bytes)
+
+    @property
+    def direct_bytes(self) -> float:
+        """What this rank sends where DDP averages everything by itself."""
+        return ring_all_reduce_bytes(self._model_bytes, self._comm.world_size)
+
+    def _any_not_finite(self) -> Tensor:
+        """() whether a gradient of any group was not finite on some rank; equal on all ranks."""
+        flags = [group.void for group in self.groups if group.void is not None]
+        return any_set(flags, self._device, self.on_stream.host_knows)
+
+    def _commit(self, groups: Sequence[GroupVersion], skipped: SkipFlag, names: Set[str]) -> None:
+        self.record.commit(groups, skipped, names)
+        self.skipped.note(skipped, names)
+
+    def _end_step(self) -> None:
+        self._begun = False
+        self._sparse_gradients.close()
+        for group in self.groups:
+            group.end_step()
+        if self._usage is not None:
+            self._usage.end_step()
+
+    def _measure_exposed(self, begin: Stamp) -> Callable[[], float]:
+        """Time since the last bucket came; groups that ran inside earlier hooks held backward up, too."""
+        if self.on_stream.host_knows:
+            inline = self._executor.blocked_seconds
+            self._held_up_before += inline
+            self._executor.blocked_seconds = 0.0
+            self.totals.expose(Stamp(0.0, None), Stamp(inline, None))
+            return lambda: 1e3 * inline
+        with self.on_stream():
+            end = Stamp.now(self._device)
+        self.totals.expose(begin, end)
+        return lambda: max(0.0, begin.until(end))
+
+    def soon(self) -> History:
+        """The history when the exchange is concluded that goes on; another rank has done so already.
+
+        A signal handler may have come in between, on the thread that would conclude it.
+        """
+        deadline = time.monotonic() + PATIENCE
+        arrived = [group for group in self.groups if group.arrived]
+        if not arrived and not self.direct:  # the other rank is ahead by a flush
+            return self.record.history
+        while not all(group.exchanged for group in arrived):
+            if isinstance(self._executor, Inline) or time.monotonic() > deadline:
+                return self.record.history
+            time.sleep(0.001)
+        latest = self.record.latest
+        skipped = self._any_not_finite()
+        groups = tuple(group.after(skipped) for group in self.groups)
+        flag = SkipFlag(skipped, None, self._comm.wait_until)
+        return History(latest._replace(groups=groups, start=latest.counts, skipped=flag), latest)
+
+    def close(self) -> None:
+        """Stop the communication thread, give the process group back, stop looking at parameters and optimizers."""
+        self.skipped.close()
+        self._executor.close()
+        self._sparse_gradients.close()
+        self.record.close()
+        if self._usage is not None:
+            self._usage.close()
+        self._comm.close()

@@ -1,0 +1,108 @@
+"""DDP's buckets: what lies in them, how they are answered, and how they are averaged without any compression."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.ops import all_finite, static_shapes
+
+Positions = dict[tuple[int, ...], Tensor]
+"""First coordinates of gradients in a bucket as tensors on the device, kept from step to step."""
+
+
+class PendingBucket:
+    """A bucket of DDP, to be answered in its own buffer when the step is over.
+
+    Args:
+        bucket: DDP's ``GradBucket``.
+        names: of parameters, by id.
+    """
+
+    def __init__(self, bucket: Any, names: Mapping[int, str]) -> None:
+        self.buffer: Tensor = bucket.buffer()
+        self.future: Future[Tensor] = Future(devices=[self.buffer.device] if self.buffer.is_cuda else None)
+        self.spans: dict[str, slice] = {}
+        """Where the gradients of parameters lie; parameters without coordinates are left out."""
+        for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if view.numel():
+                start = view.storage_offset() - self.buffer.storage_offset()
+                self.spans[names[id(parameter)]] = slice(start, start + view.numel())
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(numel,) views of the gradients, by name."""
+        return ((name, self.buffer[span]) for name, span in self.spans.items())
+
+    def answer(self) -> None:
+        """The buffer holds averages."""
+        self.future.set_result(self.buffer)
+
+    def fill_nan_(self, skipped: Tensor, unused: Set[str], positions: Positions) -> None:
+        """Put NaN into the gradients of a step that is skipped, so that whoever looks at any of them knows.
+
+        Args:
+            skipped: () flag. On a device, where nobody knows whether it is set, one coordinate of each gradient has to
+                do.
+            unused: parameters whose gradient is not of this step.
+            positions: may be added to.
+        """
+        spans = [span for name, span in self.spans.items() if name not in unused]
+        if not static_shapes(skipped.device):
+            for span in spans if skipped else ():
+                self.buffer[span].fill_(float("nan"))
+        elif unused & self.spans.keys():  # may be others in every step: the host does not wait to copy positions
+            for span in spans:
+                self.buffer[span.start : span.start + 1].masked_fill_(skipped, float("nan"))
+        else:
+            starts = tuple(span.start for span in spans)
+            if starts not in positions:
+                positions[starts] = torch.tensor(starts, device=self.buffer.device)
+            firsts = positions[starts]
+            self.buffer.index_copy_(0, firsts, self.buffer[firsts].masked_fill_(skipped, float("nan")))
+
+
+class DenseBypass:
+    """Averages buckets just as DDP does without a hook.
+
+    Args:
+        comm: the ranks.
+        names: of parameters, by id.
+    """
+
+    def __init__(self, comm: TorchCollective, names: Mapping[int, str]) -> None:
+        self._comm = comm
+        self._names = names
+        self._averages: list[tuple[Future[Tensor], Tensor]] = []
+        self._averaged: set[str] = set()
+
+    def average(self, bucket: Any) -> Future[Tensor]:
+        """Average a bucket in its own buffer."""
+        buffer = bucket.buffer()
+        future = self._comm.start_average(buffer, wait=bucket.is_last())
+        self._averages.append((future, buffer))
+        self._averaged |= {self._names[id(p)] for p in bucket.parameters() if p.numel()}
+        return future
+
+    def end_step(self, look: bool) -> tuple[Set[str], Tensor | None]:
+        """All buckets of a step are on their way.
+
+        Args:
+            look: wait for them, and look whether they are finite.
+
+        Returns:
+            The names of their parameters, and () whether any average is not finite; None without a look.
+        """
+        averages, names = self._averages, self._averaged
+        self._averages, self._averaged = [], set()
+        if not look:
+            return names, None
+        finite = []
+        for future, buffer in averages:
+            future.wait()
+            finite.append(all_finite(buffer))
+        return names, ~torch.stack(finite).all()

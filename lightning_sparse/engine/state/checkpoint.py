@@ -1,0 +1,354 @@
+"""Error feedback next to checkpoints: what each rank remembers, in a file of its own.
+
+A checkpoint is one file, written by rank 0. What error feedback holds differs from rank to rank and is as large as the
+model, or larger, so that every rank writes a *side file* of its own, in a directory beside the checkpoint::
+
+    last.ckpt                                         the checkpoint, with a marker that names the save
+    last.ckpt.sparse/rank-0-of-2.<save>.pt            what rank 0 remembers
+    last.ckpt.sparse/rank-1-of-2.<save>.pt
+
+Side files are complete on all ranks before the checkpoint is begun, and those of the save before stay: whenever a run
+is killed, the checkpoint that lies there finds the files of its own save. On the way back, either all ranks continue
+with what they remembered or all of them start empty.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
+
+from lightning_sparse.config import Resize
+from lightning_sparse.core.checks import is_integer
+from lightning_sparse.engine.agreement import Note, by_reason, reason
+from lightning_sparse.engine.engine import Engine
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.state.merging import merge_states
+from lightning_sparse.engine.state.plain import checksum
+from lightning_sparse.engine.state.schema import State, check_state
+from lightning_sparse.engine.state.side_files import (
+    Path,
+    SideFile,
+    SideFileError,
+    clear,
+    exists,
+    listing,
+    remove,
+    side_directory,
+)
+
+DENSE = "it is of a training without this exchange"
+"""What is in the way of a rank whose checkpoint nothing waited for: on all ranks, nothing is."""
+FORMAT = 2
+"""Version of the format of side files and of the marker; changes when their meaning does."""
+
+
+class SideFiles:
+    """The side files that a strategy writes and clears away.
+
+    Writing may go on in the background, as with Lightning's ``AsyncCheckpointIO``, if it is done in the order in which
+    it was asked for.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._latest: dict[str, str] = {}
+        self._late: dict[str, tuple[int, int]] = {}
+
+    @contextmanager
+    def beside(
+        self,
+        path: Path,
+        engine: Engine,
+        write: Callable[[State, str], None],
+        comm: TorchCollective | None,
+        global_step: int | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Write this rank's side file, then let the checkpoint be written, then remove older side files.
+
+        All ranks must enter this together, but may be asked at different moments of a step: all of them save what
+        belongs to the weights that rank 0 has. What is in the way of one rank is an error on all of them, before the
+        checkpoint is touched.
+
+        Args:
+            path: of the checkpoint, the same on all ranks.
+            engine: whose state is saved.
+            write: saves a dict at a path or URL.
+            comm: the ranks; None: this rank goes ahead alone, because something has failed already and the others may
+                not come. It only warns of failures then, removes nothing, and saves what belongs to its own weights.
+            global_step: what the checkpoint says about itself; None: nothing.
+
+        Yields:
+            The marker, which the checkpoint must carry for :func:`restore`.
+
+        Raises:
+            RuntimeError: on all ranks, if any of them could not write.
+        """
+        self._number += 1
+        own = SideFile(engine.comm.rank, engine.comm.world_size, engine.run_id, self._number)
+        moment, counted = engine.moment, -1 if global_step is None else global_step
+        if comm is not None:
+            agreed = comm.broadcast(
+                torch.cat([moment, torch.tensor([counted], device="cpu")]).to(engine.device), 0
+            ).cpu()
+            moment, counted = agreed[:-1], int(agreed[-1])
+        facts = {"save": own.save, "global_step": counted}
+        step, problem = self._write(facts, own.name, path, engine, moment, write)
+        oldest = ""
+        if comm is not None:
+            notes = comm.all_gather_object(Note(_oldest_needed(path, own), problem), engine.device)
+            oldest = notes[0].fact
+            if trouble := by_reason(notes):
+                raise RuntimeError(
+                    f"The residuals for checkpoint {os.fspath(path)} could not be saved: {trouble}. The checkpoint was "
+                    "not written; what was there before is unchanged. Set save_residuals=False to do without them."
+                )
+        elif problem:
+            warnings.warn(f"Rank {own.rank} could not save its residuals: {problem}.", stacklevel=3)
+        yield {
+            "format": FORMAT,
+            **facts,
+            "world_size": own.world_size,
+            "step": step,
+            "directory": os.path.basename(side_directory(path)),
+        }
+        if oldest:
+            remove(path, own.rank, own.world_size, lambda file: file.run != own.run or file.number < int(oldest))
+
+    def _write(
+        self,
+        facts: dict[str, Any],
+        name: str,
+        path: Path,
+        engine: Engine,
+        moment: Tensor,
+        write: Callable[[State, str], None],
+    ) -> tuple[int, str]:
+        """Write the file; returns the step whose state it holds, and what went wrong."""
+        target = self._latest[os.fspath(path)] = f"{side_directory(path)}/{name}"
+        self._late.pop(os.fspath(path), None)
+        step = 0
+        try:
+            state = engine.state_dict(moment)
+            step, content = state["step"], _sealed({**facts, "state": state})
+            try:
+                write(content, target)
+            except FileNotFoundError:
+                # Another rank has removed the empty directory after it was made and before the file was in it.
+                write(content, target)
+        except Exception as error:  # of any plugin and any file system
+            return step, reason(error, SideFileError)
+        return step, ""
+
+    def remove(self, path: Path, rank: int, world_size: int) -> None:
+        """Remove the side files of a checkpoint that rank 0 has removed; there may be none.
+
+        Callbacks may not agree on what to remove where they follow metrics that differ from rank to rank. As for
+        checkpoints, rank 0 decides: it removes the files of all ranks, and others only what it cannot see, on disks of
+        their own.
+
+        Args:
+            path: of the checkpoint. Of a link, nothing is removed: the files belong to what it points to.
+            rank: of this process.
+            world_size: number of ranks.
+        """
+        latest = self._latest.pop(os.fspath(path), None)
+        if latest is not None and not exists(latest):
+            self._late[os.fspath(path)] = rank, world_size  # still to be written in the background
+        clear(path, rank, world_size)
+
+    def sweep(self) -> None:
+        """Remove what was written after it had been removed; call this when nothing is written any more."""
+        late, self._late = self._late, {}
+        for path, (rank, world_size) in late.items():
+            clear(path, rank, world_size)
+
+
+def restore(
+    engine: Engine,
+    path: Path,
+    marker: dict[str, Any] | None,
+    load: Callable[[str], Any],
+    resize: Resize = "merge",
+    strict: bool = False,
+    dense: bool = False,
+) -> None:
+    """Let a new engine continue with what the ranks remembered when a checkpoint was written; collective.
+
+    With the same number of ranks, each reads its own file and continues bit for bit. With another number, all files are
+    read: see ``resize``. If any rank cannot, none does: error feedback starts empty on all of them, at the step at
+    which the checkpoint was written.
+
+    Args:
+        engine: before its first step.
+        path: of the checkpoint; links are followed.
+        marker: from the checkpoint; None: it has none.
+        load: reads a file that ``write`` of :meth:`SideFiles.beside` has written.
+        resize: with another number of ranks, "merge" gives each the mean of what all remembered, which leaves the
+            pending update ``1/n sum_i residual_i`` unchanged; "flush" sends all of that in the first step, densely;
+            "zero" drops it, and says how much that is.
+        strict: raise where something is in the way, instead of starting empty.
+        dense: whether the checkpoint is of a training that did not sparsify, so that nothing waited. Error feedback
+            starts empty, and nothing is in the way.
+
+    Raises:
+        RuntimeError: on all ranks, if ``strict`` and not everything fits.
+    """
+    comm = engine.comm
+    state, fact, problem = None, "", ""
+    try:
+        if dense:
+            raise SideFileError(DENSE)
+        if marker is None:
+            raise SideFileError("it was saved without them")
+        _check_marker(marker)
+        fact = str(marker["step"])
+        state = _read_state(path, marker, comm, load)
+    except Exception as error:  # of any plugin and any file system
+        problem = reason(error, SideFileError)
+    notes = comm.all_gather_object(Note(fact, problem), engine.device)
+    trouble = by_reason(notes)
+    dropped, remarks = "", []
+    if not trouble and state is not None and marker is not None:
+        resized = marker["world_size"] != comm.world_size
+        if resized and resize == "zero":
+            state, dropped = _emptied(state, comm)
+        try:
+            remarks = engine.load_state_dict(state)
+        except ValueError as error:  # on all ranks
+            trouble = str(error)
+    if trouble or state is None or marker is None:
+        text = (
+            f"The residuals of the sparsified exchange were not restored from checkpoint {os.fspath(path)}: "
+            f"{trouble.rstrip('.')}."
+        )
+        lost = any(note.problem != DENSE for note in notes)
+        if strict and lost:
+            where = f"{side_directory(path)} belongs to the checkpoint and must be where that is. " if marker else ""
+            raise RuntimeError(f"{text} {where}With strict_resume=False, error feedback starts empty.")
+        if comm.rank == 0 and lost:
+            warnings.warn(
+                f"{text} Error feedback starts empty on all ranks, and what was not sent before the checkpoint was "
+                "written is lost. Expect a small dent in the curve.",
+                stacklevel=2,
+            )
+        nothing: State = {"parameters": {}, "counters": {}, "groups": [], "rates": {}, "surplus": {}}
+        engine.load_state_dict({**engine.state_dict(), **nothing, "step": int(notes[0].fact or 0)})
+        return
+    if dropped and comm.rank == 0:
+        warnings.warn(dropped, stacklevel=2)
+    notes = comm.all_gather_object(Note("", " ".join(remarks)), engine.device)
+    if trouble := by_reason(notes):
+        text = f"The residuals in checkpoint {os.fspath(path)} do not fit in every respect. On {trouble}"
+        if strict:
+            raise RuntimeError(f"{text} With strict_resume=False, training continues with what fits.")
+        if comm.rank == 0:
+            warnings.warn(text, stacklevel=2)
+    if resized and resize == "flush":
+        engine.flush_next_step()
+
+
+def _sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """With a checksum. File formats have their own, which readers do not look at: torch.load takes any bits."""
+    return {**content, "checksum": checksum(content)}
+
+
+def _check_marker(marker: Any) -> None:
+    """A checkpoint may come from anywhere, and some of these become parts of paths.
+
+    Raises:
+        SideFileError: if anything is not as :meth:`SideFiles.beside` gives it.
+    """
+    if not isinstance(marker, dict) or marker.get("format") != FORMAT:
+        kind = repr(marker.get("format")) if isinstance(marker, dict) else f"a {type(marker).__name__}"
+        raise SideFileError(f"they are in format {kind}, and this version of lightning-sparse knows {FORMAT}")
+    whole = {"world_size": 1, "step": 0, "global_step": -1}
+    for field, least in whole.items():
+        value = marker.get(field)
+        if not is_integer(value) or value < least:
+            raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
+    patterns = {"save": r"\w+-\d+", "directory": r"[^/\\\0]+\.sparse"}
+    for field, pattern in patterns.items():
+        value = marker.get(field)
+        if not isinstance(value, str) or re.fullmatch(pattern, value, re.ASCII) is None:
+            raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
+
+
+def _read_state(path: Path, marker: dict[str, Any], comm: TorchCollective, load: Callable[[str], Any]) -> State:
+    """This rank's own state, or what became of all of them if there were more or fewer ranks."""
+    if marker["world_size"] == comm.world_size:
+        return _read(path, marker, comm.rank, load)
+    return merge_states(_read(path, marker, rank, load) for rank in range(marker["world_size"]))
+
+
+def _read(path: Path, marker: dict[str, Any], rank: int, load: Callable[[str], Any]) -> State:
+    run, _, number = marker["save"].rpartition("-")
+    file = SideFile(rank, marker["world_size"], run, int(number))
+    location = _locate(path, marker["directory"], file)
+    try:
+        content = load(location)
+        sealed = {key: content[key] for key in ("save", "global_step", "state")}
+        whole = content["checksum"] == checksum(sealed)
+    except Exception as error:  # whatever a damaged file makes of a plugin
+        raise SideFileError(f"{file.name} cannot be read ({reason(error)})") from error
+    if not whole:
+        raise SideFileError(f"{file.name} is damaged: its content does not have the checksum that was written with it")
+    state: State = content["state"]
+    try:
+        check_state(state)
+    except ValueError as error:
+        raise SideFileError(f"{file.name} holds no state: {error}") from error
+    expected = {"rank": rank, "world_size": marker["world_size"], "step": marker["step"]}
+    same = all(content[key] == marker[key] for key in ("save", "global_step"))
+    if not same or any(state[key] != value for key, value in expected.items()):
+        raise SideFileError(f"{file.name} holds something else than its name says")
+    return state
+
+
+def _locate(path: Path, directory: str, file: SideFile) -> str:
+    """Beside the checkpoint, beside what it links to, or where it was copied from in the same folder."""
+    places = [side_directory(path)]
+    file_system, local = url_to_fs(os.fspath(path))
+    if isinstance(file_system, LocalFileSystem):
+        places.append(side_directory(os.path.realpath(local)))
+    places.append(os.path.join(os.path.dirname(os.fspath(path)), os.path.basename(directory)))
+    for place in places:
+        if exists(f"{place}/{file.name}"):
+            return f"{place}/{file.name}"
+    others = sorted({other.save for _, other in listing(path)})
+    if not others:
+        raise SideFileError(f"there are no side files in {places[0]}")
+    raise SideFileError(
+        f"{file.name} is missing from {places[0]}, where there are files of the saves {', '.join(others)}"
+    )
+
+
+def _emptied(state: State, comm: TorchCollective) -> tuple[State, str]:
+    """A merged state that remembers nothing, and a sentence that says what is lost."""
+    pending = [vectors["residual"] for vectors in state["parameters"].values() if "residual" in vectors]
+    norm = sum(float(residual.double().square().sum()) for residual in pending) ** 0.5
+    nothing: State = {"parameters": {name: {} for name in state["parameters"]}, "counters": {}}
+    return {**state, **nothing}, (
+        f"Training continues with {comm.world_size} ranks instead of {state['world_size']} and resize='zero': the "
+        f"residuals, an update of norm {norm:.4g} that was still to be sent, are dropped."
+    )
+
+
+def _oldest_needed(path: Path, own: SideFile) -> str:
+    """Number of the oldest save of this run that may still be needed; empty: keep everything.
+
+    Rank 0 writes side file, checkpoint, side file, checkpoint, ... of a path one after the other. Where its newest side
+    file is there, complete or not, the checkpoint of the one before is complete.
+    """
+    if own.rank != 0:
+        return ""
+    numbers = sorted(file.number for _, file in listing(path) if (file.rank, file.run) == (own.rank, own.run))
+    return str(numbers[-2]) if len(numbers) > 1 else ""

@@ -1,0 +1,98 @@
+"""The state of an engine as it is saved and loaded: which version is meant, and what waits for frozen parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.state.state import Draft, Parked, capture, draft_of, load, parked
+
+
+class Kept:
+    """Takes the state of a reducer at any moment, and gives it one between two steps.
+
+    Args:
+        reducer: whose state it is.
+        parameters: by name, in order.
+        frozen: parameters that need no gradient, by name.
+        comm: the ranks.
+        device: where gradients live.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        parameters: Mapping[str, Parameter],
+        frozen: Mapping[str, Parameter],
+        comm: TorchCollective,
+        device: torch.device,
+    ) -> None:
+        self.loads = 0
+        """How many states were loaded."""
+        self._reducer, self._names, self._frozen = reducer, list(parameters), frozen
+        self._comm, self._device = comm, device
+        self._parked: Parked = {}
+
+    @property
+    def moment(self) -> Tensor:
+        """See :attr:`.Engine.moment`."""
+        record = self._reducer.record
+        return torch.tensor(record.numbers(record.history), device="cpu")
+
+    def state(self, moment: Tensor | None) -> dict[str, Any]:
+        """See :meth:`.Engine.state_dict`."""
+        reducer, record = self._reducer, self._reducer.record
+        reducer.on_stream.synchronize()
+        with record.lock:
+            history = record.history
+            numbers = record.numbers(history) if moment is None else moment.tolist()
+            if max(numbers) > history.latest.number:
+                history = reducer.soon()
+            algorithm = reducer.settings.algorithm
+            # What was asked for since a step began is for the next one, also where the weights are of before it.
+            clippings = reducer.in_place if numbers[0] == history.latest.number else reducer.began_in_place
+            chosen = zip(self._names, numbers[1:], strict=True)
+            lengths = reducer.lengths.state({name for name, number in chosen if number < history.latest.number})
+            return capture(history, numbers, self._names, self._parked, clippings, lengths, algorithm, self._comm)
+
+    def load(self, state: Mapping[str, Any], suit: Callable[[Mapping[str, Any]], None]) -> Draft:
+        """See :meth:`.Engine.load_state_dict`; nothing changes before all ranks know that all of them can.
+
+        Args:
+            state: of this rank.
+            suit: called with the state before it is read: chooses the memory.
+        """
+        reducer = self._reducer
+        reducer.skipped.resolve()
+        settings, groups = reducer.settings, reducer.groups
+        if isinstance(state, Mapping):
+            suit(state)
+        try:
+            draft = load(lambda: self._draft(state), state, self._comm, self._device)
+        except ValueError:
+            if reducer.settings is not settings:
+                reducer.settings = settings
+                reducer.adopt(groups, reducer.record.latest.counts)
+            raise
+        counts = reducer.record.latest.counts._replace(step=state["step"], void=state["void_steps"])
+        if reducer.flush_at is not None:
+            reducer.flush_at = counts.step if reducer.flush_at == reducer.step else None
+        reducer.rates.load(state["rates"], state.get("surplus", {}))
+        reducer.adopt(draft.groups, counts)
+        self._parked = parked(state, self._frozen)
+        self.loads += 1
+        reducer.on_stream.synchronize()
+        return draft
+
+    def _draft(self, state: Mapping[str, Any]) -> Draft:
+        reducer = self._reducer
+        plan = [group.plan for group in reducer.groups]
+        with reducer.on_stream.between_steps():
+            algorithm = reducer.settings.algorithm
+            return draft_of(state, plan, reducer.form, self._frozen, algorithm, self._comm.world_size)

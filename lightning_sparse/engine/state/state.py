@@ -1,0 +1,310 @@
+"""What an engine saves, and how it goes on from there: remembered by parameters, learned by groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
+from lightning_sparse.engine.group import GroupReducer, GroupVersion
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.optimizers.clipping import Clipping
+from lightning_sparse.engine.state.plain import from_plain, to_plain
+from lightning_sparse.engine.state.schema import STATE_FORMAT, State, check_state, outline
+from lightning_sparse.engine.state.versions import History
+from lightning_sparse.methods.density import GroupDensity
+from lightning_sparse.methods.grouping import Group
+
+Parked = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, float]]]
+"""What is remembered of parameters that need no gradient now: vectors and counters, by name."""
+
+
+def capture(
+    history: History,
+    numbers: Sequence[int],
+    names: Sequence[str],
+    parked: Parked,
+    clippings: Sequence[tuple[Clipping, Set[str]]],
+    lengths: Mapping[str, Sequence[float]],
+    algorithm: str,
+    comm: TorchCollective,
+) -> State:
+    """The state of an engine: plain data and tensors on the CPU; copies.
+
+    Args:
+        history: of the engine.
+        numbers: which version is meant, see :meth:`History.numbers`.
+        names: of all parameters, in order.
+        parked: of the engine.
+        clippings: in place of averages, and the parameters of each.
+        lengths: of averages, by parameter.
+        algorithm: see :attr:`SparsificationConfig.algorithm`.
+        comm: the ranks.
+
+    Raises:
+        RuntimeError: if a version that is meant is not there any more, or not yet.
+    """
+    versions = {version.number: version for version in (history.before, history.latest) if version is not None}
+    if missing := set(numbers) - versions.keys():
+        raise RuntimeError(
+            f"The weights that are saved are those after exchange {min(missing)}, and this rank holds what it "
+            f"remembered after {' and '.join(map(str, sorted(versions)))} only. Save a moment later."
+        )
+    whole = versions[numbers[0]]
+    remembered: dict[str, dict[str, Tensor]] = {}
+    counters: dict[str, dict[str, float]] = {}
+    chosen = dict(zip(names, numbers[1:], strict=True))
+    for number, version in versions.items():
+        for group in version.groups:
+            meant = [name for name in group.group.spans if chosen[name] == number]
+            remembered |= {name: _remembered(group, name) for name in meant}
+            counters |= dict.fromkeys(meant, _counters(group) if meant else {})
+    return {
+        "format": STATE_FORMAT,
+        "step": whole.counts.step,
+        "void_steps": whole.counts.void,
+        "rank": comm.rank,
+        "world_size": comm.world_size,
+        "settings": algorithm,
+        "parameters": {name: remembered[name] for name in names}
+        | {name: dict(vectors) for name, (vectors, _) in parked.items()},
+        "counters": {name: counters[name] for name in names}
+        | {name: dict(counted) for name, (_, counted) in parked.items()},
+        "groups": [_plain_learned(group) for group in whole.groups],
+        "rates": dict(whole.rates),
+        "surplus": {name: list(noted) for name, noted in whole.surplus.items()},
+        "clippings": [{**clipping._asdict(), "parameters": sorted(held)} for clipping, held in clippings],
+        "lengths": dict(lengths),
+    }
+
+
+def parked(state: Mapping[str, Any], frozen: Mapping[str, Any]) -> Parked:
+    """What a state remembers of parameters that need no gradient now."""
+    return {
+        name: (dict(vectors), dict(state["counters"].get(name, {})))
+        for name, vectors in state["parameters"].items()
+        if name in frozen
+    }
+
+
+class Misfits(NamedTuple):
+    """Sentences about what of a state did not fit."""
+
+    learned: list[str]
+    """What was learned about groups."""
+    remembered: list[str]
+    """What is remembered of gradients: this is lost."""
+
+
+class Learned(NamedTuple):
+    """What is known of a group but for what it remembers of gradients."""
+
+    selector: Any
+    counts: Tensor | None
+    union: Tensor | None
+    density: GroupDensity
+
+
+class Draft(NamedTuple):
+    """What a state makes of an engine, before it counts."""
+
+    groups: list[GroupReducer]
+    learned: list[Learned | None]
+    """About each group; None: nothing that fits."""
+    misfits: Misfits
+    clippings: list[Any]
+    """What gradients were clipped to in place of their averages, as a state holds it."""
+    lengths: Mapping[str, Sequence[float]]
+    """Of averages, as optimizers got them."""
+
+
+class Form(Protocol):
+    """Makes a group of an engine, with nothing remembered."""
+
+    def __call__(self, group: Group, flush: bool = False, step: int | None = None) -> GroupReducer:
+        """As :class:`GroupReducer`; ``flush``: whether it must be able to send what it will remember."""
+
+
+def load(draft: Callable[[], Draft], state: Mapping[str, Any], comm: TorchCollective, device: torch.device) -> Draft:
+    """What all ranks agree on; collective.
+
+    What has been learned about a group is in it where it fits on all ranks, and else a misfit. Clippings and lengths
+    are those of rank 0: others that saved the state in the middle of a step may not have been asked for theirs yet, or
+    not have known the step's factors.
+
+    Args:
+        draft: makes this rank's own of the state, see :func:`draft_of`.
+        state: any.
+        comm: the ranks.
+        device: for the messages.
+
+    Raises:
+        ValueError: on all ranks, if the state is none or cannot be understood on one of them, or if the states of the
+            ranks do not belong together.
+    """
+    note, own = Note("", ""), None
+    try:
+        check_state(state)
+        own = draft()
+        note = Note(outline(state), "")
+    except Exception as error:  # whatever a damaged state makes of a memory
+        note = Note("", reason(error, ValueError))
+    fits = [] if own is None else [known is not None for known in own.learned]
+    shared = None if own is None else (own.clippings, own.lengths)
+    notes, on_ranks, shared_on_ranks = zip(*comm.all_gather_object((note, fits, shared), device), strict=True)
+    trouble = by_reason(notes)
+    if not trouble and len({note.fact for note in notes}) > 1:
+        trouble = "the states of the ranks do not belong together"
+    if trouble or own is None:
+        raise ValueError(f"The state cannot be loaded, and no rank has loaded it: {trouble}")
+    for group, known, fitting in zip(own.groups, own.learned, zip(*on_ranks, strict=True), strict=True):
+        if known is not None and all(fitting):
+            group.state = group.state._replace(selector=known.selector, counts=known.counts, union=known.union)
+            group.density = known.density
+        elif known is not None:
+            others = [rank for rank, fit in enumerate(fitting) if not fit]
+            own.misfits.learned.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
+    clippings, lengths = shared_on_ranks[0]
+    return own._replace(clippings=clippings, lengths=lengths)
+
+
+def draft_of(
+    state: Mapping[str, Any],
+    plan: Sequence[Group],
+    form: Form,
+    frozen: Mapping[str, Any],
+    algorithm: str,
+    world_size: int,
+) -> Draft:
+    """The groups as they will be if all ranks can load their states.
+
+    Args:
+        state: of this rank, checked.
+        plan: the groups.
+        form: makes them.
+        frozen: parameters that need no gradient now, by name.
+        algorithm: see :attr:`SparsificationConfig.algorithm`.
+        world_size: number of ranks.
+    """
+    misfits = Misfits([], [])
+    holds = state["groups"] or any(state["parameters"].values())  # one device may have left nothing that must fit
+    if state["settings"] != algorithm and holds:
+        misfits.learned.append(f"The settings were {state['settings']}, and are {algorithm}.")
+    alike = state["settings"] == algorithm and state["world_size"] == world_size
+    given = {group["name"]: group for group in state["groups"]} if alike else {}
+    here = {p.name for group in plan for p in group.parameters}
+    # Of dense groups nothing is learned that others could use, and fallback="dense" begins with sparse ones again.
+    known_of = {name for group in state["groups"] if not group.get("dense", False) for name in group["parameters"]}
+    groups: list[GroupReducer] = []
+    learned: list[Learned | None] = []
+    for one in plan:
+        parts = {p.name: state["parameters"].get(p.name, {}) for p in one.parameters}
+        remembers = any(bool(vector.any()) for vectors in parts.values() for vector in vectors.values())
+        group = form(one, flush=remembers, step=state["step"])
+        misfits.remembered.extend(_fill(group, parts, {name: state["counters"].get(name, {}) for name in parts}))
+        groups.append(group)
+        learned.append(None)
+        known = given.get(one.name)
+        if known is None or known["parameters"] != [p.name for p in one.parameters]:
+            if not known_of.isdisjoint(parts):
+                misfits.learned.append(f"{_anew(group)}.")
+            continue
+        try:
+            learned[-1] = _understand(group, known, world_size)
+        except ValueError as error:
+            misfits.learned.append(f"{_anew(group)}, because it does not fit: {reason(error, ValueError)}")
+    misfits.remembered.extend(
+        f"There is no parameter {name} any more." for name in state["parameters"] if name not in here | frozen.keys()
+    )
+    return Draft(groups, learned, misfits, list(state.get("clippings", ())), state.get("lengths", {}))
+
+
+def _anew(group: GroupReducer) -> str:
+    return f"What was learned about the group {group.plan.name} starts anew"
+
+
+def _remembered(version: GroupVersion, name: str) -> dict[str, Tensor]:
+    """What is remembered of a parameter: copies on the CPU, by name of the vector."""
+    group = version.group
+    vectors, span = group.memory.vectors(version.state.memory), group.spans[name]
+    return {vector: buffer[span].to("cpu", copy=True) for vector, buffer in vectors.items()}
+
+
+def _counters(version: GroupVersion) -> dict[str, float]:
+    """What is remembered of the group as a whole, and with it of each of its parameters."""
+    return {name: float(counter) for name, counter in version.group.memory.counters(version.state.memory).items()}
+
+
+def _fill(
+    group: GroupReducer, remembered: dict[str, dict[str, Tensor]], counters: dict[str, dict[str, float]]
+) -> list[str]:
+    """Fill a group that has just been formed with what is remembered of its parameters.
+
+    Args:
+        group: is changed.
+        remembered: of each parameter, see :func:`_remembered`.
+        counters: of each parameter, see :func:`_counters`; of different ones, the largest count.
+
+    Returns:
+        Sentences about what did not fit.
+    """
+    notes = []
+    memory, state = group.memory, group.state.memory
+    vectors = memory.vectors(state)
+    for name, span in group.spans.items():
+        for vector, values in remembered[name].items():
+            numel = span.stop - span.start
+            if vector in vectors and values.numel() == numel:
+                vectors[vector][span].copy_(values)
+            elif vector in vectors:
+                notes.append(f"{name} had {values.numel()} coordinates and has {numel}: its {vector} is dropped.")
+            elif bool(values.any()):
+                notes.append(f"The memory keeps no {vector}: that of {name} is dropped.")
+        memory.complete_(state, span, remembered[name].keys())
+    for name, counter in memory.counters(state).items():
+        counter.fill_(max(counters[p].get(name, 0.0) for p in group.spans))
+    return notes
+
+
+def _plain_learned(version: GroupVersion) -> dict[str, Any]:
+    """What has been learned about a group, as plain data and tensors on the CPU."""
+    plan, state = version.group.plan, version.state
+    return {
+        "name": plan.name,
+        "dense": plan.dense,
+        "parameters": [p.name for p in plan.parameters],
+        "numel": plan.numel,
+        "state": {
+            "selector": to_plain((state.selector, state.counts, state.union)),
+            "density": version.group.density.state_dict(version.learned),
+        },
+    }
+
+
+def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int) -> Learned:
+    """What :func:`_plain_learned` gave about a group like this one; changes nothing.
+
+    Raises:
+        ValueError: if it does not fit.
+    """
+    state = learned["state"]
+    given = state.get("selector")
+    if learned["numel"] != group.plan.numel or not isinstance(given, list) or len(given) != 3:
+        raise ValueError(f"Expected what {group.plan.numel} coordinates have taught, but got {learned['numel']}.")
+    selector = from_plain(given[0], group.state.selector)
+    if isinstance(selector, Tensor):
+        selector = selector.to(group.device)
+    counts, union = (
+        None
+        if plain is None
+        else from_plain(plain, torch.zeros(shape, dtype=torch.int64, device="cpu")).to(group.device)
+        for plain, shape in zip(given[1:], ((world_size,), ()), strict=True)
+    )
+    if (counts is None) != (union is None):
+        raise ValueError("Expected counts and a union, or neither.")
+    density = group.density.schedule.for_group()
+    density.load_state_dict(state["density"], group.plan.numel, group.device)
+    return Learned(selector, counts, union, density)

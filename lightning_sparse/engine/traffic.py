@@ -1,0 +1,96 @@
+"""What a step sends, counted without a network: the real pipeline on tensors that have shapes and no content."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from lightning_sparse.core.checks import check_integer
+from lightning_sparse.core.messages import Message, SendRecv
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine.network import drive_mirrored
+from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.methods.density import check_density
+from lightning_sparse.methods.exchanges import Exchange, as_exchange
+from lightning_sparse.methods.memory import Memory, NoMemory, as_memory
+from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
+
+META = torch.device("meta")
+
+
+class Traffic(NamedTuple):
+    """What a step of one group sends."""
+
+    messages: tuple[tuple[str, int], ...]
+    """Name of the operation (a method of :class:`~lightning_sparse.engine.network.TorchCollective`) and bytes that a
+    rank brings to it, in order. Who only takes part in an operation without giving is counted as if it gave."""
+    bytes_sent: float
+    """Bytes that a rank sends under ring algorithms, mean over ranks."""
+
+
+def count_bytes(
+    sparsifier: Sparsifier | str,
+    numel: int,
+    world_size: int,
+    density: float,
+    *,
+    exchange: Exchange | str | None = None,
+    memory: Memory | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Traffic:
+    """Count the messages of a step of one group.
+
+    The group's step runs as on CUDA, where the length of every message is known beforehand, on tensors without
+    content. There the result is exact, in every step.
+
+    On the CPU, messages are as long as what was found:
+
+    - Top-k, SharedTopK, UnionTopK (its first 64 steps), StripedTopK, CLT-k, Random-k, gTop-k and all dense exchanges:
+      exact with the sparsifier's natural exchange; where a union is formed of Top-k's, it is shorter by what ranks
+      agree on, and the result an upper bound.
+    - MiCRO, ExDyna: an upper bound, as if one rank had twice its share.
+    - DGC, RedSync, GaussianK, SIDCo: an upper bound, as if as much was found as fits into a message on CUDA.
+    - hard-threshold, Ok-Topk with other exchanges than its own, and the published variants: no bound, since nothing
+      limits on the CPU what reaches their thresholds.
+
+    Selections whose length differs from rank to rank take one more all-gather of 8 bytes on the CPU, not counted here.
+
+    Args:
+        sparsifier: an instance or a name.
+        numel: coordinates of the group.
+        world_size: number of ranks n.
+        density: target density.
+        exchange: an instance, a name, or None for the sparsifier's natural one.
+        memory: error feedback; only whether it has second moments averaged matters.
+        dtype: of the gradients.
+
+    Raises:
+        ValueError: if a name is unknown, if a number is out of range, if the exchange does not go with the sparsifier
+            and the memory, or if the sparsifier cannot serve such a group.
+
+    Example:
+        >>> count_bytes("topk", 1000, world_size=4, density=0.01)
+        Traffic(messages=(('all_gather', 84),), bytes_sent=252.0)
+        >>> count_bytes("everything", 1000, world_size=4, density=0.01)
+        Traffic(messages=(('all_reduce', 4000),), bytes_sent=6000.0)
+    """
+    sparsifier = SPARSIFIERS.resolve(sparsifier)
+    memory = NoMemory() if memory is None else as_memory(memory)
+    check_integer(numel, "numel")
+    check_integer(world_size, "world_size")
+    check_density(density)
+    exchange = as_exchange(exchange, sparsifier, memory)
+    grad = torch.empty(numel, dtype=dtype, device=META)
+
+    def messages_of(rank: int) -> list[Message]:
+        ctx = Context(0, density, rank, world_size)
+        state = init_group(numel, dtype, META, ctx, memory=memory, sparsifier=sparsifier)
+        steps = reduce_group(grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange)
+        return drive_mirrored(steps, world_size)[1]
+
+    ranks = [messages_of(0)]
+    if any(isinstance(message, SendRecv) for message in ranks[0]):  # some ranks give more than others
+        ranks += [messages_of(rank) for rank in range(1, world_size)]
+    sent = sum(message.bytes_sent(world_size) for messages in ranks for message in messages)
+    return Traffic(tuple((message.kind, message.x.nbytes) for message in ranks[0]), sent / len(ranks))

@@ -1,0 +1,134 @@
+"""Logged quantities over many steps and ranks, as metrics of ``torchmetrics``: they add up, synchronise and plot."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_sparse.core.checks import expect
+from lightning_sparse.engine.metrics import MB, QUANTITIES, Step
+
+__all__ = ["BuildUp", "DensityError", "PaddingRatio", "Traffic"]
+
+
+class _MeanOverSteps(Metric):
+    """The mean of a quantity over the steps that it was given, and over ranks.
+
+    ``update`` takes what :meth:`Engine.latest_step <lightning_sparse.Engine.latest_step>` gives, and waits for the
+    device; ``metric(step)`` gives the value of that step, too. All else is as in ``torchmetrics``: keywords, ``reset``,
+    ``plot``, use as an attribute of a module or in a ``MetricCollection``.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+    higher_is_better = False
+    plot_lower_bound = 0.0
+    quantity: ClassVar[str]
+    """Its name in :data:`~lightning_sparse.engine.metrics.QUANTITIES`."""
+    total: Tensor
+    steps: Tensor
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.add_state("total", torch.zeros((), device="cpu"), dist_reduce_fx="sum")
+        self.add_state("steps", torch.zeros((), device="cpu"), dist_reduce_fx="sum")
+
+    def update(self, step: Step) -> None:
+        """Count a step."""
+        _check_step(step)
+        value = QUANTITIES[self.quantity].compute(step)
+        if value is not None:
+            self.total += value
+            self.steps += 1
+
+    def compute(self) -> Tensor:
+        """() the mean; NaN where there was no step."""
+        return self.total / self.steps
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """A figure and axes with the mean, or with the values that are given; needs matplotlib."""
+        return self._plot(val, ax)
+
+
+class DensityError(_MeanOverSteps):
+    """How far the density of updates is from its target, ``| |union| - k | / numel``: mean over steps.
+
+    Example:
+        >>> import torch, lightning_sparse as ls
+        >>> stream = torch.randn(5, 4, 1000, generator=torch.Generator().manual_seed(0))
+        >>> metric = ls.DensityError()
+        >>> for trace in ls.simulate(stream, sparsifier="topk", density=0.01):
+        ...     metric.update(trace.ranks[0])
+        >>> print(f"{float(metric.compute()):.3f}")  # 4 ranks pick 1 % each, and hardly ever the same
+        0.029
+    """
+
+    quantity = "density_error"
+
+
+class PaddingRatio(_MeanOverSteps):
+    """The papers' ``f(t) = n max_i k_i / sum_i k_i``: the longest selection over the mean one; mean over steps."""
+
+    plot_lower_bound = 1.0
+    quantity = "padding_ratio"
+
+
+class BuildUp(_MeanOverSteps):
+    """Coordinates in the update over those that the target asks for, ``|union| / k``: mean over steps."""
+
+    quantity = "build_up"
+
+
+class Traffic(Metric):
+    """What a rank sends: MB (1e6 bytes), mean over ranks, and how much more a dense exchange sends.
+
+    Steps of an engine count all that was sent up to them, whether they were given or not, as ``traffic/total_mb``.
+    Steps of a simulation count for themselves.
+
+    Example:
+        >>> import torch, lightning_sparse as ls
+        >>> stream = torch.randn(5, 4, 1000, generator=torch.Generator().manual_seed(0))
+        >>> metric = ls.Traffic()
+        >>> for trace in ls.simulate(stream, sparsifier="topk", density=0.01):
+        ...     metric.update(trace.ranks[0])
+        >>> {name: round(float(value), 4) for name, value in metric.compute().items()}
+        {'total_mb': 0.0013, 'dense_total_mb': 0.03, 'ratio': 23.8095}
+    """
+
+    is_differentiable = False
+    full_state_update = True
+    higher_is_better = None
+    sent: Tensor
+    dense: Tensor
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        self.add_state("sent", torch.zeros((), dtype=torch.float64, device="cpu"), dist_reduce_fx="mean")
+        self.add_state("dense", torch.zeros((), dtype=torch.float64, device="cpu"), dist_reduce_fx="mean")
+
+    def update(self, step: Step) -> None:
+        """Count a step."""
+        _check_step(step)
+        if step.totals is not None:
+            self.sent = torch.full_like(self.sent, step.totals.sent_bytes)
+            self.dense = torch.full_like(self.dense, step.totals.dense_bytes)
+            return
+        self.sent += sum(group.bytes_sent for group in step.groups) + step.shared_bytes
+        self.dense += sum(group.dense_bytes for group in step.groups)
+
+    def compute(self) -> dict[str, Tensor]:
+        """``total_mb``, ``dense_total_mb`` and ``ratio``, which is 1 where nothing was sent; () each."""
+        ratio = torch.where(self.sent > 0, self.dense / self.sent, 1.0)
+        return {"total_mb": self.sent / MB, "dense_total_mb": self.dense / MB, "ratio": ratio}
+
+    def plot(self, val: Any = None, ax: Any = None) -> Any:
+        """A figure and axes with what :meth:`compute` gives, or with the values that are given; needs matplotlib."""
+        return self._plot(val, ax)
+
+
+def _check_step(given: Any) -> None:
+    """Raise a ValueError unless there was a step."""
+    expect(isinstance(given, Step), "step", "what Engine.latest_step() gives after a step", given)

@@ -1,0 +1,196 @@
+"""Accordion: a density that follows how fast gradients change, group by group."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.core.checks import check_integer, is_integer
+from lightning_sparse.core.layout import Gradient
+from lightning_sparse.methods.density.schedules import DensitySchedule, GroupDensity, check_density
+from lightning_sparse.ops import take_from_runs
+
+
+@dataclass(frozen=True)
+class Accordion(DensitySchedule):
+    """Send more while gradients change fast, and less while they do not; decided for each group by itself.
+
+    After every ``interval`` steps, the norm of the group's summed updates over the interval is compared with that of
+    the interval before. The next interval is *critical*, with density ``high``, if ``|now - before| >= threshold *
+    before``; otherwise its density is ``low``. Until there are two norms to compare, every interval is critical, and so
+    are the ``interval`` steps from each milestone on, for which the paper takes the steps where the learning rate is
+    lowered.
+
+    The sum of updates stands in for the summed gradients of the paper: error feedback makes the two equal up to what is
+    still in the residuals, and the updates are equal on all ranks, so that nothing is sent to agree on the decision.
+    Residuals take up more when the density falls, so that only intervals of equal density are compared; a group stays
+    in a new regime for two intervals at least. The released code looks at a single mini-batch of rank 0 instead. Costs
+    one vector of the group's size, and on a device one wait per interval.
+
+    Args:
+        low: density while gradients are calm, in (0, 1].
+        high: density while they are not, in (0, 1], at least ``low``.
+        interval: steps between decisions, at least 1. The paper decides every 10 epochs.
+        threshold: relative change of the norm that counts as fast, above 0.
+        milestones: steps at which the learning rate drops.
+
+    Raises:
+        ValueError: if a setting is outside its range.
+
+    Example:
+        >>> import torch, lightning_sparse as ls
+        >>> calm, loud = torch.ones(30, 2, 100), 4 * torch.ones(10, 2, 100)
+        >>> schedule = ls.Accordion(low=0.1, high=0.5, interval=10)
+        >>> steps = list(ls.simulate([*calm, *loud, *calm], sparsifier="everything", density=schedule))
+        >>> [step.target_density for step in steps[::10]]
+        [0.5, 0.5, 0.1, 0.1, 0.5, 0.5, 0.1]
+
+    References:
+        Agarwal et al., Accordion: Adaptive Gradient Communication via Critical Learning Regime Identification,
+        MLSys 2021, arXiv 2010.16248, algorithm 1.
+    """
+
+    low: float
+    high: float
+    interval: int
+    threshold: float = 0.5
+    milestones: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        check_density(self.low, "low")
+        check_density(self.high, "high")
+        if self.low > self.high:
+            raise ValueError(f"Expected low to be at most high, but got low={self.low} and high={self.high}.")
+        check_integer(self.interval, "interval")
+        if (
+            isinstance(self.milestones, str)
+            or not isinstance(self.milestones, Sequence)
+            or not all(map(is_integer, self.milestones))
+        ):
+            raise ValueError(f"Expected milestones to be a sequence of steps, but got {self.milestones!r}.")
+        if not (self.threshold > 0 and math.isfinite(self.threshold)):
+            raise ValueError(f"Expected threshold to be a positive number, but got {self.threshold!r}.")
+
+    def __call__(self, step: int) -> float:
+        """Density at a step of which no updates have been seen: ``high``."""
+        return float(self.high)
+
+    def for_group(self) -> AccordionDensity:
+        """One group's regime."""
+        return AccordionDensity(self)
+
+
+class Interval(NamedTuple):
+    """What Accordion knows of a group."""
+
+    number: int = 0
+    seen: frozenset[float] = frozenset()
+    """Densities of the updates of this interval: two, if a milestone came in between."""
+    before: Mapping[float, float] = {}
+    """Norm of the sum of the interval before, by its density."""
+    critical: bool = True
+    total: Tensor | None = None
+    """(numel,) sum of the updates of this interval so far, but for what ``latest`` says; none of them in a ``fresh``
+    interval, whatever the tensor holds."""
+    fresh: bool = False
+    latest: tuple[Tensor, Tensor] | None = None
+    """Coordinates of the latest update, and what the sum is there after it."""
+
+    def sum_in(self, total: Tensor) -> Tensor:
+        """The sum of all updates of the interval in a tensor that holds ``total``. To do it twice changes nothing."""
+        if self.fresh:
+            total.zero_()
+        return total if self.latest is None else total.index_copy_(0, *self.latest)
+
+
+class AccordionDensity(GroupDensity):
+    """The regime of one group.
+
+    Args:
+        schedule: the settings.
+    """
+
+    schedule: Accordion
+    learned: Interval
+
+    def __init__(self, schedule: Accordion) -> None:
+        super().__init__(schedule)
+        self.learned = Interval()
+
+    def __call__(self, step: int) -> float:
+        """``high`` in a critical interval or after a milestone, else ``low``."""
+        if (number := step // self.schedule.interval) != self.learned.number:
+            self.learned = self._decided()._replace(number=number)
+        milestones = sorted(self.schedule.milestones)
+        latest = bisect.bisect_right(milestones, step)
+        fresh = latest > 0 and step < milestones[latest - 1] + self.schedule.interval
+        return float(self.schedule.high if self.learned.critical or fresh else self.schedule.low)
+
+    def observed(
+        self, step: int, update: Gradient, void: Tensor | None = None, places: Tensor | None = None
+    ) -> Interval:
+        """Add the update up."""
+        density, now = self(step), self.learned
+        total = now.total
+        if total is None:
+            dtype = torch.promote_types(update.dtype, torch.float32)
+            total = torch.zeros(update.numel, dtype=dtype, device=update.device)
+        values = torch.nan_to_num(update.flat() if places is None else take_from_runs(update.runs, places), nan=0.0)
+        if void is not None:
+            values = values.masked_fill(void, 0.0)
+        before = total if places is None else total[places]
+        after = values.to(total.dtype) if now.fresh else before + values
+        seen = now.seen | {density}
+        if places is None:
+            return now._replace(seen=seen, total=after, fresh=False, latest=None)
+        return now._replace(seen=seen, total=total, latest=(places, after))
+
+    def take_in(self) -> None:
+        """Bring the sum up to date."""
+        if self.learned.total is not None:
+            self.learned.sum_in(self.learned.total)
+            self.learned = self.learned._replace(fresh=False, latest=None)
+
+    def state_dict(self, learned: Interval) -> dict[str, Any]:
+        """The interval so far, and what the next one will be compared with."""
+        return {
+            "total": None if learned.total is None else learned.sum_in(learned.total.to("cpu", copy=True)),
+            "number": learned.number,
+            "seen": sorted(learned.seen),
+            "before": list(learned.before.items()),
+            "critical": learned.critical,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], numel: int, device: torch.device) -> None:
+        """Go on within an interval."""
+        total, number, critical = (state.get(field) for field in ("total", "number", "critical"))
+        try:
+            seen = frozenset(float(density) for density in state["seen"])
+            before = {float(density): float(norm) for density, norm in state["before"]}
+            summed = total is None or (total.shape == (numel,) and total.is_floating_point())
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"Expected the state of {type(self).__name__}, but got {state!r}.") from error
+        if not (summed and isinstance(critical, bool) and isinstance(number, int)):
+            raise ValueError(f"Expected the state of {type(self).__name__} for {numel} coordinates, but got {state!r}.")
+        total = None if total is None else total.to(device, copy=True)
+        self.learned = Interval(number, seen, before, critical, total)
+
+    def _decided(self) -> Interval:
+        """After a comparison of the interval that is over with the one before it."""
+        now = self.learned
+        if now.total is None:
+            return now
+        critical, norms = now.critical, now.before
+        if len(now.seen) == 1:
+            [density] = now.seen
+            norm = float(torch.linalg.vector_norm(now.total, dtype=torch.float64))
+            if (before := norms.get(density)) is not None:
+                critical = norm != before and abs(norm - before) >= self.schedule.threshold * before
+            norms = {density: norm}
+        return now._replace(seen=frozenset(), before=norms, critical=critical, fresh=True)

@@ -1,0 +1,219 @@
+"""Schedules of the density over steps, and the only place where densities become counts."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.core.checks import check_integer, expect, is_number
+from lightning_sparse.core.layout import Gradient
+
+
+def check_density(density: float, name: str = "density") -> float:
+    """Return ``density`` if it lies in (0, 1], else raise.
+
+    Raises:
+        ValueError: if it is no real number in (0, 1].
+    """
+    what = "a number in (0, 1], the share of coordinates that is sent"
+    meant = _share_in(density)
+    hint = "" if meant is None else f" Did you mean {meant:g}?"
+    expect(is_number(density) and 0 < density <= 1, name, what, density, hint)
+    return float(density)
+
+
+def _share_in(given: object) -> float | None:
+    """The share that a text such as "0.01" or "1 %" stands for; None: it stands for none."""
+    if not isinstance(given, str):
+        return None
+    number, percent, rest = given.strip().partition("%")
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:
+        return None
+    return share if 0 < share <= 1 and not rest else None
+
+
+def count(density: float, numel: int) -> int:
+    """Number of coordinates k that a density stands for in a group: ``max(1, floor(density * numel))``.
+
+    k is what *each rank* picks in independent methods (Top-k, hard-threshold) and what *all ranks together* pick in
+    exclusive ones (MiCRO, ExDyna), as in the papers. A product that misses an integer by rounding alone is taken as
+    that integer.
+
+    Example:
+        >>> count(0.01, 12_345), count(0.001, 10), count(1.0, 7), count(0.29, 100)
+        (123, 1, 7, 29)
+    """
+    return max(1, min(numel, math.floor(density * numel * (1 + 1e-12))))
+
+
+LAST_STEP = 2**31
+"""A step that is far away."""
+
+
+class DensitySchedule(ABC):
+    """Target density as a function of the step; a frozen dataclass of its settings."""
+
+    @abstractmethod
+    def __call__(self, step: int) -> float:
+        """Density in (0, 1] for a step, counted in synchronised backward passes from 0."""
+
+    needs_profile = False
+    """Whether the first steps are profiled, to :meth:`assign` densities."""
+    separate_messages = False
+    """Whether ``messages="auto"`` means "group", whatever a profile predicts."""
+
+    @property
+    def final(self) -> float:
+        """The density when warm-ups are over."""
+        return self(LAST_STEP)
+
+    @property
+    def tried(self) -> list[float]:
+        """The densities at which a profile measures what groups cost."""
+        return [self.final]
+
+    def assign(self, plan_at: Callable[[float], Any], profile: Any) -> Any:
+        """The groups to use when the first steps have been profiled, with densities of their own where they get any.
+
+        Args:
+            plan_at: the groups (:class:`~lightning_sparse.methods.grouping.Group`) that would be used at a density.
+            profile: a :class:`~lightning_sparse.tuning.performance.Profile`.
+
+        Raises:
+            ValueError: if no density does what is asked for.
+        """
+        return plan_at(self.final)
+
+    def for_group(self) -> GroupDensity:
+        """What decides for one group on one rank; the schedule itself, unless it watches the updates."""
+        return GroupDensity(self)
+
+
+class GroupDensity:
+    """The density of one group. Equal on all ranks, because it sees nothing but what is equal on all ranks.
+
+    Args:
+        schedule: decides by the step alone.
+    """
+
+    def __init__(self, schedule: DensitySchedule) -> None:
+        self.schedule = schedule
+        self.learned: Any = None
+        """What has been learned from the updates; replaced by :meth:`observed` and never changed."""
+
+    def __call__(self, step: int) -> float:
+        """Density in (0, 1] at a step."""
+        return self.schedule(step)
+
+    def observe(self, step: int, update: Tensor, void: Tensor | None = None) -> None:
+        """Take note of a step's update, (numel,); the arguments are those of :meth:`observed`."""
+        self.learned = self.observed(step, Gradient([update]), void)
+        self.take_in()
+
+    def observed(self, step: int, update: Gradient, void: Tensor | None = None, places: Tensor | None = None) -> Any:
+        """What has been learned after a step, for :attr:`learned`; what was before stays valid until :meth:`take_in`.
+
+        Args:
+            step: its number.
+            update: the average in the gradient's place, NaN throughout if this group's gradient was not finite.
+            void: () whether the step counts for nothing; None: only if the update is NaN.
+            places: coordinates of the update, which is zero elsewhere; None: all.
+        """
+        return self.learned
+
+    def take_in(self) -> None:
+        """What was learned before the latest step is not needed any more."""
+
+    def state_dict(self, learned: Any) -> dict[str, Any]:
+        """What has been learned, as plain data and tensors on the CPU."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], numel: int, device: torch.device) -> None:
+        """Go on where another one of the same schedule and group, of ``numel`` coordinates, was.
+
+        Raises:
+            ValueError: if it was none, with nothing changed.
+        """
+
+
+@dataclass(frozen=True)
+class Constant(DensitySchedule):
+    """The same density at every step.
+
+    Args:
+        density: share of coordinates that is sent, in (0, 1].
+
+    Raises:
+        ValueError: if the density is outside (0, 1].
+
+    Example:
+        >>> Constant(0.01)(1000)
+        0.01
+    """
+
+    density: float
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+
+    def __call__(self, step: int) -> float:
+        """Density at ``step``."""
+        return float(self.density)
+
+
+@dataclass(frozen=True)
+class Warmup(DensitySchedule):
+    """Go from one density to another geometrically, then stay there.
+
+    ``density(t) = start * (end / start) ** (t / steps)`` for ``t < steps``, ``end`` afterwards. Early gradients change
+    fast, and a residual of early steps is stale when it is sent; DGC therefore starts dense and lowers the density
+    exponentially over the first epochs (there in five stairs, 0.25, 0.0625, ...; here without stairs).
+
+    Args:
+        start: density at step 0, in (0, 1].
+        end: density from step ``steps`` on, in (0, 1].
+        steps: length of the warm-up in synchronised backward passes, at least 1.
+
+    Raises:
+        ValueError: if a density is outside (0, 1] or ``steps`` is no positive integer.
+
+    Example:
+        >>> schedule = Warmup(0.25, 0.01, steps=500)
+        >>> [round(schedule(t), 4) for t in (0, 250, 500, 1000)]
+        [0.25, 0.05, 0.01, 0.01]
+
+    References:
+        Lin et al., Deep Gradient Compression, ICLR 2018, arXiv 1712.01887, section 3.3 (warm-up training).
+    """
+
+    start: float
+    end: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        check_density(self.start, "start")
+        check_density(self.end, "end")
+        check_integer(self.steps, "steps")
+
+    def __call__(self, step: int) -> float:
+        """Density at ``step``."""
+        if step >= self.steps:
+            return float(self.end)
+        return float(self.start * (self.end / self.start) ** (step / self.steps))
+
+
+def as_schedule(density: float | DensitySchedule) -> DensitySchedule:
+    """Turn a number into a :class:`Constant`; leave schedules as they are.
+
+    Raises:
+        ValueError: if it is neither a number in (0, 1] nor a :class:`DensitySchedule`.
+    """
+    return density if isinstance(density, DensitySchedule) else Constant(check_density(density))

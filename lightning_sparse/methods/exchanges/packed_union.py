@@ -1,0 +1,404 @@
+"""The union of all picks in less than half the bytes: short indices, and 16-bit integers for values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.core.messages import AllGather, AllReduce, Steps
+from lightning_sparse.core.step import Agreement, Context, Selection, Update
+from lightning_sparse.methods.exchanges.base import (
+    EXCHANGES,
+    Exchange,
+    Picks,
+    counts_of,
+    joined,
+    reduce_at,
+    refuse,
+    same_length,
+    values_at,
+)
+from lightning_sparse.methods.exchanges.reduce_union import union_of
+from lightning_sparse.ops import compiled, hear, locate, pad, put_, static_shapes, take, tell, under
+from lightning_sparse.ops.c.native_picks import Met, NativePicks
+from lightning_sparse.ops.form import NIBBLE, OCTET, Form
+from lightning_sparse.ops.host_messages import CLASS_BITS, CLASSES, LOWEST, SILENT, TROUBLE
+
+LANE = (1 << 15) - 1
+"""Largest magnitude of a sum in half of a 32-bit word."""
+FEWEST_LEVELS = 64
+"""With so many ranks that each has fewer levels than this, values travel unrounded."""
+NARROW_RANKS = 16
+"""Up to so many ranks, a value and a second value share 16 bits."""
+CODE_ZERO = 128
+"""Code of the power of two 1."""
+
+
+@EXCHANGES.register
+@dataclass(frozen=True)
+class PackedUnion(Exchange):
+    """What :class:`ReduceUnion` does, with less than half the bytes for indices and half of those for values.
+
+    ``update[U_j] = (1/n) s_j sum_i q_ij``: at coordinate j all ranks round their values to multiples ``q_ij`` of one
+    step ``s_j``, with ``|q_ij| <= floor(32767 / n)``, and keep what rounding took away (``acc_i - q_i s``) in their
+    residuals, so that nothing is lost. Two such integers share a 32-bit word: n of them add up without overflow,
+    exactly and in any order, so that the result is equal on all ranks.
+
+    Picks of one step differ by orders of magnitude, and one step for all would round the small ones to zero for as long
+    as the large one is there. Therefore each rank tells, next to the coordinate, how large its pick is in one of eight
+    classes: class c reaches up to ``8**-c`` times its largest pick. The step ``s_j`` is a power of two, that of the
+    largest class that any rank has told for j. So that ranks with larger gradients can send what they have there
+    without having picked it, steps are raised towards the smallest class that all picks of some rank reach, by as much
+    as leaves each pick at least two levels. A rank's largest pick has more than half of the levels. A value beyond the
+    last level is sent as the last level; the rest follows later. Where a value is rounded to zero, that rank has sent
+    nothing. Sums are exact, and so is what stays behind, but for values beyond the last level.
+
+    Indices travel in the coding of Elias and Fano (:class:`~lightning_sparse.ops.form.Form`): of each coordinate
+    the lowest l bits as they are, and the rest as marks, one bit for each pick and one for each ``2**l`` coordinates; l
+    is 8, 12, ... 28, whichever is shortest. For m picks of d coordinates these are ``l + 1 + 2**-l d / m`` bits each:
+    9.8 where one of 200 is picked, 13.5 where one of 2000 is; the entropy of a random choice is 9.1 and 12.4. Class
+    and :attr:`spare <lightning_sparse.core.step.Selection.spare>` take 4 bits. Together these are 1.7 to 2.2 bytes,
+    ``(n - 1) m`` times for the longest selection m, and ``4 (n - 1) / n |U|`` bytes of values, plus a few words.
+
+    With a single rank, and from 512 ranks on (too few levels), values travel unrounded.
+
+    Where second values are averaged, too (:attr:`Context.second <lightning_sparse.core.step.Context.second>`), each
+    pick tells the power of two above its own one, in one byte, and at each coordinate all ranks round theirs to
+    multiples of a share of the largest that was told; what is larger than twice that counts as twice that. With up to
+    16 ranks these multiples take the low bits of the 16-bit integers, and values the others; with more ranks each
+    coordinate has 32.
+
+    References:
+        Ours. Coding of indices: Elias, Efficient Storage and Retrieval by Content and Address of Static Files, Journal
+        of the ACM 21(2), 1974. Rounding with error feedback: Karimireddy et al., Error Feedback Fixes SignSGD and other
+        Gradient Compression Schemes, ICML 2019, arXiv 1901.09847.
+    """
+
+    carries_second: ClassVar[bool] = True
+    accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT, Agreement.SHARED, Agreement.DISJOINT})
+
+    def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
+        """One group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
+        numel, n = acc.numel() - 1, ctx.world_size
+        lanes = Lanes.of(n, ctx.second is not None)
+        library = compiled(acc.device, acc.dtype)
+        if library is not None and _fits(ctx.second, acc):
+            return (yield from _compiled(library, acc, selection, lanes, ctx))
+        picks, levels, lowest, trouble = yield from _gather(acc, selection, lanes.most, ctx)
+        union = union_of(picks, selection, numel, ctx, levels)
+        indices, named = union.indices, union.named
+        if n == 1 or lanes.most < lanes.fewest:
+            mean, second = yield from reduce_at(acc, indices, ctx)
+            return Update(indices, mean, indices, None, picks.counts, union.size, named, second)
+        unit = _step_of(_raised(union.levels, lowest, lanes.most), acc.dtype)
+        here = take(acc, indices)
+        whole = (here / unit).round_().clamp_(-lanes.most, lanes.most).nan_to_num_(nan=0.0)
+        if ctx.second is None:
+            total, second = unpack((yield AllReduce(pack(whole.int()))), indices.numel()), None
+        else:
+            top = _second_tops(_largest_codes(picks, indices, numel), acc.dtype)
+            # Each rank rounds at a place of its own, so that the sum of n equal numbers is right to one part.
+            parts = (ctx.second[indices] / top * lanes.parts + (ctx.rank + 0.5) / n).floor().clamp(0, lanes.parts)
+            parts = parts.nan_to_num(nan=0.0)
+            words = yield AllReduce(lanes.join(whole.int(), parts.int()))
+            total, parts_sum = lanes.split(words, indices.numel())
+            # Whoever has told has a quarter of the top there at least, also where that rounds to nothing.
+            second = torch.maximum(parts_sum * _divided(top, n * lanes.parts), _divided(top, 4 * n))
+        values = _divided(total * unit, n).masked_fill(trouble, float("nan"))
+        given, rounded, settled = whole != 0, whole * unit, not static_shapes(acc.device)
+        if settled:
+            sent, rounded, left = under(given, indices, rounded, here.sub_(rounded))
+            put_(acc, sent, left)
+        else:
+            sent = torch.where(given, indices, numel)
+        return Update(indices, values, sent, rounded, picks.counts, union.size, named, second, settled)
+
+
+def _fits(second: Tensor | None, acc: Tensor) -> bool:
+    """Whether compiled functions can read second values, if there are any."""
+    return second is None or (second.dtype == acc.dtype and second.shape == acc.shape and second.is_contiguous())
+
+
+def _divided(x: Tensor, by: int) -> Tensor:
+    """By a tensor: torch multiplies by the reciprocal of a number on CUDA, and some ranks may divide in kernels."""
+    return x / torch.full_like(x[:1], by)
+
+
+def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: Lanes, ctx: Context) -> Steps[Update]:
+    """The whole exchange in functions of the library."""
+    n, numel = ctx.world_size, acc.numel() - 1
+    selection, _ = yield from same_length(selection, None, numel)
+    form = Form.of(numel, selection.indices.numel(), ctx.second is not None)
+    words, told = _told(acc, selection, lanes.most, form)
+    if ctx.second is not None:
+        words[form.seconds : form.filled] = _pack_octets(library.codes(ctx.second, told))
+    rows = yield AllGather(words)
+    ends = counts_of(rows, form.slots)
+    met = library.meet(rows, form, selection.spare is not None, selection.limit, ctx.step)
+    refuse([rank == met for rank in range(n)])
+    assert isinstance(met, Met)
+    indices, levels, size = met.indices, met.levels, met.indices.numel()
+    if size == met.named:
+        indices, levels = indices[: selection.total], levels[: selection.total]
+    different, named = torch.tensor([size, met.named], device="cpu").unbind()
+    about = torch.tensor(ends, device="cpu"), different, named
+    if n == 1 or lanes.most < lanes.fewest:
+        mean, second = yield from reduce_at(acc, indices, ctx)
+        return Update(indices, mean, indices, None, *about, second)
+    grid = met.lowest, _most_raised(lanes.most), lanes.most
+    if ctx.second is None:
+        made = library.round_(acc, indices, levels, *grid)
+        values, second = library.average((yield AllReduce(made.words)), made.units, n), None
+    else:
+        share = lanes.low, lanes.wide, lanes.parts
+        tops = library.tops(rows, form, indices)
+        offset = (ctx.rank + 0.5) / n
+        made = library.round_both_(acc, ctx.second, indices, levels, tops, *grid, *share, offset)
+        values, second = library.average_both((yield AllReduce(made.words)), made.units, tops, n, *share)
+    if met.trouble:
+        values.fill_(float("nan"))
+    return Update(indices, values, made.sent, made.values, *about, second, settled=True)
+
+
+class Lanes(NamedTuple):
+    """How the integers of a coordinate share a word."""
+
+    most: int
+    """Largest magnitude of a rank's value, in steps."""
+    fewest: int
+    """With fewer, values travel unrounded."""
+    low: int = 0
+    """Bits for second values; 0: there are none."""
+    wide: bool = False
+    """Whether a coordinate has 32 bits, and not 16."""
+    parts: int = 0
+    """Largest second value of a rank, in parts of the largest one that was told."""
+
+    @classmethod
+    def of(cls, n: int, second: bool) -> Lanes:
+        """For n ranks, whose sums must not overflow."""
+        if not second:
+            return cls(max(1, LANE // n), FEWEST_LEVELS)
+        wide = n > NARROW_RANKS
+        bits, low = (31, 12) if wide else (15, 6 if n > NARROW_RANKS // 4 else 5)
+        most, parts = ((1 << bits - low) - 1) // n, ((1 << low) - 1) // n
+        return cls(most, 2 if parts else most + 1, low, wide, parts)
+
+    def join(self, values: Tensor, parts: Tensor) -> Tensor:
+        """int32 words of values and parts, of which sums are sums of both."""
+        lanes = (values << self.low) + parts
+        return lanes if self.wide else pack(lanes)
+
+    def split(self, words: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Undo :meth:`join` for sums."""
+        lanes = words if self.wide else unpack(words, size)
+        return lanes >> self.low, lanes & (1 << self.low) - 1
+
+
+def _second_tops(codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Twice the powers of two that codes stand for."""
+    return _step_of(codes.clamp(min=1) + (1 - CODE_ZERO - LOWEST), dtype)
+
+
+def _largest_codes(picks: Picks, union: Tensor, padding: int) -> Tensor:
+    """(u,) int64 the largest code that any rank has told for each coordinate of the union."""
+    assert picks.codes is not None
+    told, codes = picks.joined().long(), joined(picks.codes)
+    places = locate(union, told) if union.numel() else told
+    # Padding, and what was thinned out of the union, goes to one more slot.
+    hit = pad(union, union.numel() + 1, -1)[places.clamp(max=union.numel())] == told
+    places = torch.where(hit & (told < padding), places, union.numel())
+    largest = torch.zeros(union.numel() + 1, dtype=codes.dtype, device=codes.device)
+    largest.scatter_reduce_(0, places, codes, "amax")
+    return largest[: union.numel()]
+
+
+def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps[tuple[Picks, Tensor, Tensor, Tensor]]:
+    """Everybody's picks and what is told of them.
+
+    Returns:
+        The picks; their levels, in rank order; () the lowest level that all picks of some rank reach, for
+        :func:`_raised`; and () whether any of them is not finite.
+    """
+    padding = acc.numel() - 1
+    selection, _ = yield from same_length(selection, None, padding)
+    slots = selection.indices.numel()
+    form = Form.of(padding, slots, ctx.second is not None)
+    if static_shapes(acc.device):
+        words = _tell(acc, selection, most, form, ctx)
+    else:
+        words, indices = _told(acc, selection, most, form)
+        if ctx.second is not None:
+            words[form.seconds : form.filled] = _pack_octets(_codes(ctx.second[indices]))
+    rows = yield AllGather(words)
+    head = rows[:, :2].long()
+    counts, tops = head[:, 0], head[:, 1:]
+    trouble = tops.max() == TROUBLE
+    octets = None if ctx.second is None else _unpack_octets(rows[:, form.seconds :], slots)
+    if not static_shapes(acc.device):
+        ends = counts_of(rows, slots)
+        heard = hear(rows, ends, form)
+        refuse([heard.lowest == -1 - rank for rank in range(ctx.world_size)])
+        spares = None if selection.spare is None else heard.spares
+        lowest = torch.tensor(heard.lowest, device="cpu")
+        codes = None if octets is None else [row[:end] for row, end in zip(octets, ends, strict=True)]
+        return Picks(heard.picks, None, counts, spares, codes), heard.levels, lowest, trouble
+    places, told = _read(rows, form)
+    levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)
+    within = torch.arange(slots, device=acc.device) < counts[:, None]
+    lowest = torch.where(within, levels, tops).amin(1).max() if slots else tops.max()
+    all_spares = None if selection.spare is None else told >= CLASSES
+    return Picks(places, None, counts, all_spares, octets), levels.flatten(), lowest, trouble
+
+
+def _told(acc: Tensor, selection: Selection, most: int, form: Form) -> tuple[Tensor, Tensor]:
+    """The message of one rank on the CPU, and its coordinates in the order in which they are told."""
+    indices, spare = selection.indices, selection.spare
+    words = tell(acc, indices, spare, int(selection.count), most, form)
+    if words is not None:
+        return words, indices
+    indices, order = indices.sort()  # those of an outside sparsifier that do not ascend
+    spare = None if spare is None else spare[order]
+    return _told(acc, selection._replace(indices=indices, spare=spare), most, form)
+
+
+def _tell(acc: Tensor, selection: Selection, most: int, form: Form, ctx: Context) -> Tensor:
+    """The message of one rank: number of picks and level of the largest; coordinates; four bits for each; and codes."""
+    magnitudes = values_at(acc, selection.indices, ctx).abs_()
+    largest = magnitudes.max() if form.slots else acc.new_zeros(())
+    classes = _classes(magnitudes, largest)
+    if selection.spare is not None:
+        classes = classes | selection.spare.to(torch.uint8) << 3
+    head = torch.stack([selection.count.int(), _level_of(largest / most)])
+    *parts, zeros = _written(selection.indices, classes, form)
+    if ctx.second is not None:
+        parts.append(_pack_octets(_codes(ctx.second[selection.indices])))
+    return torch.cat([head, *parts, zeros])
+
+
+def _written(indices: Tensor, classes: Tensor, form: Form) -> list[Tensor]:
+    """Ascending coordinates, four bits for each, and the zeros at the end of a message, in int32 words."""
+    places = (indices >> form.bits) + torch.arange(form.slots, device=indices.device)
+    sizes = [form.octets - form.marks, form.width - form.filled]
+    marks, zeros = torch.split(torch.zeros(sum(sizes), dtype=torch.int32, device=indices.device), sizes)
+    marks.index_add_(0, places >> 5, (1 << (places & 31)).int())
+    nibbles = classes[None]
+    if form.planes:
+        nibbles = torch.cat([(indices >> _shifts(form, indices.device) & 15).to(torch.uint8), nibbles])
+    return [marks, _pack_octets((indices & 255).to(torch.uint8)), _pack_nibbles(nibbles), zeros]
+
+
+def _read(rows: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """What :func:`_written` has made, of (n, words): coordinates, padding where there is no pick; and uint8 classes."""
+    wide, device = torch.int32 if 2 * form.numel < 2**31 else torch.int64, rows.device
+    octets = rows[:, form.marks : form.octets].contiguous().view(torch.uint8)
+    bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
+    until = bits.flatten(1).cumsum(1, dtype=torch.int32)
+    slots = torch.arange(form.slots, dtype=torch.int32, device=device)
+    marks = torch.searchsorted(until, (slots + 1).expand(len(rows), -1).contiguous(), out_int32=True)
+    places = (marks - slots).to(wide) << form.bits
+    places |= _unpack_octets(rows[:, form.octets : form.nibbles], form.slots)
+    planes = rows[:, form.nibbles : form.seconds].view(len(rows), form.planes + 1, form.seconds - form.classes)
+    nibbles = _unpack_nibbles(planes, form.slots)
+    if form.planes:
+        places += (nibbles[:, :-1].to(wide) << _shifts(form, device)).sum(1, dtype=wide)
+    return places.clamp_(0, form.numel), nibbles[:, -1]
+
+
+def _shifts(form: Form, device: torch.device) -> Tensor:
+    """Where the four bits of each plane belong in coordinates: (planes, 1)."""
+    return torch.arange(OCTET, form.bits, NIBBLE, device=device)[:, None]
+
+
+def pack(lanes: Tensor) -> Tensor:
+    """Pair 16-bit integers in int32 words; sums of words are pairs of sums while these stay within 16 bits.
+
+    Example:
+        >>> words = pack(torch.tensor([1, -2, 30_000], dtype=torch.int32))
+        >>> unpack(words + words.new_tensor([5, -7]), 3)
+        tensor([    6,    -2, 29993], dtype=torch.int32)
+    """
+    padded = torch.nn.functional.pad(lanes, (0, lanes.numel() % 2))
+    return padded[0::2] + padded[1::2] * (1 << 16)
+
+
+def unpack(words: Tensor, count: int) -> Tensor:
+    """The first ``count`` integers of (..., words)."""
+    # A lower half that is negative has borrowed from the upper one; moved up by half its range, it has not.
+    apart = (words + (1 << 15)) ^ (1 << 15)
+    return apart.view(torch.int16)[..., :count].int()
+
+
+def _pack_nibbles(nibbles: Tensor) -> Tensor:
+    """Eight integers of 4 bits, uint8, in each int32 word; rows one behind the other."""
+    padded = torch.nn.functional.pad(nibbles, (0, -nibbles.shape[-1] % 8))
+    return (padded[..., 0::2] | padded[..., 1::2] << 4).flatten().view(torch.int32)
+
+
+def _unpack_nibbles(words: Tensor, count: int) -> Tensor:
+    """Undo :func:`_pack_nibbles` for (..., words): (..., count) uint8."""
+    octets = words.contiguous().view(torch.uint8)
+    return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)[..., :count]
+
+
+def _pack_octets(octets: Tensor) -> Tensor:
+    """Four integers of 8 bits, uint8, in each int32 word."""
+    return torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).view(torch.int32)
+
+
+def _unpack_octets(words: Tensor, count: int) -> Tensor:
+    """Undo :func:`_pack_octets` for (n, words): (n, count) int64."""
+    return words.contiguous().view(torch.uint8)[:, :count].long()
+
+
+def _codes(second: Tensor) -> Tensor:
+    """The exponent of the power of two above each second value, in 8 bits: ``2**(code - CODE_ZERO)``; uint8."""
+    exponent = torch.frexp(second).exponent
+    return torch.where(second > 0, exponent + CODE_ZERO, 1).clamp(1, 255).to(torch.uint8)
+
+
+def _classes(magnitudes: Tensor, largest: Tensor) -> Tensor:
+    """The class of each magnitude: the largest c below 8 with ``magnitude <= 8**-c largest``, exactly; uint8."""
+    mantissa, exponent = torch.frexp(magnitudes)
+    top = torch.frexp(largest)
+    halvings = torch.add(top.exponent - exponent, mantissa > top.mantissa, alpha=-1)
+    halvings = torch.where(magnitudes > 0, halvings, (largest > 0) * (CLASSES * CLASS_BITS))
+    return (halvings // CLASS_BITS).clamp(0, CLASSES - 1).to(torch.uint8)
+
+
+def _raised(levels: Tensor, lowest: Tensor, most: int) -> Tensor:
+    """The levels of a union, raised towards () the lowest one that all picks of some rank reach.
+
+    What a rank has left out is hardly larger than its smallest pick, and may be much larger than a pick of another
+    rank: with that one's step it could send only a part. Picks keep at least two of their ``most`` levels. Where only
+    ranks that have nothing but zeros have picked, nothing has to be kept.
+    """
+    raised = levels.masked_fill(levels == SILENT, TROUBLE) + _most_raised(most)
+    return torch.maximum(levels, torch.minimum(raised, lowest))
+
+
+def _most_raised(most: int) -> int:
+    """See :func:`_raised`."""
+    return max(0, most.bit_length() - 7)
+
+
+def _level_of(step: Tensor) -> Tensor:
+    """() int32: level of the smallest power of two that is not below a () number, see :data:`LOWEST`."""
+    mantissa, exponent = torch.frexp(step)  # the mantissa is in [0.5, 1)
+    level = torch.where(step > 0, torch.add(exponent - LOWEST, mantissa == 0.5, alpha=-1), SILENT)
+    return torch.where(step < math.inf, level, TROUBLE)  # the step is not negative
+
+
+def _step_of(levels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Powers of two in float32 or float64, none of them subnormal; from their bits, which is exact everywhere.
+
+    Example:
+        >>> _step_of(_level_of(torch.tensor(0.3)).view(1), torch.float32)
+        tensor([0.5000])
+    """
+    integer, digits, bias = (torch.int32, 23, 127) if dtype == torch.float32 else (torch.int64, 52, 1023)
+    return ((levels + (LOWEST + bias)).clamp(1, 2 * bias) << digits).to(integer).view(dtype)

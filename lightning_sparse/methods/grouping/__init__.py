@@ -1,0 +1,33 @@
+"""Which parameters are exchanged together: names and sizes in, groups out; no tensors."""
+
+from lightning_sparse.methods.grouping.groupings import (
+    GROUPINGS,
+    Bucket,
+    Cut,
+    Grouping,
+    Layer,
+    MergeBelow,
+    Model,
+    ParameterSize,
+    merge_below,
+)
+from lightning_sparse.methods.grouping.plan import Group, Messages, dense_plan, make_plan
+from lightning_sparse.methods.grouping.rules import Rules, as_rules
+
+__all__ = [
+    "GROUPINGS",
+    "Bucket",
+    "Cut",
+    "Group",
+    "Grouping",
+    "Layer",
+    "MergeBelow",
+    "Messages",
+    "Model",
+    "ParameterSize",
+    "Rules",
+    "as_rules",
+    "dense_plan",
+    "make_plan",
+    "merge_below",
+]

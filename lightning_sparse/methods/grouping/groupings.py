@@ -1,0 +1,193 @@
+"""Groupings: rules that cut a run of parameters into groups, by names and sizes alone."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lightning_sparse.core.checks import expect, is_number
+from lightning_sparse.core.registry import Registry
+
+
+class ParameterSize(NamedTuple):
+    """What a plan needs to know of a parameter."""
+
+    name: str
+    numel: int
+    element_size: int
+    """Bytes of one element."""
+    kind: Hashable
+    """Parameters of different kinds (dtype, device) are never in one group."""
+    ndim: int = 2
+    """Dimensions of its shape."""
+
+    @classmethod
+    def of(cls, name: str, p: Any) -> ParameterSize:
+        """Of a parameter of torch."""
+        return cls(name, p.numel(), p.element_size(), f"{p.dtype}.{p.device}".removeprefix("torch."), p.dim())
+
+
+MIB = 1 << 20
+DDP_BUCKET_MB = 25
+"""Size of DDP's buckets in MiB, where none is given."""
+CUDA_BUCKET_MB = 100
+"""Least size in MiB of groups that are cut by bucket, where none is given, on CUDA. By a model and not measured: the
+host takes about a millisecond to launch the local step of a group of any size, a device a third of it for this one."""
+LARGEST_GROUP = 2**31 - 2
+"""Coordinates: indices travel as 32-bit words, and one of them stands for none."""
+
+Cut = list[tuple[str, list[ParameterSize]]]
+"""Named runs of parameters."""
+
+
+class Grouping(ABC):
+    """A rule that cuts parameters into groups. A frozen dataclass of settings, nothing else."""
+
+    @abstractmethod
+    def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
+        """Cut a run of parameters.
+
+        Args:
+            parameters: in the order in which backward is expected to finish them; may be empty.
+            bucket_cap_mb: size of DDP's buckets in MiB.
+
+        Returns:
+            Names, different ones, and the parameters of each group; all of them, in order.
+        """
+
+    needs_profile = False
+    """Whether the first steps are profiled before the groups are final; then :meth:`cut_by` decides."""
+    separate_messages = False
+    """Whether ``messages="auto"`` means "group", whatever a profile predicts."""
+
+    @property
+    def profiled_steps(self) -> tuple[int, int]:
+        """Steps that warm up, and steps that are timed, where the first steps are profiled."""
+        return 5, 10
+
+    def cut_by(self, profile: Any, density: float, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
+        """Cut a run of parameters when the first steps have been profiled; as :meth:`cut` unless overridden.
+
+        Args:
+            profile: a :class:`~lightning_sparse.tuning.performance.Profile` of these parameters.
+            density: at which they are exchanged.
+            parameters: as for :meth:`cut`.
+            bucket_cap_mb: as there.
+        """
+        return self.cut(parameters, bucket_cap_mb)
+
+
+GROUPINGS: Registry[Grouping] = Registry("grouping", Grouping)  # type: ignore[type-abstract]
+"""Groupings by name."""
+
+
+@GROUPINGS.register
+@dataclass(frozen=True)
+class Bucket(Grouping):
+    """Runs of about ``bucket_cap_mb`` MiB, the first of at most 1 MiB to start communication early: DDP's rule."""
+
+    def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
+        """Close a run when it is full."""
+        groups: list[list[ParameterSize]] = []
+        filled = cap = 0.0
+        for p in parameters:
+            if not groups or filled >= cap:
+                cap = min(MIB, bucket_cap_mb * MIB) if not groups else bucket_cap_mb * MIB
+                groups.append([])
+                filled = 0
+            groups[-1].append(p)
+            filled += p.numel * p.element_size
+        return [(f"bucket{i}", group) for i, group in enumerate(groups)]
+
+
+@GROUPINGS.register
+@dataclass(frozen=True)
+class Layer(Grouping):
+    """One group per module that owns parameters (its weight and its bias together): LAGS-SGD."""
+
+    def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
+        """Collect the parameters of each module."""
+        groups: dict[str, list[ParameterSize]] = {}
+        for p in parameters:
+            groups.setdefault(p.name.rpartition(".")[0] or p.name, []).append(p)
+        return list(groups.items())
+
+
+@GROUPINGS.register
+@dataclass(frozen=True)
+class Model(Grouping):
+    """Everything together: SLGS-SGD."""
+
+    def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
+        """One group, if there is anything."""
+        return [("model", list(parameters))] if parameters else []
+
+
+@GROUPINGS.register
+@dataclass(frozen=True)
+class MergeBelow(Grouping):
+    """Layers, merged with their neighbours until a group has enough coordinates: MGS-SGD.
+
+    Small layers cost a message each and hold little to choose from; large ones stay alone, and their exchange overlaps
+    with backward. See :func:`~lightning_sparse.methods.grouping.merge_below`.
+
+    Args:
+        numel: coordinates that close a group, at least 0. 0: a group for each layer; infinity: one for all.
+
+    Raises:
+        ValueError: if ``numel`` is negative or no number.
+
+    Example:
+        >>> from lightning_sparse.methods.grouping import make_plan
+        >>> sizes = [ParameterSize(name, numel, 4, "float32") for name, numel in
+        ...          [("a.weight", 9000), ("b.weight", 5000), ("c.weight", 5000), ("d.weight", 300)]]
+        >>> [(g.name, g.numel) for g in make_plan(sizes, MergeBelow(8192))]
+        [('d..b', 10300), ('a', 9000)]
+
+    References:
+        Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs
+        (OMGS-SGD), INFOCOM 2020, whose code uses 8192.
+    """
+
+    numel: float = 8192
+
+    def __post_init__(self) -> None:
+        expect(is_number(self.numel) and self.numel >= 0, "numel", "a number of coordinates of at least 0", self.numel)
+
+    def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
+        """Merge modules; a group is named after its first and last one."""
+        layers = Layer().cut(parameters, bucket_cap_mb)
+        merged = merge_below([sum(p.numel for p in members) for _, members in layers], self.numel)
+        return join(layers, merged)
+
+
+def merge_below(numels: Sequence[int], threshold: float) -> list[list[int]]:
+    """Layers merged until a group has enough coordinates, by their positions; what is left at the end is a group, too.
+
+    Example:
+        >>> merge_below([5000, 5000, 9000, 10, 20], 8192)
+        [[0, 1], [2], [3, 4]]
+    """
+    groups: list[list[int]] = []
+    size: float = math.inf
+    for layer, numel in enumerate(numels):
+        if size >= threshold:
+            groups.append([])
+            size = 0
+        groups[-1].append(layer)
+        size += numel
+    return groups
+
+
+def join(layers: Cut, groups: Sequence[Sequence[int]]) -> Cut:
+    """Merge neighbours; a group is named after its first and last layer."""
+    return [
+        (
+            layers[group[0]][0] + (f"..{layers[group[-1]][0]}" if len(group) > 1 else ""),
+            [p for i in group for p in layers[i][1]],
+        )
+        for group in groups
+    ]

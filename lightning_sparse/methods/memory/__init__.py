@@ -1,0 +1,28 @@
+"""Error feedback: what a rank remembers of the gradients it has not sent yet. Sole writer of the residual."""
+
+from lightning_sparse.methods.memory.adam import AdamCorrection
+from lightning_sparse.methods.memory.base import MEMORIES, Memory, NoMemory
+from lightning_sparse.methods.memory.clip import ClipByNorm
+from lightning_sparse.methods.memory.decay import WeightDecay
+from lightning_sparse.methods.memory.low_pass import LowPass
+from lightning_sparse.methods.memory.momentum import MomentumCorrection
+from lightning_sparse.methods.memory.residual import Residual
+from lightning_sparse.methods.memory.second_moment import (
+    Adapting as Adapting,  # this and the next two are no public names
+)
+from lightning_sparse.methods.memory.second_moment import SecondMoment
+from lightning_sparse.methods.memory.second_moment import as_memory as as_memory
+from lightning_sparse.methods.memory.second_moment import named_in as named_in
+
+__all__ = [
+    "MEMORIES",
+    "AdamCorrection",
+    "ClipByNorm",
+    "LowPass",
+    "Memory",
+    "MomentumCorrection",
+    "NoMemory",
+    "Residual",
+    "SecondMoment",
+    "WeightDecay",
+]

@@ -1,0 +1,135 @@
+"""DGC's momentum correction with factor masking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_sparse.core.checks import check_share
+from lightning_sparse.core.layout import Gradient
+from lightning_sparse.core.step import Context, Update
+from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState, Memory, Pair
+
+
+@dataclass(frozen=True)
+class MomentumState(FeedbackState):
+    """Two pairs."""
+
+    momentum: Pair
+
+
+@MEMORIES.register
+@dataclass(frozen=True)
+class MomentumCorrection(Feedback):
+    """Momentum on each rank before anything is left unsent: velocities are accumulated instead of gradients.
+
+    A momentum buffer behind a sparse exchange sees a gradient only when it is sent, late and with others in one lump.
+    Here each rank runs momentum SGD on its own gradients as they come and sends the velocities:
+    ``m = momentum m + gradient``, ``acc = residual + m``; with Nesterov's rule ``m = momentum (m + gradient)``,
+    ``acc = residual + m + gradient``. The optimizer is plain SGD: set its own momentum to 0. Groups that are kept dense
+    go through the same memory, so that they have momentum, too.
+
+    *Factor masking* sets m to zero where something was sent and arrived, so that old directions do not carry on. When
+    everything was sent (density 1, dense groups) it is left out: the result is momentum SGD. The weight decay of the
+    optimizer is added to the averaged velocity and has no momentum.
+
+    Without masking nothing is lost: the velocities of all steps are ``sum_t m_t = sent + residual``. Costs four
+    vectors of ``numel`` accumulator elements a rank: a step writes to two of them and reads two.
+
+    Args:
+        momentum: in [0, 1).
+        nesterov: look ahead, as ``torch.optim.SGD(nesterov=True)``.
+        masking: clear the momentum of what was sent.
+
+    Raises:
+        ValueError: if ``momentum`` is outside [0, 1).
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> import torch
+        >>> stream = torch.tensor([[[4.0, 2.0]], [[0.0, 0.0]], [[0.0, 0.0]]])    # three steps of one rank, k = 1
+        >>> memory = ls.MomentumCorrection(0.5)
+        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="topk", density=0.5, memory=memory)]
+        [[4.0, 0.0], [0.0, 3.0], [0.0, 0.0]]
+
+    References:
+        Lin et al., Deep Gradient Compression, ICLR 2018, arXiv 1712.01887, sections 3.1 and 3.3, algorithms 1 and 4.
+    """
+
+    momentum: float = 0.9
+    nesterov: bool = False
+    masking: bool = True
+
+    def __post_init__(self) -> None:
+        check_share(self.momentum, "momentum", zero=True, one=False)
+
+    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> MomentumState:
+        """Four zero vectors of ``numel + 1`` slots."""
+        return MomentumState(*(Pair.zeros(numel, device, dtype) for _ in range(2)))
+
+    def accumulate_(self, state: MomentumState, grad: Gradient, ctx: Context) -> Tensor:
+        """``acc = residual + m`` with the next m."""
+        residual, acc = state.residual
+        now, following = state.momentum
+        for span, run in grad:
+            if self.nesterov:
+                torch.add(now[span], run, out=following[span]).mul_(self.momentum)
+            else:
+                torch.add(run, now[span], alpha=self.momentum, out=following[span])
+            torch.add(residual[span], following[span], out=acc[span])
+            if self.nesterov:
+                acc[span].add_(run)
+        for vector in (following, acc):
+            vector[-1:].zero_()
+        return acc
+
+    def settle_(self, state: MomentumState, update: Update, rounding: Tensor | None = None) -> None:  # type: ignore[override]
+        """What was sent leaves the residual and, with masking, the momentum."""
+        super().settle_(state, update, rounding)
+        if self.masking:
+            _mask_(state.momentum.following, update)
+
+    def for_dense(self) -> Memory:
+        """The same: the optimizer behind it has no momentum for dense groups either."""
+        return self
+
+    @property
+    def has_momentum(self) -> bool:
+        """True: the optimizer behind it should have none."""
+        return True
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if the optimizer has momentum of its own."""
+        if has_momentum(optimizer):
+            rank_zero_warn(
+                f"MomentumCorrection sends velocities, and {type(optimizer).__name__} would apply momentum to them a "
+                "second time. Use torch.optim.SGD with momentum=0, or memory=Residual()."
+            )
+
+
+def _mask_(momentum: Tensor, update: Update) -> None:
+    """Clear it where something was sent, unless everything was."""
+    if update.sent is None:
+        return
+    cleared = torch.ones_like(update.sent, dtype=torch.bool)
+    if update.sent_values is not None:  # an exchange that may drop picks on the way
+        cleared = update.sent_values != 0
+        if update.indices is not None:
+            cleared &= _marked(update.indices, momentum)[update.sent]
+    numel = momentum.numel() - 1
+    if update.sent.numel() >= numel:
+        cleared &= ~_marked(update.sent, momentum)[:numel].all()
+    momentum.index_copy_(0, update.sent, momentum[update.sent].masked_fill_(cleared, 0))
+
+
+def _marked(indices: Tensor, like: Tensor) -> Tensor:
+    """True at the indices, False elsewhere."""
+    return torch.zeros_like(like, dtype=torch.bool).index_fill_(0, indices, True)
+
+
+def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """True if any of its parameter groups averages gradients over steps."""
+    return any(group.get("momentum", 0) or group.get("betas", (0,))[0] for group in optimizer.param_groups)

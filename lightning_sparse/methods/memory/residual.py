@@ -1,0 +1,55 @@
+"""Plain error feedback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_sparse.core.checks import check_share
+from lightning_sparse.core.layout import Gradient
+from lightning_sparse.core.step import Context
+from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState
+from lightning_sparse.ops import accumulate_
+
+
+@MEMORIES.register
+@dataclass(frozen=True)
+class Residual(Feedback):
+    """Plain error feedback: ``acc = residual + gradient``; what was not sent is the next residual.
+
+    Gradients enter unscaled by the learning rate ("raw" mode), which for SGD with a constant rate is identical to the
+    papers' ``residual + lr * gradient``. Costs two vectors of ``numel`` accumulator elements a rank.
+
+    Args:
+        decay: ``acc = decay * residual + gradient``, in (0, 1]. Below 1, what waits long is forgotten bit by bit, so
+            that stale gradients count less, and not everything arrives.
+
+    Raises:
+        ValueError: if ``decay`` is outside (0, 1].
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> import torch
+        >>> stream = torch.tensor([[[3.0, 2.0]], [[0.0, 0.0]]])                  # two steps of one rank, k = 1
+        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="topk", density=0.5, memory=ls.Residual())]
+        [[3.0, 0.0], [0.0, 2.0]]
+        >>> [step.update.tolist() for step in ls.simulate(stream, sparsifier="topk", density=0.5, memory=ls.NoMemory())]
+        [[3.0, 0.0], [0.0, 0.0]]
+
+    References:
+        Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, arXiv 1809.07599, algorithm 1.
+    """
+
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_share(self.decay, "decay")
+
+    def accumulate_(self, state: FeedbackState, grad: Gradient, ctx: Context) -> Tensor:
+        """``acc = decay * residual + grad``."""
+        residual, acc = state.residual
+        numel = acc.numel() - 1
+        acc[numel:].zero_()
+        accumulate_(acc[:numel], residual[:numel], grad.runs, self.decay, ctx.candidates)
+        return acc

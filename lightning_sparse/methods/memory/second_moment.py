@@ -1,0 +1,350 @@
+"""Error feedback for Adam: what waits is weighed by the second moment of the rank's own gradients."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparse.core.checks import check_positive, check_share
+from lightning_sparse.core.layout import Gradient
+from lightning_sparse.core.optim import holds, refusal, settings_of
+from lightning_sparse.core.step import Context, Update
+from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
+from lightning_sparse.methods.memory.clip import joint_norm
+from lightning_sparse.methods.memory.residual import Residual
+from lightning_sparse.ops import Weights, put_, sqrt_, static_shapes, weigh_
+from lightning_sparse.ops.device_second import form_, score_
+from lightning_sparse.ops.length import FOLLOWED, SIZE, measure
+
+
+@dataclass(frozen=True)
+class SecondMomentState(CountedState):
+    """Two pairs, what the latest averages are to be divided by, lengths, and the number of committed steps."""
+
+    second: Pair
+    divisor: Tensor
+    """(numel + 1,) ``sqrt(v + (average / L)^2) + eps`` where the latest averages arrived, at other coordinates older
+    ones or 1. Not remembered: it belongs to the averages in the gradients."""
+    damping: Tensor
+    """() on the host, :func:`damping` in the step that goes on."""
+    lengths: Tensor
+    """(5,) float64: what is known of the length of this rank's gradients, see :func:`~.kernels.length.measure`."""
+    following: Tensor
+    """(5,) the same after the step that goes on."""
+
+
+MOST = 2.0**53
+"""Steps that are counted."""
+SHARE, SHORTEST, LONGEST = 0.25, 2.0, 100.0
+"""Of the steps that a coordinate waits on average, as how many an average counts at most; the bounds of that."""
+
+
+def longest(density: float) -> float:
+    """The largest quotient of an average and its divisor, up to rounding.
+
+    ``0.25 / density``, but at least 2 and at most 100. What waited for long and agreed all the time was formed of
+    gradients too old for its full length, and does the more harm the higher the learning rate. At low densities nearly
+    everything waits for long, and bounds below 100 cost more than they save (``docs/adam.md``).
+
+    Args:
+        density: of the step, in (0, 1].
+
+    Example:
+        >>> [longest(density) for density in (1.0, 0.01, 0.001)]
+        [2.0, 25.0, 100.0]
+    """
+    return min(LONGEST, max(SHORTEST, SHARE / density))
+
+
+def damping(density: float) -> float:
+    """One over :func:`longest`, as a number of float32: kernels for CUDA take no others."""
+    return float(np.float32(1 / longest(density)))
+
+
+@MEMORIES.register
+@dataclass(frozen=True)
+class SecondMoment(CountedFeedback):
+    """Error feedback for Adam and AdamW: coordinates are picked by what a step of Adam would gain there.
+
+    With g a rank's gradient, ``acc = residual + g`` as in :class:`Residual`, and ``v_i = beta2 v_i + (1 - beta2) g^2``
+    of this rank's own gradients, at every step. Coordinates are selected by ``|acc| / v_i^(1/4)``, which orders them
+    like ``acc^2 / sqrt(v_i)``: to first order, how much the loss falls by the step ``acc / sqrt(v_i)``. Where an
+    average arrives, the mean of all ranks' v_i travels with it, and the optimizer steps by
+
+        ``lr sqrt(n) mean(acc) / (sqrt(mean(v) / (1 - beta2^t) + (mean(acc) / L)^2) + eps)``
+
+    with decoupled weight decay, and without a first moment: the residual has averaged over the steps that a coordinate
+    waited. The square of the average keeps the quotient within ``L``, see :func:`longest`; in the selection,
+    ``(acc / L)^2`` is added to ``v_i / (1 - beta2^t)``, too. Adam behind an exchange of sparse averages forms its
+    second moment of squares of sums and zeros, so that a step has the same length however long a coordinate has waited;
+    this v knows the gradients of every step. It holds the noise of one rank, n times that of the average: hence
+    ``sqrt(n)``, with which a learning rate chosen for dense training keeps its meaning (``docs/adam.md``).
+
+    Where the length of a rank's gradients changes, what waits would be of another length than what comes: residual and
+    second moment are then multiplied, and gradients far longer than those before are clipped, see
+    :func:`~lightning_sparse.ops.length.measure`. Both factors are 1 where gradients keep their length, and at
+    density 1.
+
+    The engine applies these steps in place of ``torch.optim.Adam`` and ``AdamW`` (and :class:`lightning_sparse.AdamW`)
+    for parameters that are sparsified; parameters that are dense are left to the optimizer. It is what ``memory=None``
+    becomes with such an optimizer, with the optimizer's own beta2 and eps, from step to step as they are then.
+
+    The average in the gradients is that of :class:`Residual`; nothing of it is lost but by these two factors. Costs
+    five vectors of ``numel`` accumulator elements a rank, three more than :class:`Residual`; Adam's own two are not
+    made for parameters that are sparsified.
+
+    Steps are counted for each group, not for each parameter as in torch: a parameter that is used for the first time at
+    a late step T gets first steps that are longer by up to ``sqrt((1 - beta2^T) / (1 - beta2))``, as a row of an
+    embedding that is new to AdamW does.
+
+    Args:
+        beta2: decay of the second moment, in [0, 1).
+        eps: added to the root of the second moment, above 0, in units of the gradient.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> import torch
+        >>> stream = torch.tensor([[[5.0, 0.5]], [[-5.0, 0.5]]]).repeat(4, 1, 1)              # one rank, k = 1
+        >>> for memory in (ls.Residual(), ls.SecondMoment(0.9)):
+        ...     steps = ls.simulate(stream, sparsifier="shared_topk", density=0.5, memory=memory)
+        ...     print([int(step.indices) for step in steps])
+        [0, 0, 0, 0, 0, 0, 0, 0]
+        [0, 0, 0, 0, 1, 1, 0, 0]
+
+    References:
+        Ours. Kingma, Ba, Adam, ICLR 2015, arXiv 1412.6980, algorithm 1; Loshchilov, Hutter, Decoupled weight decay
+        regularization, ICLR 2019, arXiv 1711.05101, algorithm 2.
+    """
+
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        check_share(self.beta2, "beta2", zero=True, one=False)
+        check_positive(self.eps, "eps")
+
+    @property
+    def needs_second(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def second_decay(self) -> float:
+        """Adam's second beta."""
+        return self.beta2
+
+    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> SecondMomentState:
+        """Five vectors of ``numel + 1`` slots."""
+        residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
+        divisor = torch.ones(numel + 1, device=device, dtype=dtype)
+        steps = torch.zeros((), device=device, dtype=torch.float64)
+        damping = torch.ones((), device="cpu", dtype=torch.float64)
+        lengths, following = torch.zeros(2, SIZE, device=device, dtype=torch.float64).unbind()
+        return SecondMomentState(residual, steps, second, divisor, damping, lengths, following)
+
+    def accumulate_(self, state: SecondMomentState, grad: Gradient, ctx: Context) -> Tensor:
+        """Form ``acc = carry residual + take grad``, and the next second moment, see :meth:`units`."""
+        residual, acc = state.residual
+        now, following = state.second
+        damp = damping(ctx.density)
+        state.damping.fill_(damp)
+        for vector in (following, acc):
+            vector[-1:].zero_()
+        units = self.units(state, grad.runs, ctx.density)
+        if not static_shapes(acc.device):
+            take, carry, _ = units.tolist()
+            for run in grad.runs if take != 1 else ():
+                run.mul_(take)
+            if carry != 1:
+                torch.mul(residual, carry, out=acc)
+                torch.mul(now, carry**2, out=following)
+                residual, now = acc, following
+        if ctx.candidates is not None:  # the score, too, in the same pass
+            start = self._correction(state).sqrt().item()
+            by = Weights(self.beta2, 1 - self.beta2, self.eps * start, start * damp)
+            vectors = acc[:-1], following[:-1], grad.room(acc.dtype), residual[:-1], now[:-1]
+            weigh_(*vectors, grad.runs, by, ctx.candidates)
+            return acc
+        if not static_shapes(acc.device):  # which has been multiplied by all of them
+            units = units.new_tensor([1.0, 1.0, self.beta2])
+        for piece, run in pieces(grad):
+            form_(acc[piece], following[piece], residual[piece], now[piece], run, units, self.beta2)
+        return acc
+
+    def units(
+        self, state: SecondMomentState, runs: Sequence[Tensor], density: float, scale: Tensor | None = None
+    ) -> Tensor:
+        """Return the factors of this step, (3,) float64, see :func:`~lightning_sparse.ops.length.measure`.
+
+        Args:
+            state: of this group; what follows from the step is noted in it.
+            runs: of this rank's gradient.
+            density: of the step. Where everything is sent, nothing is changed.
+            scale: () that the gradient still has.
+        """
+        numel = sum(run.numel() for run in runs)
+        return measure(state.lengths, state.following, joint_norm(runs), scale, numel, self.beta2, density < 1)
+
+    def commit(  # type: ignore[override]
+        self, state: SecondMomentState, void: Tensor | bool, unused: Sequence[slice] = ()
+    ) -> SecondMomentState:
+        """Pairs, and what the step has told of lengths."""
+        after = super().commit(state, void, unused)
+        if isinstance(void, bool):
+            return after if void else replace(after, lengths=state.following.clone())  # type: ignore[return-value, call-arg]
+        return replace(after, lengths=torch.where(void, state.lengths, state.following))  # type: ignore[return-value, call-arg]
+
+    def counters(self, state: SecondMomentState) -> dict[str, Tensor]:  # type: ignore[override]
+        """The number of steps, and what is known of lengths."""
+        return {**super().counters(state), **dict(zip(FOLLOWED, state.lengths, strict=True))}
+
+    def carry_(self, state: SecondMomentState, target: slice, memory: Memory, other: Any, source: slice) -> None:  # type: ignore[override]
+        """Vectors, steps and lengths: the largest, where groups that become one differ."""
+        super().carry_(state, target, memory, other, source)
+        if isinstance(other, type(state)):
+            state.lengths.copy_(torch.maximum(state.lengths, other.lengths))
+
+    def score_(self, state: SecondMomentState, acc: Tensor, grad: Gradient, ctx: Context) -> Tensor:
+        """``acc / (sqrt(v + (acc s / L)^2) + eps s)^(1/2)``, ``s = sqrt(1 - beta2^t)``: v is not corrected."""
+        score = grad.room(acc.dtype)
+        if ctx.candidates is not None:
+            return score
+        second, power = state.second.following, self.power(state)
+        for piece, part in pieces(Gradient([score])):
+            score_(part, acc[piece], second[piece], power, self.eps, damping(ctx.density))
+        return score
+
+    def second(self, state: SecondMomentState) -> Tensor:
+        """This rank's second moment, including this step, not corrected for its start at 0."""
+        return state.second.following
+
+    def settle_(self, state: SecondMomentState, update: Update, rounding: Tensor | None = None) -> None:  # type: ignore[override]
+        """As :class:`Residual`; note what the averages are to be divided by."""
+        super().settle_(state, update, rounding)
+        assert update.second is not None, "an exchange that does not carry second values"
+        divisor = self._divisor(update.second, self._correction(state), update.values, state.damping)
+        if update.indices is None:
+            state.divisor[: divisor.numel()].copy_(divisor)
+        else:
+            put_(state.divisor, update.indices, divisor)
+
+    def divisor(self, state: SecondMomentState) -> Tensor:
+        """``sqrt(v + (average / L)^2) + eps``."""
+        return state.divisor
+
+    def lengthen_(self, state: SecondMomentState, where: Tensor | slice, by: Tensor) -> None:
+        """The root, and not eps, which is in units of what the optimizer gets."""
+        root = state.divisor[where] - self.eps
+        state.divisor[where] = root.mul_(by.to(root.dtype)).add_(self.eps)
+
+    def divide_all_(
+        self, state: SecondMomentState, average: Tensor, mean: Callable[[Tensor], Tensor], density: float
+    ) -> None:
+        """By the mean of what the ranks remember."""
+        correction = 1 - torch.pow(self.beta2, state.steps.clamp(min=1))
+        second = mean(state.second.now[:-1])
+        state.divisor[:-1].copy_(self._divisor(second, correction, average, damping(density)))
+
+    def complete_(self, state: SecondMomentState, span: slice, names: Collection[str]) -> None:
+        """A residual without a second moment counts as one gradient of its size, so that steps start short."""
+        if "second" not in names:
+            torch.square(state.residual.now[span], out=state.second.now[span]).mul_(1 - self.beta2)
+
+    def start_(self, state: SecondMomentState, second: Tensor, spans: Sequence[slice], steps: float) -> None:
+        """Their correction is that of the group from now on."""
+        if not bool(state.steps):
+            state.steps.fill_(steps)
+        left = float(torch.pow(self.beta2, state.steps))
+        for span in spans:
+            torch.mul(second[span], 1 - left, out=state.second.now[span])
+
+    def adapted(self, state: SecondMomentState, before: Memory) -> SecondMomentState:
+        """As many steps, maybe no whole number, as with this beta2 leave what the steps so far have left of the start.
+
+        Their weights in v still add up to ``1 - beta2^t`` then.
+        """
+        assert isinstance(before, SecondMoment)
+        if self.beta2 in (before.beta2, 0.0):  # with 0, nothing of the start is left after any number of steps
+            return state
+        left = torch.pow(before.beta2, state.steps)
+        return replace(state, steps=(left.log() / math.log(self.beta2)).clamp(0.0, MOST))
+
+    def power(self, state: SecondMomentState) -> Tensor:
+        """() float64 ``beta2^t`` in the step that goes on, with t its number from 1."""
+        return torch.pow(self.beta2, state.steps + 1)
+
+    def _correction(self, state: SecondMomentState) -> Tensor:
+        """Adam's ``1 - beta2^t`` in the step that goes on."""
+        correction: Tensor = 1 - self.power(state)
+        return correction
+
+    def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, damp: Tensor | float) -> Tensor:
+        """By what averages are divided, from means of second moments at the same coordinates."""
+        waited = average.abs().to(second.dtype).mul_(damp)
+        # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.
+        within = (second / correction.to(second.dtype)).add_(waited.square()).nan_to_num_(nan=1.0)
+        root = sqrt_(within)
+        return torch.fmax(root, waited).add_(self.eps)  # squares overflow and vanish, bounds must not
+
+
+@dataclass(frozen=True, repr=False)
+class Adapting(Residual):
+    """:class:`Residual`, and :class:`SecondMoment` with optimizers for which that is better; what None stands for.
+
+    Beside it, momentum of ``torch.optim.SGD`` is spent early, see :mod:`lightning_sparse.engine.optimizers.momentum`.
+    """
+
+    def __repr__(self) -> str:
+        """As that of the memory that it is, also in states."""
+        return repr(Residual(self.decay))
+
+    def suited(
+        self,
+        optimizers: Sequence[Optimizer],
+        parameters: Collection[int],
+        tell: Callable[[str], None] = lambda sentence: None,
+    ) -> Memory:
+        """The memory for these optimizers.
+
+        Args:
+            optimizers: all that apply averages.
+            parameters: ids of those that are sparsified.
+            tell: is given a sentence where optimizers differ in what the memory takes from them.
+        """
+        holding = [optimizer for optimizer in optimizers if holds(optimizer, parameters)]
+        if not holding or any(refusal(optimizer, parameters) for optimizer in holding):
+            return self
+        settings = settings_of(holding, parameters)
+        if len(settings) > 1:
+            tell(
+                f"Parameters that are sparsified have several pairs of a second beta and eps: {sorted(settings)}. The "
+                "largest is taken for all of them."
+            )
+        return SecondMoment(*max(settings))
+
+
+def as_memory(memory: Memory | str | None) -> Memory:
+    """A memory from an instance or a name such as ``"low_pass"``; the default one from None.
+
+    Raises:
+        ValueError: for an unknown name (the closest known ones are listed), a name of a memory that needs arguments, or
+            anything else.
+    """
+    return Adapting() if memory is None else MEMORIES.resolve(memory)
+
+
+def named_in(settings: object) -> SecondMoment | None:
+    """The memory of this kind that a state's settings name, see :attr:`SparsificationConfig.algorithm`; or None."""
+    found = re.search(r"\bSecondMoment\(beta2=([^,()]+), eps=([^,()]+)\)", str(settings))
+    return None if found is None else SecondMoment(float(found[1]), float(found[2]))

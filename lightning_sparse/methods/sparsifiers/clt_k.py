@@ -1,0 +1,54 @@
+"""CLT-k: the ranks take turns at picking for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.core.step import Agreement, Context, Selection
+from lightning_sparse.methods.density import count
+from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
+from lightning_sparse.ops import top_k
+
+
+@SPARSIFIERS.register
+@dataclass(frozen=True)
+class CLTk(Sparsifier):
+    """Cyclic local top-k: in step t, rank ``t mod n`` picks its k largest magnitudes, and all ranks send there.
+
+    ``S = argtop_k |acc_leader|``, ``update[S] = (1/n) sum_i acc_i[S]``, and every rank forgets S. Exactly k coordinates
+    are sent whatever n is: no build-up, no padding, one vector of indices on the wire. Only the leader searches its
+    accumulator; the others have nothing to do meanwhile. (The baseline of that name in the ExDyna experiments lets all
+    ranks search and throws the results of the followers away.)
+
+    The method relies on accumulators that are alike on all ranks. What is large on one rank only waits for up to n
+    steps. For large batches and learning rates ScaleCom smooths the residual with a low-pass filter: that is
+    ``memory=ls.LowPass(beta)``, not part of the selection. ScaleCom also selects in chunks of the group to save time;
+    here the selection is exact.
+
+    Example:
+        >>> import torch, lightning_sparse as ls
+        >>> grads = torch.tensor([[4.0, 0.0, -1.0, 2.0], [0.0, 8.0, 1.0, 2.0]]).repeat(2, 1, 1)    # two steps and ranks
+        >>> steps = list(ls.simulate(grads, sparsifier="clt_k", density=0.25))
+        >>> [(step.counts.tolist(), step.indices.tolist(), step.update.tolist()) for step in steps]
+        [([1, 1], [0], [2.0, 0.0, 0.0, 0.0]), ([1, 1], [1], [0.0, 8.0, 0.0, 0.0])]
+
+    References:
+        Chen et al., ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed
+        Training, NeurIPS 2020, arXiv 2104.11125, section 3.
+    """
+
+    name: ClassVar[str] = "clt_k"
+    agreement: ClassVar[Agreement] = Agreement.LEADER
+    exchange: ClassVar[str] = "follow_leader"
+
+    def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
+        """The k largest on the leader, nothing on the other ranks; no state."""
+        numel = acc.numel()
+        k = count(ctx.density, numel)
+        leads = ctx.rank == ctx.step % ctx.world_size
+        indices = top_k(acc, k, ctx.candidates) if leads else torch.full((k,), numel, device=acc.device)
+        return Selection(indices, torch.full((), k if leads else 0, device=acc.device), aligned=True), state

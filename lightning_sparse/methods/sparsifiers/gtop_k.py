@@ -1,0 +1,38 @@
+"""gTop-k: the k largest magnitudes of each rank, merged into k for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS
+from lightning_sparse.methods.sparsifiers.topk import TopK
+
+
+@SPARSIFIERS.register
+@dataclass(frozen=True)
+class GTopK(TopK):
+    """Global top-k: every rank picks its k largest magnitudes, and k sums are left of them for all ranks together.
+
+    ``S_i = argtop_k |acc_i|`` as in :class:`~lightning_sparse.TopK`; the exchange ``"tree"`` merges the ranks' picks in
+    pairs and keeps the k largest sums each time. The density is k whatever n is, without build-up, and so is what a
+    rank sends, while the time grows with log n. The result is an approximation of the k largest of the sum of all
+    picks: a coordinate that is dropped early may have come back from another branch.
+
+    Works with any number of ranks (the released code with powers of two), and loses nothing, see
+    :class:`~lightning_sparse.Tree`.
+
+    Example:
+        >>> import torch, lightning_sparse as ls
+        >>> grads = torch.tensor([[[4.0, 0.0, -1.0, 2.0], [0.0, 8.0, 1.0, 2.0]]])     # one step, two ranks
+        >>> step = next(ls.simulate(grads, sparsifier="gtop_k", density=0.25))
+        >>> step.counts.tolist(), step.indices.tolist(), step.update.tolist()
+        ([1, 1], [1], [0.0, 4.0, 0.0, 0.0])
+
+    References:
+        Shi et al., A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for Low Bandwidth Networks,
+        ICDCS 2019, arXiv 1901.04359, algorithm 4.
+    """
+
+    name: ClassVar[str] = "gtop_k"
+    exchange: ClassVar[str] = "tree"

@@ -1,0 +1,126 @@
+"""Random-k: all ranks draw the same coordinates without talking."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.core.checks import expect, is_integer
+from lightning_sparse.core.step import Agreement, Context, Selection
+from lightning_sparse.methods.density import count
+from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
+
+GOLDEN = 0x9E3779B97F4A7C15
+FACTORS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
+"""Increment, shifts and multipliers of the SplitMix64 generator."""
+
+
+@SPARSIFIERS.register
+@dataclass(frozen=True)
+class RandomK(Sparsifier):
+    """All ranks pick the same k coordinates at random, anew in every step, whatever the gradients are.
+
+    The draw is a hash of seed, step, group size and position, in 64-bit integers: equal on all ranks and devices, bit
+    for bit, without a message and without a random number generator, so that dropout and data augmentation are not
+    disturbed. (Released codes reseed torch's global generator in every step, which repeats their dropout masks; or
+    leave the seed to each rank, so that the picks differ; or draw with replacement and send fewer than k.)
+
+    It is stratified rather than the papers' plain uniform draw: the group is cut into k strata whose sizes differ by at
+    most one, one coordinate is drawn in each, and all are moved on around the group by one random distance. The picks
+    are different ones by construction, each coordinate is picked with probability ``k / numel``, and the work is
+    O(k). Where k divides numel, a mean over the picks never varies more than over k independent draws.
+
+    Nothing is multiplied by ``numel / k``: with error feedback, what is not sent now is sent later. Without it
+    (``NoMemory``) the update is ``k / numel`` times the dense mean on average.
+
+    Groups of equal size draw the same places in the same step.
+
+    Args:
+        seed: any integer; the same on all ranks.
+
+    Raises:
+        ValueError: if the seed is no integer.
+
+    Example:
+        >>> import torch, lightning_sparse as ls
+        >>> stream = torch.ones(3, 2, 12)
+        >>> steps = list(ls.simulate(stream, sparsifier=ls.RandomK(seed=1), density=0.25))
+        >>> [(step.indices.tolist(), step.bytes_sent.tolist()) for step in steps]
+        [([3, 5, 8], [12.0, 12.0]), ([4, 8, 11], [12.0, 12.0]), ([2, 6, 8], [12.0, 12.0])]
+
+    References:
+        Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018, arXiv 1809.07599, definition 2.1 (rand-k).
+        Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014 (the mixing function).
+    """
+
+    seed: int = 0
+
+    name: ClassVar[str] = "random_k"
+    agreement: ClassVar[Agreement] = Agreement.IDENTICAL
+    exchange: ClassVar[str] = "reduce_shared"
+
+    def __post_init__(self) -> None:
+        expect(is_integer(self.seed), "seed", "an integer", self.seed)
+
+    def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
+        """One pick a stratum; no state."""
+        numel = acc.numel()
+        k = count(ctx.density, numel)
+        key = 0
+        for word in (self.seed, ctx.step, numel):
+            key = mix(key + GOLDEN + word)
+        indices = draw(numel, k, key, acc.device)
+        return Selection(indices, torch.full((), k, device=acc.device), aligned=True), state
+
+
+def mix(x: int) -> int:
+    """SplitMix64's bijection of 64-bit words: every bit of the result depends on every bit of x.
+
+    Example:
+        >>> hex(mix(GOLDEN))  # the first output of the generator with seed 0
+        '0xe220a8397b1dcdaf'
+    """
+    x %= 1 << 64
+    for shift, factor in FACTORS:
+        x = (x ^ (x >> shift)) * factor % (1 << 64)
+    return x ^ (x >> 31)
+
+
+def draw(numel: int, k: int, key: int, device: torch.device) -> Tensor:
+    """Draw k different coordinates, ascending: one in each of k strata, all moved on by the same distance.
+
+    Args:
+        numel: coordinates to draw from, below 2**31.
+        k: how many, in 1 .. numel.
+        key: 64 bits that decide the draw.
+        device: where the result is made.
+    """
+    places = torch.arange(k + 1, device=device)
+    bounds = places * numel // k
+    words = _mix(places[1:] * _signed(GOLDEN) + _signed(key))
+    drawn = bounds[:-1] + (words & 0x7FFFFFFFFFFFFFFF) % (bounds[1:] - bounds[:-1])
+    distance = mix(key) % numel
+    moved = (drawn + distance) % numel
+    # Those that went past the end are the last ones in order, and now the smallest.
+    stayed = (drawn < numel - distance).sum()
+    return moved[(places[:-1] + stayed) % k]
+
+
+def _mix(x: Tensor) -> Tensor:
+    """:func:`mix` of int64 words; products wrap around as those of unsigned words do."""
+    for shift, factor in FACTORS:
+        x = (x ^ _shifted(x, shift)) * _signed(factor)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, shift: int) -> Tensor:
+    """To the right, filled with zeros: torch repeats the sign."""
+    return (x >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int64 with the bits of a 64-bit word."""
+    return word - (1 << 64) if word >> 63 else word

@@ -1,0 +1,61 @@
+"""SharedTopK: every rank names its k/n largest coordinates, and all ranks send their values at all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.core.step import Agreement, Context, Selection
+from lightning_sparse.methods.density import count
+from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
+from lightning_sparse.ops import top_k
+
+
+@SPARSIFIERS.register
+@dataclass(frozen=True)
+class SharedTopK(Sparsifier):
+    """Each rank picks the ``k // n`` coordinates that are largest in magnitude in the whole group; all send there.
+
+    ``S_i = argtop_(k//n) |acc_i|``, ``U`` the union of the ``S_i``, ``update[U] = (1/n) sum_i acc_i[U]``, and every
+    rank forgets U. At most k coordinates travel whatever n is: no build-up, no threshold, no ranges, no start-up phase,
+    and messages of a size that is known beforehand and equal on all ranks. A coordinate that several ranks pick carries
+    the same sum each time it travels. With fewer than n picks to share out, k of the ranks pick one each, in turns.
+
+    Unlike methods of exclusive ranges, each rank brings up what matters most to it at every step, not only when its
+    turn at a range comes; unlike CLT-k, all ranks contribute at every step.
+
+    Where ranks agree on what is large, the picks overlap and the union is smaller than k.
+
+    Example:
+        >>> import torch, lightning_sparse as ls
+        >>> grads = torch.tensor([[[4.0, 0.0, -1.0, 2.0], [1.0, 8.0, 1.0, 2.0]]])     # one step, two ranks
+        >>> step = next(ls.simulate(grads, sparsifier="shared_topk", density=0.5))
+        >>> step.counts.tolist(), step.indices.tolist(), step.update.tolist()
+        ([1, 1], [0, 1], [2.5, 4.0, 0.0, 0.0])
+
+    References:
+        Ours.
+    """
+
+    name: ClassVar[str] = "shared_topk"
+    agreement: ClassVar[Agreement] = Agreement.SHARED
+    exchange: ClassVar[str] = "reduce_union"
+
+    def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
+        """The ``k // n`` largest; no state."""
+        numel, n = acc.numel(), ctx.world_size
+        k = count(ctx.density, numel)
+        share, turn = k // n, (ctx.rank - ctx.step) % n
+        if share:
+            picked = top_k(acc, share, ctx.candidates)
+            slots, total = share, share * n
+        else:
+            picked = top_k(acc, 1)[: int(turn < k)]
+            slots, total = 1, k
+        indices = torch.full((slots,), numel, device=acc.device)
+        indices[: picked.numel()] = picked
+        picks = torch.full((), picked.numel(), device=acc.device)
+        return Selection(indices, picks, aligned=True, total=total), state

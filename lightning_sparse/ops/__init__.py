@@ -1,0 +1,371 @@
+"""The passes over whole groups, and work on picks, one name each.
+
+Two formulations, chosen by device and equal in what they return up to padding:
+
+- ``host_*`` (CPU): numpy on zero-copy views in cache-sized chunks, results of exactly the size that was found. For
+  float32, functions in C take their place where they have been compiled: ``dense.c`` for ``host_dense`` and
+  ``host_reach``, ``sums.c`` for ``host_sums``, ``choose.c`` for ``host_choose``, ``picks.c`` and ``unite.c`` for
+  ``host_picks`` and ``host_messages``; ``second.c`` for second values in ``packed_union``.
+- :mod:`~lightning_sparse.ops.static` (CUDA and everything else): torch operations of fixed output size, so that
+  the host never waits for the device. Slots without a pick hold the padding index. On CUDA, kernels in Triton take
+  their place where :mod:`~lightning_sparse.ops.on_cuda` says so.
+
+Names that only one of them has are listed as such in ``__all__``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_sparse.core.candidates import Candidates
+from lightning_sparse.core.layout import Span
+from lightning_sparse.ops import (
+    device_flags,
+    device_passes,
+    host_arrays,
+    host_choose,
+    host_dense,
+    host_picks,
+    host_reach,
+    host_sums,
+    static,
+)
+from lightning_sparse.ops.c import native
+from lightning_sparse.ops.c.native_picks import NativePicks
+from lightning_sparse.ops.host_choose import largest_of, many_of_largest, top_k_and_stripe
+from lightning_sparse.ops.host_dense import Weights
+from lightning_sparse.ops.host_messages import hear, tell
+from lightning_sparse.ops.host_picks import put_in_runs_, take_from_runs, under, unite
+from lightning_sparse.ops.host_reach import reached, reaching_of
+from lightning_sparse.ops.host_sums import sums
+from lightning_sparse.ops.static import largest, scatter_, spread, strongest, united
+
+__all__ = [
+    "Span", "Weights", "compiled", "static_shapes", "zeros",
+    "accumulate_", "weigh_", "all_finite",
+    "above", "tail", "top_k", "top_k_of_blocks",
+    "moments", "mean_and_maximum", "excess", "log_sum",
+    "distinct", "add_up", "locate", "among", "take", "put_", "sqrt_", "pad",
+    "fill_if_", "copy_if_", "choose",
+    # on the CPU only
+    "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
+    "sums", "tell", "hear", "unite", "under", "put_in_runs_", "take_from_runs",
+    # not on the CPU
+    "largest", "strongest", "united", "spread", "scatter_",
+]  # fmt: skip
+
+
+def static_shapes(device: torch.device) -> bool:
+    """True if results on this device have a size that the host knows beforehand (everywhere but on the CPU)."""
+    return device.type != "cpu"
+
+
+def compiled(device: torch.device, dtype: torch.dtype = torch.float32) -> NativePicks | None:
+    """The compiled functions on picks, where there are some for vectors of this device and dtype."""
+    return native.library.picks if native.library and dtype == torch.float32 and not static_shapes(device) else None
+
+
+def zeros(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(size,) zeros that many steps will work with; float32 or float64."""
+    if static_shapes(device):
+        return torch.zeros(size, device=device, dtype=dtype)
+    return host_arrays.zeros(size, dtype)
+
+
+def accumulate_(
+    acc: Tensor, residual: Tensor, runs: Sequence[Tensor], decay: float, candidates: Candidates | None
+) -> None:
+    """``acc = decay * residual + grad``.
+
+    On the CPU, without a decay, one pass does this, sets the gradient to zero, and collects candidates.
+
+    Args:
+        acc: (numel,) float32 or float64, overwritten.
+        residual: the same, not written to.
+        runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16; what
+            they hold afterwards is not defined, but for :meth:`Candidates.cleared`.
+        decay: of the residual.
+        candidates: of the group; None: collect none, and leave the gradient as it is.
+    """
+    if candidates is None or decay != 1 or static_shapes(acc.device):
+        lengths = [len(run) for run in runs]
+        for run, kept, target in zip(runs, torch.split(residual, lengths), torch.split(acc, lengths), strict=True):
+            if decay == 1:
+                torch.add(run, kept, out=target)
+            else:  # each rounded by itself, as kernels do; alpha= may round once
+                torch.mul(kept, decay, out=target).add_(run)
+    else:
+        candidates.note(acc, runs, *host_dense.accumulate(acc, residual, runs, candidates.bound, candidates.summed))
+
+
+def weigh_(
+    acc: Tensor,
+    second: Tensor,
+    score: Tensor,
+    residual: Tensor,
+    now: Tensor,
+    runs: Sequence[Tensor],
+    by: Weights,
+    candidates: Candidates,
+) -> None:
+    """What :class:`~lightning_sparse.SecondMoment` forms of a gradient, see :func:`.host_dense.weigh`. On the CPU only.
+
+    One pass does this, and collects candidates of the score.
+    """
+    made = host_dense.weigh(acc, second, score, residual, now, runs, by, candidates.bound, candidates.summed)
+    cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
+    candidates.note(score, cleared, *made, formed=acc)
+
+
+def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
+    """Coordinates of the k largest magnitudes, ascending: (min(k, numel),) int64, no padding on any device.
+
+    Args:
+        x: (numel,) finite values.
+        k: how many, at least 1.
+        candidates: of the group, where x is its accumulator: they may save a pass.
+    """
+    k = min(k, x.numel())
+    if k == x.numel():
+        return torch.arange(k, device=x.device)
+    if static_shapes(x.device):
+        return device_passes.top_k(x, k)
+    return host_choose.top_k(x, k, candidates)
+
+
+def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
+    """As :func:`top_k`, of the coordinates j with ``first <= j mod period < first + block``.
+
+    Args:
+        x: (numel,) finite values.
+        k: how many, at least 1 and at most as many as there are.
+        first: where the block lies in each period.
+        block: its length.
+        period: distance of the blocks.
+
+    Example:
+        >>> top_k_of_blocks(torch.tensor([9.0, 1, 2, 9, 3, 4, 9, 5]), 3, first=1, block=2, period=3)
+        tensor([4, 5, 7])
+    """
+    if static_shapes(x.device):
+        return static.top_k_of_blocks(x, k, first, block, period)
+    return host_choose.top_k_of_blocks(x, k, first, block, period)
+
+
+def above(
+    x: Tensor,
+    threshold: Tensor,
+    span: Span | None = None,
+    *,
+    capacity: int | None = None,
+    phase: int = 0,
+    candidates: Candidates | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Coordinates whose magnitude reaches a threshold, ascending.
+
+    Args:
+        x: (numel,) values. NaN never reaches a threshold.
+        threshold: () magnitude, compared in x's precision.
+        span: range to look at; None: everything.
+        capacity: slots of a static result. When more coordinates qualify they are thinned evenly over the range.
+            On the CPU there is no limit and this is ignored.
+        phase: rotates which ones an overfull range gives up.
+        candidates: of the group, where x is its accumulator: they may save a pass.
+
+    Returns:
+        indices: (c,) int64, and count: () int64. On the CPU ``c == count``, elsewhere ``c == capacity``.
+    """
+    if static_shapes(x.device):
+        return device_passes.above(x, threshold, span, min(capacity or x.numel(), x.numel()), phase)
+    first, last = _on_host(span, x)
+    indices = host_reach.above(x, float(threshold), first, last, candidates)
+    return indices, torch.tensor(indices.numel(), device="cpu")
+
+
+def moments(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation, () float64 each; infinite or NaN where squares or their sum overflow.
+
+    Args:
+        x: (numel,) finite values.
+        candidates: of the group, where x is its accumulator: they may save a pass.
+    """
+    return device_passes.moments(x) if static_shapes(x.device) else host_sums.moments(x, candidates)
+
+
+def mean_and_maximum(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and maximum of magnitudes, () float64 each; arguments as of :func:`moments`."""
+    return device_passes.mean_and_maximum(x) if static_shapes(x.device) else host_sums.mean_and_maximum(x, candidates)
+
+
+def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Number, sum and sum of squares of what magnitudes have beyond a threshold; zeros are left out.
+
+    Args:
+        x: (numel,) finite values.
+        threshold: () float64 magnitude, at least 0, compared in x's precision.
+
+    Returns:
+        Of ``z = |x| - threshold`` over the x with ``x != 0`` and ``|x| >= threshold``: their number, ``sum z`` and
+        ``sum z ** 2``, each () float64, summed in float64.
+    """
+    if static_shapes(x.device):
+        return device_passes.excess(x, threshold)
+    return host_sums.excess(x, float(threshold))
+
+
+def log_sum(x: Tensor) -> Tensor:
+    """() float64: sum of ``ln |x|`` over the x that are not zero."""
+    return device_passes.log_sum(x) if static_shapes(x.device) else host_sums.log_sum(x)
+
+
+def tail(x: Tensor, threshold: Tensor | float) -> Tensor:
+    """Something shorter than x that has the same :func:`excess` over this threshold and higher ones.
+
+    On the CPU the magnitudes that reach the threshold, without zeros, maybe in a buffer that the next call writes to;
+    elsewhere x itself, since nobody knows how many these are.
+
+    Args:
+        x: (numel,) values.
+        threshold: () float64; or a number of Python's.
+    """
+    return x if static_shapes(x.device) else host_reach.tail(x, float(threshold))
+
+
+def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """Sort coordinates and drop repetitions.
+
+    Returns:
+        indices: int64 ascending, and count: (). On the CPU exactly the different ones without the padding index;
+        elsewhere as long as the input, repetitions replaced by the padding index and moved to the end.
+    """
+    if static_shapes(indices.device):
+        return static.distinct(indices, padding)
+    found = host_picks.distinct(indices, padding)
+    return found, torch.tensor(found.numel(), device="cpu")
+
+
+def pad(x: Tensor, slots: int, value: float) -> Tensor:
+    """A vector, lengthened with a value to ``slots`` places.
+
+    Example:
+        >>> pad(torch.tensor([3, 5]), 4, 9).tolist()
+        [3, 5, 9, 9]
+    """
+    missing = slots - x.numel()
+    return torch.cat([x, x.new_full((missing,), value)]) if missing else x
+
+
+def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of sparse vectors; each sum is formed from zero in the order of the parts, so that ranks agree on it.
+
+    Args:
+        parts: int64 coordinates, different ones within a part but for the padding index, and values of equal length.
+        padding: the padding index, below 2**31.
+
+    Returns:
+        indices as :func:`distinct`; their sums; and count: () int64.
+
+    Example:
+        >>> first = torch.tensor([1, 4]), torch.tensor([0.5, 2.0])
+        >>> second = torch.tensor([0, 4]), torch.tensor([1.0, 3.0])
+        >>> add_up([first, second], padding=9)
+        (tensor([0, 1, 4]), tensor([1.0000, 0.5000, 5.0000]), tensor(3))
+    """
+    if static_shapes(parts[0][0].device):
+        return static.add_up(parts, padding)
+    union, totals = host_picks.add_up(parts, padding)
+    return union, totals, torch.tensor(union.numel(), device="cpu")
+
+
+def all_finite(x: Tensor, candidates: Candidates | None = None) -> Tensor:
+    """() bool: no NaN and no infinity in x. One pass, nothing allocated; True for an empty x.
+
+    Args:
+        x: any shape.
+        candidates: of the group, where x is its accumulator: they may save the pass.
+    """
+    known = True if x.numel() == 0 else candidates.all_finite(x) if candidates else None
+    if known is None and not static_shapes(x.device):
+        known = host_sums.all_finite(x)
+    if known is not None:
+        return torch.full((), known, device=x.device)
+    low, high = torch.aminmax(x)  # both NaN where any of x is
+    return torch.maximum(-low, high) < math.inf
+
+
+def locate(ordered: Tensor, values: Tensor) -> Tensor:
+    """int64 positions of ascending values in an ascending tensor that holds each of them; the first of equal ones."""
+    return torch.searchsorted(ordered, values) if static_shapes(ordered.device) else host_picks.locate(ordered, values)
+
+
+def among(values: Tensor, ordered: Tensor) -> Tensor:
+    """Which of some int64 coordinates are among ascending ones, as bool; quick where the former ascend, too."""
+    if not static_shapes(values.device):
+        return host_picks.among(values, ordered)
+    ordered = pad(ordered, len(ordered) + 1, -1)
+    return ordered[torch.searchsorted(ordered[:-1], values)] == values
+
+
+def take(x: Tensor, indices: Tensor) -> Tensor:
+    """``x[indices]`` for a float32 or float64 vector."""
+    return x[indices] if static_shapes(x.device) else host_picks.take(x, indices)
+
+
+def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
+    """``x[indices] = values`` for vectors of equal dtypes; where a coordinate is repeated, so is its value."""
+    if not static_shapes(x.device):
+        host_picks.put_(x, indices, values)
+    elif isinstance(values, Tensor):
+        x.index_copy_(0, indices, values)
+    else:
+        x.index_fill_(0, indices, values)
+
+
+def sqrt_(x: Tensor) -> Tensor:
+    """Roots in place, rounded alike on all processors: those of torch on CPUs may differ in the last bit."""
+    if static_shapes(x.device):
+        return x.sqrt_()
+    np.sqrt(x.numpy(), out=x.numpy())
+    return x
+
+
+def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
+    """Fill all of x if the flag is set; the host does not wait for a flag on a device."""
+    if not static_shapes(flag.device):
+        return x.fill_(value) if flag else x
+    return x if device_flags.fill_if_(x, flag, value) else x.masked_fill_(flag, value)
+
+
+def copy_if_(x: Tensor, source: Tensor, flag: Tensor) -> None:
+    """Copy all of a vector if the flag is set; the host does not wait for a flag on a device."""
+    if not static_shapes(flag.device):
+        x.copy_(source if flag else x)
+    elif not device_flags.copy_if_(x, source, flag):
+        torch.where(flag, source, x, out=x)
+
+
+def choose(flag: Tensor, yes: Any, no: Any) -> Any:
+    """``yes if flag else no`` for (named) tuples of tensors of equal shapes; what is no tensor is taken from ``no``.
+
+    On the CPU whole objects are chosen and shapes need not be equal.
+    """
+    if not static_shapes(flag.device):
+        return yes if flag else no
+    if (chosen := device_flags.choose(flag, yes, no)) is not None:
+        return chosen
+    if isinstance(no, Tensor) and isinstance(yes, Tensor):
+        return torch.where(flag, yes, no)
+    if isinstance(no, tuple) and isinstance(yes, tuple):
+        parts = [choose(flag, a, b) for a, b in zip(yes, no, strict=True)]
+        return type(no)(*parts) if hasattr(no, "_fields") else tuple(parts)
+    return no
+
+
+def _on_host(span: Span | None, x: Tensor) -> tuple[int, int]:
+    return (0, x.numel()) if span is None else (int(span[0]), int(span[1]))

@@ -1,0 +1,176 @@
+"""Adam's steps where averages and what they are to be divided by are known, of many parameters at once.
+
+On CUDA all operations are rounded one by one, in Triton as in torch, so that ranks may differ in what they use.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.core.layout import in_pieces
+from lightning_sparse.ops.addresses import Addresses
+from lightning_sparse.ops.on_cuda import compare, on_cuda
+
+HOST = "cpu"
+"""Where steps are taken one by one."""
+PIECE = 1 << 24
+"""Elements whose steps are taken at once in operations of torch: of float32, 64 MiB for each vector on the way."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of parameters and gradients that there is a kernel for."""
+
+
+class Step(NamedTuple):
+    """``p = keep p - rate g / scale / divisor``, in the divisor's precision."""
+
+    rate: float | Tensor
+    """Learning rate; a number, or () on the device, as keep is then."""
+    keep: float | Tensor
+    """What weight decay leaves of a parameter."""
+    scale: Tensor | None = None
+    """() that gradients are divided by first."""
+    skip: Tensor | None = None
+    """() on the device, above 0 where no step is to be taken."""
+
+
+class Moved(NamedTuple):
+    """What a step is taken of; shapes and strides are the same."""
+
+    parameter: Tensor
+    """(...), overwritten."""
+    grad: Tensor
+    divisor: Tensor
+    """float32, or float64 for float64."""
+
+
+class Steps:
+    """Takes steps, and keeps addresses from step to step, as long as these do not change."""
+
+    def __init__(self) -> None:
+        self._addresses = Addresses()
+
+    def take_(self, moved: Sequence[Moved], by: Step) -> None:
+        """Step for these parameters; the host waits for nothing.
+
+        Args:
+            moved: any number.
+            by: for all of them.
+        """
+        alike: defaultdict[Any, list[Moved]] = defaultdict(list)
+        for one in moved:
+            alike[one.parameter.device, one.parameter.dtype, one.grad.dtype, one.divisor.dtype].append(one)
+        for what, ones in alike.items():
+            if what[0].type == HOST:
+                for one in ones:
+                    _on_host(one, by)
+                continue
+            served: list[Moved] = []
+            others: list[Moved] = []
+            for one in ones:
+                (served if _serves(one, by) else others).append(one)
+            if served and on_cuda.tried((Steps, what, _form(by)), partial(_rehearse, served[0], by)):
+                _in_triton(self._addresses, what, served, by)
+            else:
+                others = ones
+            if others:
+                _in_torch(others, by)
+
+
+def _serves(one: Moved, by: Step) -> bool:
+    """Whether there is a kernel for a parameter."""
+    numbers = [x for x in by if isinstance(x, Tensor)]
+    if (
+        not on_cuda.takes(one.parameter)
+        or not one.parameter.numel()
+        or any(x.device != one.parameter.device for x in [*one, *numbers])
+    ):
+        return False
+    if one.divisor.dtype != torch.float32 or not {one.parameter.dtype, one.grad.dtype} <= set(DTYPES):
+        return False
+    formats = [torch.contiguous_format, *([torch.channels_last] if one.parameter.dim() == 4 else [])]
+    return any(all(x.is_contiguous(memory_format=form) for x in one) for form in formats)
+
+
+def _form(by: Step) -> tuple[bool, ...]:
+    """For which a kernel is compiled."""
+    numbers = not isinstance(by.rate, Tensor)
+    return numbers, not numbers or bool(by.keep != 1), by.scale is None, by.skip is None
+
+
+def _on_host(one: Moved, by: Step) -> None:
+    """In place, where all are numbers."""
+    parameter, grad, divisor = one
+    rate, keep, scale, skip = by
+    numbers = scale is None and skip is None
+    if numbers and not isinstance(rate, Tensor) and parameter.dtype == grad.dtype == divisor.dtype:
+        if keep != 1:
+            parameter.mul_(keep)
+        parameter.addcdiv_(grad, divisor, value=-rate)
+    else:
+        _in_torch([one], by)
+
+
+def _in_torch(ones: Sequence[Moved], by: Step) -> None:
+    """Few launches for many parameters; what is only needed on the way takes as much as :data:`PIECE` elements do."""
+    for piece in in_pieces(ones, PIECE):
+        _at_once([Moved(*part) for part in piece], by)
+
+
+def _at_once(ones: Sequence[Moved], by: Step) -> None:
+    """The same, with vectors on the way as large as all of them together."""
+    wide = ones[0].divisor.dtype
+    parameters = [one.parameter for one in ones]
+    steps = [one.grad.to(wide) for one in ones]
+    if by.scale is not None:
+        steps = list(torch._foreach_div(steps, by.scale.to(wide)))
+    steps = list(torch._foreach_div(steps, [one.divisor for one in ones]))
+    rate, keep = (x.to(wide) if isinstance(x, Tensor) else x for x in by[:2])
+    torch._foreach_mul_(steps, rate)
+    if parameters[0].dtype == wide and by.skip is None:
+        if isinstance(keep, Tensor) or keep != 1:
+            torch._foreach_mul_(parameters, keep)
+        torch._foreach_sub_(parameters, steps)
+        return
+    kept = torch._foreach_mul([p.to(wide) for p in parameters], keep)
+    stepped = list(torch._foreach_sub(kept, steps))
+    if by.skip is not None:
+        skipped = by.skip > 0
+        stepped = [torch.where(skipped, p.to(wide), x) for p, x in zip(parameters, stepped, strict=True)]
+    torch._foreach_copy_(parameters, stepped)
+
+
+def _in_triton(addresses: Addresses, what: Any, ones: Sequence[Moved], by: Step) -> None:
+    """One launch for many parameters."""
+    from lightning_sparse.ops.triton import adam as triton_adam
+
+    parameters, grads, divisors = zip(*ones, strict=True)
+    table = addresses.table(what, (parameters, grads, divisors), aligned=2)
+    scale = None if by.scale is None else by.scale.float()
+    triton_adam.step_(table, parameters[0].dtype, grads[0].dtype, by.rate, by.keep, scale, by.skip)
+    torch.autograd.graph.increment_version(parameters)
+
+
+def _rehearse(one: Moved, by: Step) -> None:
+    """Compile the kernel, and compare what it computes.
+
+    Raises:
+        MismatchError: if it differs from operations of torch. Whatever compilers and drivers raise comes through.
+    """
+    numel = 4099
+    places = torch.arange(numel, device=one.divisor.device)
+    values = ((1 + places * 1103 % numel) * (1 - 2 * (places % 2))).float() / 64
+    grads = values.where(places % 3 == 0, 0.0).to(one.grad.dtype)
+    before = values.flip(0).to(one.parameter.dtype)
+    found = [Moved(before.clone(), grads, values.abs() / 3) for _ in range(2)]
+    if by.skip is not None:
+        by = by._replace(skip=torch.zeros_like(by.skip))
+    _in_torch(found[:1], by)
+    _in_triton(Addresses(), None, found[1:], by)
+    expected, ours = ({"parameter": each.parameter} for each in found)
+    about = {"grad": one.grad.dtype, "divisor": one.divisor.dtype, "scaled": by.scale is not None}
+    compare(ours, expected, step="Adam's", numel=numel, rate=float(by.rate), keep=float(by.keep), **about)

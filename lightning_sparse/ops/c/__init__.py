@@ -1,0 +1,1 @@
+"""Operations in C for CPUs, their library and its calls by ctypes."""

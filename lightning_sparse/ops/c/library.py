@@ -1,0 +1,166 @@
+"""The library that the sources in C are compiled into: building it, and loading it.
+
+The build hook of the wheel runs this file, for an editable install, too; nothing is compiled later. It imports nothing
+of the package, so that it runs where the package is built, and where its version is asked for. By hand::
+
+    python lightning_sparse/ops/c/library.py
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+SETTING = "LIGHTNING_SPARSE_KERNELS"
+"""Environment variable. On CPUs, ``numpy`` leaves the library alone, ``compiled`` refuses to go on without it, and
+otherwise it is used where there is one; on CUDA, ``torch`` and ``triton`` say the same of the kernels in Triton. One of
+each kind may be named, with a comma between them. Results are the same."""
+CHOICES = ("numpy", "compiled"), ("torch", "triton")
+"""What the setting may name, on CPUs and on CUDA."""
+INSTEAD = "numpy, which takes several times as long: "
+"""Begins the words on a library that is there and cannot be used."""
+SOURCES = tuple(
+    Path(__file__).with_name(name)
+    for name in (
+        "library.c",
+        "dense.c",
+        "sums.c",
+        "choose.c",
+        "picks.c",
+        "unite.c",
+        "second.c",
+        "common.h",
+        "lanes.h",
+        "rounding.h",
+        "told.h",
+    )
+)
+LIBRARY = Path(__file__).with_name("libhost.so")
+LEVELS = ("portable", "AVX2", "AVX-512")
+"""Sets of instructions that the library chooses from when it is loaded."""
+# Every operation is rounded by itself, as in numpy.
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-fvisibility=hidden")
+
+
+def build(library: Path = LIBRARY) -> str | None:
+    """Compile the library with ``$CC``, or else ``cc``; what was there before is replaced.
+
+    Returns:
+        Why there is no library now; None if there is one.
+    """
+    trouble = f"{SETTING} is numpy" if _asked(CHOICES[0]) == "numpy" else _compile(library)
+    if trouble:
+        with suppress(OSError):  # it may lie where nobody may write
+            library.unlink(missing_ok=True)
+    return trouble
+
+
+def _compile(library: Path) -> str | None:
+    """Put a new library in this place; or why not."""
+    try:
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            made = Path(folder) / library.name
+            compiler = shlex.split(os.environ.get("CC", "cc"))
+            code = [str(source) for source in SOURCES if source.suffix == ".c"]
+            command = [*compiler, *FLAGS, f'-DSOURCE="{_digest()}"', *code, "-o", str(made), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            if done.returncode:
+                return done.stderr.strip() or f"{command[0]} ended with {done.returncode}"
+            made.replace(library)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None
+
+
+def load(library: Path = LIBRARY, most: str = LEVELS[-1]) -> tuple[ctypes.CDLL, str]:
+    """Load a library.
+
+    Args:
+        library: its file.
+        most: the highest of :data:`LEVELS` that it may use.
+
+    Returns:
+        The library, and the level that it uses on this processor.
+
+    Raises:
+        OSError: if it cannot be loaded, or was built from another source.
+    """
+    found = ctypes.CDLL(str(library))
+    if not hasattr(found, "ls_source"):
+        raise OSError(f"{library.name} is another library")
+    found.ls_source.restype = ctypes.c_char_p
+    if all(source.exists() for source in SOURCES) and found.ls_source() != _digest().encode():
+        raise OSError(f"{library.name} was built from other sources")
+    return found, LEVELS[found.ls_choose(LEVELS.index(most))]
+
+
+def choose() -> tuple[ctypes.CDLL | None, str]:
+    """What the setting asks for.
+
+    Returns:
+        The library, None for numpy alone; and that in words.
+
+    Raises:
+        ValueError: for a setting that does not exist.
+        ImportError: if the setting asks for a library that cannot be had.
+    """
+    wanted = _asked(CHOICES[0])
+    if wanted == "numpy":
+        return None, f"numpy, as {SETTING} says"
+    try:
+        found, level = load()
+    except OSError as error:
+        if wanted == "compiled":
+            raise ImportError(f"{SETTING} asks for the compiled kernels: {error}") from error
+        if not LIBRARY.exists():
+            return None, "numpy, as nothing was compiled at installation"
+        return None, f"{INSTEAD}{error}. To compile it again: python {__file__}"
+    return found, f"compiled, {level}"
+
+
+def choose_on_cuda() -> str | None:
+    """Why the kernels in Triton are not to be used on CUDA; None if they are.
+
+    Raises:
+        ValueError: for a setting that does not exist.
+        ImportError: if the setting asks for them, and triton is not installed.
+    """
+    wanted = _asked(CHOICES[1])
+    if wanted == "torch":
+        return f"as {SETTING} says"
+    if find_spec("triton") is not None:
+        return None
+    if wanted == "triton":
+        raise ImportError(f"{SETTING} asks for the kernels in Triton, but triton is not installed")
+    return "as triton is not installed"
+
+
+def _asked(choices: tuple[str, ...]) -> str:
+    """Which of these the setting names, if any."""
+    setting = os.environ.get(SETTING, "")
+    names = [name.strip() for name in setting.split(",")] if setting else []
+    known = [name for choice in CHOICES for name in choice]
+    named = [name for name in names if name in choices]
+    if not set(names) <= set(known) or any(len({*names} & {*choice}) > 1 for choice in CHOICES):
+        words = [" or ".join(map(repr, choice)) for choice in CHOICES]
+        raise ValueError(
+            f"Expected {SETTING} to be {words[0]}, for CUDA {words[1]}, or not to be set, but got {setting!r}."
+        )
+    return named[0] if named else ""
+
+
+def _digest() -> str:
+    """Of the sources."""
+    return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(build())

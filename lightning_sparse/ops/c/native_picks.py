@@ -1,0 +1,280 @@
+"""The functions of picks.c, unite.c and second.c: telling picks, reading what is told, uniting, rounding values."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_sparse.ops.c.native_buffers import SLACK, address, at, written, zeros
+from lightning_sparse.ops.form import Form
+
+
+class Met(NamedTuple):
+    """The union of what all ranks have told."""
+
+    indices: Tensor
+    """(u,) int64 coordinates, ascending."""
+    levels: Tensor
+    """(u,) int32: the largest level that a rank gave each."""
+    named: int
+    """Different coordinates before the limit."""
+    lowest: int
+    """The largest of all ranks' lowest levels."""
+    trouble: bool
+    """Whether a rank has a value that is not finite."""
+
+
+class Rounded(NamedTuple):
+    """Values in steps of powers of two."""
+
+    words: Tensor
+    """int32, two integers in each."""
+    units: Tensor
+    """(u,) the steps."""
+    sent: Tensor
+    """(s,) int64 coordinates of those that are not rounded to zero."""
+    values: Tensor
+    """(s,) what of them travels."""
+
+
+class NativePicks:
+    """The library's functions on picks.
+
+    For the form of messages see :mod:`~lightning_sparse.methods.exchanges.packed_union`.
+
+    Args:
+        library: as :func:`~lightning_sparse.ops.c.library.load` gives it.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def take(self, values: Tensor, indices: Tensor) -> Tensor:
+        """``values[indices]``, of float32 and int64."""
+        out = torch.empty(indices.numel(), dtype=torch.float32, device="cpu")
+        if self._library.ls_take(at(values), values.numel(), at(indices), indices.numel(), at(out)):
+            raise IndexError(f"an index is outside of a vector of {values.numel()}")
+        return out
+
+    def put(self, values: Tensor, indices: Tensor, new: Tensor) -> None:
+        """``values[indices] = new``, of float32 and int64."""
+        if self._library.ls_put(at(values), values.numel(), at(indices), indices.numel(), at(new)):
+            raise IndexError(f"an index is outside of a vector of {values.numel()}")
+
+    def among(self, values: Tensor, ordered: Tensor) -> Tensor:
+        """Which of some int64 numbers are among ascending ones."""
+        found = torch.empty(values.numel(), dtype=torch.bool, device="cpu")
+        self._library.ls_among(at(values), values.numel(), at(ordered), ordered.numel(), at(found))
+        return found
+
+    def tell(
+        self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, form: Form
+    ) -> Tensor | None:
+        """See :func:`~lightning_sparse.ops.host_messages.tell`."""
+        indices, spare = indices.long().contiguous(), None if spare is None else spare.contiguous()
+        words = torch.zeros(form.width, dtype=torch.int32, device="cpu")
+        failed = self._library.ls_tell(
+            at(acc), form.numel, at(indices), None if spare is None else at(spare), form.slots, count, most, form.bits,
+            at(words), address("of picks", form.slots, np.float32),
+        )  # fmt: skip
+        if failed == 1:
+            raise IndexError(f"an index is outside of a vector of {acc.numel()}")
+        return None if failed else words
+
+    def unite(
+        self,
+        places: Sequence[Tensor],
+        levels: Tensor | None,
+        spare: Sequence[Tensor] | None,
+        padding: int,
+        limit: int | None,
+        phase: int,
+    ) -> tuple[Tensor, Tensor, int] | None:
+        """The union of ascending lists below the padding index, thinned to a limit; its levels; its size before that.
+
+        None where one does not ascend. See :func:`~lightning_sparse.methods.exchanges.reduce_union.union_of`.
+        """
+        joined = torch.cat(list(places))
+        flags = None if spare is None else torch.cat(list(spare))
+        lengths, named = np.array([len(part) for part in places], np.int64), ctypes.c_int64()
+        union, largest, said = _space_for_union(len(joined))
+        size = self._library.ls_unite(
+            at(joined), None if levels is None else at(levels), None if flags is None else at(flags), at(lengths),
+            len(places), padding, _limit(limit), phase,
+            self._table(), address("at", 2 * len(places), np.int64), at(union), said, at(largest),
+            ctypes.byref(named),
+        )  # fmt: skip
+        return None if size < 0 else (union[:size], largest[:size], named.value)
+
+    def meet(self, rows: Tensor, form: Form, spares: bool, limit: int | None, phase: int) -> Met | int:
+        """Read the messages of all ranks, and unite what they name; the rank whose message cannot be, if any.
+
+        Args:
+            rows: (n, words) int32, contiguous in words.
+            form: of the messages.
+            spares: whether picks may be spare ones.
+            limit: see :meth:`unite`, as the phase.
+            phase: see there.
+        """
+        n, numbers = rows.shape[0], (ctypes.c_int64 * 3)()
+        union, levels, said = _space_for_union(n * form.slots)
+        size = self._library.ls_meet(
+            at(rows), n, rows.stride(0), form.numel, form.slots, form.bits, spares, _limit(limit), phase,
+            self._table(), address("readers", n * self._library.ls_reader(), np.uint8), at(union), said, at(levels),
+            numbers,
+        )  # fmt: skip
+        return -1 - size if size < 0 else Met(union[:size], levels[:size], numbers[0], numbers[1], bool(numbers[2]))
+
+    def add_up(
+        self, coordinates: NDArray[np.int64], values: NDArray[np.float32], lengths: NDArray[np.int64], padding: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+        """Sums of sparse vectors; None where one does not ascend."""
+        union, totals = np.empty(coordinates.size + 1, np.int64), np.empty(coordinates.size + 1, np.float32)
+        found = self._library.ls_add_up(
+            at(coordinates), at(values), at(lengths), lengths.size, padding, self._table(),
+            address("at", 2 * lengths.size, np.int64), at(union), at(totals),
+        )  # fmt: skip
+        return None if found < 0 else (union[:found], totals[:found])
+
+    def average_pairs(self, rows: Tensor, slots: int, padding: int) -> tuple[Tensor, Tensor] | None:
+        """The mean of sparse vectors over ranks, summed from zero in their order; None where one does not ascend.
+
+        Args:
+            rows: (n, 1 + 2 * slots) int32, contiguous in words: a count, coordinates, bits of values.
+            slots: see there.
+            padding: coordinates from here on do not count.
+        """
+        n = len(rows)
+        union, means = np.empty(n * slots + 1, np.int64), np.empty(n * slots + 1, np.float32)
+        found = self._library.ls_average_pairs(
+            at(rows), n, rows.stride(0), slots, padding, self._table(),
+            address("at", 2 * n, np.int64), at(union), at(means),
+        )  # fmt: skip
+        return None if found < 0 else (torch.from_numpy(union[:found]), torch.from_numpy(means[:found]))
+
+    def _table(self) -> int:
+        return zeros("table", self._library.ls_table())
+
+    def round_(self, acc: Tensor, union: Tensor, levels: Tensor, lowest: int, raise_by: int, most: int) -> Rounded:
+        """Values at a union in steps of powers of two; what of them does not travel stays in their place.
+
+        Args:
+            acc: (numel + 1,) values.
+            union: (u,) int64 coordinates, different ones.
+            levels: (u,) integers, of which the steps follow.
+            lowest: level towards which they are raised, by at most ``raise_by``.
+            raise_by: see there.
+            most: largest number of steps.
+        """
+        size, levels = union.numel(), levels.int()
+        words = torch.empty((size + 1) // 2, dtype=torch.int32, device="cpu")
+        sent = torch.empty_like(union)
+        units, rounded = (torch.empty(size, dtype=torch.float32, device="cpu") for _ in range(2))
+        found = self._library.ls_round(
+            at(acc), acc.numel(), at(union), at(levels), size, lowest, raise_by,
+            most, at(words), at(units), at(sent), at(rounded),
+        )  # fmt: skip
+        written(acc)
+        if found < 0:
+            raise IndexError(f"an index is outside of a vector of {acc.numel()}")
+        return Rounded(words, units, sent[:found], rounded[:found])
+
+    def average(self, words: Tensor, units: Tensor, n: int) -> Tensor:
+        """Means over n ranks from the sums of their words."""
+        values = torch.empty_like(units)
+        self._library.ls_average(at(words), at(units), units.numel(), n, at(values))
+        return values
+
+    def codes(self, second: Tensor, indices: Tensor) -> Tensor:
+        """What is told of second values at indices: (c,) uint8, see ``packed_union._codes``."""
+        indices = indices.long().contiguous()
+        codes = torch.empty(indices.numel(), dtype=torch.uint8, device="cpu")
+        if self._library.ls_codes(at(second), second.numel(), at(indices), indices.numel(), at(codes)):
+            raise IndexError(f"an index is outside of a vector of {second.numel()}")
+        return codes
+
+    def tops(self, rows: Tensor, form: Form, union: Tensor) -> Tensor:
+        """The largest code that any rank tells for each coordinate of a union: (u,) uint8.
+
+        Args:
+            rows: messages that :meth:`meet` has read, with codes behind them, a byte for each slot.
+            form: of the messages.
+            union: (u,) int64, ascending.
+        """
+        tops = torch.empty(union.numel(), dtype=torch.uint8, device="cpu")
+        self._library.ls_tops(
+            at(rows), len(rows), rows.stride(0), form.numel, form.slots, form.bits, at(union), union.numel(),
+            zeros("told", 1 << 16), address("readers", 2 * len(rows) * self._library.ls_reader(), np.uint8), at(tops),
+        )  # fmt: skip
+        return tops
+
+    def round_both_(
+        self,
+        acc: Tensor,
+        second: Tensor,
+        union: Tensor,
+        levels: Tensor,
+        tops: Tensor,
+        lowest: int,
+        raise_by: int,
+        most: int,
+        low: int,
+        wide: bool,
+        parts: int,
+        offset: float,
+    ) -> Rounded:
+        """:meth:`round_` with second values in the same words.
+
+        Args:
+            acc: see there, as the next three.
+            second: (numel + 1,) second values.
+            union: see there.
+            levels: see there.
+            tops: (u,) uint8, see :meth:`tops`.
+            lowest: see :meth:`round_`, as the next two.
+            raise_by: see there.
+            most: see there.
+            low: bits of a word for second values.
+            wide: whether a coordinate has a word of its own, and not half of one.
+            parts: largest second value, in parts of the largest one that was told.
+            offset: added to parts of second values before they are rounded down, in [0, 1).
+        """
+        size, levels = union.numel(), levels.int()
+        words = torch.empty(size if wide else (size + 1) // 2, dtype=torch.int32, device="cpu")
+        sent = torch.empty_like(union)
+        units, rounded = (torch.empty(size, dtype=torch.float32, device="cpu") for _ in range(2))
+        found = self._library.ls_round_both(
+            at(acc), at(second), acc.numel(), at(union), at(levels), at(tops), size, lowest, raise_by,
+            most, low, wide, parts, offset, at(words), at(units), at(sent), at(rounded),
+        )  # fmt: skip
+        written(acc)
+        if found < 0:
+            raise IndexError(f"an index is outside of a vector of {acc.numel()}")
+        return Rounded(words, units, sent[:found], rounded[:found])
+
+    def average_both(
+        self, words: Tensor, units: Tensor, tops: Tensor, n: int, low: int, wide: bool, parts: int
+    ) -> tuple[Tensor, Tensor]:
+        """Means over n ranks of values and of second values, from the sums of the words of :meth:`round_both_`."""
+        values, second = torch.empty_like(units), torch.empty_like(units)
+        self._library.ls_average_both(
+            at(words), at(units), at(tops), units.numel(), n, low, wide, parts, at(values), at(second)
+        )
+        return values, second
+
+
+def _limit(limit: int | None) -> int:
+    return 1 << 62 if limit is None else limit
+
+
+def _space_for_union(total: int) -> tuple[Tensor, Tensor, int]:
+    """For coordinates and levels of at most so many picks, and where to write what is said of them."""
+    size = total + SLACK
+    union = torch.empty(size, dtype=torch.int64, device="cpu")
+    return union, torch.empty(size, dtype=torch.int32, device="cpu"), address("said", size, np.uint16)

@@ -1,0 +1,90 @@
+"""How long gradients are from step to step, and by what the rest is multiplied where that changes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.ops.on_cuda import on_cuda
+
+DECAY = 0.9
+"""Of the running mean of squares: ten steps."""
+LONG = 2.0
+"""Times the running length that a gradient may have; longer ones are clipped to it."""
+FAR = 1.25
+"""Times that the running length may differ from the one by which what is remembered is measured."""
+
+
+class LengthChanges(NamedTuple):
+    """How often gradients have changed their length, and something was done about it."""
+
+    clipped: int
+    """Steps in which a gradient was clipped to twice its usual length."""
+    measured_anew: int
+    """Steps in which what is remembered was measured anew."""
+
+
+FOLLOWED = "mean_square", "mean_square_known", "unit", *LengthChanges._fields
+"""Names of the numbers that are followed, see :func:`measure`; in states, too."""
+SIZE = len(FOLLOWED)
+
+
+def measure(
+    lengths: Tensor, following: Tensor, norm: Tensor, scale: Tensor | None, numel: int, beta2: float, acts: bool
+) -> Tensor:
+    """Follow the length of gradients; the host waits for nothing.
+
+    With m the mean square of the gradient's coordinates and r the running mean of earlier ones, corrected for its start
+    at 0, the gradient is multiplied by ``take = min(1, 2 sqrt(r / m))``, and r goes on with ``take^2 m``. Where
+    ``sqrt(r)`` is then more than 1.25 times as long, or as short, as the length u by which what is remembered is
+    measured, that is multiplied by ``carry = sqrt(r) / u``, and u becomes ``sqrt(r)``. Second moments are multiplied by
+    ``carry^2``. In trainings whose gradients keep their length, both factors are exactly 1.
+
+    Args:
+        lengths: (5,) float64: the running mean, how far it is corrected, u; steps in which a gradient was clipped, and
+            in which what is remembered was measured anew.
+        following: the same, overwritten with what follows.
+        norm: () float64 of the gradient. If it is 0 or not finite, nothing follows from it.
+        scale: () that the gradient still has; None: 1.
+        numel: coordinates of the gradient.
+        beta2: decay of the second moment.
+        acts: False: both factors are 1, and lengths are followed all the same.
+
+    Returns:
+        (3,) ``take``, ``carry`` and ``beta2 carry^2``, float64.
+
+    Example:
+        >>> lengths, following = torch.zeros(2, SIZE, dtype=torch.float64)
+        >>> for norm in (2.0, 2.0, 10.0, 1.0, 1.0):
+        ...     units = measure(lengths, following, torch.tensor(norm, dtype=torch.float64), None, 1, 0.9, True)
+        ...     print([round(x, 2) for x in units[:2].tolist()])
+        ...     lengths = following.clone()
+        [1.0, 1.0]
+        [1.0, 1.0]
+        [0.4, 1.45]
+        [1.0, 1.0]
+        [1.0, 0.77]
+    """
+    if on_cuda.takes(lengths):
+        from lightning_sparse.ops.triton import length as triton_length
+
+        units = lengths.new_empty(3)
+        triton_length.measure(lengths, following, norm, scale, units, numel, beta2, acts, DECAY, LONG, FAR)
+        return units
+    square = (norm if scale is None else norm / scale.double()).square() / numel
+    mean, known, unit = lengths[:3].unbind()
+    counts = square.isfinite() & (square > 0)
+    most = LONG**2 * (mean / known)
+    clips = counts & (most > 0) & (square > most) & acts
+    share = torch.where(clips, most / square, 1.0)
+    goes_on = torch.stack([DECAY * mean + (1 - DECAY) * share * square, DECAY * known + (1 - DECAY)])
+    goes_on = torch.where(counts, goes_on, lengths[:2])
+    length = (goes_on[0] / goes_on[1]).sqrt()
+    moved = counts & ((length > FAR * unit) | (FAR * length < unit))
+    anew = moved & (unit > 0) & acts
+    carry = torch.where(anew, length / unit, 1.0)
+    acted = lengths[3:] + torch.stack([clips, anew])
+    torch.cat([goes_on, torch.where(moved, length, unit).view(1), acted], out=following)
+    return torch.stack([share.sqrt(), carry, beta2 * carry.square()])

@@ -1,0 +1,296 @@
+"""Formulations of fixed output size: no operation here makes the host wait for a device.
+
+That rules out ``nonzero``, ``unique``, boolean indexing and ``.item()``; a test runs this file on meta tensors,
+where each of them raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.core.layout import Span
+
+ROW = 1 << 12
+"""Elements that are summed in their own precision."""
+MANY = 1 << 26
+"""Elements from which on bytes cost more than launches. By a model and not measured: a pass less over so many of them
+saves as long as the host takes to launch what replaces it."""
+FEWEST = 8
+"""Elements of a cell, at least, with which cells move fewer bytes."""
+
+
+def top_k(x: Tensor, k: int) -> Tensor:
+    """Ascending coordinates of the k largest magnitudes."""
+    return strongest(x, k)[1].sort().values
+
+
+def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) -> tuple[Tensor, Tensor]:
+    """The k largest magnitudes, in descending order, and their places.
+
+    Of many elements, the largest of each *cell*, a few neighbours, are found in one pass; the k largest of all lie in
+    the k cells with the largest of these. ``topk`` alone takes seven passes.
+
+    Args:
+        x: (c,) values, which may lie apart: a pass over them then reads what lies between, too.
+        k: how many.
+        left_out: (c,) bool: elements that come last, with a magnitude of -1.
+        most: how many elements are left out, at most.
+    """
+    cell = 1 << max(0, math.isqrt(x.numel() // max(1, k + most)).bit_length() - 1)
+    if x.numel() * x.stride(0) < MANY or cell < FEWEST:
+        magnitudes = x.abs()
+        if left_out is not None:
+            magnitudes.masked_fill_(left_out, -1)
+        return _two(torch.topk(magnitudes, k))
+    rows, chosen = x.numel() // cell, k + most
+    cells = x[: rows * cell].view(rows, cell)
+    first = torch.topk(torch.linalg.vector_norm(cells, math.inf, dim=1), chosen, sorted=False).indices
+
+    def collect(x: Tensor) -> Tensor:
+        whole = x[: rows * cell].view(rows, cell).index_select(0, first)
+        return torch.cat([whole.flatten(), x[rows * cell :]])
+
+    magnitudes = collect(x).abs_()
+    if left_out is not None:
+        magnitudes.masked_fill_(collect(left_out), -1)
+    values, found = _two(torch.topk(magnitudes, k))
+    starts = torch.cat([first * cell, torch.full((1,), rows * cell, device=x.device)])
+    row = (found // cell).clamp_(max=chosen)  # behind the cells lies what fills none
+    return values, starts[row] + found - row * cell
+
+
+def _two(top: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return top[0], top[1]
+
+
+def largest(x: Tensor, k: int, span: Span | None = None) -> tuple[Tensor, Tensor]:
+    """Coordinates of largest magnitude in a range, and their magnitudes, in descending order of magnitude.
+
+    Args:
+        x: (numel,) finite values.
+        k: how many, at least 1.
+        span: range to look at; None: everything.
+
+    Returns:
+        indices: int64, and magnitudes, both (min(k, numel),); missing ones are the padding index ``numel`` with
+        magnitude -1.
+    """
+    k = min(k, x.numel())
+    if span is None:
+        magnitudes, indices = strongest(x, k)
+        return indices.masked_fill(~(magnitudes >= 0), x.numel()), magnitudes
+    if isinstance(span[0], int) and isinstance(span[1], int):
+        inside = x[span[0] : span[1]]
+        length = min(k, inside.numel())
+        indices, magnitudes = largest(inside, length, None) if length else (inside[:0].long(), inside[:0])
+        indices = torch.where(indices < inside.numel(), indices + span[0], x.numel())
+        missing = k - length
+        return torch.cat([indices, indices.new_full((missing,), x.numel())]), torch.cat(
+            [magnitudes, magnitudes.new_full((missing,), -1)]
+        )
+    magnitudes = x.abs()
+    magnitudes.masked_fill_(~_inside(x, span), -1)
+    top = torch.topk(magnitudes, k, sorted=True)
+    return torch.where(top.values >= 0, top.indices, x.numel()), top.values
+
+
+def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
+    """Ascending coordinates, at most ``capacity`` of them, see :func:`spread`."""
+    if span is not None and all(isinstance(end, int) for end in span):
+        first, last = map(int, span)
+        if last <= first:
+            return torch.full((capacity,), x.numel(), device=x.device), torch.zeros(
+                (), dtype=torch.int64, device=x.device
+            )
+        indices, count = above(x[first:last], threshold, None, capacity, phase)
+        return torch.where(indices < last - first, indices + first, x.numel()), count
+    mask = x.abs() >= threshold
+    if span is not None:
+        mask &= _inside(x, span)
+    ordinals = mask.cumsum(0, dtype=torch.int32)  # the n-th candidate is the first place where this reaches n
+    total = ordinals[-1].long()
+    wanted = spread(total, capacity, phase).clamp_(max=2**31 - 1).int()
+    indices = torch.searchsorted(ordinals, wanted)  # numel, the padding index, where there is no such candidate
+    return indices, total.clamp(max=capacity)
+
+
+def spread(total: Tensor, slots: int, phase: int) -> Tensor:
+    """Which ones of ``total`` things in a row get a slot: all, or as many as there are slots, evenly spread.
+
+    Of ``total > c`` things for c slots, slot s (from 0) holds the one of ordinal
+    ``ceil(((s + 1) total - phase mod total) / c)``: every part of the row loses the same share. Cutting off at c would
+    starve its end for ever.
+
+    Args:
+        total: () or (..., 1) int64.
+        slots: c.
+        phase: rotates which ones are left out.
+
+    Returns:
+        (..., c) int64 ordinals, ascending from 1; above ``total`` where there are more slots than things.
+
+    Example:
+        >>> spread(torch.tensor(6), 2, phase=0).tolist(), spread(torch.tensor(1), 2, phase=0).tolist()
+        ([3, 6], [1, 2])
+    """
+    slot = torch.arange(1, slots + 1, device=total.device)
+    shift = torch.remainder(torch.full_like(total, phase), total.clamp(min=1))
+    return torch.where(total > slots, (slot * total - shift + slots - 1) // slots, slot)
+
+
+def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Number, sum and sum of squares of ``|x| - threshold`` where that is not negative and x is not zero."""
+    magnitudes = x.abs()
+    count = (magnitudes >= threshold.clamp(min=torch.finfo(x.dtype).tiny)).sum()
+    beyond = (magnitudes.double() - threshold).clamp_(min=0)
+    return count.double(), beyond.sum(), beyond.dot(beyond)
+
+
+def log_sum(x: Tensor) -> Tensor:
+    """Sum of ``ln |x|`` over the x that are not zero."""
+    magnitudes = x.abs()
+    return torch.where(magnitudes < torch.finfo(x.dtype).tiny, 1, magnitudes).log().sum(dtype=torch.float64)
+
+
+def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """Ascending different coordinates first, the padding index in the slots that are left."""
+    union, count, _, _ = united(indices, None, None, padding, None, None, 0)
+    return union, count
+
+
+def united(
+    indices: Tensor,
+    spare: Tensor | None,
+    levels: Tensor | None,
+    padding: int,
+    total: int | None,
+    limit: int | None,
+    phase: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The union of picks in slots of a number that the host knows.
+
+    Args:
+        indices: (c,) int32 or int64 coordinates of all ranks, and maybe the padding index.
+        spare: (c,) bool: picks that are left out first where there are too many; None: none.
+        levels: (c,) integers at least 0; None: all 0.
+        padding: the padding index.
+        total: there are not more different coordinates than this; None: unknown.
+        limit: more than this are thinned to it: those that :func:`spread` names, first of the
+            coordinates that some rank did not call spare, then of the others. None: there is no limit.
+        phase: rotates which ones are left out.
+
+    Returns:
+        indices: (u,) int64, the different coordinates that are left, ascending, then padding; u is c, or the smaller
+        one of total and limit. Their number, and that of all different ones: () int64. And for each the largest
+        level, (u,); behind the number they have no meaning.
+    """
+    slots, keys = indices.numel(), indices
+    # Sorting takes a pass over keys and places for each byte of a key.
+    keys = keys.int() if (padding if spare is None else 2 * padding + 1) < 2**31 else keys.long()
+    keys, order = torch.sort(keys if spare is None else torch.add(spare, keys, alpha=2))
+    coordinates = keys if spare is None else keys >> 1
+    first = torch.ones_like(keys, dtype=torch.bool)
+    torch.ne(coordinates[1:], coordinates[:-1], out=first[1:])
+    kept = first & (coordinates < padding)
+    if limit is None or limit >= slots:
+        ordinals = kept.cumsum(0)
+        named, size = ordinals[-1], min(slots, total or slots)
+    else:
+        if spare is None:
+            rows = kept.unsqueeze(0)
+        else:  # of equal coordinates, those that are not spare come first
+            spares = kept & (keys & 1).bool()
+            rows = torch.stack([kept ^ spares, spares])
+        kept, named = _thinned(rows, limit, phase)
+        ordinals, size = kept.cumsum(0), limit
+    chosen = torch.searchsorted(ordinals, torch.arange(1, size + 1, device=keys.device))
+    # Slots that are left take the padding index from the slot behind the picks.
+    union = torch.cat([coordinates, coordinates.new_full((1,), padding)])[chosen].long()
+    if levels is None:
+        return union, ordinals[-1], named, torch.zeros_like(union)
+    runs = first.cumsum(0) - 1
+    largest = levels.new_zeros(slots).scatter_reduce_(0, runs, levels[order], "amax")
+    return union, ordinals[-1], named, largest[runs[chosen.clamp(max=slots - 1)]]
+
+
+def _thinned(rows: Tensor, limit: int, phase: int) -> tuple[Tensor, Tensor]:
+    """What :func:`spread` leaves of each of (1 or 2, c) rows, the second in what room is left.
+
+    Returns:
+        (c,) bool: what is left of any row; and () how many there were.
+    """
+    ordinals = rows.cumsum(1)
+    totals = ordinals[:, -1:]
+    room = totals[:1].clamp(max=limit)
+    if len(rows) > 1:
+        room = torch.cat([room, torch.minimum(totals[1:], limit - room)])
+    left = rows & (torch.remainder(ordinals * room + phase, totals.clamp(min=1)) < room)
+    return left.any(0), totals.sum()
+
+
+def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Different coordinates, ascending, then padding, and the sums of their values in the order of the parts."""
+    indices = torch.cat([indices for indices, _ in parts])
+    union, count = distinct(indices, padding)
+    # One more slot: padding finds a place even where the union has none.
+    slots = torch.cat([union, union.new_full((1,), padding)])
+    totals = parts[0][1].new_zeros(slots.shape)
+    places = torch.split(torch.searchsorted(slots, indices), [len(values) for _, values in parts])
+    for place, (_, values) in zip(places, parts, strict=True):  # one after the other: sums are formed in this order
+        totals.index_add_(0, place, values)
+    return union, totals[:-1], count
+
+
+def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
+    """Ascending coordinates of the k largest magnitudes among those of blocks."""
+    rounds = x.numel() // period
+    whole, rest = x[: rounds * period].view(rounds, period), x[rounds * period + first :][:block]
+    places = top_k(torch.cat([whole[:, first : first + block].reshape(-1), rest]), k)
+    # In the rest, places continue after the last complete round as they do from round to round.
+    return places // block * period + first + places % block
+
+
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation."""
+    return x.mean().double(), x.std().double()
+
+
+def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of magnitudes; rows are summed in x's precision, sums of rows in float64."""
+    whole = x.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), 1, dim=1)
+    total = rows.double().sum() + torch.linalg.vector_norm(x[whole:], 1).double()
+    low, high = torch.aminmax(x)
+    largest = torch.maximum(-low, high).double()
+    return torch.minimum(total / x.numel(), largest), largest  # also where the sum overflows
+
+
+def scatter_(x: Tensor, indices: Tensor | None, values: Tensor, void: Tensor) -> None:
+    """``x = 0``, and ``x[indices] = values``; NaN everywhere if the flag is set.
+
+    Args:
+        x: (numel,) or (numel + 1,), overwritten; what a spare slot holds afterwards is not defined.
+        indices: (u,) int64 coordinates, and maybe the padding index, whose values are 0; None: all in order.
+        values: (u,) in x's dtype; where a coordinate is repeated, so is its value.
+        void: () bool.
+    """
+    if indices is None:  # a product, unlike a sum, leaves the sign of zero
+        torch.mul(values, torch.where(void, torch.nan, 1.0).to(values.dtype), out=x[: values.numel()])
+        return
+    x.copy_(torch.where(void, torch.nan, 0.0))
+    values = values.masked_fill(void, torch.nan)
+    # There may be no spare slot. Padding then goes where some value goes, with that value; or to the end, with its own.
+    place, first = indices.min(0)
+    no_pick = indices >= x.numel()
+    value = values.index_select(0, first.view(1))
+    places = torch.where(no_pick, place.clamp(max=x.numel() - 1), indices)
+    x.index_copy_(0, places, torch.where(no_pick, value, values))
+
+
+def _inside(x: Tensor, span: Span) -> Tensor:
+    places = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
+    return (places >= span[0]) & (places < span[1])

@@ -1,0 +1,1 @@
+"""Operations in Triton for CUDA."""

@@ -1,0 +1,152 @@
+"""The passes over whole groups: form the accumulator, and what happens to all of a vector only if a flag is set."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_sparse.ops.triton.launch import TILE, Share, launch
+
+
+@triton.jit(do_not_specialize=["numel", "per"])
+def _form(
+    acc, residual, grad, words, counts, broken, bound, scale, decay, numel, per,
+    TILE: tl.constexpr, FORM: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """``acc = decay residual + grad / scale``, ``grad = 0``; note what reaches the bound, and what is not finite.
+
+    Without FORM, acc is only looked at. A tile is 64 words of 32 lanes, so that a row of flags becomes a word.
+    """
+    pid = tl.program_id(0)
+    row = tl.arange(0, TILE // 32)
+    lane = tl.arange(0, 32)
+    places = row[:, None] * 32 + lane[None, :]
+    least = tl.load(bound)
+    tiles = tl.cdiv(numel, TILE)
+    found = tl.zeros((TILE // 32, 32), tl.int32)  # added up behind the loop; what is not finite, in the upper half
+    for tile in range(pid * per, tl.minimum((pid + 1) * per, tiles)):
+        i = tile * TILE + places
+        inside = i < numel
+        if FORM:
+            if tile * TILE + TILE <= numel:  # without a mask: 128 bits at once
+                given = tl.load(grad + i)
+                left = tl.load(residual + i)
+                if SCALED:
+                    given = tl.div_rn(given.to(tl.float32), tl.load(scale)).to(grad.dtype.element_ty)
+                x = left * decay + given.to(tl.float32)
+                tl.store(acc + i, x)
+                tl.store(grad + i, tl.zeros_like(given))
+            else:
+                given = tl.load(grad + i, mask=inside, other=0.0)
+                left = tl.load(residual + i, mask=inside, other=0.0)
+                if SCALED:
+                    given = tl.div_rn(given.to(tl.float32), tl.load(scale)).to(grad.dtype.element_ty)
+                x = left * decay + given.to(tl.float32)
+                tl.store(acc + i, x, mask=inside)
+                tl.store(grad + i, tl.zeros_like(given), mask=inside)
+        elif tile * TILE + TILE <= numel:
+            x = tl.load(acc + i)
+        else:
+            x = tl.load(acc + i, mask=inside, other=0.0)
+        magnitude = tl.abs(x)
+        reached = ((magnitude >= least) & inside).to(tl.int32)
+        tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
+        found += reached + (((magnitude < float("inf")).to(tl.int32) ^ 1) << 16)
+    tl.store(counts + pid, tl.sum(found & 0xFFFF))
+    if tl.max(found) > 0xFFFF:
+        tl.store(broken, 1)
+    if FORM and pid == 0:
+        tl.store(acc + numel, 0.0)
+
+
+def accumulate_(
+    acc: Tensor,
+    residual: Tensor,
+    grad: Tensor,
+    decay: float,
+    scale: Tensor | None,
+    words: Tensor,
+    counts: Tensor,
+    broken: Tensor,
+    bound: Tensor,
+) -> None:
+    """Form the accumulator, set the gradient to zero, and note what will probably be picked; 16 bytes a coordinate.
+
+    Args:
+        acc: (numel + 1,) float32, overwritten; its last slot with zero.
+        residual: the same, not written to.
+        grad: (numel,) or more, float32, bfloat16 or float16; the first numel become zero.
+        decay: of the residual.
+        scale: () float32 that the gradient is divided by, in its own precision; None: nothing.
+        words: int32, a bit for each coordinate, rounded up to tiles: which magnitudes reach the bound.
+        counts: (programs,) int32, how many do so, by program.
+        broken: (1,) int32, set to 1 if something is not finite, else left as it is.
+        bound: () float32.
+    """
+    numel = acc.numel() - 1
+    share = Share.of(numel)
+    launch(
+        _form, share.programs, acc, residual, grad, words, counts, broken, bound, bound if scale is None else scale,
+        decay, numel, share.per, TILE=TILE, FORM=True, SCALED=scale is not None,
+    )  # fmt: skip
+
+
+def look(x: Tensor, words: Tensor, counts: Tensor, broken: Tensor, bound: Tensor) -> None:
+    """Note what of (numel,) float32 reaches a bound, as :func:`accumulate_` does; 4 bytes a coordinate."""
+    share = Share.of(x.numel())
+    launch(
+        _form, share.programs, x, x, x, words, counts, broken, bound, bound,
+        1.0, x.numel(), share.per, TILE=TILE, FORM=False, SCALED=False,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["numel", "per"])
+def _fill_if(x, flag, value, numel, per, TILE: tl.constexpr):
+    if tl.load(flag) != 0:
+        pid = tl.program_id(0)
+        for tile in range(pid * per, (pid + 1) * per):
+            i = tile * TILE + tl.arange(0, TILE)
+            tl.store(x + i, tl.full((TILE,), value, tl.float32).to(x.dtype.element_ty), mask=i < numel)
+
+
+def fill_if_(x: Tensor, flag: Tensor, value: float) -> None:
+    """Fill all of a vector if the () flag is set; otherwise nothing but the flag is read."""
+    share = Share.of(x.numel())
+    launch(_fill_if, share.programs, x, flag, value, x.numel(), share.per, TILE=TILE)
+
+
+@triton.jit(do_not_specialize=["numel", "per"])
+def _copy_if(target, source, flag, numel, per, TILE: tl.constexpr):
+    if tl.load(flag) != 0:
+        pid = tl.program_id(0)
+        for tile in range(pid * per, (pid + 1) * per):
+            i = tile * TILE + tl.arange(0, TILE)
+            tl.store(target + i, tl.load(source + i, mask=i < numel), mask=i < numel)
+
+
+def copy_if_(target: Tensor, source: Tensor, flag: Tensor) -> None:
+    """Copy a vector if the () flag is set; otherwise nothing but the flag is read."""
+    share = Share.of(target.numel())
+    launch(_copy_if, share.programs, target, source, flag, target.numel(), share.per, TILE=TILE)
+
+
+@triton.jit
+def _choose(flag, yes, no, out, sizes, SIZE: tl.constexpr):
+    chosen = tl.load(flag) != 0
+    i = tl.arange(0, SIZE)
+    for part in tl.static_range(len(yes)):
+        inside = i < sizes[part]
+        first = tl.load(yes[part] + i, mask=inside & chosen, other=0)
+        second = tl.load(no[part] + i, mask=inside & (chosen == 0), other=0)
+        tl.store(out[part] + i, tl.where(chosen, first, second), mask=inside)
+
+
+MOST_CHOSEN = 512
+"""Longest tensor that :func:`choose` takes."""
+
+
+def choose(flag: Tensor, yes: tuple[Tensor, ...], no: tuple[Tensor, ...], out: tuple[Tensor, ...]) -> None:
+    """``out[i] = yes[i] if flag else no[i]`` for short tensors, of equal shapes and dtypes for each i, at once."""
+    size = triton.next_power_of_2(max((x.numel() for x in out), default=1))
+    launch(_choose, 1, flag, yes, no, out, tuple(x.numel() for x in out), SIZE=size, warps=4)

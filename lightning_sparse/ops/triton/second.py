@@ -1,0 +1,223 @@
+"""The pass of :class:`~lightning_sparse.SecondMoment`: residual, second moment and score of a gradient.
+
+The score is formed where it is looked at, of two numbers, and is not stored: see :func:`_score`. What the numbers mean
+is said in the memory, whose operations on tensors give the same; on CUDA, second moments may differ in their last bit
+there, as a compiler may round a product and a sum together.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_sparse.ops.triton.launch import TILE, Share, launch
+
+MOST = tl.constexpr(3.4028234663852886e38)
+"""The largest float32."""
+
+
+class Weighed(NamedTuple):
+    """By what an accumulator is weighed."""
+
+    second: Tensor
+    """(numel + 1,) float32 second moments, the last one zero."""
+    by: Tensor
+    """(2,) float32: what stands for Adam's eps, and what magnitudes are multiplied by."""
+
+
+@triton.jit
+def _score(x, second, least, damping):
+    """``x / sqrt(sqrt(second + (damping x)^2) + least)``, each operation rounded by itself."""
+    waited = x * damping
+    within = second + waited * waited
+    return tl.div_rn(x, tl.sqrt_rn(tl.sqrt_rn(tl.where(within > MOST, MOST, within)) + least))
+
+
+@triton.jit
+def _magnitude(x, second, by, i, mask, WEIGHED: tl.constexpr):
+    """Bits of the magnitudes that coordinates are selected by."""
+    value = tl.load(x + i, mask=mask, other=0.0)
+    if WEIGHED:
+        value = _score(value, tl.load(second + i, mask=mask, other=0.0), tl.load(by), tl.load(by + 1))
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _least(power, EPS: tl.constexpr):
+    """What stands for Adam's eps beside roots that are not corrected, see :meth:`.SecondMoment.score_`."""
+    return (tl.sqrt(1.0 - tl.load(power)) * tl.full((), EPS, tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _damp(power, damping):
+    """What magnitudes are multiplied by beside roots that are not corrected, see :meth:`.SecondMoment.score_`."""
+    return (tl.sqrt(1.0 - tl.load(power)) * damping).to(tl.float32)
+
+
+@triton.jit
+def _at(x, i, numel, WHOLE: tl.constexpr):
+    """Elements of a tile; without a mask, 128 bits are read at once."""
+    if WHOLE:  # noqa: SIM108
+        found = tl.load(x + i)
+    else:
+        found = tl.load(x + i, mask=i < numel, other=0.0)
+    return found
+
+
+@triton.jit
+def _put(x, i, value, numel, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(x + i, value)
+    else:
+        tl.store(x + i, value, mask=i < numel)
+
+
+@triton.jit
+def _moments(
+    acc, following, residual, now, grad, scale, units, add, i, numel,
+    SCALED: tl.constexpr, CLEAR: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Form a tile of the accumulator and of the next second moment."""
+    given = _at(grad, i, numel, WHOLE)
+    if SCALED:
+        given = tl.div_rn(given.to(tl.float32), tl.load(scale)).to(grad.dtype.element_ty)
+    take = tl.load(units).to(grad.dtype.element_ty).to(tl.float32)
+    given = (given.to(tl.float32) * take).to(grad.dtype.element_ty)
+    wide = given.to(tl.float32)
+    x = wide + _at(residual, i, numel, WHOLE) * tl.load(units + 1)
+    second = _at(now, i, numel, WHOLE) * tl.load(units + 2) + (wide * add) * wide
+    second = tl.where(second > MOST, MOST, second)  # squares overflow where gradients do not
+    _put(acc, i, x, numel, WHOLE)
+    _put(following, i, second, numel, WHOLE)
+    if CLEAR:
+        _put(grad, i, tl.zeros_like(given), numel, WHOLE)
+    return x, second
+
+
+@triton.jit(do_not_specialize=["numel", "per"])
+def _weigh(
+    acc, following, residual, now, grad, words, counts, broken, bound, scale, power, by, units, add, damping,
+    numel, per,
+    EPS: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Form all, clear the gradient, and note which scores reach the bound, as ``triton_dense._form`` does."""
+    pid = tl.program_id(0)
+    row = tl.arange(0, TILE // 32)
+    lane = tl.arange(0, 32)
+    places = row[:, None] * 32 + lane[None, :]
+    reach = tl.load(bound)
+    least = _least(power, EPS)
+    damp = _damp(power, damping)
+    found = 0
+    trouble = 0
+    for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
+        i = tile * TILE + places
+        if tile * TILE + TILE <= numel:
+            x, second = _moments(acc, following, residual, now, grad, scale, units, add, i, numel, SCALED, True, True)
+        else:
+            x, second = _moments(acc, following, residual, now, grad, scale, units, add, i, numel, SCALED, True, False)
+        magnitude = tl.abs(_score(x, second, least, damp))
+        reached = ((magnitude >= reach) & (i < numel)).to(tl.int32)
+        tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
+        found += tl.sum(reached)
+        trouble += tl.sum((tl.abs(x) < float("inf")).to(tl.int32) ^ 1)
+    tl.store(counts + pid, found)
+    if trouble > 0:
+        tl.store(broken, 1)
+    if pid == 0:
+        tl.store(acc + numel, 0.0)
+        tl.store(following + numel, 0.0)
+        tl.store(by, least)
+        tl.store(by + 1, damp)
+
+
+def weigh_(
+    acc: Tensor,
+    weighed: Weighed,
+    residual: Tensor,
+    now: Tensor,
+    grad: Tensor,
+    scale: Tensor | None,
+    power: Tensor,
+    units: Tensor,
+    beta2: float,
+    eps: float,
+    damping: float,
+    words: Tensor,
+    counts: Tensor,
+    broken: Tensor,
+    bound: Tensor,
+) -> None:
+    """Form accumulator and second moment, clear the gradient, and note what will probably be picked; 24 bytes each.
+
+    Args:
+        acc: (numel + 1,) float32, overwritten; its last slot with zero.
+        weighed: overwritten, the last slot of the second moments with zero.
+        residual: as acc, not written to.
+        now: second moments so far, not written to.
+        grad: (numel,) or more, float32, bfloat16 or float16; the first numel become zero.
+        scale: () float32 that the gradient is divided by, in its own precision; None: nothing.
+        power: () float64 ``beta2^t``, with t the number of the step from 1.
+        units: (3,) float32 ``take``, ``carry`` and ``keep``: by which gradient, residual and second moments are
+            multiplied.
+        beta2: decay of the second moment.
+        eps: Adam's.
+        damping: what sums are multiplied by before their squares are added, a number of float32.
+        words: int32, a bit for each coordinate, rounded up to tiles: which scores reach the bound.
+        counts: (programs,) int32, how many do so, by program.
+        broken: (1,) int32, set to 1 if some of acc is not finite, else left as it is.
+        bound: () float32.
+    """
+    numel = acc.numel() - 1
+    share = Share.of(numel)
+    launch(
+        _weigh, share.programs, acc, weighed.second, residual, now, grad, words, counts, broken, bound,
+        bound if scale is None else scale, power, weighed.by, units, 1 - beta2, damping, numel, share.per,
+        EPS=eps, TILE=TILE, SCALED=scale is not None,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["numel", "per"])
+def _form_moments(acc, following, residual, now, grad, units, add, numel, per, TILE: tl.constexpr):
+    pid = tl.program_id(0)
+    for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
+        i = tile * TILE + tl.arange(0, TILE)
+        if tile * TILE + TILE <= numel:
+            _moments(acc, following, residual, now, grad, grad, units, add, i, numel, False, False, True)
+        else:
+            _moments(acc, following, residual, now, grad, grad, units, add, i, numel, False, False, False)
+
+
+def form_(
+    acc: Tensor, following: Tensor, residual: Tensor, now: Tensor, grad: Tensor, units: Tensor, beta2: float
+) -> None:
+    """Form accumulator and second moment of (numel,) vectors, and nothing else; 20 bytes a coordinate in float32."""
+    share = Share.of(acc.numel())
+    launch(
+        _form_moments, share.programs, acc, following, residual, now, grad, units, 1 - beta2, acc.numel(), share.per,
+        TILE=TILE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["numel", "per"])
+def _store_scores(out, acc, second, power, damping, numel, per, EPS: tl.constexpr, TILE: tl.constexpr):
+    pid = tl.program_id(0)
+    least = _least(power, EPS)
+    damp = _damp(power, damping)
+    for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
+        i = tile * TILE + tl.arange(0, TILE)
+        if tile * TILE + TILE <= numel:
+            _put(out, i, _score(_at(acc, i, numel, True), _at(second, i, numel, True), least, damp), numel, True)
+        else:
+            _put(out, i, _score(_at(acc, i, numel, False), _at(second, i, numel, False), least, damp), numel, False)
+
+
+def score_(out: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
+    """Store the scores of (numel,) coordinates; 12 bytes a coordinate. The arguments are those of :func:`weigh_`."""
+    share = Share.of(out.numel())
+    launch(
+        _store_scores, share.programs, out, acc, second, power, damping, out.numel(), share.per, EPS=eps, TILE=TILE
+    )  # fmt: skip

@@ -1,0 +1,400 @@
+"""Which coordinates are the largest: exact, in ascending order, of equal magnitudes the first ones, without a sort.
+
+A magnitude is the 31 bits of a float32 without its sign, which order like the number. The k-th largest is found digit
+by digit from the top: a histogram of 256 counts, then one of those with this first digit, and so on, the last one of
+128. (A histogram takes time in proportion to its counts.) Each kernel begins by reading what the histogram of the one
+before it says. All of this looks at the coordinates that the pass
+before has noted, or, where these are too few or too many, at all of them: that is decided on the device. With
+:class:`~lightning_sparse.SecondMoment`, magnitudes are those of scores.
+
+*Share*: the largest of all. *Stripe*: the coordinates j with ``j mod n == turn``, of which the largest others are
+picked, too. Those of a stripe that are picked at all are its largest ones: as many as have a share in it, and the
+others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_sparse.ops.triton.launch import PROGRAMS, TILE, Share, launch
+from lightning_sparse.ops.triton.second import Weighed, _magnitude
+
+FIRST, LAST = tl.constexpr(256), tl.constexpr(128)
+"""Digits: three of 8 bits and one of 7."""
+DIGITS = tl.constexpr(3 * 256 + 128)
+"""Counts of one search."""
+CONTROL = 32
+"""Words of what kernels tell each other."""
+BROKEN, FOUND, LISTED, STRIPE_LISTED = (tl.constexpr(i) for i in range(4))
+"""Whether something is not finite; number of candidates; whether all that is looked for is among them."""
+OWN, MAYBE, TAKEN = (tl.constexpr(i) for i in range(4, 7))
+"""Of the stripe: candidates, at most these of the share, and those of the share."""
+CUTS = tl.constexpr(8)
+"""For the search in all and in the stripe: one past the last coordinate that is taken of those equal to the k-th."""
+STEPS = tl.constexpr(10)
+"""For both: what is known of the magnitude after one, two and three digits, and how many of it are to be taken."""
+WIDTH = tl.constexpr(6)
+
+
+WORDS = 256
+"""Words of flags that a program goes through at once."""
+
+
+@triton.jit
+def _ones(word):
+    """Number of bits that are set."""
+    pairs = (word & 0x55555555) + ((word >> 1) & 0x55555555)
+    nibbles = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    octets = (nibbles + (nibbles >> 4)) & 0x0F0F0F0F
+    halves = octets + (octets >> 8)
+    return (halves + (halves >> 16)) & 63
+
+
+@triton.jit
+def _lowest(word):
+    """Which is the lowest bit that is set, of 32; for no bit anything."""
+    alone = (word & -word).to(tl.float32)  # a power of two, or the negative one of the uppermost bit
+    return ((alone.to(tl.int32, bitcast=True) >> 23) & 255) - 127
+
+
+@triton.jit(do_not_specialize=["need", "capacity", "turn", "n", "numel", "per"])
+def _collect(
+    x, second, by, words, counts, control, places, magnitudes, need, capacity, turn, n, numel, per,
+    WEIGHED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """List the noted coordinates in order, with the bits of their magnitudes, unless they are too few or too many."""
+    pid = tl.program_id(0)
+    every = tl.arange(0, PROGRAMS)
+    count = tl.load(counts + every, mask=every < tl.num_programs(0), other=0)
+    total = tl.sum(count)
+    listed = (total >= need) & (total <= capacity)
+    if pid == 0:
+        tl.store(control + FOUND, total)
+        tl.store(control + LISTED, listed.to(tl.int32))
+    if listed:
+        at = tl.sum(tl.where(every < pid, count, 0))
+        row = tl.arange(0, WORDS)
+        own = tl.zeros((WORDS,), tl.int32)
+        end = tl.cdiv(numel, TILE) * (TILE // 32)
+        begin = pid * per * (TILE // 32)
+        for start in range(begin, tl.minimum(begin + per * (TILE // 32), end), WORDS):
+            inside = start + row < tl.minimum(begin + per * (TILE // 32), end)
+            word = tl.load(words + start + row, mask=inside, other=0)
+            ones = _ones(word)
+            ordinal = at + tl.cumsum(ones) - ones
+            at += tl.sum(ones)
+            for _ in range(tl.max(ones)):  # those that are set, the first of each word, then the second
+                i = (start + row) * 32 + _lowest(word)
+                chosen = word != 0
+                bits = _magnitude(x, second, by, i, chosen, WEIGHED)
+                tl.store(places + ordinal, i, mask=chosen)
+                tl.store(magnitudes + ordinal, bits, mask=chosen)
+                own += (chosen & (i % n == turn)).to(tl.int32)
+                ordinal += 1
+                word &= word - 1
+        own = tl.sum(own)
+        if own > 0:
+            tl.atomic_add(control + OWN, own, sem="relaxed")
+
+
+@triton.jit
+def _span(control, listed, numel, TILE: tl.constexpr):
+    """Where the tiles of this program begin and end, and the number of things that are looked at."""
+    end = tl.where(listed, tl.load(control + FOUND), numel)
+    tiles = tl.cdiv(end, TILE)
+    per = tl.cdiv(tiles, tl.num_programs(0))
+    first = tl.program_id(0) * per
+    return first, tl.minimum(first + per, tiles), end
+
+
+@triton.jit
+def _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED: tl.constexpr):
+    """Coordinates and bits of magnitudes."""
+    from_list = inside & listed
+    place = tl.load(places + i, mask=from_list, other=0)
+    bits = tl.load(magnitudes + i, mask=from_list, other=0)
+    found = _magnitude(x, second, by, i, inside & (listed == 0), WEIGHED)
+    return tl.where(listed, place, i), tl.where(listed, bits, found)
+
+
+@triton.jit
+def _digit_of(histogram, rank, SIZE: tl.constexpr):
+    """The digit of the rank-th largest, and how many with this digit belong to the largest."""
+    digit = tl.arange(0, SIZE)
+    count = tl.load(histogram + digit)
+    reaching = tl.cumsum(count, 0, reverse=True)
+    rank = tl.minimum(rank, tl.sum(count))
+    chosen = tl.max(tl.where(reaching >= rank, digit, 0))
+    return chosen, rank - tl.sum(tl.where(digit > chosen, count, 0))
+
+
+@triton.jit
+def _magnitude_of(control, histograms, SEARCH: tl.constexpr):
+    """Bits of the k-th largest magnitude, and how many that have it are taken."""
+    known = tl.load(control + STEPS + WIDTH * SEARCH + 4)
+    left = tl.load(control + STEPS + WIDTH * SEARCH + 5)
+    digit, left = _digit_of(histograms + DIGITS * SEARCH + 3 * FIRST, left, LAST)
+    return (known << 7) | digit, left
+
+
+@triton.jit
+def _ties_before(rows, bits, SEARCH: tl.constexpr, PROGRAMS: tl.constexpr):
+    """How many of these bits were seen by the programs before this one."""
+    every = tl.arange(0, PROGRAMS)
+    before = every < tl.program_id(0)
+    return tl.sum(tl.load(rows + (SEARCH * PROGRAMS + every) * LAST + (bits & (LAST - 1)), mask=before, other=0))
+
+
+@triton.jit(do_not_specialize=["share", "turn", "n", "numel"])
+def _count_digits(
+    x, second, by, places, magnitudes, control, histograms, rows, spare, share, turn, n, numel,
+    DIGIT: tl.constexpr, SEARCH: tl.constexpr, STRIPED: tl.constexpr, WEIGHED: tl.constexpr, TILE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Histogram of one of the four digits, of all (SEARCH 0) or of the stripe (SEARCH 1)."""
+    pid = tl.program_id(0)
+    listed = tl.load(control + LISTED) != 0
+    if SEARCH == 1:
+        if DIGIT == 1:
+            # The stripe's others are among the candidates if enough of these are its own.
+            kth, left = _magnitude_of(control, histograms, 0)
+            wanted = tl.load(control + MAYBE) + tl.load(spare)
+            striped_listed = listed & (tl.load(control + OWN) >= wanted)
+            if pid == 0:
+                tl.store(control + STRIPE_LISTED, striped_listed.to(tl.int32))
+            # Who of those equal to the k-th is taken, and how many of the share are in the stripe.
+            ties = _ties_before(rows, kth, 0, PROGRAMS)
+            taken = 0
+            first, last, end = _span(control, listed, numel, TILE)
+            for tile in range(first, last):
+                i = tile * TILE + tl.arange(0, TILE)
+                inside = i < end
+                place, bits = _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED)
+                equal = inside & (bits == kth)
+                ordinal = ties + tl.cumsum(equal.to(tl.int32))
+                picked = (inside & (bits > kth)) | (equal & (ordinal <= left))
+                taken += tl.sum((picked & (place % n == turn)).to(tl.int32))
+                tl.store(control + CUTS + i * 0, place + 1, mask=equal & (ordinal == left))
+                ties += tl.sum(equal.to(tl.int32))
+            if taken > 0:
+                tl.atomic_add(control + TAKEN, taken, sem="relaxed")
+            listed = striped_listed
+        else:
+            listed = tl.load(control + STRIPE_LISTED) != 0
+    own = histograms + DIGITS * SEARCH
+    state = control + STEPS + WIDTH * SEARCH
+    known = 0
+    if DIGIT > 1:
+        at: tl.constexpr = 2 * (DIGIT - 2)
+        if DIGIT == 2:
+            rank = share
+            if SEARCH == 1:
+                rank = tl.load(control + TAKEN) + tl.load(spare)
+        else:
+            known = tl.load(state + at - 2)
+            rank = tl.load(state + at - 1)
+        digit, left = _digit_of(own + (DIGIT - 2) * FIRST, rank, FIRST)
+        known = (known << 8) | digit
+        if pid == 0:
+            tl.store(state + at, known)
+            tl.store(state + at + 1, left)
+    SIZE: tl.constexpr = LAST if DIGIT == 4 else FIRST
+    SHIFT: tl.constexpr = 0 if DIGIT == 4 else 31 - 8 * DIGIT
+    ABOVE: tl.constexpr = 39 - 8 * DIGIT  # where the digits that are known begin
+    count = tl.zeros((SIZE,), tl.int32)
+    maybe = 0
+    first, last, end = _span(control, listed, numel, TILE)
+    for tile in range(first, last):
+        i = tile * TILE + tl.arange(0, TILE)
+        inside = i < end
+        place, bits = _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED)
+        if SEARCH == 1:
+            inside = inside & (place % n == turn)
+        alike = inside
+        if DIGIT > 1:
+            alike = inside & ((bits >> ABOVE) == known)
+        count += tl.histogram((bits >> SHIFT) & (SIZE - 1), SIZE, mask=alike)
+        if DIGIT == 4 and STRIPED and SEARCH == 0:
+            maybe += tl.sum((inside & ((bits >> ABOVE) >= known) & (place % n == turn)).to(tl.int32))
+    digit = tl.arange(0, SIZE)
+    tl.atomic_add(own + (DIGIT - 1) * FIRST + digit, count, mask=count > 0, sem="relaxed")
+    if DIGIT == 4:
+        tl.store(rows + (SEARCH * PROGRAMS + pid) * LAST + digit, count)
+        if maybe > 0:
+            tl.atomic_add(control + MAYBE, maybe, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["turn", "n", "numel"])
+def _count_picks(
+    x, second, by, places, magnitudes, control, histograms, rows, counts, turn, n, numel,
+    STRIPED: tl.constexpr, WEIGHED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """How many picks each program will write, and where those equal to the last one end."""
+    SEARCH: tl.constexpr = 1 if STRIPED else 0
+    listed = tl.load(control + (STRIPE_LISTED if STRIPED else LISTED)) != 0
+    kth, _ = _magnitude_of(control, histograms, 0)
+    lowest, left = _magnitude_of(control, histograms, SEARCH)
+    ties = _ties_before(rows, lowest, SEARCH, PROGRAMS)
+    cut = tl.load(control + CUTS)
+    found = 0
+    first, last, end = _span(control, listed, numel, TILE)
+    for tile in range(first, last):
+        i = tile * TILE + tl.arange(0, TILE)
+        inside = i < end
+        place, bits = _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED)
+        eligible = inside
+        if STRIPED:
+            eligible = inside & (place % n == turn)
+        equal = eligible & (bits == lowest)
+        ordinal = ties + tl.cumsum(equal.to(tl.int32))
+        picked = (eligible & (bits > lowest)) | (equal & (ordinal <= left))
+        if STRIPED:
+            picked = picked | (inside & ((bits > kth) | ((bits == kth) & (place < cut))))
+        tl.store(control + CUTS + SEARCH + i * 0, place + 1, mask=equal & (ordinal == left))
+        ties += tl.sum(equal.to(tl.int32))
+        found += tl.sum(picked.to(tl.int32))
+    tl.store(counts + tl.program_id(0), found)
+
+
+@triton.jit(do_not_specialize=["room", "slots", "turn", "n", "numel"])
+def _write_picks(
+    x, second, by, places, magnitudes, control, histograms, counts, keys, number, largest, bound, room, slots,
+    turn, n, numel,
+    STRIPED: tl.constexpr, WEIGHED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Keys ``2 j`` and, of the stripe's others, ``2 j + 1``, ascending, then ``2 numel``."""
+    pid = tl.program_id(0)
+    every = tl.arange(0, PROGRAMS)
+    count = tl.load(counts + every, mask=every < tl.num_programs(0), other=0)
+    at = tl.sum(tl.where(every < pid, count, 0))
+    total = tl.sum(count)
+    SEARCH: tl.constexpr = 1 if STRIPED else 0
+    listed = tl.load(control + (STRIPE_LISTED if STRIPED else LISTED)) != 0
+    kth, _ = _magnitude_of(control, histograms, 0)
+    lowest, _ = _magnitude_of(control, histograms, SEARCH)
+    cut, lowest_cut = tl.load(control + CUTS), tl.load(control + CUTS + SEARCH)
+    most = 0
+    first, last, end = _span(control, listed, numel, TILE)
+    for tile in range(first, last):
+        i = tile * TILE + tl.arange(0, TILE)
+        inside = i < end
+        place, bits = _candidates(x, second, by, places, magnitudes, listed, i, inside, WEIGHED)
+        of_all = inside & ((bits > kth) | ((bits == kth) & (place < cut)))
+        picked = of_all
+        if STRIPED:
+            reached = (bits > lowest) | ((bits == lowest) & (place < lowest_cut))
+            picked = of_all | (inside & (place % n == turn) & reached)
+        slot = at + tl.cumsum(picked.to(tl.int32)) - 1
+        tl.store(keys + slot, 2 * place + (of_all == 0).to(tl.int32), mask=picked & (slot < slots))
+        if WEIGHED:
+            bits = _magnitude(x, second, by, place, picked, False)
+        most = tl.maximum(most, tl.max(tl.where(picked, bits, 0)))
+        at += tl.sum(picked.to(tl.int32))
+    tl.store(largest + pid, most)
+    for start in range(total + pid * TILE, slots, tl.num_programs(0) * TILE):
+        slot = start + tl.arange(0, TILE)
+        tl.store(keys + slot, tl.zeros((TILE,), tl.int32) + 2 * numel, mask=slot < slots)
+    if pid == 0:
+        tl.store(number, total)
+        if tl.load(control + BROKEN) == 0:
+            # The next pass notes what reaches 85 % of the lowest pick, more than that where it has noted very much.
+            half = tl.maximum(room // 2, 1)
+            noted = tl.maximum(tl.load(control + FOUND), half).to(tl.float32)
+            below = 1.0 - 0.15 * half.to(tl.float32) / noted
+            tl.store(bound, tl.minimum(kth, lowest).to(tl.float32, bitcast=True) * below)
+
+
+class Scratch(NamedTuple):
+    """What the search for one group's picks works with; all int32."""
+
+    control: Tensor
+    """(:data:`CONTROL`,) zero at the start."""
+    histograms: Tensor
+    """(2 :data:`DIGITS`,) zero at the start."""
+    words: Tensor
+    """A bit for each coordinate: what has been noted, see :func:`~lightning_sparse.ops.triton.dense.look`."""
+    counts: Tensor
+    """(:data:`PROGRAMS`,) how many were noted, by program."""
+
+    @property
+    def broken(self) -> Tensor:
+        """(1,) 1 if something is not finite."""
+        return self.control[:1]
+
+
+SCRATCH = CONTROL + 2 * DIGITS.value
+"""Words of a :class:`Scratch` that must be zero at the start."""
+
+
+class Found(NamedTuple):
+    """What was picked."""
+
+    keys: Tensor
+    """(slots,) int32 ``2 j`` for the largest j, ``2 j + 1`` for those of the stripe; ascending, then ``2 numel``."""
+    number: Tensor
+    """() int64: how many."""
+    largest: Tensor
+    """(p,) int32 bits of magnitudes of x, of which the largest is the largest of all picks."""
+
+
+def pick(
+    x: Tensor,
+    scratch: Scratch,
+    bound: Tensor,
+    share: int,
+    slots: int,
+    spare: Tensor | None,
+    turn: int,
+    n: int,
+    weighed: Weighed | None = None,
+) -> Found:
+    """The largest of all, and the largest others of a stripe, of what a pass has looked through.
+
+    Args:
+        x: (numel,) float32 without NaN; if it has some, something is picked.
+        scratch: as the pass has left it.
+        bound: () float32: where a pass may begin to note magnitudes in the next step, if this one is finite.
+        share: how many of all, from 0 to numel.
+        slots: of the result, at least as many as are picked.
+        spare: () int32: how many others of the stripe, fewer where there are not so many; None: no stripe.
+        turn: which stripe.
+        n: number of stripes.
+        weighed: what gives the scores of x that are compared; None: x is compared itself.
+
+    Returns:
+        The picks.
+    """
+    numel, striped = x.numel(), spare is not None
+    share_out = Share.of(numel)
+    capacity = min(numel, 4 * max(1, share) * (1 if spare is None else n) + TILE)
+    places, magnitudes = x.new_empty((2, capacity), dtype=torch.int32)
+    rows = x.new_empty((1 + striped) * PROGRAMS * LAST.value, dtype=torch.int32)
+    looked_at = x, *((x, x) if weighed is None else weighed)
+    of_list = *looked_at, places, magnitudes, scratch.control
+    both = {"WEIGHED": weighed is not None, "TILE": TILE, "PROGRAMS": PROGRAMS}
+    launch(
+        _collect, share_out.programs, *looked_at, scratch.words, scratch.counts, scratch.control, places, magnitudes,
+        share, capacity, turn, n, numel, share_out.per, WORDS=WORDS, **both,
+    )  # fmt: skip
+    constants = {"STRIPED": striped, **both}
+    named = scratch.control if spare is None else spare
+    for search in range(1 + striped):
+        for digit in (1, 2, 3, 4):
+            launch(
+                _count_digits, share_out.programs, *of_list, scratch.histograms, rows, named, share, turn, n, numel,
+                DIGIT=digit, SEARCH=search, **constants,
+            )  # fmt: skip
+    counts, largest = x.new_empty((2, share_out.programs), dtype=torch.int32)
+    launch(_count_picks, share_out.programs, *of_list, scratch.histograms, rows, counts, turn, n, numel, **constants)
+    keys = x.new_empty(slots, dtype=torch.int32)
+    number = x.new_empty((), dtype=torch.int64)
+    launch(
+        _write_picks, share_out.programs, *of_list, scratch.histograms, counts, keys, number, largest, bound,
+        capacity, slots, turn, n, numel, **constants,
+    )  # fmt: skip
+    return Found(keys, number, largest)

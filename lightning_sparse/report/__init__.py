@@ -1,1 +1,0 @@
-"""Logs of one or several runs as one page with figures: see :func:`~lightning_sparse.report.page.write_page`."""

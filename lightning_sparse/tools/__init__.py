@@ -1,0 +1,1 @@
+"""Programs around a training: advice before it, comparison of methods, reports of runs. Nothing imports them."""

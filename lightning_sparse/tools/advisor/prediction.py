@@ -1,0 +1,250 @@
+"""How long a step would take: from what was measured, for every method, grouping and network. Numbers only."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from lightning_sparse.core.checks import check_integer, check_positive
+from lightning_sparse.engine.traffic import count_bytes
+from lightning_sparse.methods.grouping import Messages, ParameterSize, Rules, make_plan
+from lightning_sparse.methods.grouping.groupings import DDP_BUCKET_MB
+from lightning_sparse.methods.grouping.plan import bucket_numels
+from lightning_sparse.methods.memory import SecondMoment
+from lightning_sparse.tuning.performance import GroupCost, Line, Network, Overlap, Profile, Traffic
+from lightning_sparse.tuning.performance.serialization import Plain
+from lightning_sparse.tuning.unsuited import Unsuited
+
+TRIED = ("layer", "bucket", "merge_below", "model", "optimal_merge")
+"""Groupings to predict for."""
+ALL_SPARSE = Rules(dense_ndim=0, dense_numel=0)
+"""Small parameters are counted as sparsified: kept dense, they are one short message more."""
+HALVED = ("fp16", "bf16")
+"""DDP's hooks that send 16 bits of each value."""
+EVERYTHING = "everything"
+"""Dense in groups of ours instead of DDP's buckets."""
+MARGIN = 0.05
+"""A step must be shorter by this share to be worth a change of the exchange."""
+LATENCY = 30e-6
+"""Seconds from one rank to the next, where no network could be measured."""
+COUNTED = 1_000_000
+"""Coordinates of the group whose messages are counted."""
+BEST_TRAINED = ("union_topk", "shared_topk", "clt_k", "dgc", "topk", "striped_topk", "ok_topk", "redsync", "sidco_gp")
+"""Sparsifiers from docs/comparison.md, the one that trains best at equal traffic first; others come after them."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to exchange gradients, and what a group costs with it.
+
+    Args:
+        name: of a sparsifier, or "dense", "fp16", "bf16", "powersgd" for what comes with DDP.
+        density: of a sparsifier; 1 for the others.
+        cost: measured, at the number of ranks that took part.
+        builtin: comes with DDP: exchanged in DDP's buckets, which overlaps with backward.
+        second_moments: those of Adam travel with the averages, see :class:`~lightning_sparse.SecondMoment`.
+    """
+
+    name: str
+    density: float
+    cost: GroupCost
+    builtin: bool = False
+    second_moments: bool = False
+
+    def between(self, known: int, ranks: int, network: Network, value_bytes: int = 4) -> Method:
+        """The same method between another number of ranks, on another network.
+
+        Messages grow or shrink as the real pipeline's do, counted without a network
+        (:func:`~lightning_sparse.engine.traffic.count_bytes`); those that ``known`` ranks do not send are as counted.
+        What was measured may be longer than the density says, as thresholds let it: a sum is at most as long as the
+        group.
+
+        Args:
+            known: ranks between which the cost was measured.
+            ranks: the other number.
+            network: between these.
+            value_bytes: bytes of a value.
+        """
+        traffic = {part.operation: part for part in self.cost.traffic}
+        if not self.builtin:
+            before, after = (_counted(self.name, self.density, n, self.second_moments) for n in (known, ranks))
+            for operation, (calls, each) in after.items():
+                if operation not in before:
+                    traffic[operation] = Traffic(operation, calls, Line(0.0, each))
+                elif (part := traffic.get(operation)) is not None:
+                    fixed, slope, growth = part.nbytes.alpha, part.nbytes.beta, each / before[operation][1]
+                    most = max(slope, value_bytes) if operation == "all_reduce" else math.inf
+                    nbytes = Line(fixed * growth, min(slope * growth, most))
+                    traffic[operation] = Traffic(operation, part.calls * calls / before[operation][0], nbytes)
+        return replace(self, cost=replace(self.cost, traffic=tuple(traffic.values())).on(network))
+
+
+@functools.cache
+def _counted(sparsifier: str, density: float, ranks: int, second_moments: bool) -> dict[str, tuple[int, float]]:
+    """Calls, and bytes for each coordinate, by operation."""
+    calls, nbytes = Counter[str](), Counter[str]()
+    memory = SecondMoment() if second_moments else None
+    for operation, size in count_bytes(sparsifier, COUNTED, ranks, density, memory=memory).messages:
+        calls[operation] += 1
+        nbytes[operation] += size
+    return {operation: (calls[operation], nbytes[operation] / COUNTED) for operation in calls}
+
+
+@dataclass(frozen=True)
+class Measured(Plain):
+    """Everything that predictions start from, as one machine saw it.
+
+    Args:
+        sizes: of all parameters, in order of registration.
+        profile: of a step, with the cost of dense groups.
+        methods: with their costs.
+        unsuited: an optimizer that trains worse behind error feedback; None if none does.
+    """
+
+    sizes: Sequence[ParameterSize]
+    profile: Profile
+    methods: Sequence[Method]
+    unsuited: Unsuited | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the parameters live on a CPU."""
+        return str(self.sizes[0].kind).endswith("cpu")
+
+    def step_seconds(self, method: Method, grouping: str, messages: Messages = "group") -> tuple[float, int]:
+        """A whole step with a method's cost as it stands, and the number of groups."""
+        profile = replace(self.profile, costs=[method.cost], messages=messages)
+        if method.builtin:  # DDP begins each of its buckets at once, and never waits for it in backward
+            overlap: Overlap = "full" if profile.overlap == "full" else "comm"
+            profile = replace(profile, overlap=overlap, bucket_numels=bucket_numels(self.sizes, DDP_BUCKET_MB))
+        plan = make_plan(self.sizes, grouping, ALL_SPARSE, DDP_BUCKET_MB, profile, method.density)
+        return profile.step_seconds(plan, method.density), len(plan)
+
+
+class Scenario(NamedTuple):
+    """Ranks and their network."""
+
+    ranks: int
+    gbit: float | None
+    """Gbit/s of a link in one direction; None: as measured."""
+
+    @property
+    def label(self) -> str:
+        """Name of the scenario in tables."""
+        return f"{self.ranks} ranks, " + ("measured" if self.gbit is None else f"{self.gbit:g} Gbit/s")
+
+
+class Prediction(NamedTuple):
+    """One method with one grouping in one scenario."""
+
+    scenario: Scenario
+    method: str
+    density: float
+    builtin: bool
+    grouping: str
+    messages: Messages
+    """What travels together; "group" for what comes with DDP, which sends its buckets."""
+    groups: int
+    step_seconds: float
+    exposed_seconds: float
+    over_dense: float
+    """Step time / that of dense DDP."""
+
+    @property
+    def sparse(self) -> bool:
+        """Whether anything is left out."""
+        return not self.builtin and self.method != EVERYTHING
+
+
+def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[Scenario]:
+    """The network as it is, if there is one, and all pairs of the given numbers; where one is missing, that of here.
+
+    Args:
+        known: ranks that there are.
+        ranks: other numbers of ranks.
+        gbit: rates.
+
+    Raises:
+        ValueError: if a number is not positive, or there is one rank only and no rate is given.
+    """
+    for n in ranks:
+        check_integer(n, "ranks")
+    for rate in gbit:
+        check_positive(rate, "gbit")
+    here = [Scenario(n, None) for n in (known, *([] if gbit else ranks))] if known > 1 else []
+    others = [Scenario(n, rate) for n in (ranks or [known]) for rate in gbit]
+    found = list(dict.fromkeys(one for one in here + others if one.ranks > 1))
+    if not found:
+        raise ValueError(
+            "Expected a network to predict for, but there is one rank only: give ranks and gbit (--ranks 8 --gbit 10), "
+            "or devices in the trainer."
+        )
+    return found
+
+
+def predict(measured: Measured, wanted: Sequence[Scenario]) -> Iterator[Prediction]:
+    """Step times of all methods under all groupings; those that come with DDP under DDP's buckets only.
+
+    Of a method under a grouping, messages travel together or separately, whichever is faster.
+    """
+    known = measured.profile.network.ranks
+    for scenario in wanted:
+        rows = []
+        if scenario == (known, None):
+            methods = list(measured.methods)
+        else:
+            rate = None if scenario.gbit is None else scenario.gbit * 1e9
+            here = measured.profile.network if known > 1 else Network.ring(2, LATENCY, float("inf"))
+            network = here.between(scenario.ranks, rate)
+            value_bytes = measured.sizes[0].element_size
+            methods = [method.between(known, scenario.ranks, network, value_bytes) for method in measured.methods]
+        for method in methods:
+            for grouping in ["bucket"] if method.builtin else list(TRIED):
+                possible: Sequence[Messages] = ("group",) if method.builtin else ("step", "group")
+                tried = [(messages, *measured.step_seconds(method, grouping, messages)) for messages in possible]
+                rows.append((method, grouping, *min(tried, key=lambda one: one[1])))
+        dense = next(seconds for method, _, _, seconds, _ in rows if method.name == "dense")
+        for method, grouping, messages, seconds, groups in rows:
+            exposed = seconds - measured.profile.compute_seconds
+            what = (method.name, method.density, method.builtin, grouping, messages, groups)
+            yield Prediction(scenario, *what, seconds, exposed, seconds / dense)
+
+
+def best_groupings(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """The fastest grouping of each method and density in each scenario; of equally fast ones, the fewest groups."""
+    best: dict[tuple[Scenario, str, float], Prediction] = {}
+    for one in sorted(predictions, key=lambda p: (p.step_seconds, p.groups)):
+        best.setdefault((one.scenario, one.method, one.density), one)
+    return list(best.values())
+
+
+def winner(predictions: Sequence[Prediction], scenario: Scenario, hooks: bool = True) -> Prediction:
+    """What to use: dense DDP, unless its 16-bit hooks, other groups or a sparsifier shorten the step by 5 % at least.
+
+    A sparsifier must be 5 % faster than every dense way. Of the sparsifiers within 5 % of the fastest one, the mildest
+    density wins, and then the sparsifier that trains best (``docs/comparison.md``): speed alone would always choose the
+    lowest density. PowerSGD is for reference and never chosen.
+
+    Args:
+        predictions: at least that of dense DDP in this scenario.
+        scenario: to decide for.
+        hooks: whether DDP's hooks can be used; Lightning ignores them on CPUs.
+    """
+    rows = best_groupings([p for p in predictions if p.scenario == scenario])
+    dense = next(p for p in rows if p.method == "dense")
+    others = [p for p in rows if p.method == EVERYTHING or (hooks and p.method in HALVED)]
+    fastest = min(others, key=lambda p: p.step_seconds, default=dense)
+    if fastest.step_seconds < (1 - MARGIN) * dense.step_seconds:
+        dense = fastest
+    sparse = [p for p in rows if p.sparse]
+    fastest = min(sparse, key=lambda p: p.step_seconds, default=dense)
+    if fastest.step_seconds > (1 - MARGIN) * dense.step_seconds:
+        return dense
+    limit = min(fastest.step_seconds * (1 + MARGIN), (1 - MARGIN) * dense.step_seconds)
+    ranking = {name: place for place, name in enumerate(BEST_TRAINED)}
+    close = [p for p in sparse if p.step_seconds <= limit]
+    return min(close, key=lambda p: (-p.density, ranking.get(p.method, len(ranking)), p.step_seconds))

@@ -1,0 +1,376 @@
+"""Profile a model with the Trainer that it will be trained with, and predict."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_sparse.config import SparsificationConfig, Watch
+from lightning_sparse.core.checks import check_integer
+from lightning_sparse.integrations import packages
+from lightning_sparse.methods.sparsifiers import SPARSIFIERS
+from lightning_sparse.tools.advisor.prediction import (
+    ALL_SPARSE,
+    BEST_TRAINED,
+    EVERYTHING,
+    HALVED,
+    MARGIN,
+    Measured,
+    Prediction,
+    Scenario,
+    best_groupings,
+    predict,
+    scenarios,
+    winner,
+)
+from lightning_sparse.tools.advisor.survey import Survey
+
+OWN_OPTIONS = {
+    "logger": False,
+    "callbacks": None,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "max_epochs": -1,
+    "max_time": None,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "accumulate_grad_batches": 1,
+    "fast_dev_run": False,
+    "overfit_batches": 0.0,
+    "profiler": None,
+    "barebones": False,
+}
+"""What profiling decides for itself, whatever the Trainer is told otherwise."""
+KEPT = {
+    "find_unused_parameters": False,
+    "static_graph": False,
+    "gradient_as_bucket_view": False,
+    "broadcast_buffers": True,
+    "forward_sync_buffers": None,
+    "start_method": "popen",
+}
+"""Settings of a DDP strategy that are kept, in profiling and in the advice, and their defaults."""
+
+LEFT_OUT = ("random_k",)
+"""Sparsifiers that must be named to be tried: fast ones that diverge at low densities (comparison.md)."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Predicted step times, and what follows from them.
+
+    Args:
+        measured: what was seen.
+        predictions: for every scenario, method, density and grouping.
+    """
+
+    measured: Measured
+    predictions: tuple[Prediction, ...]
+
+    @property
+    def scenarios(self) -> list[Scenario]:
+        """Ranks and networks, the measured one first."""
+        return list(dict.fromkeys(p.scenario for p in self.predictions))
+
+    def best(self, scenario: Scenario | None = None) -> Prediction:
+        """What to use; see :func:`~lightning_sparse.tools.advisor.prediction.winner`."""
+        return winner(self.predictions, scenario or self.scenarios[0], hooks=not self.measured.on_cpu)
+
+    def step_seconds(
+        self, method: str, density: float = 1.0, grouping: str | None = None, scenario: Scenario | None = None
+    ) -> float:
+        """A predicted step time; with the fastest grouping, if none is named.
+
+        Raises:
+            KeyError: if nothing like it was predicted.
+        """
+        wanted = scenario or self.scenarios[0]
+        found = [
+            p.step_seconds
+            for p in self.predictions
+            if p.scenario == wanted
+            and p.method == method
+            and abs(p.density - density) < 1e-12
+            and grouping in (None, p.grouping)
+        ]
+        if not found:
+            raise KeyError(f"There is no prediction of {method} at density {density} with grouping {grouping}.")
+        return min(found)
+
+    def verdict(self, scenario: Scenario | None = None) -> str:
+        """One sentence."""
+        scenario = scenario or self.scenarios[0]
+        best = self.best(scenario)
+        rows = best_groupings([p for p in self.predictions if p.scenario == scenario])
+        dense = next(p for p in rows if p.method == "dense")
+        step = f"dense DDP's {1e3 * dense.step_seconds:.3g} ms a step"
+        if best.sparse:
+            halved = min((p.over_dense for p in rows if p.method in HALVED), default=None)
+            return (
+                f"{scenario.label}: {best.method} at density {best.density:g}, grouping {best.grouping}, takes "
+                f"{best.over_dense:.2f} times {step}"
+                + (f" (DDP with 16 bits: {halved:.2f})." if halved is not None else ".")
+            )
+        sentence = f"{scenario.label}: stay dense"
+        if best.method in HALVED:
+            sentence += f", with DDP's {best.method} hook ({best.over_dense:.2f} times {step})"
+        elif best.method == EVERYTHING:
+            sentence += f", with grouping {best.grouping} ({best.over_dense:.2f} times {step})"
+        fastest = min((p for p in rows if p.sparse), key=lambda p: p.step_seconds, default=None)
+        if fastest is None:
+            return sentence + "."
+        return (
+            f"{sentence}. The fastest sparsifier, {fastest.method} at {fastest.density:g}, takes "
+            f"{fastest.over_dense:.2f} times {step}."
+        )
+
+    def remarks(self, scenario: Scenario | None = None) -> list[str]:
+        """What has to change in the training where this advice is followed, one paragraph each; none elsewhere."""
+        unsuited, best = self.measured.unsuited, self.best(scenario)
+        served = any(method.second_moments for method in self.measured.methods if method.name == best.method)
+        return [unsuited.remedy()] if unsuited is not None and best.sparse and not served else []
+
+    def assumptions(self) -> list[str]:
+        """What the predictions take for granted, one sentence each."""
+        network, profile = self.measured.profile.network, self.measured.profile
+        sentences = [
+            f"Measured: a step without exchange takes {1e3 * profile.compute_seconds:.4g} ms, "
+            f"{1e3 * (profile.compute_seconds - profile.rest_seconds):.4g} ms of it backward. Overlap with "
+            f"backward: {profile.overlap}.",
+            "Every rank computes as fast as here, whatever their number, and none waits for another.",
+            "Gradients for these measurements are made up: heavy-tailed, ranks agree on half of their variance.",
+            "Small parameters are counted as sparsified; by default they stay dense, which is one short message more.",
+            "One exchange after the other goes over the network; DDP hands gradients over in buckets. Messages of all "
+            "groups travel together at the end of backward (step), or those of each group beside it (group), whichever "
+            "is faster.",
+            f"A sparsifier must shorten the step by {MARGIN:.0%} at least. Of those within {MARGIN:.0%} of the "
+            "fastest, the mildest density wins, then the sparsifier that trains best at equal traffic "
+            f"({', '.join(BEST_TRAINED[:3])}, ...): step time is not training time, and a lower density may need more "
+            "steps.",
+            "Gradients are exchanged after every batch: where they are accumulated, the exchange weighs less.",
+            "fp16, bf16 and powersgd (rank 4) are DDP's communication hooks, for reference; Lightning has them on CUDA "
+            "only. everything is dense, too, in other groups than DDP's buckets.",
+        ]
+        if network.ranks > 1:
+            sentences.insert(
+                1,
+                f"Measured between {network.ranks} ranks: all-reduce {1e6 * network.all_reduce.alpha:.3g} us + "
+                f"{1e9 * network.all_reduce.beta:.3g} ns a byte, all-gather {1e6 * network.all_gather.alpha:.3g} us + "
+                f"{1e9 * network.all_gather.beta:.3g} ns a byte of each rank.",
+            )
+        if any(scenario != (network.ranks, None) for scenario in self.scenarios):
+            sentences += [
+                "Other networks: a fixed price and a price for each byte. An all-reduce's fixed price grows as log2 of "
+                "the ranks, an all-gather's as ranks - 1; bytes cost what a ring at the given rate takes, and the "
+                + (
+                    "fixed prices are those measured here."
+                    if network.ranks > 1
+                    else "fixed price of a hop is taken to be 30 us."
+                ),
+                "More ranks: where each rank picks by itself, messages stay as long and their union grows up to "
+                "everything; where ranks share a budget, messages shrink and the union stays.",
+            ]
+        return sentences
+
+
+def advise(
+    module: Any,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    datamodule: Any = None,
+    *,
+    trainer: dict[str, Any] | None = None,
+    ranks: Sequence[int] = (),
+    gbit: Sequence[float] = (),
+    sparsifiers: Sequence[str] | None = None,
+    densities: Sequence[float] = (0.1, 0.01, 0.001),
+    warmup: int = 5,
+    steps: int = 10,
+    progress: Callable[[str, float], None] | None = None,
+) -> Advice:
+    """Profile some training steps of a module, and predict the step time of every way to exchange its gradients.
+
+    Runs ``warmup + steps + 2`` steps of the module's own training with a Trainer, times backward, the network between
+    the ranks and every sparsifier, and predicts: dense DDP, DDP's fp16, bf16 and PowerSGD hooks, and each sparsifier at
+    each density under each grouping, for the network as measured and for others. The module's parameters are put back
+    as they were; what ``configure_model`` makes stays.
+
+    With launchers that start this script again for each rank, all of it runs on every rank, with the same advice.
+
+    Args:
+        module: a LightningModule.
+        train_dataloaders: as in ``Trainer.fit``: a DataLoader or several, or a LightningDataModule; None: the module's
+            own.
+        val_dataloaders: as there; validation is left out.
+        datamodule: a LightningDataModule, instead of loaders.
+        trainer: settings of the Trainer that the module will be trained with: devices, num_nodes, accelerator,
+            precision, plugins. Loggers, callbacks, checkpoints and validation are left out; of the strategy, only its
+            way to start processes and DDP's treatment of parameters and buffers are kept.
+        ranks: other numbers of ranks to predict for.
+        gbit: rates to predict for, of a link in one direction, in Gbit/s.
+        sparsifiers: names; None: all but ``random_k``, which is fast and diverges. ``everything`` is dense in other
+            groups.
+        densities: to predict for, in (0, 1].
+        warmup: steps that are not timed, at least 1.
+        steps: steps that are timed, at least 2.
+        progress: called on rank 0 with what comes next and the share that is done; where processes are spawned, a
+            function of a module.
+
+    Raises:
+        ValueError: for settings outside their ranges; for a datamodule of another Lightning package; where there is one
+            rank only, and ``ranks`` and ``gbit`` do not say what to predict for.
+        RuntimeError: if no backward pass ran.
+
+    Example:
+        >>> import torch, lightning_sparse as ls, pytorch_lightning as pl
+        >>> class Toy(pl.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(8, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.layer(batch).square().mean()
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.01)
+        >>> data = torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=8)
+        >>> advice = ls.advise(Toy(), train_dataloaders=data, trainer={"devices": 1, "accelerator": "cpu"},
+        ...                    ranks=[8], gbit=[100], sparsifiers=["topk"], densities=[0.01])
+        >>> advice.best().method
+        'dense'
+        >>> torch.distributed.destroy_process_group()
+    """
+    for name, value, least in (("warmup", warmup, 1), ("steps", steps, 2)):
+        check_integer(value, name, least)
+    name = package_of(type(module))
+    package = importlib.import_module(name)
+    _check_data(package.LightningDataModule, train_dataloaders, datamodule)
+    strategy_class = importlib.import_module(
+        f"lightning_sparse.integrations.{name.partition('.')[0]}"
+    ).SparseDDPStrategy
+    options = dict(trainer or {})
+    given = options.pop("strategy", None)
+    kept = kept_settings(given)
+    strategy = strategy_class(grouping="model", rules=ALL_SPARSE, watch=None, single_device="sparse", **kept)
+    every = [name for name, _ in SPARSIFIERS.items() if name not in LEFT_OUT]
+    names = every if sparsifiers is None else list(sparsifiers)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "measured.json"
+        survey = Survey(strategy, names, densities, warmup, steps, path, progress or _silent)
+        strategy.observers = [survey]
+        options |= OWN_OPTIONS | {"max_steps": warmup + steps + 2, "strategy": strategy}
+        profiler = package.Trainer(**options)
+        wanted = scenarios(profiler.world_size, ranks, gbit)
+        data = train_dataloaders if datamodule is None else datamodule
+        if isinstance(data, package.LightningDataModule) and profiler.is_global_zero:
+            # Before other ranks are started: where data is missing, they would hide that under errors of their own.
+            data.prepare_data()
+        with _put_back(module):
+            profiler.fit(module, train_dataloaders, val_dataloaders, datamodule)
+        if survey.result is None and path.exists():  # training ran in processes of its own
+            survey.result = Measured.from_dict(json.loads(path.read_text()))
+    if survey.result is None:
+        ran = strategy.engine.step if strategy.engine else 0
+        raise RuntimeError(
+            f"Expected {warmup + steps + 1} training steps with a backward pass each, but {ran} ran: "
+            "does training_step return a loss that depends on the parameters, and is there data to train on?"
+        )
+    measured = survey.result
+    advice = Advice(measured, tuple(predict(measured, wanted)))
+    remarks = [remark for scenario in advice.scenarios for remark in advice.remarks(scenario)]
+    if remarks and not silenced(given):
+        rank_zero_warn(f"{remarks[0]} watch=ls.Watch(adam=False) of the strategy silences this.")
+    return advice
+
+
+def _check_data(wanted: type, train_dataloaders: Any, datamodule: Any) -> None:
+    """Raise for what ``fit`` would fail on without saying why; what else it takes is up to it."""
+    given = train_dataloaders if datamodule is None else datamodule
+    is_datamodule = any(base.__name__ == wanted.__name__ for base in type(given).__mro__)
+    if (is_datamodule or datamodule is not None) and not isinstance(given, wanted):
+        raise ValueError(
+            f"Expected a datamodule for a module of {wanted.__module__.partition('.')[0]}, the same package, but got a "
+            f"{type(given).__name__} of {type(given).__module__}. DataLoaders are given as train_dataloaders."
+        )
+
+
+@contextmanager
+def _put_back(module: Any) -> Iterator[None]:
+    """Leave a module as it was, and its own callbacks out."""
+    before, attached = copy.deepcopy(module.state_dict()), module._trainer
+    module.configure_callbacks = list
+    try:
+        yield
+    finally:
+        del module.configure_callbacks
+        module.trainer = attached
+        module.load_state_dict(before, strict=False)  # configure_model may have made more
+
+
+def package_of(module_class: type) -> str:
+    """The Lightning package that a class of modules is made for.
+
+    Raises:
+        ValueError: if it is of neither.
+    """
+    for name in packages.installed() if isinstance(module_class, type) else ():
+        if name in sys.modules and issubclass(module_class, sys.modules[name].LightningModule):
+            return name
+    raise ValueError(f"Expected a LightningModule, but got {getattr(module_class, '__name__', module_class)}.")
+
+
+def kept_settings(strategy: Any) -> dict[str, Any]:
+    """What is kept of the user's strategy: how processes start, and what DDP is told, as far as it is no default.
+
+    Args:
+        strategy: an instance, a name, the ``class_path`` and ``init_args`` of a configuration, or None.
+
+    Raises:
+        ValueError: for a strategy that shards the model instead of averaging its gradients.
+    """
+    given: dict[str, Any] = {}
+    if isinstance(strategy, dict):
+        name = str(strategy.get("class_path"))
+        if any(other in name for other in ("FSDP", "DeepSpeed", "ModelParallel")):
+            raise ValueError(f"Expected a strategy that is DDP or like it, but got {name}.")
+        given = {**(strategy.get("init_args") or {}), **(strategy.get("dict_kwargs") or {})}
+    elif isinstance(strategy, str):
+        if not strategy.startswith(("auto", "ddp", "sparse_ddp")):
+            raise ValueError(
+                f"Expected a strategy that is DDP or builds on it, such as 'ddp_spawn', but got {strategy!r}."
+            )
+        for ending, method in {"_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}.items():
+            if ending in strategy:
+                given["start_method"] = method
+        given["find_unused_parameters"] = "find_unused_parameters_true" in strategy
+    elif strategy is not None:
+        given = {**getattr(strategy, "_ddp_kwargs", {}), "start_method": getattr(strategy, "_start_method", "popen")}
+    return {name: given[name] for name, default in KEPT.items() if given.get(name, default) not in (default, None)}
+
+
+def silenced(strategy: Any) -> bool:
+    """Whether a strategy of ours is told not to warn of optimizers.
+
+    Args:
+        strategy: as for :func:`kept_settings`.
+    """
+    config = getattr(strategy, "config", None)
+    watch = config.watch if isinstance(config, SparsificationConfig) else Watch()
+    if isinstance(strategy, dict):
+        watch = (strategy.get("init_args") or {}).get("watch", watch)
+    if isinstance(watch, dict):
+        return (watch.get("init_args") or {}).get("adam") is False
+    return watch is None or not watch.adam
+
+
+def _silent(what: str, done: float) -> None:
+    pass

@@ -1,0 +1,175 @@
+"""Measure a training with the ranks that it has: backward, network, and every method that could be used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.api.attach import delivery_mb, sizes_of
+from lightning_sparse.core.step import Agreement
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.methods.density import check_density
+from lightning_sparse.methods.exchanges import as_exchange
+from lightning_sparse.methods.grouping.plan import bucket_numels
+from lightning_sparse.methods.memory import Adapting, Residual
+from lightning_sparse.methods.sparsifiers import SPARSIFIERS
+from lightning_sparse.tools.advisor.prediction import Measured, Method
+from lightning_sparse.tuning.performance import NOTHING, GroupCost, Line, Profiler, Traffic
+from lightning_sparse.tuning.performance.rank_sync import measure
+from lightning_sparse.tuning.unsuited import unsuited
+
+POWER_SGD_RANK = 4
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Survey:
+    """Watches some steps of a training, then measures; see :attr:`result`.
+
+    Args:
+        strategy: whose ``model`` is the wrapped module while training runs.
+        methods: names of sparsifiers.
+        densities: to try with each of them, in (0, 1].
+        warmup: steps that are not timed.
+        steps: steps that are timed.
+        path: where rank 0 writes the result, too, for launchers that end the process in which training ran.
+        progress: told on rank 0 what comes next, with what share is done.
+
+    Raises:
+        ValueError: for unknown sparsifiers or densities outside (0, 1].
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        methods: Sequence[str],
+        densities: Sequence[float],
+        warmup: int,
+        steps: int,
+        path: Path,
+        progress: Callable[[str, float], None],
+    ) -> None:
+        self.result: Measured | None = None
+        self._strategy = strategy
+        self._sparsifiers = {name: SPARSIFIERS.resolve(name) for name in methods}
+        self._densities = [check_density(density, "densities") for density in densities]
+        self._warmup, self._steps, self._path, self._progress = warmup, steps, path, progress
+        self._profiler: Profiler | None = None
+
+    def before_step(self, engine: Engine) -> None:
+        """Count steps, then measure everything within one step."""
+        if self.result is not None:
+            return
+        if self._profiler is None:
+            first, others = delivery_mb(self._strategy.model)
+            buckets = bucket_numels(sizes_of(engine.parameters), others, first)
+            self._profiler = Profiler(self._strategy.model, engine, self._warmup, self._steps, buckets)
+            self._tell(engine, "timing backward", 0.0)
+        if self._profiler.before_step():
+            own = self._measure(self._profiler, engine)
+            self.result = engine.comm.broadcast_object(own, 0, engine.device)
+            if engine.comm.rank == 0:
+                self._path.write_text(json.dumps(own.as_dict()))
+
+    def close(self) -> None:
+        """Stop watching backward."""
+        if self._profiler is not None:
+            self._profiler.close()
+
+    def _measure(self, profiler: Profiler, engine: Engine) -> Measured:
+        comm, device = engine.comm, engine.device
+        sizes = sizes_of(engine.parameters)
+        numel = sum(size.numel for size in sizes)
+        dtype = next(iter(engine.parameters.values())).dtype
+        self._tell(engine, "timing the network", 0.1)
+        # One rank on a CPU exchanges inline, several do not: see executor "auto".
+        profiler.measure_step("comm" if comm.world_size == 1 and device.type == "cpu" else None)
+        all_reduce = profiler.network.all_reduce
+        dense = GroupCost(1.0, NOTHING, NOTHING, all_reduce.per(dtype.itemsize), (_reduce(1, dtype.itemsize),))
+        methods = [Method("dense", 1.0, dense, builtin=True)]
+        if dtype.itemsize > 2:
+            methods += [_halved(name, half, dtype, comm, device) for name, half in HALVES.items()]
+        methods.append(_power_sgd(engine.parameters, comm, device, all_reduce))
+        jobs = [
+            (name, sparsifier, density)
+            for name, sparsifier in self._sparsifiers.items()
+            for density in ([1.0] if sparsifier.agreement is Agreement.EVERYTHING else self._densities)
+        ]
+        own = {id(parameter) for parameter in engine.parameters.values()}
+        suited = Adapting().suited(engine.optimizers, own)
+        for done, (name, sparsifier, density) in enumerate(jobs):
+            exchange = as_exchange(None, sparsifier)
+            memory = suited if exchange.carries_second and density < 1 else Residual()
+            self._tell(engine, f"timing {name} at {density:g}", 0.2 + 0.8 * done / len(jobs))
+            cost = profiler.group_cost(
+                numel,
+                sparsifier=sparsifier,
+                exchange=exchange,
+                memory=memory,
+                density=density,
+                repeats=3,
+                seconds=0.3,
+            )
+            methods.append(Method(name, density, cost, second_moments=memory.needs_second))
+        unfit = [found for one in engine.optimizers if (found := unsuited(one, own)) is not None]
+        return Measured(sizes, profiler.profile([dense]), methods, unfit[0] if unfit else None)
+
+    def _tell(self, engine: Engine, what: str, done: float) -> None:
+        if engine.comm.rank == 0:
+            self._progress(what, done)
+
+
+def _reduce(calls: float, bytes_each: float) -> Traffic:
+    return Traffic("all_reduce", calls, Line(0.0, bytes_each))
+
+
+def _line(job: Callable[[Tensor], Any], dtype: torch.dtype, comm: TorchCollective, device: torch.device) -> Line:
+    """Seconds of a job by coordinates of the vector that it gets."""
+    numels, seconds = [], []
+    for numel in (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22):
+        x = torch.zeros(numel, dtype=dtype, device=device)
+        taken = measure(lambda x=x: job(x), comm, device, repeats=5, seconds=0.3)  # type: ignore[misc]
+        numels += [float(numel)] * len(taken)
+        seconds += taken
+    return Line.fit(numels, seconds)
+
+
+def _halved(name: str, half: torch.dtype, dtype: torch.dtype, comm: TorchCollective, device: torch.device) -> Method:
+    """DDP's compression hooks: cast, all-reduce, cast back."""
+    process = _line(lambda x: x.to(half).to(x.dtype), dtype, comm, device)
+    transfer = _line(comm.all_reduce, half, comm, device) if comm.world_size > 1 else NOTHING
+    cost = GroupCost(1.0, NOTHING, process, transfer, (_reduce(1, half.itemsize),))
+    return Method(name, 1.0, cost, builtin=True)
+
+
+def _power_sgd(parameters: dict[str, Any], comm: TorchCollective, device: torch.device, all_reduce: Line) -> Method:
+    """PowerSGD of rank 4: matrices as two factors, everything else in full.
+
+    For an m x n matrix M: P = M Q, averaged and orthogonalised; Q = M^T P, averaged; P Q^T is the update. A matrix is
+    compressed if its factors have at most half of its coordinates. Three all-reduces a bucket: the rest, P, Q.
+
+    References:
+        Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019.
+    """
+    numel = sum(p.numel() for p in parameters.values())
+    matrices = [(p.shape[0], p.numel() // p.shape[0]) for p in parameters.values() if p.dim() > 1]
+    factored = [(m, n) for m, n in matrices if 2 * POWER_SGD_RANK * (m + n) < m * n]
+    sent = numel - sum(m * n for m, n in factored) + sum(POWER_SGD_RANK * (m + n) for m, n in factored)
+    gradients = [(torch.randn(m, n, device=device), torch.randn(n, POWER_SGD_RANK, device=device)) for m, n in factored]
+
+    def compress() -> None:
+        for matrix, right in gradients:
+            left = torch.linalg.qr(matrix @ right).Q
+            right = matrix.T @ left
+            matrix - left @ right.T  # the residual
+
+    seconds = min(measure(compress, comm, device, repeats=3)) if gradients else 0.0
+    traffic = _reduce(3, 4 * sent / numel)
+    transfer = Line(3 * all_reduce.alpha, all_reduce.beta * 4 * sent / numel)
+    cost = GroupCost(1.0, NOTHING, Line(0.0, seconds / numel), transfer, (traffic,))
+    return Method("powersgd", 1.0, cost, builtin=True)

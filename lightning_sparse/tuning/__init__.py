@@ -1,0 +1,1 @@
+"""Observers that change an engine between two steps: cost models, planner, dense fallback, watchdogs."""

@@ -1,0 +1,196 @@
+"""Profile the first steps, then cut groups and set densities by what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.core.console import Table
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.header import digest_of
+from lightning_sparse.methods.grouping import Group, Grouping, Messages, ParameterSize, Rules, make_plan
+from lightning_sparse.methods.grouping.plan import bucket_numels
+from lightning_sparse.tuning.performance import Profile, Profiler
+
+LONGEST_TABLE = 40
+
+
+class Planner:
+    """Gives an engine the groups and densities that its grouping and its schedule want, once there is a profile.
+
+    Until then, and while it is made, training goes on as usual; the profile itself holds up one step for some seconds.
+
+    Args:
+        module: whose forward is called before each backward.
+        engine: works with the groups to begin with.
+        sizes: of all parameters, in order of registration.
+        grouping: what the user asked for.
+        rules: which parameters stay dense, and which have densities of their own; these keep them.
+        bucket_cap_mb: size of groups by bucket.
+        delivery_mb: sizes of DDP's first bucket and of the others, in which gradients are handed over.
+        profile: of an earlier run, as :attr:`saved` gave it; used if it fits this one.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: Engine,
+        sizes: Sequence[ParameterSize],
+        grouping: Grouping,
+        rules: Rules,
+        bucket_cap_mb: float,
+        delivery_mb: tuple[float, float],
+        profile: dict[str, Any] | None = None,
+    ) -> None:
+        self.profile: Profile | None = None
+        first, others = delivery_mb
+        self._bucket_numels = bucket_numels(sizes, others, first)
+        self._sizes, self._grouping, self._rules, self._cap = list(sizes), grouping, rules, bucket_cap_mb
+        self._profiler: Profiler | None = None
+        self._fingerprint = fingerprint(sizes, engine)
+        if not self.resume(profile, engine):
+            warmup, steps = grouping.profiled_steps
+            self._profiler = Profiler(module, engine, warmup, steps, self._bucket_numels)
+
+    def resume(self, profile: dict[str, Any] | None, engine: Engine) -> bool:
+        """Use the profile of an earlier run instead of measuring, if it fits this one; collective, between two steps.
+
+        Args:
+            profile: as :attr:`saved` gave it; what rank 0 has decides.
+            engine: whose groups change.
+
+        Returns:
+            Whether it fits.
+        """
+        known = engine.comm.broadcast_object(profile, 0, engine.device)
+        if not isinstance(known, dict) or known.get("fingerprint") != self._fingerprint:
+            return False
+        self.close()
+        self._apply(replace(Profile.from_dict(known), bucket_numels=self._bucket_numels), engine)
+        return True
+
+    @staticmethod
+    def wanted(grouping: Grouping, settings: SparsificationConfig) -> bool:
+        """Whether these settings need a profile."""
+        return grouping.needs_profile or settings.density.needs_profile
+
+    @property
+    def saved(self) -> dict[str, Any] | None:
+        """The profile, to be kept in a checkpoint."""
+        return None if self.profile is None else self.profile.as_dict()
+
+    def before_step(self, engine: Engine) -> None:
+        """Count steps; after the last one that is timed, measure the rest and change the groups."""
+        profiler = self._profiler
+        if profiler is None:
+            return
+        if profiler.seen == 0 and engine.comm.rank == 0:
+            print(f"sparse_ddp: profiling {profiler.steps} steps after {profiler.warmup} of warm-up ...", flush=True)
+        if profiler.before_step():
+            self._profiler = None
+            self._apply(self._measure(profiler, engine), engine)
+
+    def close(self) -> None:
+        """Stop watching backward."""
+        if self._profiler is not None:
+            self._profiler.close()
+            self._profiler = None
+
+    def _measure(self, profiler: Profiler, engine: Engine) -> Profile:
+        settings = engine.settings
+        profiler.measure_step()
+        sparse = sum(group.numel for group in engine.plan if not group.dense)
+        costs = [
+            profiler.group_cost(
+                sparse,
+                sparsifier=settings.sparsifier,
+                exchange=settings.exchange,
+                memory=settings.memory,
+                density=density,
+            )
+            for density in sorted({*settings.density.tried, *self._rules.densities.values()})
+        ]
+        return profiler.profile(costs, self._fingerprint)
+
+    def _apply(self, profile: Profile, engine: Engine) -> None:
+        plan, self.profile = self._choose(profile, engine.settings)
+        engine.regroup(plan, self.profile.messages)
+        if engine.comm.rank == 0:
+            print_profile(self.profile, plan, engine.settings.density.final)
+
+    def _choose(self, profile: Profile, settings: SparsificationConfig) -> tuple[list[Group], Profile]:
+        """Groups with their densities, and the profile with the messages that go with them.
+
+        Where the settings leave both ways to send messages open, the one with the milder density is chosen, and of
+        equally mild ones the one whose step is predicted to be shorter.
+
+        Raises:
+            ValueError: if no density does what is asked for, whatever travels together.
+        """
+        possible: Sequence[Messages] = ("step", "group") if settings.messages == "auto" else (settings.messages,)
+        found, refused = [], []
+        for messages in possible:
+            tried = replace(profile, messages=messages)
+            try:
+                plan = settings.density.assign(partial(self._plan_at, tried), tried)
+            except ValueError as error:
+                refused.append(error)
+            else:
+                seconds = tried.step_seconds(plan, settings.density.final)
+                found.append((mean_density(plan, settings.density.final), -seconds, plan, tried))
+        if not found:
+            raise refused[-1]
+        _, _, plan, chosen = max(found, key=lambda one: one[:2])
+        return plan, chosen
+
+    def _plan_at(self, profile: Profile, density: float) -> list[Group]:
+        return make_plan(self._sizes, self._grouping, self._rules, self._cap, profile, density)
+
+
+def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:
+    """A digest of everything that a profile depends on except the machine."""
+    settings = engine.settings
+    facts = (list(sizes), settings.algorithm, settings.executor, engine.comm.world_size, engine.device.type)
+    return f"{digest_of(*facts):016x}"
+
+
+def mean_density(plan: Sequence[Group], density: float) -> float:
+    """Over the coordinates of all groups that are not dense, without what is lost in rounding; 1 if all are dense.
+
+    Args:
+        plan: groups.
+        density: of those without one of their own.
+    """
+    sparse = [group for group in plan if not group.dense]
+    numel = sum(group.numel for group in sparse)
+    return round(sum((group.density or density) * group.numel for group in sparse) / numel, 12) if numel else 1.0
+
+
+def print_profile(profile: Profile, plan: Sequence[Group], density: float) -> None:
+    """Print groups with the times that led to them."""
+    rows = []
+    groups, (_, backward) = profile.timeline(plan)
+    for group, seconds in list(zip(groups, backward, strict=True))[:LONGEST_TABLE]:
+        cost = profile.group_cost(group.density or density)
+        parts = (cost.select, cost.process, cost.transfer)
+        times = [f"{1e3 * one:.3g}" for one in (seconds, *(part(group.numel) for part in parts))]
+        rows.append([group.name, f"{group.numel:,}", f"{group.density or density:.3g}", *times])
+    network = profile.network
+    print(
+        f"sparse_ddp: {len(profile.layers)} layers; a step without exchange takes {1e3 * profile.compute_seconds:.4g} "
+        f"ms, {1e3 * sum(profile.backward_seconds):.4g} ms of it backward. Overlap with backward: {profile.overlap}."
+    )
+    if network.ranks > 1:
+        lines = [("all-reduce", network.all_reduce), ("all-gather", network.all_gather)]
+        each = [f"{name} {1e6 * line.alpha:.3g} us + {1e9 * line.beta:.3g} ns/byte" for name, line in lines]
+        print(f"sparse_ddp: {network.ranks} ranks, {', '.join(each)}", flush=True)
+    travel = "of all groups travel together" if profile.messages == "step" else "of each group travel by themselves"
+    seconds = profile.step_seconds(plan, density)
+    print(f"sparse_ddp: messages {travel}; predicted is a step of {1e3 * seconds:.4g} ms.")
+    header = ["group", "coordinates", "density", "backward ms", "select ms", "process ms", "transfer ms"]
+    Table("sparse_ddp: groups by this profile", header, rows).show()

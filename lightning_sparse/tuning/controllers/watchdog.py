@@ -1,0 +1,291 @@
+"""Watchdogs: what can go wrong with a sparsified exchange, noticed while training goes on and told once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sparse.config import Watch
+from lightning_sparse.core.optim import holds, is_adam, made_for, refusal, stepping
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.optimizers.around_steps import AroundSteps
+from lightning_sparse.methods.memory import Adapting, SecondMoment
+from lightning_sparse.tuning.controllers.announcer import DIVERGED
+from lightning_sparse.tuning.controllers.checksum import checksum
+from lightning_sparse.tuning.controllers.filling import Filling, Part, looks
+from lightning_sparse.tuning.controllers.group_history import GroupHistory
+from lightning_sparse.tuning.unsuited import unsuited
+
+IN_A_ROW = 3
+"""Checks in a row that must agree, where a single one may be an exception."""
+GROWN = (
+    "More is put off than is sent, so that parameters follow old gradients. Raise the density, lower the learning "
+    "rate, clip gradients (memory=ls.ClipByNorm(...)) or forget old ones (memory=ls.Residual(decay=0.99))."
+)
+NAMED = 3
+"""Groups or parameters that a warning names."""
+
+
+WARNED_OF: WeakSet[Optimizer] = WeakSet()
+"""Optimizers that are unsuited: they outlive engines, which strategies replace where parameters are unfrozen."""
+
+
+class Watchdog(AroundSteps):
+    """Watches for :class:`Watch`; a :class:`~lightning_sparse.engine.StepObserver` that changes nothing.
+
+    All ranks decide by the same numbers: what they hold of their own is gathered first, in one message.
+
+    Args:
+        settings: what to look for.
+    """
+
+    def __init__(self, settings: Watch) -> None:
+        super().__init__({})
+        self._settings = settings
+        self._steps = 0
+        self._looks, self._filling = looks(settings.every), Filling()
+        self._told: set[str] = set()
+        # Weak: groups that are replaced must be free to go at once, with all that they remember.
+        self._histories: WeakKeyDictionary[GroupReducer, GroupHistory] = WeakKeyDictionary()
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+        self._shown: Sequence[Optimizer] = ()
+        self._fine: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that nothing is wrong with, whatever is sparsified."""
+        self._unheld: set[str] = set()
+        self._engine: Callable[[], Engine | None] = lambda: None
+
+    def before_step(self, engine: Engine) -> None:
+        """Check, where it is due."""
+        now, self._steps = self._steps, self._steps + 1
+        self._check_void_steps(engine)
+        if self._settings.adam and "adam" not in self._told:
+            self._check_optimizers(engine)
+        if self._is_due(now):
+            self._check(engine)
+            if now > 1:
+                self._check_that_all_are_held(engine)
+        elif now in self._looks and "growth" not in self._told and not engine.settings.lr_aware:
+            self._look(engine)
+        if self._is_due(now + 1):
+            for group in self._sparse_groups(engine):
+                self._histories[group].note(group)
+
+    def _check_optimizers(self, engine: Engine) -> None:
+        """Check those that are known now, and others when they take their first step."""
+        self._engine = weakref.ref(engine)
+        if engine.optimizers is not self._shown:  # who steps no more was replaced, and who does is noticed again
+            self._shown = engine.optimizers
+            self._stepped.clear()
+        for optimizer in (*engine.optimizers, *self._stepped):
+            self._check_optimizer(optimizer, engine)
+
+    def before(self, optimizer: Optimizer) -> None:
+        """See whether it is unsuited; it may be one of other parameters."""
+        engine = self._engine()
+        if engine is not None and optimizer not in self._stepped and "adam" not in self._told:
+            self._check_optimizer(optimizer, engine)
+            self._stepped.add(optimizer)
+
+    def _check_that_all_are_held(self, engine: Engine) -> None:
+        """At two checks in a row: an optimizer that has not been shown may take its first step late."""
+        found = [
+            p.name
+            for group in self._selecting(engine)
+            for p in group.plan.parameters
+            if p.name not in engine.held and p.name not in group.untouched
+            if not made_for({id(engine.parameters[p.name])})
+        ]
+        names, self._unheld = [name for name in found if name in self._unheld], set(found)
+        if engine.held and names:
+            self._tell(
+                engine,
+                "unheld",
+                f"no optimizer holds {names[0]!r}{others(names)}, which needs gradients all the same. These compete "
+                "with those of other parameters for the density, and nothing sets them to zero. Freeze what is not "
+                "trained, with requires_grad_(False), before the model is wrapped.",
+            )
+
+    def _check_optimizer(self, optimizer: Optimizer, engine: Engine) -> None:
+        if optimizer in self._fine or engine.takes_steps_of(optimizer):
+            return
+        parameters = engine.parameters
+        of_any = unsuited(optimizer, {id(parameter) for parameter in parameters.values()})
+        if of_any is None or (of_any.by_choice and not isinstance(engine.settings.memory, (Adapting, SecondMoment))):
+            known = optimizer in self._stepped or stepping(optimizer) in self._stepped
+            if known and engine.known_counts.step:  # what it keeps is there by now
+                self._fine.add(optimizer)
+            return
+        # Where nothing waits in a residual, or is averaged there already, nothing comes too late.
+        groups = [g for g in self._selecting(engine) if not g.memory.has_momentum]
+        groups = [g for g in groups if g.memory.residual(g.state.memory) is not None]
+        sparsified = {id(parameters[p.name]) for g in groups for p in g.plan.parameters}
+        found = unsuited(optimizer, sparsified)
+        if found is None:
+            return
+        if optimizer in WARNED_OF:
+            self._told.add("adam")
+            return
+        WARNED_OF.add(optimizer)
+        reasons = (refusal(each, sparsified) for each in engine.optimizers if holds(each, sparsified))
+        reason = next(filter(None, reasons), None) if is_adam(type(stepping(optimizer))) else None
+        here = f"Its steps are not taken by the exchange here: {reason}. " if reason else ""
+        self._tell(engine, "adam", f"{found.remedy()} {here}watch=ls.Watch(adam=False) silences this.")
+
+    def _sparse_groups(self, engine: Engine) -> list[GroupReducer]:
+        groups = [] if engine.direct else [group for group in engine.groups if not group.plan.dense]
+        for group in groups:
+            self._histories.setdefault(group, GroupHistory(group))
+        return groups
+
+    def _selecting(self, engine: Engine) -> list[GroupReducer]:
+        """Groups of which not everything is sent."""
+        return [group for group in self._sparse_groups(engine) if group.selects(engine.step)]
+
+    def _is_due(self, step: int) -> bool:
+        return step == 1 or (step > 0 and step % self._settings.every == 0)
+
+    def _look(self, engine: Engine) -> None:
+        """See whether residuals grow, between checks."""
+        groups = [] if engine.void_streak else self._sparse_groups(engine)
+        histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
+        own = [number for group, history in histories.items() for number in history.report(group)]
+        columns = iter(engine.comm.all_gather(torch.stack(own)).cpu().unbind(1) if own else ())
+        for group, history in histories.items():
+            history.measure(group, columns)
+        self._check_filling(engine, groups)
+
+    def _check(self, engine: Engine) -> None:
+        parameters = engine.parameters if engine.comm.world_size > 1 else {}
+        # The updates of a step that was void say nothing.
+        groups = [] if engine.void_streak else self._sparse_groups(engine)
+        histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
+        own = [checksum(p) for p in parameters.values()]
+        for group, history in histories.items():
+            own += history.report(group)
+        columns = iter(engine.comm.all_gather(torch.stack(own)).cpu().unbind(1) if own else ())
+        self._check_parameters(engine, {name: next(columns) for name in parameters})
+        for group, history in histories.items():
+            history.update(group, columns, engine.step, self._settings.excess, self._settings.growth)
+        self._check_groups(engine, list(histories.values()))
+        self._check_filling(engine, groups)
+
+    def _check_void_steps(self, engine: Engine) -> None:
+        voids = engine.void_streak
+        if voids >= self._settings.voids:
+            self._tell(
+                engine,
+                "void",
+                f"each of the latest {voids} steps was void, because a gradient was not finite on some rank: training "
+                f"stands still. {DIVERGED}",
+            )
+
+    def _check_parameters(self, engine: Engine, sums: dict[str, Tensor]) -> None:
+        different = {name: column != column[0] for name, column in sums.items() if (column != column[0]).any()}
+        if not different or "divergence" in self._told:
+            return
+        ranks = torch.stack(list(different.values())).any(0).nonzero().flatten()
+        first = next(iter(different))
+        self._tell(
+            engine,
+            "divergence",
+            f"{len(different)} of {len(sums)} parameters are no longer equal on all ranks. The first is {first!r}, by "
+            f"up to {distance(engine, first):.3g}; rank(s) {ranks.tolist()} differ from rank 0. All ranks are given "
+            "the same average, so that something else changes parameters on some ranks only: an optimizer with other "
+            "settings or another state there, gradients that each rank clips or adds noise to by itself, weights "
+            "written outside of the optimizer. Find it, and go on from a checkpoint that was written before.",
+        )
+
+    def _check_groups(self, engine: Engine, histories: Sequence[GroupHistory]) -> None:
+        settings = self._settings
+        # With lr_aware, residuals change with the learning rate.
+        if grown := [history for history in histories if history.grown >= IN_A_ROW and not engine.settings.lr_aware]:
+            worst = max(grown, key=lambda history: history.norm / (history.reference or 1.0))
+            self._tell(
+                engine,
+                "growth",
+                f"the residual of group {worst.name!r} has the norm {worst.norm:.3g}, and had {worst.reference:.3g} at "
+                f"step {worst.reference_step}, at the same density {worst.density:g}{others(grown)}. {GROWN}",
+            )
+        starving = [found for history in histories for found in history.starving(settings.missed)]
+        if starving:
+            starving.sort(key=lambda found: -found[1])
+            names = [f"{name!r} (about {expected:.0f} expected)" for name, expected, _ in starving[:NAMED]]
+            self._tell(
+                engine,
+                "starving",
+                f"gradients arrive at {', '.join(names)}{others(starving, NAMED)}, but no coordinate was sent at the "
+                f"latest {starving[0][2]} checks: others in the group have larger gradients. Let each layer pick for "
+                f"itself (grouping='layer'), give such parameters a density of their own (rules=ls.Rules(densities="
+                f"{{{starving[0][0]!r}: ...}})), or keep them dense (rules=ls.Rules(dense=[{starving[0][0]!r}])).",
+            )
+        if dead := [history for history in histories if history.silent >= IN_A_ROW]:
+            one, threshold = dead[0], dead[0].threshold
+            self._tell(
+                engine,
+                "dead",
+                f"nothing was selected in group {one.name!r} at {IN_A_ROW} checks in a row{others(dead)}, although its "
+                f"residual has the norm {one.norm:.3g} and {one.target} coordinates are wanted"
+                f"{'' if threshold is None else f'; the threshold is {threshold:.3g}'}. Use a method that finds its "
+                "threshold from the data, such as the default 'union_topk', or set a lower one.",
+            )
+        if saturated := [history for history in histories if history.excess >= IN_A_ROW]:
+            worst = max(saturated, key=lambda history: history.selected / history.target)
+            self._tell(
+                engine,
+                "saturation",
+                f"in group {worst.name!r}, {worst.selected} coordinates were selected {worst.by}, where a density of "
+                f"{worst.density:g} stands for {worst.target}; more than {settings.excess:g} times too many at "
+                f"{IN_A_ROW} checks in a row{others(saturated)}. Messages are longer than planned. Use a method that "
+                "holds the density, such as the default 'union_topk', or set a higher threshold.",
+            )
+        if short := [history for history in histories if history.shortage >= IN_A_ROW]:
+            worst = min(short, key=lambda history: history.selected / history.target)
+            self._tell(
+                engine,
+                "short",
+                f"in group {worst.name!r}, only {worst.selected} coordinates were selected {worst.by}, where a density "
+                f"of {worst.density:g} stands for {worst.target}; less than a share of 1/{settings.excess:g} at "
+                f"{IN_A_ROW} checks in a row{others(short)}. What is not sent waits in residuals, training is slower "
+                "than the density lets expect: ranks select the same coordinates, or a threshold is too high. Use a "
+                "method that holds the density, such as the default 'union_topk', or set a lower threshold.",
+            )
+
+    def _check_filling(self, engine: Engine, groups: Sequence[GroupReducer]) -> None:
+        ran = [(group, group.statistics) for group in groups if group.statistics is not None]
+        parts = [Part(one.plan.name, known.target_density, self._histories[one].norm) for one, known in ran]
+        if not parts or engine.settings.lr_aware:
+            return
+        filling = self._filling
+        filling.judge(parts, engine.step, self._settings.growth)
+        if filling.grown >= IN_A_ROW:
+            self._tell(
+                engine,
+                "growth",
+                f"the residuals of all groups together have the norm {filling.norm:.3g}, and had "
+                f"{filling.reference:.3g} at step {filling.reference_step}, of which filling explains a factor of "
+                f"{filling.explained:.3g} at most. {GROWN}",
+            )
+
+    def _tell(self, engine: Engine, kind: str, sentence: str) -> None:
+        if kind not in self._told:
+            engine.warn(kind, sentence)
+        self._told.add(kind)
+
+
+def others(found: Sequence[object], named: int = 1) -> str:
+    """How many more there are than those named, in words."""
+    more = len(found) - named
+    return "" if more < 1 else f" (and {more} more like it)"
+
+
+def distance(engine: Engine, name: str) -> float:
+    """The largest difference of a parameter's coordinates between rank 0 and another rank; collective."""
+    own = engine.parameters[name].detach()
+    theirs = engine.comm.broadcast(own.clone(memory_format=torch.contiguous_format), 0)
+    return float(engine.comm.all_gather((own.double() - theirs.double()).abs().max()).max())

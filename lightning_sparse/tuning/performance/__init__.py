@@ -1,0 +1,36 @@
+"""What a training step costs: the cost model, measurements for it between real ranks, and what follows from them.
+
+One recurrence says when a step ends (``timeline.py``), from the seconds of backward, selection and exchange
+(``cost.py``). A :class:`Profiler` measures them in a run, a :class:`Profile` holds them. ``groupings.py`` and
+``densities.py`` choose groups and densities by a profile.
+"""
+
+from lightning_sparse.tuning.performance.cost import NOTHING, CostModel, Curve, Line
+from lightning_sparse.tuning.performance.densities import HiddenDensity, TimeBudget, budget_density, hidden_densities
+from lightning_sparse.tuning.performance.groupings import OptimalMerge
+from lightning_sparse.tuning.performance.merge import greedy_merge, iteration_seconds, optimal_merge
+from lightning_sparse.tuning.performance.network import Network
+from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Overlap, Profile, Traffic
+from lightning_sparse.tuning.performance.profiler import Profiler
+
+__all__ = [
+    "CostModel",
+    "Curve",
+    "GroupCost",
+    "HiddenDensity",
+    "LayerTime",
+    "Line",
+    "NOTHING",
+    "Network",
+    "OptimalMerge",
+    "Overlap",
+    "Profile",
+    "Profiler",
+    "TimeBudget",
+    "Traffic",
+    "budget_density",
+    "greedy_merge",
+    "hidden_densities",
+    "iteration_seconds",
+    "optimal_merge",
+]

@@ -1,0 +1,133 @@
+"""How long backward takes, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sparse.core.clock import Stamp
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.tuning.performance.profile import LayerTime
+from lightning_sparse.tuning.performance.rank_sync import gathered
+
+Marks = list[tuple[str, Stamp, float]]
+
+
+class BackwardTimer:
+    """Notes when forward ends and when each parameter gets its gradient; in CUDA's own time on CUDA.
+
+    Args:
+        module: whose forward is called before each backward; with Lightning it contains the loss.
+        parameters: by name, those that need a gradient.
+        device: where they live.
+        held_up: seconds so far that backward was held up by something else, to be left out.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: dict[str, nn.Parameter],
+        device: torch.device,
+        held_up: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._numels = {name: p.numel() for name, p in parameters.items()}
+        self._device = device
+        self._held_up = held_up
+        self._marks: Marks = []
+        self._steps: list[Marks] = []
+        self._hooks: list[Any] = [module.register_forward_hook(self._forward_ends)]
+        for name, p in parameters.items():
+            self._hooks.append(p.register_post_accumulate_grad_hook(self._noting(name)))  # type: ignore[no-untyped-call]
+
+    def keep(self) -> None:
+        """The backward of the latest forward counts, also what is still to come of it; no others that accumulate."""
+        self._steps.append(self._marks)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def result(self, comm: TorchCollective) -> tuple[list[LayerTime], float]:
+        """Median times of the steps that count, averaged over ranks, in rank 0's order; collective.
+
+        Parameters that no step of rank 0 used come last and take no time.
+
+        Returns:
+            Layers (modules with the parameters of their own), and the seconds of a step that are not backward.
+
+        Raises:
+            RuntimeError: on all ranks, if a rank has seen fewer than two backward passes.
+        """
+        steps = [marks for marks in self._steps if len(marks) > 1]
+        seen = gathered([len(steps)], comm, self._device).flatten().int().tolist()
+        if min(seen) < 2:
+            raise RuntimeError(
+                f"Expected at least 2 backward passes to profile, but the ranks have seen {seen}. Does training_step "
+                "return a loss that depends on the model's parameters?"
+            )
+        own: dict[str, list[float]] = {}
+        for marks in steps:
+            for (_, before, held_before), (name, now, held) in pairwise(marks):
+                own.setdefault(name, []).append(max(0.0, before.until(now) / 1e3 - (held - held_before)))
+        seconds = {name: median(times) for name, times in own.items()}
+        unused = [name for name in reversed(self._numels) if name not in seconds]
+        order = comm.broadcast_object([*_typical_order(steps), *unused], 0, self._device)
+        missing = sorted(self._numels.keys() ^ set(order))
+        backward = sum(seconds.values())
+        periods = [
+            first[0][1].until(second[0][1]) / 1e3 - (second[0][2] - first[0][2]) for first, second in pairwise(steps)
+        ]
+        local = [seconds.get(name, 0.0) for name in order] + [max(0.0, median(periods) - backward), len(missing)]
+        *times, rest, odd = gathered(local, comm, self._device).mean(0).tolist()
+        if odd:
+            example = f", for example on {missing[0]}" if missing else ""
+            raise RuntimeError(f"The ranks disagree on the parameters of the model{example}.")
+        return _by_module(order, self._numels, times), rest
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies come with copies of the module, of which nobody waits for a result."""
+        return {"_hooks": []}
+
+    def _forward_ends(self, *_: Any) -> None:
+        if self._hooks and torch.is_grad_enabled():
+            self._marks = [("", Stamp.now(self._device), self._held_up())]
+
+    def _noting(self, name: str) -> Callable[[Tensor], None]:
+        def note(_: Tensor) -> None:
+            self._marks.append((name, Stamp.now(self._device), self._held_up()))
+
+        return note
+
+
+def _typical_order(steps: list[Marks]) -> list[str]:
+    """Parameters by the median of their place in backward."""
+    places: dict[str, list[int]] = {}
+    for marks in steps:
+        for place, (name, _, _) in enumerate(marks[1:]):
+            places.setdefault(name, []).append(place)
+    return sorted(places, key=lambda name: median(places[name]))
+
+
+def _by_module(order: list[str], numels: dict[str, int], seconds: list[float]) -> list[LayerTime]:
+    """A layer is done when the last of its parameters is."""
+    modules: dict[str, list[str]] = {}
+    for name in order:
+        modules.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    last = {module: order.index(names[-1]) for module, names in modules.items()}
+    layers, reached = [], 0
+    for module in sorted(modules, key=last.__getitem__):
+        end = last[module] + 1
+        layers.append(
+            LayerTime(
+                module, tuple(modules[module]), sum(numels[name] for name in modules[module]), sum(seconds[reached:end])
+            )
+        )
+        reached = max(reached, end)
+    return layers

@@ -1,0 +1,236 @@
+"""What a group costs: seconds to select, seconds to exchange, both from the number of its coordinates alone.
+
+Everything is a straight line, ``alpha + beta * amount``: a price for the message and a price for each byte in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import numpy as np
+
+from lightning_sparse.core.checks import check_number, expect
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds as a straight line: ``alpha + beta * amount``, and 0 for an amount of 0.
+
+    Args:
+        alpha: seconds for anything at all, at least 0.
+        beta: seconds for each unit of the amount (a byte, a coordinate), at least 0.
+
+    Raises:
+        ValueError: if a coefficient is negative or not finite.
+
+    Example:
+        >>> gigabit = Line(alpha=50e-6, beta=8e-9)
+        >>> gigabit(0), gigabit(1_000_000)
+        (0.0, 0.00805)
+    """
+
+    alpha: float
+    beta: float
+
+    def __post_init__(self) -> None:
+        check_number(self.alpha, "alpha", "a finite number of seconds of at least 0")
+        check_number(self.beta, "beta", "a finite number of seconds per unit of at least 0")
+
+    def __call__(self, amount: float) -> float:
+        """Seconds for this much.
+
+        Raises:
+            ValueError: if the amount is negative.
+        """
+        if amount <= 0:
+            check_number(amount, "amount")
+            return 0.0
+        return self.alpha + self.beta * amount
+
+    def __add__(self, other: Line) -> Line:
+        """One after the other, for the same amount."""
+        if not isinstance(other, Line):
+            return NotImplemented
+        return Line(self.alpha + other.alpha, self.beta + other.beta)
+
+    def line(self) -> Line:
+        """This line."""
+        return self
+
+    def per(self, units: float) -> Line:
+        """The same for an amount that stands for so many units each.
+
+        Example:
+            >>> Line(50e-6, 8e-9).per(4)  # by values of 4 bytes instead of by bytes
+            Line(alpha=5e-05, beta=3.2e-08)
+        """
+        return Line(self.alpha, self.beta * units)
+
+    @classmethod
+    def through(cls, points: Sequence[tuple[float, float]]) -> Line:
+        """As :meth:`fit`, for any measurements: zeros are left out, and a single amount makes a constant."""
+        positive = [(amount, taken) for amount, taken in points if taken > 0]
+        if len({amount for amount, _ in positive}) < 2:
+            return cls(median(taken for _, taken in positive), 0.0) if positive else NOTHING
+        return cls.fit(*zip(*positive, strict=True))
+
+    @classmethod
+    def fit(cls, amounts: Sequence[float], seconds: Sequence[float]) -> Line:
+        """The line through measurements, with neither coefficient below 0, that outliers do not bend.
+
+        Of measurements of the same amount only the median counts. The line then minimises
+        ``sum |alpha + beta x - y| / y`` over these points: relative deviations, so that small messages decide about
+        alpha and large ones about beta; absolute ones, so that one bad point is ignored. The minimum is exact: it lies
+        on two points, or on one point and a coefficient of 0, and all such lines are tried, which is cubic in the
+        number of different amounts (meant for dozens).
+
+        Args:
+            amounts: what was sent or selected, above 0, of at least two different sizes; best in powers of 2 or 4.
+            seconds: how long each took, above 0.
+
+        Raises:
+            ValueError: if lengths differ, numbers are not positive and finite, or all amounts are equal.
+
+        Example:
+            >>> sizes = [1_000, 1_000, 1_000, 1_000_000, 1_000_000, 1_000_000]
+            >>> Line.fit(sizes, [60e-6, 58e-6, 9e-3, 8.1e-3, 8.05e-3, 20e-3])
+            Line(alpha=5.19...e-05, beta=8.04...e-09)
+        """
+        if len(amounts) != len(seconds):
+            raise ValueError(
+                f"Expected one time for each amount, but got {len(amounts)} amounts and {len(seconds)} times."
+            )
+        repeated: dict[float, list[float]] = defaultdict(list)
+        for amount, taken in zip(amounts, seconds, strict=True):
+            if not (0 < amount < math.inf and 0 < taken < math.inf):
+                raise ValueError(
+                    f"Expected amounts and seconds to be positive and finite, but got {taken!r} s for {amount!r}."
+                )
+            repeated[amount].append(taken)
+        if len(repeated) < 2:
+            raise ValueError(f"Expected measurements of at least 2 different amounts, but got {len(repeated)}.")
+        x = np.array(sorted(repeated), dtype=np.float64)
+        y = np.array([median(repeated[amount]) for amount in sorted(repeated)])
+        left, right = np.triu_indices(len(x), 1)
+        slopes = (y[right] - y[left]) / (x[right] - x[left])
+        nothing = np.zeros_like(x)
+        alphas = np.concatenate([y[left] - slopes * x[left], y, nothing])
+        betas = np.concatenate([slopes, nothing, y / x])
+        allowed = (alphas >= 0) & (betas >= 0)
+        alphas, betas = alphas[allowed], betas[allowed]
+        deviations = np.abs((alphas[:, None] + betas[:, None] * x) / y - 1).sum(1)
+        best = deviations.argmin()
+        return cls(float(alphas[best]), float(betas[best]))
+
+
+NOTHING = Line(0.0, 0.0)
+"""Takes no time."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds as measured at some amounts, straight in between, and 0 for an amount of 0.
+
+    Computation is not a straight line: what fits into a cache takes less for each coordinate. Below the smallest
+    amount, seconds stay what they are there; above the largest one, they grow in proportion.
+
+    Args:
+        amounts: at least one, positive, ascending.
+        seconds: at these, at least 0.
+
+    Raises:
+        ValueError: if lengths differ, amounts do not ascend, or a number is outside its range.
+
+    Example:
+        >>> curve = Curve((1_000, 1_000_000), (1e-4, 2e-3))
+        >>> [round(curve(amount), 6) for amount in (0, 10, 500_500, 2_000_000)]
+        [0.0, 0.0001, 0.00105, 0.004]
+    """
+
+    amounts: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "amounts", tuple(self.amounts))
+        object.__setattr__(self, "seconds", tuple(self.seconds))
+        ascending = all(a < b for a, b in pairwise((0.0, *self.amounts)))
+        if not self.amounts or len(self.amounts) != len(self.seconds) or not ascending:
+            raise ValueError(
+                f"Expected ascending positive amounts and as many seconds, but got {self.amounts} and {self.seconds}."
+            )
+        for value in self.seconds:
+            check_number(value, "seconds")
+
+    def __call__(self, amount: float) -> float:
+        """Seconds for this much.
+
+        Raises:
+            ValueError: if the amount is negative.
+        """
+        if amount <= 0:
+            check_number(amount, "amount")
+            return 0.0
+        if amount > self.amounts[-1]:
+            return self.seconds[-1] * amount / self.amounts[-1]
+        return float(np.interp(amount, self.amounts, self.seconds))
+
+    def __add__(self, other: Curve | Line) -> Curve:
+        """One after the other, for the same amount; exact at the amounts of both."""
+        amounts = sorted({*self.amounts, *(other.amounts if isinstance(other, Curve) else ())})
+        return Curve(tuple(amounts), tuple(self(amount) + other(amount) for amount in amounts))
+
+    __radd__ = __add__
+
+    def line(self) -> Line:
+        """The nearest straight line, see :meth:`Line.fit`."""
+        return Line.through(list(zip(self.amounts, self.seconds, strict=True)))
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds that a group of x coordinates takes, apart from its backward pass.
+
+    Selection is computed on the processor that also computes backward; the exchange, ``alpha + beta x``, occupies the
+    network while backward goes on. An empty group takes no time.
+
+    Where selection does not hold up backward, because it runs on a stream or a thread of its own in line with the
+    exchange, it belongs to the exchange: ``CostModel(selection + exchange)``. Where backward waits for the exchange,
+    too, nothing overlaps, and the exchange belongs to the selection: ``CostModel(Line(0, 0), selection + exchange)``.
+
+    Args:
+        exchange: seconds by coordinates.
+        selection: seconds by coordinates, for everything a rank does before it sends; nothing for dense training. It
+            need not be a straight line.
+
+    Raises:
+        ValueError: if the exchange is no line, or the selection neither a line nor a curve.
+
+    Example:
+        >>> cost = CostModel(exchange=Line(140e-6, 45e-12), selection=Line(30e-6, 2e-9))
+        >>> cost.select_seconds(1_000_000), round(cost.exchange_seconds(1_000_000), 6)
+        (0.00203, 0.000185)
+
+    References:
+        Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs
+        (OMGS-SGD), INFOCOM 2020: equations 10 and 11, with message sizes from what is sent.
+    """
+
+    exchange: Line
+    selection: Line | Curve = NOTHING
+
+    def __post_init__(self) -> None:
+        expect(isinstance(self.exchange, Line), "exchange", "a Line", self.exchange)
+        expect(isinstance(self.selection, (Line, Curve)), "selection", "a Line or a Curve", self.selection)
+
+    def select_seconds(self, numel: int) -> float:
+        """Seconds to select among so many coordinates."""
+        return self.selection(numel)
+
+    def exchange_seconds(self, numel: int) -> float:
+        """Seconds to exchange what was selected among so many coordinates."""
+        return self.exchange(numel)

@@ -1,0 +1,241 @@
+"""Densities that follow from a profile of the first steps: how much a group may send without being noticed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from lightning_sparse.core.checks import expect, is_number
+from lightning_sparse.methods.density import DensitySchedule, check_density
+from lightning_sparse.methods.grouping import Group
+from lightning_sparse.tuning.performance.profile import Profile
+from lightning_sparse.tuning.performance.timeline import Progress, Timeline
+
+HALVINGS = 40
+Groups = Sequence[tuple[int, float | None]]
+"""Coordinates of each, and the density that it has in any case."""
+
+
+@dataclass(frozen=True)
+class ProfiledDensity(DensitySchedule):
+    """A density that follows from a profile of the first steps; the floor until the profile is there.
+
+    Args:
+        floor: smallest density, in (0, 1].
+        cap: largest density, in (0, 1], at least ``floor``.
+
+    Raises:
+        ValueError: if a setting is outside its range.
+    """
+
+    floor: float = 0.001
+    cap: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_density(self.floor, "floor")
+        check_density(self.cap, "cap")
+        if self.floor > self.cap:
+            raise ValueError(f"Expected floor to be at most cap, but got floor={self.floor} and cap={self.cap}.")
+
+    needs_profile = True
+
+    def __call__(self, step: int) -> float:
+        """The floor."""
+        return float(self.floor)
+
+    @property
+    def tried(self) -> list[float]:
+        """Densities at which costs are measured; between them, costs are taken as straight lines."""
+        return sorted({self.floor, math.sqrt(self.floor * self.cap), self.cap})
+
+
+@dataclass(frozen=True)
+class HiddenDensity(ProfiledDensity):
+    """Each group sends as much as still hides behind the backward pass of the next group: LAGS-SGD.
+
+    See :func:`~lightning_sparse.tuning.performance.hidden_densities`. Most useful with ``grouping="layer"`` or
+    ``OptimalMerge()``, and only where exchanges overlap with backward (on CUDA, or with ``executor="thread"``):
+    elsewhere nothing hides, and every group keeps the floor. Messages of groups are sent separately unless
+    ``messages="step"`` says otherwise, with which nothing hides either.
+
+    Args:
+        floor: smallest density, in (0, 1]; also of the group that comes last, behind which nothing is computed.
+        cap: largest density, in (0, 1], at least ``floor``.
+
+    Raises:
+        ValueError: if a setting is outside its range.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> strategy = ls.SparseDDPStrategy(density=ls.HiddenDensity(0.001, 0.25), grouping="layer", executor="thread")
+
+    References:
+        Shi et al., Layer-wise Adaptive Gradient Sparsification for Distributed Deep Learning with Convergence
+        Guarantees (LAGS-SGD), ECAI 2020, arXiv 1911.08727, equations 18 and 19.
+    """
+
+    separate_messages = True
+
+    def assign(self, plan_at: Callable[[float], list[Group]], profile: Profile) -> list[Group]:
+        """Each group gets the density that hides, unless it has one of its own."""
+        plan = plan_at(self.floor)
+        groups, timeline = profile.timeline(plan)
+        densities = hidden_densities(timeline, profile, self.floor, self.cap, [group.density for group in groups])
+        found = {group.name: density for group, density in zip(groups, densities, strict=True)}
+        return [group._replace(density=found.get(group.name)) for group in plan]
+
+
+@dataclass(frozen=True)
+class TimeBudget(ProfiledDensity):
+    """The mildest density, for the whole model, that keeps exposed communication below a share of the step.
+
+    With ``grouping=OptimalMerge()``, groups and density are found together. With ``messages="auto"``, messages travel
+    together or separately, whichever allows the milder density.
+
+    Args:
+        floor: smallest density, in (0, 1].
+        cap: largest density, in (0, 1], at least ``floor``.
+        exposed: share of a step that may be exposed communication, in (0, 1). When the first steps have been profiled
+            and not even the floor keeps it, training stops with an error on all ranks.
+
+    Raises:
+        ValueError: if a setting is outside its range.
+
+    Example:
+        >>> import lightning_sparse as ls
+        >>> strategy = ls.SparseDDPStrategy(density=ls.TimeBudget(exposed=0.1), grouping=ls.OptimalMerge())
+    """
+
+    exposed: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inside = is_number(self.exposed) and 0 < self.exposed < 1
+        expect(inside, "exposed", "a share of the step in (0, 1)", self.exposed)
+
+    def assign(self, plan_at: Callable[[float], list[Group]], profile: Profile) -> list[Group]:
+        """All groups get the density that keeps the budget, but for those that have one of their own."""
+        density = budget_density(
+            lambda tried: profile.step_seconds(plan_at(tried), tried), profile, self.exposed, self.floor, self.cap
+        )
+        return [
+            group if group.dense or group.density is not None else group._replace(density=density)
+            for group in plan_at(density)
+        ]
+
+
+def hidden_densities(
+    timeline: Timeline, profile: Profile, floor: float, cap: float, own: Sequence[float | None] = ()
+) -> list[float]:
+    """The largest density of each group whose exchange hides behind the backward pass of the next group.
+
+    LAGS-SGD: a layer's compression ratio ``c = 1 / d`` is ``min(c_u, min {c: exchange(c) + select <= backward})``, with
+    the backward of the layer that is computed meanwhile. Its error grows with the largest ratio of all layers
+    (equation 18 there), so that each layer takes what it can get for nothing; what cannot hide takes the floor. Unlike
+    there, an exchange that is late delays the next one, because one network carries both. Groups that DDP hands over in
+    one bucket hide behind the same backward and take the same density. The last ones have nothing to hide behind: they
+    take the floor. Where nothing overlaps with backward, or messages travel together when it is over, all groups do.
+
+    Args:
+        timeline: of the groups.
+        profile: what exchanges cost.
+        floor: smallest density, in (0, 1].
+        cap: largest density, in (0, 1], at least ``floor``.
+        own: of each group, the density that it has in any case, or None; empty: none has any.
+
+    Returns:
+        A density for each group.
+
+    References:
+        Shi et al., Layer-wise Adaptive Gradient Sparsification for Distributed Deep Learning with Convergence
+        Guarantees (LAGS-SGD), ECAI 2020, arXiv 1911.08727, equations 18 and 19 (the formula from the text around it).
+    """
+    densities: list[float] = []
+    progress = Progress()
+    nothing_hides = profile.overlap == "none" or profile.messages == "step"
+    runs = list(_delivered_together(timeline))
+    windows = [*(backward for _, backward in runs), 0.0][1:]
+    fixed = iter(own or [None] * len(timeline[0]))
+    for (numels, backward), window in zip(runs, windows, strict=True):
+        groups = [(numel, next(fixed)) for numel in numels]
+        progress = progress._replace(ready=progress.ready + backward)
+        fits = partial(_ends_by, progress.ready + window, profile, groups, progress)
+        density = floor if nothing_hides else _largest(fits, floor, cap) or floor
+        progress = _exchanged(profile, groups, progress, density)
+        densities += [density if given is None else given for _, given in groups]
+    return densities
+
+
+def _delivered_together(timeline: Timeline) -> Iterator[tuple[list[int], float]]:
+    """Runs of groups that come out of one bucket of DDP: they are ready together and share what they hide behind."""
+    run: list[int] = []
+    seconds = 0.0
+    for numel, backward in zip(*timeline, strict=True):
+        if run and backward > 0:
+            yield run, seconds
+            run = []
+        if not run:
+            seconds = backward
+        run.append(numel)
+    if run:
+        yield run, seconds
+
+
+def _exchanged(profile: Profile, groups: Groups, progress: Progress, density: float) -> Progress:
+    """After these groups, which are ready together."""
+    for numel, given in groups:
+        progress = progress.after(numel, 0.0, profile.cost(density if given is None else given))
+    return progress
+
+
+def _ends_by(deadline: float, profile: Profile, groups: Groups, progress: Progress, density: float) -> bool:
+    return _exchanged(profile, groups, progress, density).done <= deadline
+
+
+def budget_density(
+    step_seconds: Callable[[float], float], profile: Profile, exposed: float, floor: float, cap: float
+) -> float:
+    """The largest density of the whole model that keeps exposed communication below a share of the step.
+
+    Args:
+        step_seconds: of a whole step with the groups that would be used at a density.
+        profile: what a step takes without any exchange.
+        exposed: share of the whole step that may be exposed communication, in (0, 1).
+        floor: smallest density, in (0, 1].
+        cap: largest density, in (0, 1], at least ``floor``.
+
+    Raises:
+        ValueError: if even the floor exposes more.
+    """
+
+    def share(density: float) -> float:
+        step = step_seconds(density)
+        return (step - profile.compute_seconds) / step
+
+    density = _largest(lambda density: share(density) <= exposed, floor, cap)
+    if density is None:
+        hint = (
+            "Nothing overlaps with backward here: executor='thread' may help."
+            if profile.overlap == "none"
+            else "A faster network, larger batches or a sparsifier that costs less may help."
+        )
+        raise ValueError(
+            f"Expected exposed communication of at most {exposed:.1%} of a step, but it is {share(floor):.1%} even at "
+            f"the floor, density {floor}: raise the budget or lower the floor. {hint}"
+        )
+    return density
+
+
+def _largest(fits: Callable[[float], bool], floor: float, cap: float) -> float | None:
+    """The largest density that fits, on a logarithmic scale; None if the floor does not."""
+    if fits(cap):
+        return cap
+    if not fits(floor):
+        return None
+    low, high = math.log(floor), math.log(cap)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(math.exp(middle)) else (low, middle)
+    return max(floor, math.exp(low))  # rounding may lead below it

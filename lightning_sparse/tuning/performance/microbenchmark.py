@@ -1,0 +1,186 @@
+"""What a group costs with given settings: the real pipeline between the real ranks, on gradients made up for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_sparse.core.clock import Stamp
+from lightning_sparse.core.messages import Message
+from lightning_sparse.core.step import Context
+from lightning_sparse.engine.network import TorchCollective, drive, send
+from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.methods.exchanges import Exchange
+from lightning_sparse.methods.memory import Memory
+from lightning_sparse.methods.sparsifiers import Sparsifier
+from lightning_sparse.ops import static_shapes
+from lightning_sparse.tuning.performance.cost import Curve, Line
+from lightning_sparse.tuning.performance.profile import GroupCost, Traffic
+from lightning_sparse.tuning.performance.rank_sync import gathered, slowest, start_together
+
+SMALLEST, LARGEST = 1 << 12, 1 << 24
+WARMUP = 3
+
+
+def sizes_up_to(numel: int) -> list[int]:
+    """Sizes of groups to try in a model of so many coordinates: a small one, and some that weigh.
+
+    Example:
+        >>> sizes_up_to(14_000_000)
+        [4096, 218750, 875000, 3500000, 14000000]
+    """
+    most = max(2 * SMALLEST, min(numel, LARGEST))
+    return sorted({SMALLEST, *(max(SMALLEST, most // part) for part in (64, 16, 4, 1))})
+
+
+class Sent(NamedTuple):
+    """One message."""
+
+    operation: str
+    nbytes: int
+    begin: Stamp
+    end: Stamp
+
+
+class Recorder:
+    """Sends messages, and notes what every one was and when."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.messages: list[Sent] = []
+
+    def send(self, message: Message, comm: TorchCollective) -> Tensor:
+        """Stamps before and after."""
+        begin, nbytes = Stamp.now(self.device), message.x.nbytes
+        answer = send(message, comm)
+        self.messages.append(Sent(message.kind, nbytes, begin, Stamp.now(self.device)))
+        return answer
+
+
+class Sample(NamedTuple):
+    """Seconds and traffic of one group step."""
+
+    select: float
+    process: float
+    transfer: float
+    traffic: dict[str, tuple[int, int]]
+    """Calls and bytes by operation."""
+
+
+def measure_group(
+    comm: TorchCollective,
+    device: torch.device,
+    sizes: Sequence[int],
+    *,
+    sparsifier: Sparsifier,
+    exchange: Exchange,
+    memory: Memory,
+    density: float,
+    dtype: torch.dtype = torch.float32,
+    repeats: int = 5,
+    seconds: float = 0.5,
+) -> GroupCost:
+    """Run some steps of groups of several sizes: medians of computations, a line through the transfers.
+
+    A step is what the engine does: from DDP's buckets into one vector, through the pipeline, and back.
+    Ranks start each step together. Computation counts on the slowest rank. Of a transfer, the shortest time on any rank
+    counts: the others also waited there for each other. The gradients are heavy-tailed, and ranks agree on half of
+    their variance.
+
+    Args:
+        comm: the ranks; all of them must call this.
+        device: where gradients live.
+        sizes: coordinates, two different ones at least.
+        sparsifier: who picks.
+        exchange: how picks travel.
+        memory: error feedback.
+        density: of the groups.
+        dtype: of the gradients.
+        repeats: steps that count for each size, at most.
+        seconds: about how long a size may take; two steps count at least.
+    """
+    by_size: dict[int, list[Sample]] = {}
+    for numel in sizes:
+        state = init_group(
+            numel, dtype, device, Context(0, density, comm.rank, comm.world_size), memory=memory, sparsifier=sparsifier
+        )
+        fresh = _gradients(numel, dtype, device, comm.rank)
+        bucket = torch.empty_like(fresh)
+        flat = torch.empty_like(fresh) if static_shapes(device) else bucket  # as groups do
+        samples, step, wanted = [], 0, repeats
+        while step < WARMUP + wanted:
+            bucket.copy_(fresh.roll(step * (numel // 7 + 1)))
+            recorder = Recorder(device)
+            ctx = Context(step, density, comm.rank, comm.world_size, model_numel=numel)
+            start_together(comm, device)
+            begin = Stamp.now(device)
+            flat.copy_(bucket)
+            steps = reduce_group(flat, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange)
+            state, statistics = drive(steps, comm, recorder.send)
+            bucket.copy_(flat)
+            stamps = begin, statistics.stamps[0], statistics.stamps[1], Stamp.now(device)
+            sample = _sample(stamps, recorder, comm, device)
+            if step == WARMUP - 1:
+                wanted = max(2, min(repeats, int(seconds / (sample.select + sample.process + sample.transfer))))
+            if step >= WARMUP:
+                samples.append(sample)
+            step += 1
+        by_size[numel] = samples
+    every = [(numel, sample) for numel, samples in by_size.items() for sample in samples]
+    amounts = tuple(sorted(by_size))
+    return GroupCost(
+        density,
+        select=Curve(amounts, tuple(median(sample.select for sample in by_size[numel]) for numel in amounts)),
+        process=Curve(amounts, tuple(median(sample.process for sample in by_size[numel]) for numel in amounts)),
+        transfer=Line.through([(numel, sample.transfer) for numel, sample in every]),
+        traffic=_traffic(by_size),
+    )
+
+
+def _gradients(numel: int, dtype: torch.dtype, device: torch.device, rank: int) -> Tensor:
+    def draw(seed: int) -> Tensor:
+        return torch.randn(numel, generator=torch.Generator().manual_seed(seed), device="cpu")
+
+    return (draw(0) + draw(1 + rank)).pow(3).to(device, dtype)
+
+
+def _sample(
+    stamps: tuple[Stamp, Stamp, Stamp, Stamp], recorder: Recorder, comm: TorchCollective, device: torch.device
+) -> Sample:
+    """Take a step apart, from four moments: gradients lie in buckets, are one vector, are selected, are in buckets."""
+    begin, gathered_in, selected, end = stamps
+    asked = sum(begin.until(message.begin) < begin.until(selected) for message in recorder.messages)
+    durations = [message.begin.until(message.end) / 1e3 for message in recorder.messages]
+    select = gathered_in.until(selected) / 1e3 - sum(durations[:asked])
+    process = (begin.until(gathered_in) + selected.until(end)) / 1e3 - sum(durations[asked:])
+    select, process = slowest([max(0.0, select), max(0.0, process)], comm, device)
+    transfer = float(gathered(durations, comm, device).amin(0).sum()) if durations else 0.0
+    traffic: dict[str, tuple[int, int]] = {}
+    for message in recorder.messages:
+        calls, nbytes = traffic.get(message.operation, (0, 0))
+        traffic[message.operation] = calls + 1, nbytes + message.nbytes
+    names = sorted(traffic)
+    largest = slowest([float(traffic[name][1]) for name in names], comm, device) if names else []
+    return Sample(
+        select,
+        process,
+        transfer,
+        {name: (traffic[name][0], int(size)) for name, size in zip(names, largest, strict=True)},
+    )
+
+
+def _traffic(by_size: dict[int, list[Sample]]) -> tuple[Traffic, ...]:
+    operations = sorted({name for samples in by_size.values() for sample in samples for name in sample.traffic})
+    parts = []
+    for name in operations:
+        calls = [sample.traffic.get(name, (0, 0))[0] for samples in by_size.values() for sample in samples]
+        points = [
+            (numel, float(median(sample.traffic.get(name, (0, 0))[1] for sample in samples)))
+            for numel, samples in by_size.items()
+        ]
+        parts.append(Traffic(name, sum(calls) / len(calls), Line.through(points)))
+    return tuple(parts)

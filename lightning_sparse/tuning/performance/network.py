@@ -1,0 +1,173 @@
+"""What collectives cost between ranks: as a ring, as measured, and between other ranks than those measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+
+from lightning_sparse.core.checks import check_integer, check_number, check_positive
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.tuning.performance.cost import NOTHING, Line
+from lightning_sparse.tuning.performance.rank_sync import busy_processor, measure
+
+SMALLEST, LEAST, LARGEST = 1 << 10, 1 << 16, 1 << 28
+"""Bytes: of the message that tells the price of a message, of the largest one at least, and at most."""
+ENOUGH = 1 << 20
+"""Bytes from which the price of a byte stands out; small models are timed with such messages, too."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """What collectives cost between ranks.
+
+    Args:
+        all_reduce: seconds by bytes of the vector that is summed.
+        all_gather: seconds by bytes that each rank gives.
+        ranks: n between which this was measured, at least 1; see :meth:`line` and :meth:`between`.
+
+    Raises:
+        ValueError: if ``ranks`` is no positive integer.
+
+    Example:
+        >>> network = Network.ring(ranks=4, latency=50e-6, bits_per_second=10e9)
+        >>> [f"{1e3 * seconds:.2f} ms" for seconds in (network.all_reduce(4_000_000), network.all_gather(80_000))]
+        ['5.10 ms', '0.34 ms']
+    """
+
+    all_reduce: Line
+    all_gather: Line
+    ranks: int = 2
+
+    def __post_init__(self) -> None:
+        check_integer(self.ranks, "ranks")
+
+    def line(self, operation: str) -> Line:
+        """Seconds of one collective operation by bytes that each rank gives.
+
+        ``all_reduce`` and ``all_gather`` are known; the others follow from one hop of the all-gather's ring, a fixed
+        price and a price for each byte: ``send_recv`` is one hop, ``broadcast`` passes through all ranks in pieces
+        (n - 1 prices, each byte once), ``all_to_all`` sends an n-th part to each other rank.
+
+        Raises:
+            ValueError: for any other operation.
+        """
+        hops = max(1, self.ranks - 1)
+        hop = Line(self.all_gather.alpha / hops, self.all_gather.beta / hops)
+        lines = {
+            "all_reduce": self.all_reduce,
+            "all_gather": self.all_gather,
+            "send_recv": hop,
+            "broadcast": Line(hops * hop.alpha, hop.beta),
+            "all_to_all": Line(hops * hop.alpha, hops / self.ranks * hop.beta),
+        }
+        if operation not in lines:
+            raise ValueError(f"Expected operation to be one of {', '.join(lines)}, but got {operation!r}.")
+        return lines[operation]
+
+    def between(self, ranks: int, bits_per_second: float | None = None) -> Network:
+        """What the same collectives would cost between another number of ranks, or at another rate.
+
+        Fixed prices grow from the ones known here: an all-reduce's as ``log2 n``, because libraries sum small vectors
+        along trees; an all-gather's as ``n - 1``, as in a ring. Prices of bytes are the ring's (:meth:`ring`): scaled
+        from the ones known here, or at the given rate. Known prices between two ranks at least are needed.
+
+        Args:
+            ranks: n, at least 1.
+            bits_per_second: rate of a link in one direction, above 0; None: as known here.
+
+        Raises:
+            ValueError: if a number is outside its range, or this network has one rank only.
+
+        Example:
+            >>> network = Network(Line(2e-4, 1e-9), Line(1e-4, 1e-9), ranks=2).between(8, 1e9)
+            >>> f"{network.all_gather(1e6):.4f} {network.all_reduce(1e6):.4f}"
+            '0.0567 0.0146'
+        """
+        check_integer(ranks, "ranks")
+        if self.ranks < 2:
+            raise ValueError("Expected prices that are known between at least 2 ranks, but got those of one rank.")
+        if ranks == 1:
+            return Network(NOTHING, NOTHING, 1)
+        hops = (ranks - 1) / (self.ranks - 1)
+        tree = math.log2(ranks) / math.log2(self.ranks)
+        if bits_per_second is not None:
+            rated = Network.ring(ranks, 0.0, bits_per_second)
+            reduced, gathered = rated.all_reduce.beta, rated.all_gather.beta
+        else:
+            reduced = self.all_reduce.beta * hops * self.ranks / ranks
+            gathered = self.all_gather.beta * hops
+        return Network(Line(self.all_reduce.alpha * tree, reduced), Line(self.all_gather.alpha * hops, gathered), ranks)
+
+    @classmethod
+    def ring(cls, ranks: int, latency: float, bits_per_second: float) -> Network:
+        """Ranks in a ring, of which each sends to the next.
+
+        All-reduce of B bytes: ``2 (n - 1) latency + 2 (n - 1) / n 8 B / rate``. All-gather of b bytes from each rank:
+        ``(n - 1) latency + (n - 1) 8 b / rate``. One rank needs no time. Real collectives choose other algorithms
+        for small messages: where they can be measured, fit the two lines instead (:meth:`Line.fit`).
+
+        Args:
+            ranks: n, at least 1.
+            latency: seconds from one rank to the next for an empty message, at least 0.
+            bits_per_second: rate of a link in one direction, above 0; may be infinite.
+
+        Raises:
+            ValueError: if a number is outside its range.
+        """
+        check_integer(ranks, "ranks")
+        check_number(latency, "latency", "a finite number of seconds of at least 0")
+        check_positive(bits_per_second, "bits_per_second")
+        hops, byte = ranks - 1, 8 / bits_per_second
+        return cls(Line(2 * hops * latency, 2 * hops / ranks * byte), Line(hops * latency, hops * byte), ranks)
+
+
+def measure_network(
+    comm: TorchCollective,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    most: int = 1 << 25,
+    seconds: float = 8.0,
+    busy: bool = False,
+) -> Network:
+    """Time all-reduces and all-gathers: a small one for the price of a message, a large one for the price of a byte.
+
+    Ranks start each operation together and the slowest counts. Sizes grow fourfold up to what a model sends, or until
+    time runs out, so that a slow link does not hold up training for long; small sizes alone would flatter links that
+    let short bursts pass.
+
+    Args:
+        comm: the ranks; all of them must call this.
+        device: where gradients live.
+        dtype: of gradients, for the all-reduce.
+        most: bytes of the largest message that is of interest.
+        seconds: about how long this may take.
+        busy: with every rank's processor at work, see
+        :func:`~lightning_sparse.tuning.performance.rank_sync.busy_processor`.
+    """
+    if busy:
+        with busy_processor():
+            return measure_network(comm, device, dtype, most, seconds)
+    if comm.world_size == 1:
+        return Network(NOTHING, NOTHING, 1)
+    lines: dict[str, Line] = {}
+    for name, kind in (("all_reduce", dtype), ("all_gather", torch.uint8)):
+        by_size: dict[int, list[float]] = {}
+        size, spent = SMALLEST, 0.0
+        while True:
+            message = torch.zeros(size // kind.itemsize, dtype=kind, device=device)
+            by_size[size] = measure(partial(getattr(comm, name), message), comm, device, 7, seconds / 10)
+            spent += sum(by_size[size])
+            # The next size takes about four times as long, three times at least.
+            late = spent + 12 * by_size[size][-1] > seconds / 2
+            size *= 4
+            if size > min(LARGEST, max(ENOUGH, most)) or (late and size > LEAST):
+                break
+        small = median(by_size.pop(SMALLEST))
+        large = max(by_size)  # smaller ones are often faster for a moment than the link is for long
+        beta = max(0.0, (median(by_size[large]) - small) / (large - SMALLEST))
+        lines[name] = Line(max(0.0, small - beta * SMALLEST), beta)
+    return Network(**lines, ranks=comm.world_size)

@@ -1,0 +1,246 @@
+"""What was measured of a model, its ranks and a way to exchange, and what follows from it. Numbers only, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple, get_args
+
+from lightning_sparse.core.checks import expect
+from lightning_sparse.methods.grouping import Group, Messages
+from lightning_sparse.tuning.performance.cost import NOTHING, CostModel, Curve, Line
+from lightning_sparse.tuning.performance.network import Network
+from lightning_sparse.tuning.performance.serialization import Plain
+from lightning_sparse.tuning.performance.timeline import Timeline, end_seconds
+
+Overlap = Literal["none", "comm", "full"]
+"""What overlaps with backward: ``none`` (exchanges inside backward), ``comm``, the communication only (another thread,
+but no processor to spare for it), or ``full``, selection as well (a stream or a processor of their own)."""
+
+
+class LayerTime(NamedTuple):
+    """A module that owns parameters, and how long its backward pass takes."""
+
+    name: str
+    parameters: tuple[str, ...]
+    numel: int
+    backward_seconds: float
+    """From the last gradient of the layer before to the last gradient of this one."""
+
+
+class Traffic(NamedTuple):
+    """What a group puts through one kind of collective operation in a step."""
+
+    operation: str
+    """A method of :class:`~lightning_sparse.engine.network.TorchCollective`."""
+    calls: float
+    nbytes: Line
+    """Bytes of a rank's messages, all calls together, by coordinates of the group; of a tree, all rounds."""
+
+    def seconds(self, network: Network) -> Line:
+        """Seconds by coordinates on a network."""
+        line = network.line(self.operation)
+        return Line(self.calls * line.alpha + line.beta * self.nbytes.alpha, line.beta * self.nbytes.beta)
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """Seconds that a group takes with one sparsifier at one density, by its coordinates.
+
+    Args:
+        density: of the group.
+        select: from the gradient to the selection, what ranks ask each other left out.
+        process: what a rank computes around the exchange.
+        transfer: inside collective operations.
+        traffic: what is transferred, for other networks.
+    """
+
+    density: float
+    select: Line | Curve
+    process: Line | Curve
+    transfer: Line
+    traffic: tuple[Traffic, ...] = ()
+
+    @property
+    def compute(self) -> Line | Curve:
+        """All but the transfer."""
+        return self.select + self.process
+
+    def model(self, overlap: Overlap) -> CostModel:
+        """The cost model, by what overlaps with backward."""
+        if overlap == "none":
+            return CostModel(NOTHING, self.compute + self.transfer)
+        if overlap == "comm":
+            return CostModel(self.transfer, self.compute)
+        return CostModel(self.compute.line() + self.transfer)
+
+    def joined(self, overlap: Overlap) -> tuple[CostModel, Line]:
+        """Where the messages of a step travel together: what the group does by itself, and its part of them.
+
+        Messages from rank to rank are never joined, and keep their price in each group.
+        """
+        apart = any(part.operation == "send_recv" for part in self.traffic)
+        local = self.compute + Line(self.transfer.alpha, 0.0) if apart else self.compute
+        messages = replace(self.transfer, alpha=0.0) if apart else self.transfer
+        return CostModel(local.line()) if overlap == "full" else CostModel(NOTHING, local), messages
+
+    def on(self, network: Network) -> GroupCost:
+        """The same traffic on another network of as many ranks; unchanged where traffic is not known."""
+        if not self.traffic:
+            return self
+        transfer = NOTHING
+        for part in self.traffic:
+            transfer += part.seconds(network)
+        return replace(self, transfer=transfer)
+
+    def towards(self, other: GroupCost, share: float) -> GroupCost:
+        """On the straight line to another cost: this one at 0, the other one at 1."""
+
+        def between(a: float, b: float) -> float:
+            return a + share * (b - a)
+
+        def line(a: Line, b: Line) -> Line:
+            return Line(between(a.alpha, b.alpha), between(a.beta, b.beta))
+
+        def either(a: Line | Curve, b: Line | Curve) -> Line | Curve:
+            if isinstance(a, Line) and isinstance(b, Line):
+                return line(a, b)
+            amounts = sorted({x for one in (a, b) if isinstance(one, Curve) for x in one.amounts})
+            return Curve(tuple(amounts), tuple(between(a(x), b(x)) for x in amounts))
+
+        pairs = [(a, b) for a, b in zip(self.traffic, other.traffic, strict=False) if a.operation == b.operation]
+        return GroupCost(
+            between(self.density, other.density),
+            either(self.select, other.select),
+            either(self.process, other.process),
+            line(self.transfer, other.transfer),
+            tuple(Traffic(a.operation, between(a.calls, b.calls), line(a.nbytes, b.nbytes)) for a, b in pairs),
+        )
+
+
+@dataclass(frozen=True)
+class Profile(Plain):
+    """A training step, taken apart: layers, network, and the cost of groups at some densities.
+
+    Args:
+        fingerprint: of the model, the settings and the ranks that this was measured with.
+        layers: in the order in which backward finishes them, at least one.
+        rest_seconds: of a step without any exchange, all that is not backward.
+        network: the collectives between these ranks.
+        costs: of a group, at one density or more; put in order of density.
+        overlap: what overlaps with backward.
+        bucket_numels: coordinates of DDP's first bucket and of the others. Gradients are handed over bucket by bucket,
+            so that a layer cannot be exchanged before its bucket is full.
+        messages: what travels together in the steps that are predicted.
+
+    Raises:
+        ValueError: if there are no layers or no costs, a time is negative, or ``overlap`` or ``messages`` is unknown.
+
+    Example:
+        >>> from lightning_sparse.methods.grouping import ParameterSize, make_plan
+        >>> network = Network.ring(ranks=4, latency=50e-6, bits_per_second=1e9)
+        >>> head, body = LayerTime("head", ("h",), 500_000, 2e-3), LayerTime("body", ("b",), 9_000, 1e-4)
+        >>> costs = [GroupCost(d, Line(30e-6, 2e-9), NOTHING, network.all_gather.per(8 * d)) for d in (0.001, 0.1)]
+        >>> profile = Profile("", [head, body], 10e-3, network, costs, "comm", (0, 0))
+        >>> sizes = [ParameterSize("b", 9_000, 4, "float32"), ParameterSize("h", 500_000, 4, "float32")]
+        >>> [round(profile.step_seconds(make_plan(sizes, grouping), 0.1), 4) for grouping in ("layer", "model")]
+        [0.0231, 0.0231]
+    """
+
+    fingerprint: str
+    layers: Sequence[LayerTime]
+    rest_seconds: float
+    network: Network
+    costs: Sequence[GroupCost]
+    overlap: Overlap
+    bucket_numels: tuple[float, float]
+    messages: Messages = "group"
+
+    def __post_init__(self) -> None:
+        if not self.layers or not self.costs:
+            raise ValueError("Expected a profile of at least one layer, at one density at least, but got none.")
+        for name, allowed in (("overlap", get_args(Overlap)), ("messages", get_args(Messages))):
+            given = getattr(self, name)
+            expect(given in allowed, name, f"one of {', '.join(allowed)}", given)
+        expect(self.rest_seconds >= 0, "rest_seconds", "at least 0", self.rest_seconds)
+        for layer in self.layers:
+            expect(layer.backward_seconds >= 0, "backward_seconds", "at least 0", layer)
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "costs", tuple(sorted(self.costs, key=lambda cost: cost.density)))
+
+    @property
+    def numels(self) -> list[int]:
+        """Coordinates of each layer."""
+        return [layer.numel for layer in self.layers]
+
+    @property
+    def backward_seconds(self) -> list[float]:
+        """Backward of each layer."""
+        return [layer.backward_seconds for layer in self.layers]
+
+    @property
+    def delivery_seconds(self) -> list[float]:
+        """From the moment when DDP hands over one layer to the moment when it hands over the next; the same in sum."""
+        seconds: list[float] = []
+        waiting, filled, cap = 0, 0.0, self.bucket_numels[0]
+        for layer in self.layers:
+            seconds.append(0.0)
+            seconds[waiting] += layer.backward_seconds
+            filled += layer.numel
+            if filled >= cap:
+                waiting, filled, cap = len(seconds), 0.0, self.bucket_numels[1]
+        return seconds
+
+    @property
+    def compute_seconds(self) -> float:
+        """A step without any exchange."""
+        return self.rest_seconds + sum(self.backward_seconds)
+
+    def group_cost(self, density: float) -> GroupCost:
+        """The cost of a group at a density; between measured ones a straight line, outside them the nearest."""
+        low = self.costs[0]
+        for high in self.costs:
+            if density <= high.density:
+                known = high is low or density == high.density
+                return high if known else low.towards(high, (density - low.density) / (high.density - low.density))
+            low = high
+        return low
+
+    def cost(self, density: float) -> CostModel:
+        """The cost model at a density; where messages travel together, of what a group does by itself."""
+        cost = self.group_cost(density)
+        return cost.model(self.overlap) if self.messages == "group" else cost.joined(self.overlap)[0]
+
+    def timeline(self, plan: Sequence[Group]) -> tuple[list[Group], Timeline]:
+        """Sparsified groups in the order in which they are complete, and when.
+
+        Args:
+            plan: groups; dense ones are left out. Parameters that the profile does not know take no time.
+
+        Returns:
+            The groups in order, with their coordinates and the seconds of backward from one to the next.
+        """
+        moment: dict[str, float] = {}
+        for layer, elapsed in zip(self.layers, accumulate(self.delivery_seconds), strict=True):
+            moment |= dict.fromkeys(layer.parameters, elapsed)
+        complete = {g.name: max(moment.get(p.name, 0.0) for p in g.parameters) for g in plan if not g.dense}
+        groups = sorted((g for g in plan if not g.dense), key=lambda g: complete[g.name])
+        moments = [0.0, *(complete[g.name] for g in groups)]
+        return groups, ([g.numel for g in groups], [later - before for before, later in pairwise(moments)])
+
+    def step_seconds(self, plan: Sequence[Group], density: float) -> float:
+        """A whole step with these groups; at one density, but for groups that have densities of their own."""
+        groups, timeline = self.timeline(plan)
+        return self.timeline_seconds(timeline, [group.density or density for group in groups])
+
+    def timeline_seconds(self, timeline: Timeline, density: float | Sequence[float]) -> float:
+        """A whole step with these groups, whatever they are made of; at one density, or each at its own."""
+        densities = density if isinstance(density, Sequence) else [density] * len(timeline[0])
+        costs = {one: self.cost(one) for one in densities}
+        joined: list[Line] = []
+        if self.messages == "step":
+            messages = {one: self.group_cost(one).joined(self.overlap)[1] for one in densities}
+            joined = [messages[one] for one in densities]
+        done = end_seconds(timeline, [costs[one] for one in densities], joined)
+        return self.rest_seconds + max(done, sum(self.backward_seconds))

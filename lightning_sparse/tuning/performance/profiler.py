@@ -1,0 +1,113 @@
+"""Measuring a run while it trains: backward over some steps, then the network and what groups cost."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_sparse.engine import Engine
+from lightning_sparse.tuning.performance.backward import BackwardTimer
+from lightning_sparse.tuning.performance.microbenchmark import measure_group, sizes_up_to
+from lightning_sparse.tuning.performance.network import Network, measure_network
+from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Overlap, Profile
+from lightning_sparse.tuning.performance.rank_sync import gathered
+
+
+class Profiler:
+    """Watches an engine for some steps and then measures, within one step, what a profile needs.
+
+    Call :meth:`before_step` at the start of every exchange. When it returns True, call :meth:`measure_step`, then
+    :meth:`group_cost` for whatever is to be compared, and :meth:`profile`. All of it is collective.
+
+    Args:
+        module: whose forward is called before each backward.
+        engine: at work.
+        warmup: steps that are not timed.
+        steps: steps that are timed; medians count.
+        bucket_numels: coordinates of the buckets in which DDP hands over gradients, the first one and the others.
+    """
+
+    def __init__(
+        self, module: nn.Module, engine: Engine, warmup: int, steps: int, bucket_numels: tuple[float, float]
+    ) -> None:
+        self.warmup, self.steps = warmup, steps
+        self._engine, self._bucket_numels = engine, bucket_numels
+        self.seen = 0
+        """Steps so far."""
+        self._timer = BackwardTimer(module, engine.parameters, engine.device, lambda: engine.held_up_seconds)
+        self._dtype = next(iter(engine.parameters.values())).dtype
+        self._layers: list[LayerTime] = []
+        self._rest = 0.0
+        self.network: Network
+        self.overlap: Overlap
+
+    def before_step(self) -> bool:
+        """Count a step; True when enough have been timed."""
+        if self.seen > self.warmup:
+            self._timer.keep()
+        self.seen += 1
+        return self.seen > self.warmup + self.steps
+
+    def measure_step(self, overlap: Overlap | None = None) -> None:
+        """Evaluate the steps and time the network.
+
+        Args:
+            overlap: what overlaps with backward; None: as found out by :func:`overlap_of`.
+
+        Raises:
+            RuntimeError: on all ranks, if a rank has seen fewer than two backward passes.
+        """
+        self.close()
+        engine = self._engine
+        self._layers, self._rest = self._timer.result(engine.comm)
+        self.overlap = overlap or overlap_of(engine)
+        most = sum(p.nbytes for p in engine.parameters.values())
+        self.network = measure_network(engine.comm, engine.device, self._dtype, most, busy=self.overlap == "comm")
+
+    def group_cost(self, numel: int, **settings: Any) -> GroupCost:
+        """What groups of up to so many coordinates cost.
+
+        Args:
+            numel: coordinates of the largest group.
+            settings: of :func:`~lightning_sparse.tuning.performance.microbenchmark.measure_group`.
+        """
+        engine = self._engine
+        cost = measure_group(engine.comm, engine.device, sizes_up_to(numel), dtype=self._dtype, **settings)
+        # Messages of idle ranks are faster than those of ranks whose processors are at work.
+        return cost.on(self.network) if self.overlap == "comm" else cost
+
+    def profile(self, costs: Sequence[GroupCost], fingerprint: str = "") -> Profile:
+        """All that was measured; equal on all ranks.
+
+        Args:
+            costs: of groups, at one density or more.
+            fingerprint: of what the profile holds for.
+        """
+        own = Profile(fingerprint, self._layers, self._rest, self.network, costs, self.overlap, self._bucket_numels)
+        return self._engine.comm.broadcast_object(own, 0, self._engine.device)
+
+    def close(self) -> None:
+        """Stop watching backward."""
+        self._timer.close()
+
+
+def overlap_of(engine: Engine) -> Overlap:
+    """What overlaps with backward with an engine on this machine; collective.
+
+    A CUDA stream overlaps with everything. A communication thread takes a processor only where the ranks of this
+    machine leave one to it, and hides its transfers everywhere.
+    """
+    if not engine.overlaps_backward:
+        return "none"
+    if engine.device.type == "cuda":
+        return "full"
+    here = float(int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:6], "big"))
+    neighbours = int((gathered([here], engine.comm, engine.device) == here).sum())
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return "full" if processors >= neighbours * (torch.get_num_threads() + 1) else "comm"

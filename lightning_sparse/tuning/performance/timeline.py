@@ -1,0 +1,60 @@
+"""When groups are selected and exchanged in a step: the one recurrence of the cost model.
+
+One processor computes backward layer by layer, and selects in a group when the group's last gradient is there, so that
+a selection delays all layers after it. One network carries one exchange after the other, while the processor goes on::
+
+    ready = done = 0
+    for group in groups:
+        ready = ready + backward_seconds(group) + select_seconds(group)
+        done  = max(ready, done) + exchange_seconds(group)
+
+This is the model of OMGS-SGD. Where messages travel together, the exchange of a group is what it does by itself, and
+one exchange for all comes at the end: it pays once for each collective, and for the bytes of all groups. Time counts
+from the start of backward: what comes before is the same for all groups.
+
+References:
+    Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs
+    (OMGS-SGD), INFOCOM 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from lightning_sparse.tuning.performance.cost import CostModel, Line
+
+Timeline = tuple[Sequence[int], Sequence[float]]
+"""Coordinates of each group, and the seconds of backward from one group to the next, in the order of backward."""
+
+
+class Progress(NamedTuple):
+    """How far a step is, in seconds from the start of backward."""
+
+    ready: float = 0.0
+    """When the latest group is selected."""
+    done: float = 0.0
+    """When its exchange has ended."""
+
+    def after(self, numel: int, backward_seconds: float, cost: CostModel) -> Progress:
+        """With one more group."""
+        ready = self.ready + backward_seconds + cost.select_seconds(numel)
+        return Progress(ready, max(ready, self.done) + cost.exchange_seconds(numel))
+
+
+def end_seconds(timeline: Timeline, costs: Iterable[CostModel], joined: Sequence[Line] = ()) -> float:
+    """When the last exchange ends.
+
+    Args:
+        timeline: numbers of each group.
+        costs: of each group; with joined messages, of what it does by itself.
+        joined: messages of each group, by its coordinates, that are sent together when all groups are ready; empty
+            where each group sends its own.
+    """
+    progress = Progress()
+    for numel, backward_seconds, cost in zip(*timeline, costs, strict=True):
+        progress = progress.after(numel, backward_seconds, cost)
+    if not joined:
+        return progress.done
+    once = max(line.alpha for line in joined)
+    return progress.done + once + sum(line.beta * numel for line, numel in zip(joined, timeline[0], strict=True))

@@ -1,0 +1,56 @@
+"""Pages that messages name can be read where they say, in a clone and where the package is installed."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import sys
+from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_sparse.core.step import console
+
+ROOT = Path(__file__).parents[2]
+TREES = [
+    ast.parse(f.read_text()) for f in [*ROOT.glob("lightning_sparse/**/*.py"), *ROOT.glob("lightning_sparse_cli/*.py")]
+]
+
+
+def nodes(kind: type) -> list[Any]:
+    return [node for tree in TREES for node in ast.walk(tree) if isinstance(node, kind)]
+
+
+NAMED = sorted({ast.literal_eval(call.args[0]) for call in nodes(ast.Call) if ast.unparse(call.func) == "page"})
+"""The pages that messages name."""
+
+
+def test_messages_name_pages_by_where_they_are() -> None:
+    assert {"adam", "momentum", "training"} <= set(NAMED)
+    for name in NAMED:
+        assert Path(console.page(name)).is_file()
+        assert console.page(name) == str(ROOT / "docs" / f"{name}.md")
+    told = {id(node.value) for node in nodes(ast.Expr)}  # docstrings
+    texts = [node.value for node in nodes(ast.Constant) if isinstance(node.value, str) and id(node) not in told]
+    assert not [text for text in texts if re.search(r"docs/[\w-]+\.md|README", text)]
+
+
+def test_a_wheel_has_these_pages_and_messages_name_them_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("hatchling", "hatchling.builders", "hatchling.builders.hooks", "hatchling.builders.hooks.plugin"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())  # type: ignore[arg-type]  # it builds in a place apart
+    interface = SimpleNamespace(BuildHookInterface=object)
+    monkeypatch.setitem(sys.modules, "hatchling.builders.hooks.plugin.interface", interface)  # type: ignore[arg-type]
+    added = run_path(str(ROOT / "hatch_build.py"))["pages"](ROOT)
+    assert {f"lightning_sparse/docs/{name}.md" for name in NAMED} <= set(added.values())
+    for source, target in added.items():
+        (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, tmp_path / target)
+    shutil.copy(str(console.__file__), tmp_path / "lightning_sparse")
+    installed = run_path(str(tmp_path / "lightning_sparse/core/console.py"))
+    for name in NAMED:
+        assert Path(installed["page"](name)).is_relative_to(tmp_path)
+        assert Path(installed["page"](name)).read_text() == (ROOT / "docs" / f"{name}.md").read_text()

@@ -1,0 +1,286 @@
+"""Averages that are multiplied, or changed otherwise, between backward and the optimizer's step."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.engine.optimizers.scaled import Handed, Lengths, factors_of
+from lightning_sparse.ops.length import LengthChanges
+from tests.integrations.test_telling import Lines
+from tests.ranks import Ranks
+
+WIDTH, STEPS, BETA2 = 24, 30, 0.95
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+class Training:
+    """A plain loop, in which something is done with `.grad` before each step."""
+
+    def __init__(self, **options: Any) -> None:
+        self.module = model()
+        self.ddp = DistributedDataParallel(self.module)
+        self.engine = ls.attach(self.ddp, **{"density": 0.1, **options})
+        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01, betas=(0.9, BETA2), eps=1e-12)
+        self.engine.follow([self.optimizer])
+
+    def step(self, number: int, change: Any = None) -> None:
+        self.optimizer.zero_grad()
+        seed = torch.Generator().manual_seed(100 * number + dist.get_rank())
+        loss = (self.ddp(torch.randn(5, WIDTH, generator=seed)) - 1).square().mean()
+        loss.backward()
+        if change is not None:
+            change(number, list(self.module.parameters()))
+        self.optimizer.step()
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach().clone() for p in self.module.parameters()]
+
+
+def by(factor: float) -> Any:
+    return lambda step, parameters: [p.grad.mul_(factor) for p in parameters]
+
+
+def scaled(factor: float, options: dict[str, Any]) -> list[list[Tensor]]:
+    runs = []
+    for change in (None, by(factor)):
+        training = Training(**options)
+        for step in range(STEPS):
+            training.step(step, change)
+        training.engine.close()
+        runs.append(training.weights())
+    return runs
+
+
+@pytest.mark.parametrize("factor", [1 / 4096, 0.01, 1.0, 64.0])
+@pytest.mark.parametrize("options", [{}, {"exchange": "reduce_union", "grouping": "layer"}], ids=["packed", "union"])
+def test_a_factor_changes_no_step_of_adam(two_ranks: Ranks, factor: float, options: dict[str, Any]) -> None:
+    for plain, changed in two_ranks(scaled, factor, options):
+        for ours, theirs in zip(changed, plain, strict=True):
+            if math.log2(factor).is_integer():  # products are exact then
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+            else:
+                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def unshown_scaler(growth_interval: int) -> list[float]:
+    losses = []
+    for scale in (None, 2.0**12):
+        training = Training()
+        options: dict[str, Any] = {"init_scale": scale or 1.0, "growth_interval": growth_interval}
+        scaler = torch.amp.GradScaler("cpu", enabled=scale is not None, **options)
+        for step in range(STEPS):
+            training.optimizer.zero_grad()
+            seed = torch.Generator().manual_seed(100 * step + dist.get_rank())
+            scaler.scale((training.ddp(torch.randn(5, WIDTH, generator=seed)) - 1).square().mean()).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+        training.engine.close()
+        losses.append((training.module(torch.ones(1, WIDTH)) - 1).square().mean().item())
+    return losses
+
+
+# Where the scale is doubled in the middle of so few steps, what waits is of two scales for a while.
+@pytest.mark.parametrize(("growth_interval", "near"), [(1000, 0.01), (15, 0.5)])
+def test_a_scaler_that_the_engine_was_not_shown_costs_no_progress(
+    two_ranks: Ranks, growth_interval: int, near: float
+) -> None:
+    for plain, scaled in two_ranks(unshown_scaler, growth_interval):
+        assert scaled == pytest.approx(plain, rel=near)
+
+
+def reference_lengths(factors: list[float], beta2: float) -> list[float]:
+    """Adam's second moment of gradients of size 1 that were multiplied, beside that of those that were not."""
+    of_scaled = of_plain = 0.0
+    lengths = []
+    for factor in factors:
+        of_scaled = beta2 * of_scaled + (1 - beta2) * factor**2
+        of_plain = beta2 * of_plain + (1 - beta2)
+        lengths.append(math.sqrt(of_scaled / of_plain))
+    return lengths
+
+
+@pytest.mark.parametrize("beta2", [0.0, 0.9, 0.999])
+def test_lengths_are_those_of_adams_second_moment(beta2: float) -> None:
+    factors = [1.0, 1.0, 0.5, 1.0, 3.0, 1e-4, 1.0, 1e4]
+    lengths = Lengths()
+    found = [float(lengths.follow(["a"], torch.tensor([s], dtype=torch.float64), beta2)) for s in factors]
+    assert found == pytest.approx(reference_lengths(factors, beta2), rel=1e-6)
+
+
+def test_where_no_factor_is_known_nothing_changes() -> None:
+    lengths = Lengths()
+    lengths.follow(["a", "b"], torch.tensor([0.5, 0.5], dtype=torch.float64), 0.9)
+    found = lengths.follow(["a", "b"], torch.tensor([0.5, math.nan], dtype=torch.float64), 0.9)
+    assert found.tolist() == pytest.approx([0.5, 1.0])
+    again = Lengths()
+    again.load(lengths.state())
+    one = torch.tensor([1.0, 1.0], dtype=torch.float64)
+    assert torch.equal(lengths.follow(["a", "b"], one, 0.9), again.follow(["a", "b"], one, 0.9))
+    assert float(Lengths().follow(["c"], one[:1], 0.9)) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("arrived", ["all", "some", "few", "unsorted", "none"])
+def test_factors_are_those_of_each_parameter(dtype: torch.dtype, arrived: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    spans = {"a": slice(0, 500), "b": slice(500, 530), "c": slice(530, 930)}
+    flat = torch.randn(930, generator=generator, dtype=torch.float64).to(dtype)
+    indices = {
+        "all": None,
+        "some": torch.arange(0, 930, 7),
+        "few": torch.tensor([3, 501, 540]),
+        "unsorted": torch.randperm(930, generator=generator)[:200],
+        "none": torch.arange(0),
+    }[arrived]
+    if indices is not None:
+        flat = torch.zeros_like(flat).index_copy(0, indices, flat[indices])
+    pieces = {name: flat[span] for name, span in spans.items()}
+    bounds = torch.tensor([0, 500, 530]), torch.tensor([500, 530, 930])
+    handed = Handed.of(bounds, list(pieces.values()), indices, None)
+    shapes = {"a": (20, 25), "b": (30,), "c": (4, 100)}
+    now: list[Tensor | None] = [
+        (pieces[name].double() * s).to(dtype).view(shapes[name])
+        for name, s in zip(spans, (0.25, 3.0, 1.0), strict=True)
+    ]
+    factors = factors_of(handed, now, None)
+    if arrived == "none":
+        assert factors.by.isnan().all()
+    else:
+        assert factors.by.tolist() == pytest.approx([0.25, 3.0, 1.0], rel=5e-3)
+    assert float(factors.odd) == 0.0
+    now[1] = None  # of another optimizer
+    assert factors_of(handed, now, None).by.isnan().tolist()[1]
+
+
+def test_a_mask_is_no_factor() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(2))
+    handed = Handed.of((torch.tensor([0]), torch.tensor([1000])), [values], None, None)
+    masked = values * 0.5
+    masked[:300] = 0
+    factors = factors_of(handed, [masked], None)
+    assert float(factors.by) == 0.5 and 0.2 < float(factors.odd) < 0.4
+    noisy = values + torch.randn(1000, generator=torch.Generator().manual_seed(3))
+    assert float(factors_of(handed, [noisy], None).odd) > 0.5
+
+
+def changed(kind: str) -> tuple[list[str], bool]:
+    def change(step: int, parameters: list[nn.Parameter]) -> None:
+        grads: list[Any] = [p.grad for p in parameters]
+        if kind == "noise":
+            for grad in grads:
+                grad.add_(torch.randn(grad.shape, generator=torch.Generator().manual_seed(step)), alpha=0.1)
+        elif kind == "value":
+            torch.nn.utils.clip_grad_value_(parameters, 1e-4)
+        elif kind == "norm":
+            torch.nn.utils.clip_grad_norm_(parameters, 0.01)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training = Training()
+        for step in range(8):
+            training.step(step, change)
+    training.engine.close()
+    return [str(w.message) for w in caught], all(bool(w.isfinite().all()) for w in training.weights())
+
+
+@pytest.mark.parametrize(("kind", "warned"), [("noise", 1), ("value", 1), ("norm", 0), ("nothing", 0)])
+def test_changes_that_are_no_factor_are_warned_of_once(two_ranks: Ranks, kind: str, warned: int) -> None:
+    (first, finite), (others, _) = two_ranks(changed, kind)
+    assert finite and len(first) == warned and others == []
+    assert all("register_hook" in sentence for sentence in first)
+
+
+def resumed() -> tuple[list[Tensor], list[Tensor]]:
+    def change(step: int, parameters: list[nn.Parameter]) -> None:
+        by(1.0 if step % 3 else 0.1)(step, parameters)
+
+    whole = Training()
+    for step in range(10):
+        whole.step(step, change)
+        if step == 5:
+            kept = copy.deepcopy((whole.module.state_dict(), whole.optimizer.state_dict(), whole.engine.state_dict()))
+    whole.engine.close()
+    again = Training()
+    again.module.load_state_dict(kept[0])
+    again.optimizer.load_state_dict(kept[1])
+    assert again.engine.load_state_dict(kept[2]) == []
+    for step in range(6, 10):
+        again.step(step, change)
+    again.engine.close()
+    return whole.weights(), again.weights()
+
+
+def test_a_resumed_run_knows_earlier_factors(two_ranks: Ranks) -> None:
+    for whole, again in two_ranks(resumed):
+        assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+
+def kept_at_moments() -> tuple[list[dict[str, list[float]]], list[dict[str, list[float]]], bool]:
+    """Lengths of states: before a step's averages are applied, of that moment after it, then; and loaded ones."""
+    training = Training()
+    halve, engine = by(0.5), training.engine
+    training.step(0, halve)
+    training.optimizer.zero_grad()
+    training.ddp(torch.ones(5, WIDTH)).square().mean().backward()
+    moment, before = engine.moment, engine.state_dict()["lengths"]
+    halve(1, list(training.module.parameters()))
+    training.optimizer.step()
+    of_then, state = engine.state_dict(moment)["lengths"], engine.state_dict()
+    if dist.get_rank() == 1:  # saved before the factor was known there
+        state = {**state, "lengths": before}
+    again = Training()
+    again.engine.load_state_dict(state)
+    loaded = again.engine.state_dict()["lengths"]
+    for one in (training, again):
+        one.engine.close()
+    return [before, of_then], [loaded], state["lengths"] == before
+
+
+def test_a_state_has_the_lengths_of_its_moment_and_those_of_rank_0_are_loaded(two_ranks: Ranks) -> None:
+    (moments, [first], unknown), (_, [second], _) = two_ranks(kept_at_moments)
+    assert moments[0] and moments[0] == moments[1] and not unknown
+    assert first == second != moments[0]
+
+
+def fallen() -> tuple[LengthChanges, LengthChanges, list[str], list[dict[str, float]]]:
+    steady, falling = Training(), Training()
+    for training in (steady, falling):
+        for step in range(12):
+            training.optimizer.zero_grad()
+            seed = torch.Generator().manual_seed(dist.get_rank())
+            size = 0.1 if training is falling and step > 4 else 1.0
+            (size * training.ddp(torch.randn(50, WIDTH, generator=seed)).square().mean()).backward()
+            training.optimizer.param_groups[0]["lr"] = 0.0
+            training.optimizer.step()
+    engine, of_group = falling.engine, next(iter(falling.engine.group_summaries().values()))
+    logged = [steady.engine.summary(), engine.summary(), of_group]
+    every = engine.mean_over_ranks(torch.tensor(engine.length_changes, dtype=torch.float64)).tolist()
+    assert [logged[1][f"lengths/{name}"] for name in LengthChanges._fields] == every
+    with Lines() as lines:
+        steady.engine.close()
+        falling.engine.close()
+    return steady.engine.length_changes, falling.engine.length_changes, list(lines), logged
+
+
+def test_it_is_counted_and_said_where_gradients_have_changed_their_length(two_ranks: Ranks) -> None:
+    for rank, (steady, falling, said, logged) in enumerate(two_ranks(fallen)):
+        assert [row["lengths/clipped"] for row in logged] == [0, 0, 0]
+        assert [row["lengths/measured_anew"] > 0 for row in logged] == [False, True, True]
+        assert steady == (0, 0)
+        assert falling.clipped == 0 and falling.measured_anew > 1
+        if rank == 0:
+            assert ["measured anew" in line for line in said] == [False, True]

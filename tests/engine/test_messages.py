@@ -1,0 +1,460 @@
+"""Groups whose messages travel together: how often a step talks, and that nothing else depends on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.core.messages import AllGather
+from lightning_sparse.engine import executor as executors
+from lightning_sparse.engine.header import Header, digest_of
+from lightning_sparse.engine.network import TorchCollective, drive_ranks, process_group, together
+from lightning_sparse.engine.skip import SkipFlag
+from lightning_sparse.engine.state.versions import Counts
+from lightning_sparse.methods.exchanges import GatherPairs
+from tests.covering import covering, in_turns
+from tests.engine.test_engine import balance, batches, poisoned, train, unused, wrapped
+from tests.gpu.models import Branches
+from tests.gpu.training import LAYOUTS
+from tests.ranks import Ranks
+from tests.streams import Streams
+from tests.trainers import EVERYTHING_SPARSE
+
+BOTH = ("group", "step")
+MANY = {"grouping": "layer", "rules": ls.Rules(dense_ndim=2, dense_numel=0)}
+"""Four groups, and the biases as dense ones."""
+
+
+# ---- How often a step talks
+
+
+def collectives(layout: str, options: dict[str, Any]) -> tuple[Counter[str], int]:
+    """What a step asks of the process group, by operation and dtype, and the number of groups."""
+    ddp, engine = wrapped(layout, **options)
+    assert engine is not None
+    seen: Counter[str] = Counter()
+
+    def counting(name: str, operation: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen[f"{name} {str(args[0].dtype).removeprefix('torch.')}"] += 1
+            return operation(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for step, batch in enumerate(batches(4)):
+            if step == 3:
+                patch.setattr(process_group, "_all_gather", counting("all_gather", process_group._all_gather))
+                for name in ("all_reduce", "broadcast", "all_to_all_single"):
+                    patch.setattr(dist, name, counting(name, getattr(dist, name)))
+            ddp(batch).square().mean().backward()
+    groups = len(engine.plan)
+    engine.close()
+    return seen, groups
+
+
+TWO = {"all_gather int32": 1, "all_reduce int32": 1}
+DENSE = {"all_reduce float32": 1}
+USAGE = {"all_gather uint8": 1}
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "expected", "groups"),
+    [
+        ("default", {"grouping": "layer"}, TWO, 4),
+        ("small_buckets", {"grouping": "bucket", "bucket_cap_mb": 0.01}, TWO, 3),
+        ("default", MANY, TWO | DENSE, 5),
+        ("find_unused", {"grouping": "layer"}, TWO | USAGE, 4),
+        ("find_unused", MANY, TWO | DENSE | USAGE, 5),
+        ("default", {**MANY, "sparsifier": "everything"}, DENSE, 5),
+        ("default", {"grouping": "layer", "sparsifier": "topk"}, {"all_gather int32": 1}, 4),
+    ],
+    ids=str,
+)
+def test_a_step_talks_as_often_as_one_group(
+    two_ranks: Ranks, layout: str, options: dict[str, Any], expected: dict[str, int], groups: int
+) -> None:
+    for executor in ("inline", "thread"):
+        for seen in two_ranks(collectives, layout, {"density": 0.05, "executor": executor, **options}):
+            assert seen == (expected, groups)
+
+
+def test_groups_that_travel_by_themselves_talk_for_each(two_ranks: Ranks) -> None:
+    options = {"density": 0.05, "messages": "group", **MANY}
+    for seen, groups in two_ranks(collectives, "find_unused", options):
+        assert groups == 5
+        assert seen == {"all_gather int32": 4, "all_reduce int32": 4, "all_reduce float32": 1, "all_gather uint8": 5}
+
+
+EVENTS: list[str] = []
+
+
+class Noting(ls.Sparsifier):
+    """Notes when it selects."""
+
+    agreement = ls.TopK.agreement
+    exchange = "gather_pairs"
+
+    def select(self, acc: Tensor, state: Any, ctx: Any) -> Any:
+        EVENTS.append(f"select {acc.numel()}")
+        return ls.TopK().select(acc, state, ctx)
+
+    def __repr__(self) -> str:
+        return "Noting()"
+
+
+def events(settings: dict[str, Any]) -> list[str]:
+    """When groups select, when a message is sent, and when the last gradient of backward comes."""
+    options = {"sparsifier": Noting(), "density": 0.05, "grouping": "layer", "executor": "inline"}
+    ddp = DistributedDataParallel(Branches(), bucket_cap_mb=0.01, **settings)
+    engine = ls.attach(ddp, rules=EVERYTHING_SPARSE, **options)
+    ddp.module.trunk.weight.register_post_accumulate_grad_hook(lambda _: EVENTS.append("trunk"))
+    gather = TorchCollective.all_gather
+
+    def noting(self: TorchCollective, x: Tensor) -> Tensor:
+        EVENTS.append(f"gather {str(x.dtype).removeprefix('torch.')}")
+        return gather(self, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchCollective, "all_gather", noting)
+        for batch in batches(3):
+            EVENTS.clear()
+            ddp(batch).square().mean().backward()
+    seen = list(EVENTS)
+    engine.close()
+    return seen
+
+
+def test_local_work_begins_as_gradients_come_where_all_parameters_are_used(two_ranks: Ranks) -> None:
+    """The head's 305 coordinates, the branches', and the trunk's, whose gradient comes last."""
+    for seen in two_ranks(events, {}):
+        assert seen[0] == "select 305"
+        assert seen.index("trunk") > seen.index("select 3660")
+        assert seen[-2:] == ["select 1260", "gather int32"]
+        assert len(seen) == 6
+    for seen in two_ranks(events, {"find_unused_parameters": True}):
+        assert seen[:2] == ["trunk", "gather uint8"]
+        assert seen[-1] == "gather int32"
+        assert sorted(seen[2:-1]) == ["select 1260", "select 305", "select 3660", "select 3660"]
+
+
+# ---- The same bits
+
+
+@pytest.mark.parametrize(
+    ("sparsifier", "executor"),
+    covering(in_turns([name for name, _ in ls.SPARSIFIERS.items()], ["inline", "thread"]), together=1),
+)
+def test_messages_that_travel_together_bring_the_same_bits(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
+    options = {"sparsifier": sparsifier, "density": 0.05, "executor": executor, **MANY}
+    [first, second] = (two_ranks(train, "small_buckets", {**options, "messages": messages}) for messages in BOTH)
+    assert all(torch.equal(parameters, first[0][0]) for parameters, _ in (*first, *second))
+
+
+MEMORIES: list[ls.Memory] = [
+    ls.Residual(decay=0.9),
+    ls.NoMemory(),
+    ls.LowPass(0.3),
+    ls.MomentumCorrection(0.5),
+    ls.AdamCorrection(beta1=0.5),
+    ls.ClipByNorm(0.1),
+    ls.WeightDecay(1e-2),
+]
+
+
+@pytest.mark.parametrize(
+    ("memory", "dtype"), covering(in_turns(MEMORIES, [torch.float32, torch.bfloat16, torch.float64]), together=1)
+)
+def test_memories_keep_the_same_bits_while_groups_wait_for_each_other(
+    two_ranks: Ranks, memory: ls.Memory, dtype: torch.dtype
+) -> None:
+    """What a memory forms when gradients come in is needed until messages have come back."""
+    options = {"memory": memory, "density": 0.05, **MANY}
+    [first, second] = (two_ranks(remembering, dtype, {**options, "messages": messages}) for messages in BOTH)
+    for separate, joined in zip(first, second, strict=True):
+        assert all(map(torch.equal, separate, joined))
+
+
+def remembering(dtype: torch.dtype, options: dict[str, Any]) -> list[Tensor]:
+    """Parameters, and all that is remembered, after some steps."""
+    ddp, engine = wrapped("small_buckets", dtype, **options)
+    assert engine is not None
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for batch in batches(5, dtype):
+        ddp(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    vectors = [v.clone() for group in engine.groups for v in group.memory.vectors(group.state.memory).values()]
+    engine.close()
+    return [*(p.detach().clone() for p in ddp.parameters()), *vectors]
+
+
+@pytest.mark.parametrize("exchange", ["gather_pairs", "reduce_union", "packed_union", "tree", "balanced"])
+def test_exchanges_that_travel_together_bring_the_same_bits(three_ranks: Ranks, exchange: str) -> None:
+    """Integers that are summed, and floats that each rank adds up by itself; other sums may differ in the last bits."""
+    options = {"sparsifier": "topk", "exchange": exchange, "density": 0.05, "grouping": "layer"}
+    [first, second] = (three_ranks(train, "default", {**options, "messages": messages}) for messages in BOTH)
+    assert all(torch.equal(parameters, second[0][0]) for parameters, _ in second)
+    if exchange != "reduce_union":
+        assert torch.equal(first[0][0], second[0][0])
+    else:
+        torch.testing.assert_close(first[0][0], second[0][0], rtol=0, atol=1e-6)
+
+
+def test_the_default_brings_the_same_bits_on_four_ranks() -> None:
+    ranks = Ranks(4)
+    try:
+        options = {"density": 0.05, "grouping": "layer"}
+        [first, second] = (ranks(train, "default", {**options, "messages": messages}) for messages in BOTH)
+    finally:
+        ranks.stop()
+    assert all(torch.equal(parameters, first[0][0]) for parameters, _ in (*first, *second))
+
+
+@pytest.mark.parametrize("layout", ["small_buckets", "find_unused"])
+def test_density_1_is_plain_ddp_however_messages_travel(two_ranks: Ranks, layout: str) -> None:
+    plain = two_ranks(train, layout, {})[0][0]
+    for messages in BOTH:
+        for sparsifier in ("topk", "exdyna", "everything"):
+            options = {"sparsifier": sparsifier, "density": 1.0, "grouping": "layer", "messages": messages}
+            for parameters, _ in two_ranks(train, layout, options):
+                assert torch.equal(parameters, plain), (sparsifier, messages)
+
+
+# ---- What has to hold where groups travel by themselves, too; where they travel together, other tests see to it
+
+
+def test_no_gradient_is_lost_when_groups_travel_by_themselves(two_ranks: Ranks) -> None:
+    options = {"sparsifier": "exdyna", "density": 0.05, "grouping": "layer", "messages": "group", "dense": ["head.*"]}
+    for found, given in two_ranks(balance, "small_buckets", options):
+        torch.testing.assert_close(found, given, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_unused_parameters_are_the_same_to_groups_that_travel_by_themselves(two_ranks: Ranks, executor: str) -> None:
+    for first, second in zip(*(two_ranks(unused, executor, messages) for messages in BOTH), strict=True):
+        for step, (zero, left, trunk) in first.items():
+            assert zero == second[step][0]
+            assert torch.equal(left, second[step][1])
+            assert torch.equal(trunk, second[step][2])
+
+
+@pytest.mark.parametrize("messages", BOTH)
+def test_a_bad_number_in_one_of_many_groups_voids_the_step(two_ranks: Ranks, messages: str) -> None:
+    for options in ({"sparsifier": "union_topk"}, {"sparsifier": "topk", "exchange": "tree"}):
+        many = {**options, "grouping": "layer", "messages": messages}
+        for grads, residuals in two_ranks(poisoned, "thread", float("nan"), many, "head"):
+            assert grads[0].isfinite().all()
+            assert grads[1].isnan().all()
+            assert grads[2].isfinite().all()
+            assert torch.equal(residuals[0], residuals[1])
+
+
+# ---- Errors
+
+
+class Failing(GatherPairs):
+    """Fails in one group on one rank, before or after its message."""
+
+    def __init__(self, numel: int, before: bool) -> None:
+        vars(self).update(numel=numel, before=before)
+
+    def __repr__(self) -> str:
+        return "Failing()"
+
+    def __call__(self, acc: Tensor, selection: Any, ctx: Any) -> Any:
+        fails = acc.numel() - 1 == self.numel and dist.get_rank() == 1 and ctx.step == 1
+        if fails and self.before:
+            raise ArithmeticError("before its message")
+        update = yield from super().__call__(acc, selection, ctx)
+        if fails:
+            raise ArithmeticError("after its message")
+        return update
+
+
+def failing(messages: str, executor: str, before: bool) -> tuple[str, list[str]]:
+    options = {"exchange": Failing(305, before), "grouping": "layer", "messages": messages, "executor": executor}
+    ddp, engine = wrapped("small_buckets", sparsifier="topk", density=0.05, **options)
+    assert engine is not None
+    for batch in batches(3):
+        try:
+            ddp(batch).square().mean().backward()
+        except Exception as error:
+            return type(error).__name__, getattr(error, "__notes__", [])
+    return "", []
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("messages", BOTH)
+def test_an_error_names_its_group_and_ends_the_step_on_all_ranks(messages: str, executor: str, before: bool) -> None:
+    ranks = Ranks(2)  # of its own: DDP is not usable after an error inside backward
+    try:
+        (lost, _), (kind, notes) = ranks(failing, messages, executor, before)
+    finally:
+        ranks.stop()
+    assert lost == "LostRankError"
+    assert kind == "ArithmeticError"
+    assert notes == ["sparse_ddp: in the exchange of group 'head', step 1, rank 1"]
+
+
+class OneRankFails(ls.Constant):
+    """A schedule that fails on one rank."""
+
+    def __call__(self, step: int) -> float:
+        if step == 1 and dist.get_rank() == 1:
+            raise ArithmeticError("in a schedule")
+        return super().__call__(step)
+
+
+class DoesNotCommit(ls.Residual):
+    """A memory that fails on one rank when the step is concluded."""
+
+    fails: ClassVar[bool] = False
+
+    def commit(self, *args: Any) -> Any:
+        if self.fails:
+            raise ArithmeticError("in a memory")
+        return super().commit(*args)
+
+
+def failing_locally(where: str, options: dict[str, Any]) -> tuple[str, list[str], bool]:
+    """The error of this rank, its notes, and whether it came long before the timeout."""
+    torch.manual_seed(0)
+    model = Branches()
+    model.trunk.bias.requires_grad_(where != "thawed")
+    ddp = DistributedDataParallel(model, **LAYOUTS["small_buckets"])
+    engine = ls.attach(ddp, rules=EVERYTHING_SPARSE, timeout=timedelta(seconds=20), **options)
+    for number, batch in enumerate(batches(4)):
+        if number == 1 and dist.get_rank() == 1:
+            model.trunk.bias.requires_grad_(True)
+            DoesNotCommit.fails = True
+        begin = time.monotonic()
+        try:
+            ddp(batch).square().mean().backward()
+        except Exception as error:
+            return type(error).__name__, getattr(error, "__notes__", []), time.monotonic() - begin < 10
+    engine.close()
+    return "", [], False
+
+
+@pytest.mark.parametrize(
+    ("where", "options", "place"),
+    [
+        ("schedule", {"density": OneRankFails(0.05)}, "in backward"),
+        ("memory", {"memory": DoesNotCommit()}, "in backward"),
+        ("thawed", {}, "before the first exchange"),
+    ],
+)
+@pytest.mark.parametrize("messages", BOTH)
+def test_nobody_waits_for_a_rank_that_fails_beside_its_exchange(
+    where: str, options: dict[str, Any], place: str, messages: str
+) -> None:
+    ranks = Ranks(2)
+    try:
+        options = {"executor": "thread", "grouping": "layer", "messages": messages, **options}
+        (lost, _, soon), (kind, notes, _) = ranks(failing_locally, where, options)
+    finally:
+        ranks.stop()
+    assert (lost, soon) == ("LostRankError", True)
+    assert kind in ("ArithmeticError", "RuntimeError")
+    assert notes == [f"sparse_ddp: {place}, step 1, rank 1"]
+
+
+def drifting(what: str, options: dict[str, Any]) -> tuple[str, int, bool]:
+    """What a rank that has drifted apart and the others are told, the steps that count, and whether residuals stay."""
+    ddp, engine = wrapped("default", density=0.05, **options)
+    assert engine is not None
+    first, second = batches(2)
+    ddp(first).square().mean().backward()
+    before = {name: engine.residual(name).clone() for name in engine.parameters}
+    if dist.get_rank() == 1:
+        if what == "step":
+            version = engine._record.latest
+            engine._record.history = engine._record.history._replace(
+                latest=version._replace(start=Counts(7), skipped=None), before=None
+            )
+        else:
+            engine._reducer._digest += 1
+    try:
+        ddp(second).square().mean().backward()
+    except RuntimeError as error:
+        same = all(torch.equal(engine.residual(name), residual) for name, residual in before.items())
+        return str(error), engine.step, same
+    return "", engine.step, False
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("step", "What differs: step (1 on rank 0, 7 on rank 1)."),
+        ("settings", "What differs: settings or groups (on rank 1)."),
+    ],
+)
+def test_ranks_that_have_drifted_apart_are_told_before_anything_counts(what: str, sentence: str, executor: str) -> None:
+    ranks = Ranks(2)
+    try:
+        answers = ranks(drifting, what, {"executor": executor, "grouping": "layer"})
+    finally:
+        ranks.stop()
+    for (message, step, same), expected in zip(answers, (1, 7 if what == "step" else 1), strict=True):
+        assert "The ranks have drifted apart: rank 1 and rank 0" in message
+        assert sentence in message
+        assert step == expected
+        assert same
+
+
+def test_what_differs_is_named_with_the_ranks_that_differ_from_rank_0() -> None:
+    headers = [Header(5, False, 1 << 40), Header(5, False, 1 << 40), Header(5, True, 1 << 40), Header(6, False, 1)]
+    device = torch.device("cpu")
+    assert drive_ranks([header.compare(device) for header in headers[:2]])[0].shape == (2, 4)
+    with pytest.raises(RuntimeError, match=r"apart: ranks 2, 3 and rank 0") as caught:
+        drive_ranks([header.compare(device) for header in headers])
+    assert (
+        "What differs: step (5 on rank 0, 6 on rank 3); flush (no on rank 0, yes on rank 2); settings or groups "
+        "(on rank 3)."
+    ) in str(caught.value)
+
+
+def test_headers_do_not_keep_what_has_travelled_with_them() -> None:
+    def others() -> Any:
+        yield AllGather(torch.zeros(1000, dtype=torch.int32))
+
+    device = torch.device("cpu")
+    first, _ = drive_ranks([together([Header(5, False, 1).compare(device), others()]) for _ in range(2)])
+    assert first[0].untyped_storage().nbytes() == 2 * 16
+
+
+def test_a_digest_tells_settings_and_groups_apart() -> None:
+    config = ls.SparsificationConfig()
+    digests = {
+        digest_of(config, ["a"]),
+        digest_of(config, ["b"]),
+        digest_of(dataclasses.replace(config, density=0.02), ["a"]),
+    }
+    assert len(digests) == 3
+    assert all(0 <= digest < 1 << 62 for digest in digests)
+    assert digest_of(config, ["a"]) in digests
+
+
+def test_on_a_device_headers_are_checked_where_the_host_hears_whether_a_step_counts(streams: Streams) -> None:
+    flag, stream = torch.zeros((), dtype=torch.bool), executors.side_stream(torch.device("cpu"))
+    comm = TorchCollective()
+    same, different = torch.zeros(2, 4, dtype=torch.int32), torch.eye(2, 4, dtype=torch.int32)
+    assert not bool(SkipFlag(flag, stream, comm.wait_until, same))
+    before = streams.host_waits
+    skipped = SkipFlag(flag, stream, comm.wait_until, different)
+    assert streams.host_waits == before
+    with pytest.raises(RuntimeError, match="rank 1 and rank 0 are about to exchange different things"):
+        bool(skipped)

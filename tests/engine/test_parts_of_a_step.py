@@ -1,0 +1,107 @@
+"""A step made of several backwards: what may be asked for in between, and what a step left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.engine import Engine
+from tests.ranks import Ranks
+from tests.trainers import EVERYTHING_SPARSE
+
+
+class Pair(nn.Module):
+    """Two layers with an output each, so that each may have a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(20, 20, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, uses: str = "ab") -> list[Tensor]:
+        return [layer(x).square().mean() for name, layer in (("a", self.a), ("b", self.b)) if name in uses]
+
+
+def attached(options: dict[str, Any], **settings: Any) -> tuple[DistributedDataParallel, Engine]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Pair(), bucket_cap_mb=0.001, **settings)
+    engine = ls.attach(ddp, rules=EVERYTHING_SPARSE, density=0.1, sparsifier="topk", grouping="layer", **options)
+    return ddp, engine
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 20, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+
+
+def flushing_within_a_step(options: dict[str, Any]) -> list[list[bool]]:
+    """Whether anything is left in each group after each of some steps."""
+    ddp, engine = attached(options)
+    left = []
+    for step in range(4):
+        a, b = ddp(batch(step))
+        b.backward()
+        if step == 1:
+            engine.flush_next_step()
+        a.backward()
+        left.append([group.remembers for group in engine.groups])
+    engine.close()
+    return left
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("messages", ["group", "step"])
+def test_a_flush_that_is_asked_for_within_a_step_means_the_next_one(
+    two_ranks: Ranks, messages: str, executor: str
+) -> None:
+    expected = [[True] * 2, [True] * 2, [False] * 2, [True] * 2]
+    assert two_ranks(flushing_within_a_step, {"messages": messages, "executor": executor}) == [expected] * 2
+
+
+def asking_within_a_step(options: dict[str, Any]) -> tuple[list[str], bool]:
+    ddp, engine = attached(options)
+    said = []
+    for step in range(2):
+        a, b = ddp(batch(step))
+        b.backward()
+        for ask in (engine.summary, engine.group_summaries, engine.take_pending, lambda: engine.regroup(engine.plan)):
+            try:
+                ask()
+            except RuntimeError as error:
+                said.append(str(error))
+        a.backward()
+    fine = bool(engine.summary() and engine.group_summaries() and engine.take_pending())
+    engine.close()
+    return said, fine
+
+
+@pytest.mark.parametrize("messages", ["group", "step"])
+def test_what_asks_other_ranks_is_refused_within_a_step(two_ranks: Ranks, messages: str) -> None:
+    for said, fine in two_ranks(asking_within_a_step, {"messages": messages, "executor": "thread"}):
+        assert len(said) == 4  # in the first step, DDP hands over all gradients at the end
+        assert all("between two steps, not within a backward" in one for one in said)
+        assert fine
+
+
+def leaving_out() -> list[tuple[dict[str, float], set[str]]]:
+    """The summary of each step, and the groups that have one."""
+    ddp, engine = attached({}, find_unused_parameters=True)
+    seen = []
+    for step, uses in enumerate(["ab", "ab", "a", "ab"]):
+        sum(ddp(batch(step), uses)).backward()
+        seen.append((engine.summary(), set(engine.group_summaries())))
+    engine.close()
+    return seen
+
+
+def test_a_group_that_no_rank_used_does_not_count_for_what_was_sent(two_ranks: Ranks) -> None:
+    for seen in two_ranks(leaving_out):
+        pairs = 4 + 8 * 40  # a group's message, beside which parameters were used and the header
+        assert [summary["traffic/sent_mb"] for summary, _ in seen] == [(2 + 16 + n * pairs) / 1e6 for n in (2, 2, 1, 2)]
+        assert [names for _, names in seen] == [{"a", "b"}, {"a", "b"}, {"a"}, {"a", "b"}]
+        norms = [summary["residual_norm"] for summary, _ in seen]
+        assert norms[2] > 0.7 * norms[1]  # of both, as nothing of b is sent

@@ -1,0 +1,385 @@
+"""Order of streams and lifetime of memory in the engine's real steps, by vector clocks; see :mod:`tests.streams`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.engine import Engine
+from lightning_sparse.methods.grouping import make_plan
+from tests.integrations.test_telling import Lines
+from tests.streams import FakeStream, Streams
+
+SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
+
+
+class Branches(nn.Module):
+    """A trunk and two branches, of which a forward may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(30, 30), nn.Linear(30, 30), nn.Linear(30, 30)
+
+    def forward(self, x: Tensor, branches: str) -> Tensor:
+        x = self.trunk(x).relu()
+        return sum(getattr(self, name)(x) for name in branches.split("+"))
+
+
+class Training:
+    """DDP with an engine and an optimizer."""
+
+    def __init__(self, ddp: dict[str, Any] | None = None, momentum: float = 0.0, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.ddp = DistributedDataParallel(Branches(), **(ddp or {}))
+        chosen = {"density": 0.05, "grouping": "layer", "rules": SPARSE, "executor": "inline"}
+        self.engine = ls.attach(self.ddp, single_device="sparse", **chosen | options)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=momentum)
+        self.engine.follow([self.optimizer])
+
+    def step(self, branches: str = "left+right", scale: float = 1.0) -> None:
+        (scale * self.ddp(torch.randn(4, 30), branches).square().mean()).backward()
+        self.engine.skip_void(self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, count: int = 4) -> None:
+        for _ in range(count):
+            self.step()
+
+
+class Regrouping:
+    """Changes groups within the first hook of a step, as a planner does."""
+
+    def __init__(self, *groupings: str) -> None:
+        self.left = list(groupings)
+
+    def before_step(self, engine: Engine) -> None:
+        if self.left and engine.step > 0:
+            regroup(engine, self.left.pop(0))
+
+    def close(self) -> None:
+        pass
+
+
+def regroup(engine: Engine, grouping: str) -> None:
+    sizes = [p for group in engine.plan for p in group.parameters][::-1]
+    engine.regroup(make_plan(sizes, grouping, SPARSE))
+
+
+def plain_steps() -> None:
+    Training().steps()
+
+
+def every_memory() -> None:
+    memories = [ls.NoMemory(), ls.LowPass(0.25), ls.MomentumCorrection(0.5), ls.ClipByNorm(4.0), ls.WeightDecay(1e-2)]
+    memories += [ls.AdamCorrection()]
+    for memory in memories:
+        Training(memory=memory).steps(2)
+
+
+def other_sparsifiers() -> None:
+    for sparsifier in ("topk", "exdyna", "micro", "ok_topk", "sidco_e", "everything"):
+        Training(sparsifier=sparsifier).steps(2)
+
+
+def a_void_step() -> None:
+    training = Training(momentum=0.9)
+    for scale in (1.0, float("inf"), 1.0, 1.0):
+        training.step(scale=scale)
+    assert training.engine.void_steps == 1
+
+
+def a_void_step_of_a_fused_optimizer() -> None:
+    training = Training()
+    training.optimizer = torch.optim.Adam(training.ddp.parameters(), betas=(0.0, 0.999), fused=True)
+    for scale in (1.0, float("inf"), 1.0, 1.0):
+        training.step(scale=scale)
+    assert training.engine.void_steps == 1
+
+
+def steps_of_adam() -> None:
+    for fused in (False, True):
+        training = Training()
+        training.optimizer = torch.optim.AdamW(training.ddp.parameters(), fused=fused)
+        training.engine.follow([training.optimizer])
+        for scale in (1.0, 1.0, float("inf"), 1.0):
+            training.step(scale=scale)
+        assert training.engine.void_steps == 1
+        training.engine.state_dict()
+        training.engine.close()
+
+
+def clipped_gradients() -> None:
+    for algorithm in ("norm", "value"):
+        training = Training()
+        training.engine.clip_gradients(0.1, algorithm)
+        training.steps(3)
+        training.engine.close()
+
+
+def messages_by_group() -> None:
+    training = Training(messages="group", memory=ls.SecondMoment())
+    for scale in (1.0, float("inf"), 1.0):
+        training.step(scale=scale)
+
+
+def several_buckets_of_a_group() -> None:
+    Training({"bucket_cap_mb": 0.004}, grouping="model").steps()
+
+
+def nonfinite_gradients_that_nobody_asks_about() -> None:
+    Training(nonfinite="nan").steps()
+
+
+def loss_scale() -> None:
+    training = Training()
+    scale = torch.full((), 4.0)
+    training.engine.loss_scale = lambda: scale
+    training.steps()
+
+
+def regroup_in_the_first_hook() -> None:
+    training = Training({"bucket_cap_mb": 0.004}, observers=[Regrouping("model", "layer", "bucket")], bucket_cap_mb=25)
+    training.steps(6)
+    assert [group.name for group in training.engine.plan] == ["bucket0"]
+
+
+def regroup_between_steps() -> None:
+    training = Training(memory=ls.MomentumCorrection(0.5))
+    for grouping in ("model", "layer"):
+        training.steps(2)
+        training.engine.summary()
+        regroup(training.engine, grouping)
+    training.steps(2)
+
+
+def learning_rates() -> None:
+    # So few are sent that parameters wait, whose residuals are then looked at.
+    training = Training(lr_aware=True, watch=ls.Watch(every=1), grouping="model", density=0.001)
+    for lr in (0.1, 0.05, 0.02, 0.2):
+        training.optimizer.param_groups[0]["lr"] = lr
+        training.step()
+
+
+def watchdogs() -> None:
+    Training(watch=ls.Watch(every=1)).steps()
+
+
+def summaries() -> None:
+    training = Training()
+    for _ in range(3):
+        training.step()
+        assert training.engine.summary()["density"] > 0
+        training.engine.group_summaries()
+        assert training.engine.residual("trunk.weight") is not None
+
+
+def flush() -> None:
+    training = Training()
+    training.steps(2)
+    training.engine.summary()  # looks at what is then taken
+    ls.flush(training.engine, [training.optimizer])
+    training.steps(2)
+    training.engine.flush_next_step()
+    training.steps(2)
+
+
+def states() -> None:
+    training = Training(memory=ls.MomentumCorrection(0.5))
+    training.steps(2)
+    state = training.engine.state_dict()
+    training.steps(2)
+    training.engine.summary()
+    training.engine.load_state_dict(state)
+    training.steps(2)
+
+
+def unused_parameters() -> None:
+    training = Training({"find_unused_parameters": True})
+    for branches in ("left+right", "left", "right", "left+right", "left"):
+        training.step(branches)
+
+
+def static_graph() -> None:
+    Training({"static_graph": True}).steps()
+
+
+def bucket_views() -> None:
+    Training({"gradient_as_bucket_view": True, "bucket_cap_mb": 0.004}).steps()
+
+
+def as_ddp_does() -> None:
+    training = Training(density=1.0, sparsifier="everything", rules=ls.Rules(["*"]), grouping="bucket")
+    training.steps(2)
+    assert training.engine.go_direct()
+    training.step()
+    training.step(scale=float("inf"))
+    training.steps(2)
+
+
+RUNS: list[Callable[[], None]] = [
+    plain_steps,
+    every_memory,
+    other_sparsifiers,
+    a_void_step,
+    a_void_step_of_a_fused_optimizer,
+    steps_of_adam,
+    clipped_gradients,
+    messages_by_group,
+    several_buckets_of_a_group,
+    nonfinite_gradients_that_nobody_asks_about,
+    loss_scale,
+    regroup_in_the_first_hook,
+    regroup_between_steps,
+    learning_rates,
+    watchdogs,
+    summaries,
+    flush,
+    states,
+    unused_parameters,
+    static_graph,
+    bucket_views,
+    as_ddp_does,
+]
+
+
+@pytest.mark.filterwarnings("ignore:Nothing is sparsified")
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_streams_wait_for_each_other_and_memory_is_not_given_back_in_use(
+    streams: Streams, run: Callable[[], None]
+) -> None:
+    run()
+    assert any(life.uses.keys() >= {"main", "side"} for life in streams.lives.values())
+    assert not streams.findings, "\n".join(dict.fromkeys(streams.findings))
+
+
+def test_a_step_of_adam_waits_for_nobody(streams: Streams) -> None:
+    training = Training()
+    training.optimizer = torch.optim.AdamW(training.ddp.parameters(), fused=True)
+    training.engine.follow([training.optimizer])
+    training.steps(3)
+    before = streams.host_waits
+    training.ddp(torch.randn(4, 30), "left+right").square().mean().backward()
+    begun = streams.host_waits
+    training.engine.skip_void(training.optimizer)
+    training.optimizer.step()
+    assert (begun - before, streams.host_waits - begun) == (1, 0)  # for the step before, which is long over
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (torch.optim.AdamW, "AdamW"),
+        (partial(torch.optim.SGD, lr=0.1), "SGD"),
+        (partial(torch.optim.AdamW, fused=True), ""),
+        (torch.optim.RMSprop, ""),  # which has no fused form
+    ],
+)
+def test_an_optimizer_that_makes_the_host_wait_is_named_once(
+    streams: Streams, make: Callable[..., torch.optim.Optimizer], name: str
+) -> None:
+    training = Training(memory="residual", watch=None)
+    training.optimizer = make(training.ddp.parameters())
+    with Lines() as lines:
+        training.steps(2)
+    told = [line for line in lines if "the host waits for the device" in line]
+    assert len(told) == bool(name)
+    assert all(f" {name}(..., fused=True)" in line for line in told)
+
+
+# Each of these is what the engine relies on; without it something must be found.
+@pytest.mark.parametrize(
+    ("forgotten", "run"),
+    [
+        ("wait_event", plain_steps),
+        ("wait_event", unused_parameters),
+        ("wait_stream", flush),
+    ],
+)
+def test_an_engine_that_forgets_to_wait_is_noticed(
+    streams: Streams, forgotten: str, run: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeStream, forgotten, lambda *_: None)
+    run()
+    assert streams.findings
+
+
+def test_a_flag_that_is_read_before_it_has_come_is_noticed(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.streams.FakeEvent.synchronize", lambda self: None)
+    a_void_step()
+    assert any("_local_scalar_dense" in finding for finding in streams.findings)
+
+
+class TestTheDetectorItself:
+    """On two streams and three operations."""
+
+    def test_reading_what_another_stream_writes(self) -> None:
+        with Streams() as streams:
+            side = streams.new("side")
+            x = torch.ones(3)
+            with streams.on(side):
+                y = x + 1
+            [finding] = streams.findings
+            assert "add" in finding
+            streams.main.wait_stream(side)
+            _ = y + 1
+            assert len(streams.findings) == 1
+
+    def test_writing_what_another_stream_reads(self) -> None:
+        with Streams() as streams:
+            side = streams.new("side")
+            x = torch.ones(3)
+            side.wait_stream(streams.main)
+            with streams.on(side):
+                _ = x + 1
+            assert not streams.findings
+            x.zero_()
+            assert len(streams.findings) == 1
+
+    def test_two_streams_may_read(self) -> None:
+        with Streams() as streams:
+            side = streams.new("side")
+            x = torch.ones(3)
+            side.wait_event(streams.main.record_event())
+            with streams.on(side):
+                _ = x + 1
+            _ = x + 2
+            assert not streams.findings
+
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_memory_given_back_in_use(self, waits: bool) -> None:
+        with Streams() as streams:
+            side = streams.new("side")
+            x = torch.ones(3)
+            side.wait_stream(streams.main)
+            with streams.on(side):
+                _ = x[1:] + 1  # through a view, which keeps nothing
+            del x
+            with streams.on(side):
+                _ = torch.ones(3)  # from the side stream's own memory
+            if waits:
+                streams.main.wait_stream(side)
+            _ = torch.ones(3)
+            assert len(streams.findings) == (not waits)
+
+    def test_the_host_orders_what_it_has_waited_for(self) -> None:
+        with Streams() as streams:
+            side = streams.new("side")
+            with streams.on(side):
+                x = torch.ones(3)
+            side.synchronize()
+            _ = x + 1
+            assert not streams.findings
+            side.wait_stream(streams.main)
+            with streams.on(side):
+                x.add_(1).sum().item()
+            _ = x + 1
+            assert not streams.findings
+            assert streams.host_waits == 2

@@ -1,0 +1,144 @@
+"""Gradients are worked on in DDP's buckets, with others in between, and give the same as in one vector."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.core.layout import Gradient
+from lightning_sparse.core.messages import Steps
+from lightning_sparse.engine.group import GroupReducer
+from tests.covering import covering
+from tests.ranks import Ranks
+
+VOID, UNUSED = 3, 4
+"""Steps in which a gradient is not finite, and in which no rank uses a layer."""
+
+
+class Tower(nn.Module):
+    """Layers of odd sizes, whose biases and norms stay dense and lie in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(33, 35), nn.LayerNorm(35), nn.ReLU(), nn.Linear(35, 33)) for _ in range(3)
+        )
+        self.aside = nn.Linear(33, 33)
+
+    def forward(self, x: Tensor, aside: bool = True) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x + self.aside(x) if aside else x
+
+
+exchange_steps = GroupReducer.exchange_steps
+runs: list[int] = []
+"""Of the groups that were worked on where they lie."""
+
+
+def in_runs(group: GroupReducer, *args: Any, **options: Any) -> Steps[None]:
+    """As a group's step."""
+    runs.append(len(Gradient.of(group.arrived[name] for name in group.spans).runs))
+    return exchange_steps(group, *args, **options)
+
+
+def in_one_vector(group: GroupReducer, *args: Any, **options: Any) -> Steps[None]:
+    """As a group's step, of a copy of the gradient that is copied back."""
+    lying = {name: group.arrived[name] for name in group.spans}
+    flat = torch.cat(list(lying.values()))
+    group.arrived = {name: flat[span] for name, span in group.spans.items()}
+    assert len(Gradient.of(group.arrived.values()).runs) == 1
+    yield from exchange_steps(group, *args, **options)
+    for name, piece in lying.items():
+        piece.copy_(group.arrived[name])
+
+
+def train(
+    options: dict[str, Any], dtype: torch.dtype, unused: bool, scale: float | None, flat: bool
+) -> tuple[int, list[Tensor]]:
+    """The most runs in which a group lies; averages and what is remembered after each step."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Tower().to(dtype), find_unused_parameters=unused, bucket_cap_mb=0.01)
+    engine = ls.attach(ddp, **{"density": 0.05, **options}, watch=None, executor="inline")
+    if scale is not None:
+        engine.loss_scale = lambda: torch.tensor(scale)
+    parameters, seen = list(ddp.parameters()), []
+    runs.clear()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(7):
+        ddp.zero_grad()
+        x = torch.randn(4, 33, generator=generator).to(dtype)
+        if step == VOID and dist.get_rank():
+            x[0, 0] = float("inf")
+        loss = ddp(x, not (unused and step == UNUSED)).float().square().mean()
+        with mock.patch.object(GroupReducer, "exchange_steps", in_one_vector if flat else in_runs):
+            (loss if scale is None else scale * loss).backward()
+        seen += [torch.zeros(0) if p.grad is None else p.grad.clone() for p in parameters]
+        with torch.no_grad():
+            for parameter in parameters:
+                if step != VOID and parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.01 / (scale or 1.0))
+        engine.count_as_applied()
+        for group in engine.groups:
+            seen += [vector.clone() for vector in group.memory.vectors(group.state.memory).values()]
+    engine.close()
+    return max(runs, default=0), [x.flatten() for x in seen]
+
+
+MEMORIES = [
+    ls.Residual(),
+    ls.SecondMoment(),
+    ls.Residual(decay=0.9),
+    ls.LowPass(0.3),
+    ls.MomentumCorrection(0.9),
+    ls.MomentumCorrection(0.9, nesterov=True),
+    ls.AdamCorrection(beta1=0.9),
+    ls.ClipByNorm(0.01),
+    ls.WeightDecay(0.1, min_ndim=2),
+    ls.NoMemory(),
+]
+METHODS: dict[str, dict[str, Any]] = {
+    "union_topk": {"sparsifier": "union_topk"},
+    "sent densely": {"sparsifier": "topk", "exchange": "dense"},
+    "accordion": {"sparsifier": "shared_topk", "density": ls.Accordion(0.02, 0.2, interval=2)},
+    "everything": {"sparsifier": "everything", "density": ls.Accordion(0.02, 0.2, interval=2)},
+}
+AXES: list[list[Any]] = [
+    ["bucket", "layer", "model"],
+    [torch.float32, torch.bfloat16, torch.float16, torch.float32],
+    MEMORIES,
+    list(METHODS),
+    [None, None, None, 8.0, 8.0, 8.0],
+    [False, False, True, True, True],
+]
+"""Grouping, dtype, memory, method, loss scale, and whether parameters stay unused."""
+
+
+@pytest.mark.parametrize(
+    ("grouping", "dtype", "memory", "method", "scale", "unused"),
+    covering((tuple(axis[number % len(axis)] for axis in AXES) for number in range(60)), together=1),
+)
+def test_steps_are_those_of_one_vector(
+    two_ranks: Ranks,
+    grouping: str,
+    dtype: torch.dtype,
+    memory: ls.Memory,
+    method: str,
+    scale: float | None,
+    unused: bool,
+) -> None:
+    options = {**METHODS[method], "grouping": grouping, "memory": memory}
+    apart, whole = (two_ranks(train, options, dtype, unused, scale, flat) for flat in (False, True))
+    for (most, ours), (_, expected) in zip(apart, whole, strict=True):
+        assert most > 1 or grouping == "layer"
+        assert len(ours) == len(expected)
+        for a, b in zip(ours, expected, strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

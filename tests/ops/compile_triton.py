@@ -1,0 +1,191 @@
+"""Compile kernels in Triton for sm_90, and print what became of them as JSON.
+
+::
+
+    python -m tests.ops.compile_triton form select
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # which importing the tests has set
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+# Without what the packages themselves import: kernels need torch and triton alone.
+for name in ("lightning_sparse", "lightning_sparse.ops"):
+    package = ModuleType(name)
+    package.__path__ = [str(Path(__file__).parents[2].joinpath(*name.split(".")))]
+    sys.modules[name] = package
+
+from lightning_sparse.ops.triton import adam as triton_adam  # noqa: E402
+from lightning_sparse.ops.triton import dense as triton_dense  # noqa: E402
+from lightning_sparse.ops.triton import lanes as triton_lanes  # noqa: E402
+from lightning_sparse.ops.triton import launch as triton_launch  # noqa: E402
+from lightning_sparse.ops.triton import length as triton_length  # noqa: E402
+from lightning_sparse.ops.triton import momentum as triton_momentum  # noqa: E402
+from lightning_sparse.ops.triton import need as triton_need  # noqa: E402
+from lightning_sparse.ops.triton import second as triton_second  # noqa: E402
+from lightning_sparse.ops.triton import select as triton_select  # noqa: E402
+from lightning_sparse.ops.triton import sums as triton_sums  # noqa: E402
+from lightning_sparse.ops.triton import union as triton_union  # noqa: E402
+from lightning_sparse.ops.triton import values as triton_values  # noqa: E402
+
+TARGET = GPUTarget("cuda", 90, 32)
+FLOATS = [
+    "acc", "residual", "grad", "bound", "scale", "x", "units", "values", "target", "source", "second", "beside", "by",
+    "following", "now", "out", "divisor",
+]  # fmt: skip
+LONGS = ["number", "numbers", "indices", "sizes", "union"]
+TYPES = (
+    dict.fromkeys(FLOATS, "*fp32")
+    | dict.fromkeys(LONGS, "*i64")
+    | {"decay": "fp32", "value": "fp32", "flag": "*i1", "void": "*u8", "lanes": "*i16", "after": "*fp64"}
+    | {"threshold": "*fp64", "parts": "*fp64", "sums": "*fp64", "state": ("*fp64",) * 5, "power": "*fp64"}
+    | {"keep": "fp32", "add": "fp32", "damping": "fp32", "offset": "fp32"}
+)
+NUMBERS = [
+    "numel", "per", "need", "capacity", "turn", "n", "share", "slots", "room", "total", "limit", "phase", "block",
+    "end", "bits", "octets", "most", "apart", "filled", "tiles", "raise_by", "k", "programs",
+    "most_parts",
+]  # fmt: skip
+"""Arguments that are int32; all others are pointers to int32."""
+
+
+def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
+    """Name, kernel, constants, types that differ, and warps."""
+    tile = {"TILE": triton_launch.TILE}
+    both = tile | {"PROGRAMS": triton_launch.PROGRAMS}
+    picks = {"PICKS": triton_union.PICKS}
+    if "form" in what:
+        yield "form", triton_dense._form, tile | {"FORM": True, "SCALED": False}, {}, 8
+    if "form_bf16" in what:
+        yield "form_bf16", triton_dense._form, tile | {"FORM": True, "SCALED": True}, {"grad": "*bf16"}, 8
+    if "look" in what:
+        yield "look", triton_dense._form, tile | {"FORM": False, "SCALED": False}, {}, 8
+    adam = tile | {"EPS": 1e-8}
+    if "weigh" in what:
+        yield "weigh", triton_second._weigh, adam | {"SCALED": False}, {}, 8
+    if "second" in what:
+        yield "weigh_bf16", triton_second._weigh, adam | {"SCALED": True}, {"grad": "*bf16"}, 8
+        yield "moments", triton_second._form_moments, tile, {}, 8
+        yield "scores", triton_second._store_scores, adam, {}, 8
+        given = dict.fromkeys(("lengths", "following", "norm", "units"), "*fp64") | {"scale": "*fp32", "numel": "i32"}
+        given |= dict.fromkeys(("beta2", "rest"), "fp32")
+        constants = {"KEEP": 0.9, "LONG": 2.0, "FAR": 1.25, "ACTS": True, "SCALED": True}
+        yield "measure", triton_length._measure, constants, given, 1
+    if "adam" in what:
+        for numbers, grad in ((True, "fp32"), (False, "bf16")):
+            types = {"ALIGNED": True, "NUMBERS": numbers, "DECAYS": True, "SCALED": not numbers, "SKIPS": not numbers}
+            types |= {"WEIGHT": tl.float32, "GRAD": getattr(tl, {"fp32": "float32", "bf16": "bfloat16"}[grad])}
+            given = {"table": "*i64", "skip": "*fp32"} | dict.fromkeys(("rate", "keep"), "fp32" if numbers else "*fp32")
+            yield f"adam_{grad}", triton_adam._step, tile | types, given, 8
+    if "momentum" in what:
+        for number, grad in ((True, "fp32"), (False, "bf16")):
+            types = {"ALIGNED": True, "NUMBER": number, "SKIPS": not number, "LONGEST": 255, "WEIGHT": tl.float32}
+            types |= {"VELOCITY": tl.float32, "GRAD": getattr(tl, {"fp32": "float32", "bf16": "bfloat16"}[grad])}
+            given = {
+                "table": "*i64",
+                "skip": "*fp32",
+                "steps": "i32",
+                "shares": "*fp32",
+                "reach": "fp32" if number else "*fp32",
+            }
+            yield f"momentum_{grad}", triton_momentum._spend, tile | types, given, 8
+    if "flags" in what:
+        yield "fill", triton_dense._fill_if, tile, {}, 8
+        yield "copy", triton_dense._copy_if, tile, {}, 8
+        parts: dict[str, Any] = dict.fromkeys(("yes", "no", "out"), ("*fp64", "*i64"))
+        yield "choose", triton_dense._choose, {"SIZE": 8}, parts | {"sizes": ("i32", "i32")}, 4
+    for weighed in (False, True):
+        if "select" not in what:
+            continue
+        about = "_weighed" if weighed else ""
+        of_all = both | {"WEIGHED": weighed}
+        yield f"collect{about}", triton_select._collect, of_all | {"WORDS": triton_select.WORDS}, {}, 8
+        for striped in (False, True):
+            ending = f"{about}_striped" if striped else about
+            for search in range(1 + striped):
+                for digit in (1, 2, 3, 4):
+                    constants = of_all | {"DIGIT": digit, "SEARCH": search, "STRIPED": striped}
+                    yield f"digit{digit}_{search}{ending}", triton_select._count_digits, constants, {}, 8
+            yield f"count{ending}", triton_select._count_picks, of_all | {"STRIPED": striped}, {}, 8
+            yield f"write{ending}", triton_select._write_picks, of_all | {"STRIPED": striped}, {}, 8
+    if "mark" in what:
+        yield "mark", triton_union._mark, picks, {}, 4
+    if "union" in what:
+        words = {"WORDS": triton_union.WORDS, "PROGRAMS": triton_launch.PROGRAMS}
+        for spares, levels in ((False, 0), (True, 1), (True, 2)):
+            yield f"list_{levels}", triton_union._list, words | {"SPARES": spares, "LEVELS": levels}, {}, 2
+        for codes in (False, True):
+            yield f"raise_{codes}", triton_union._raise_levels, picks | {"CODES": codes}, {}, 4
+    if "lanes" in what:
+        for codes in (False, True):
+            constants = picks | {"CODES": codes}
+            yield f"tell_{codes}", triton_lanes._tell, constants | {"PARTS": 1024}, {"parts": "i32"}, 4
+            yield f"hear_{codes}", triton_lanes._hear, constants, {}, 4
+        yield "count_marks", triton_lanes._count_marks, {"WORDS": triton_lanes.WORDS}, {}, 8
+        for low, wide in ((0, False), (5, False), (12, True)):
+            beside = picks | {"LOW": low, "WIDE": wide}
+            yield f"round_{low}", triton_values._round, beside | {"RANKS": triton_values.MOST_RANKS}, {}, 4
+            for narrow in (False, True):
+                types = {"largest": "fp32", "grad": "*fp16" if narrow else "*fp32"}
+                constants = beside | {"NARROW": narrow, "SCALED": narrow, "EPS": 1e-8}
+                yield f"settle_{low}_{narrow}", triton_values._settle, constants, types, 4
+    if "begin" in what:
+        constants = tile | {"MOST": 1.0, "MARGIN": 0.05, "WINDOW": 64}
+        for known in (False, True):
+            yield f"begin_{known}", triton_need._begin, constants | {"KNOWN": known}, {"words": "i32"}, 4
+    if "sums" in what:
+        for kind in range(4):
+            yield f"parts_{kind}", triton_sums._parts, tile | {"KIND": kind}, {}, 8
+            whole = {"KIND": kind, "PROGRAMS": triton_launch.PROGRAMS}
+            yield f"whole_{kind}", triton_sums._whole, whole, {}, 4
+
+
+def measured(kernel: Any, constants: dict[str, Any], types: dict[str, Any], warps: int) -> dict[str, int]:
+    """Compile a kernel, for pointers that are multiples of 16."""
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        kind = types.get(name, TYPES.get(name, "i32" if name in NUMBERS else "*i32"))
+        signature[name] = "constexpr" if name in constants else kind
+        if str(signature[name]).startswith("*"):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    made = triton.compile(source, target=TARGET, options={"num_warps": warps, **triton_launch.EXACT})
+    with tempfile.NamedTemporaryFile() as binary:
+        binary.write(made.asm["cubin"])
+        binary.flush()
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        command = [str(tool), "-res-usage", binary.name]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"{what}:(\d+)", shown)[-1]) for what in ("REG", "STACK"))
+    ptx = made.asm["ptx"]
+    return {
+        "registers": registers,
+        "stack": stack,
+        "wide_loads": len(re.findall(r"ld\.global[^;]*\.v4", ptx)),
+        "wide_stores": len(re.findall(r"st\.global[^;]*\.v4", ptx)),
+        "flushes": ptx.count(".ftz"),
+        "counting": ptx.count("popc"),  # most of what a histogram does
+        "fences": len(re.findall(r"\batom[^\n]*acq|\bfence", ptx)),
+        "fused": len(re.findall(r"\bfma\.rn\.f", ptx)),
+    }
+
+
+if __name__ == "__main__":
+    results = {name: measured(*rest) for name, *rest in kernels(sys.argv[1:])}
+    print(json.dumps(results))

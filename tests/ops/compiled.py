@@ -1,0 +1,59 @@
+"""The compiled kernels at each level of instructions, built for the tests, and numpy alone."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_sparse.ops.c import library, native
+
+NUMPY = "numpy"
+VARIANTS = [NUMPY, *library.LEVELS]
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library of this source, the installed one if it is; skips where there is no compiler."""
+    with contextlib.suppress(OSError):
+        library.load()
+        return library.LIBRARY
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    path = tmp_path_factory.mktemp("kernels") / "libhost.so"
+    assert library.build(path) is None
+    return path
+
+
+def load(variant: str, request: pytest.FixtureRequest) -> native.Native | None:
+    """The kernels of a variant; skips where this processor lacks the instructions."""
+    if variant == NUMPY:
+        return None
+    found, level = library.load(request.getfixturevalue("built"), most=variant)
+    if level != variant:
+        pytest.skip(f"this processor has no {variant}")
+    return native.Native(found)
+
+
+@pytest.fixture(params=VARIANTS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each variant in use, one after another."""
+    monkeypatch.setattr(native, "library", load(request.param, request))
+    yield request.param
+
+
+@pytest.fixture
+def each_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Iterator[str]]:
+    """Iterates over the variants that this processor has, each in use in its turn; numpy comes first."""
+
+    def each() -> Iterator[str]:
+        for variant in VARIANTS:
+            with contextlib.suppress(pytest.skip.Exception):  # tests of `kernel` tell
+                # At its turn: a library that is loaded twice is the same, at the level of the last time.
+                monkeypatch.setattr(native, "library", load(variant, request))
+                yield variant
+
+    return each

@@ -1,0 +1,120 @@
+"""Steps of the default between ranks in one process, with all that they leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_sparse as ls
+from lightning_sparse.core.step import Context, GroupState
+from lightning_sparse.engine.header import Header
+from lightning_sparse.engine.metrics import Statistics
+from lightning_sparse.engine.network import drive_ranks, together
+from lightning_sparse.engine.pipeline import commit_group, exchange_group, init_group
+from lightning_sparse.methods.sparsifiers import union_topk
+from tests.lockstep import strict
+
+PARTS: dict[str, Any] = {
+    "memory": ls.Residual(),
+    "sparsifier": ls.UnionTopK(),
+    "exchange": ls.EXCHANGES.resolve("packed_union"),
+}
+VOID = 1
+"""Which step counts for nothing."""
+
+
+def groups(
+    n: int, numel: int, density: float, dtype: torch.dtype, device: str = "cpu", memory: ls.Memory = PARTS["memory"]
+) -> list[GroupState]:
+    return [
+        init_group(
+            numel, dtype, torch.device(device), Context(0, density, rank, n),
+            memory=memory, sparsifier=PARTS["sparsifier"],
+        )
+        for rank in range(n)
+    ]  # fmt: skip
+
+
+@contextmanager
+def first_of_equal() -> Iterator[None]:
+    """Of equal magnitudes torch's path picks the first coordinates, as kernels do; ``topk`` picks any of them."""
+
+    def strongest(x: Tensor, k: int, left_out: Tensor | None = None, most: int = 0) -> tuple[Tensor, Tensor]:
+        magnitudes = x.abs()
+        if left_out is not None:
+            magnitudes.masked_fill_(left_out, -1)
+        values, places = magnitudes.sort(descending=True, stable=True)
+        return values[:k], places[:k]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(union_topk, "strongest", strongest)
+        yield
+
+
+def walk(
+    n: int,
+    numel: int | tuple[int, ...],
+    density: float,
+    dtype: torch.dtype,
+    scaled: bool,
+    device: str = "cpu",
+    count: int = 3,
+    memory: ls.Memory = PARTS["memory"],
+) -> list[list[Tensor]]:
+    """Everything that a few steps leave behind, one of them void; ranks agree on half of what is large.
+
+    Several groups travel together, behind a header, as in a real step. Squares of gradients are exact in float32, and
+    so is a second beta of ``1 - 2**-i`` and what it leaves, however torch rounds products and sums.
+    """
+    parts, where = PARTS | {"memory": memory}, torch.device(device)
+    sizes = (numel,) if isinstance(numel, int) else numel
+    states, left = [groups(n, size, density, dtype, device, memory) for size in sizes], []
+    scale = torch.full((), 1024.0, device=device) if scaled else None
+    for step in range(count):
+        generator = torch.Generator().manual_seed(step)
+        grads = [_gradients(n, size, dtype, generator) for size in sizes]
+        if step == VOID:
+            grads[-1][n - 1][sizes[-1] // 2] = float("inf")
+        grads = [[grad.to(device, copy=True) for grad in ranks] for ranks in grads]
+        ctx = Context(step, density, 0, n)
+        steps = []
+        for rank in range(n):
+            own = [
+                exchange_group(ranks[rank], before[rank], ctx._replace(rank=rank), **parts, scale=scale)
+                for ranks, before in zip(grads, states, strict=True)
+            ]
+            header = [Header(step, False, 12345).compare(where)] if len(sizes) > 1 else []
+            steps.append(strict(together([*header, *own])))
+        done = [ends[-len(sizes) :] for ends in drive_ranks(steps)]  # of each rank, of each group
+        for rank, ends in enumerate(done):
+            void = torch.stack([void for _, _, void in ends]).any()
+            assert bool(void) == (step == VOID)
+            for group, (after, statistics, _) in enumerate(ends):
+                state = states[group][rank] = commit_group(states[group][rank], after, void, memory)
+                left += _left_behind(grads[group][rank], state, statistics, memory, step == VOID)
+    return left
+
+
+def _gradients(n: int, numel: int, dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+    common = 3 * torch.randn(numel, generator=generator)
+    grads = [(common + torch.randn(numel, generator=generator)).to(dtype) for _ in range(n)]
+    return [(grad * 256).round() / 256 for grad in grads]
+
+
+def _left_behind(
+    grad: Tensor, state: GroupState, statistics: Statistics, memory: ls.Memory, void: bool
+) -> list[list[Tensor]]:
+    vectors = [*memory.vectors(state.memory).values(), *memory.counters(state.memory).values()]
+    assert state.counts is not None and state.union is not None
+    left = [[grad, *(x.clone() for x in vectors), *state.selector, state.counts, state.union]]
+    if not void:  # what is picked in a step that counts for nothing is anybody's choice
+        divisor, indices = memory.divisor(state.memory), statistics.indices
+        left.append([statistics.indices, statistics.union, statistics.counts])
+        left.append([torch.tensor(statistics.bytes_sent)])
+        left.append([] if divisor is None else [divisor[indices[indices < statistics.numel]]])
+    return left

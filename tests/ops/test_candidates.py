@@ -1,0 +1,174 @@
+"""Candidates of the step before: they save passes, and never change what a step gives."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_sparse as ls
+from lightning_sparse import ops
+from lightning_sparse.core.candidates import Candidates
+from lightning_sparse.ops import host_choose, host_sums
+from tests.covering import covering
+from tests.lockstep import Ranks, equal_states
+from tests.ops.compiled import VARIANTS
+
+NUMEL = 40_000
+METHODS = ["topk", "union_topk", "shared_topk", "dgc", "gaussian_k", "redsync", "sidco_e", "sidco_gp", "ok_topk"]
+METHODS += ["clt_k", "striped_topk", "micro", "hard_threshold"]
+
+
+def accumulated(candidates: Candidates, numel: int = NUMEL, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    acc, grad = torch.zeros(numel), torch.randn(numel, generator=generator)
+    ops.accumulate_(acc, torch.randn(numel, generator=generator), [grad], 1.0, candidates)
+    return acc
+
+
+def gradients(steps: int, n: int) -> list[Tensor]:
+    """Their scale drops and jumps, so that bounds of the step before are far too high and far too low."""
+    generator = torch.Generator().manual_seed(3)
+    scales = [1.0, 1.1, 1e-3, 1e-3, 50.0, 1.0, 0.0, 1.0, 1.3]
+    return [scales[step % len(scales)] * torch.randn(n, NUMEL, generator=generator) for step in range(steps)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "method", "dtype"),
+    covering(product(VARIANTS, METHODS, [torch.float32, torch.bfloat16])),
+    indirect=["kernel"],
+)
+def test_steps_are_the_same_with_and_without_candidates(kernel: str, method: str, dtype: torch.dtype) -> None:
+    sparsifier = ls.HardThreshold(3.0) if method == "hard_threshold" else ls.SPARSIFIERS.resolve(method)
+    with_them, without = (Ranks(2, NUMEL, sparsifier=sparsifier, density=0.01, dtype=dtype) for _ in range(2))
+    without.states = [state._replace(candidates=None) for state in without.states]
+    for step, rows in enumerate(gradients(12, 2)):
+        rows = rows.to(dtype)
+        if step == 7:
+            rows[1, 5] = float("nan")
+        ours, plain = with_them.step(rows), without.step(rows)
+        assert ours.averages.view(torch.uint8).equal(plain.averages.view(torch.uint8))
+        assert equal_states(tuple(ours.after), tuple(plain.after))
+        for a, b in zip(ours.states, plain.states, strict=True):
+            assert equal_states((a.selector, a.counts, a.union), (b.selector, b.counts, b.union))
+
+
+def test_the_next_selection_looks_at_candidates_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = Candidates()
+    expected = ops.top_k(accumulated(candidates), 300, candidates)
+    assert 0 < candidates.bound < math.inf
+    acc = accumulated(candidates)
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("the whole vector was passed over")
+
+    monkeypatch.setattr(host_choose, "reaching", refuse)
+    assert torch.equal(ops.top_k(acc, 300, candidates), expected)
+    assert bool(ops.all_finite(acc, candidates))
+    threshold = 1.01 * acc.abs()[expected].min().double()
+    above, count = ops.above(acc, threshold, candidates=candidates)
+    assert 0 < int(count) < 300
+    assert above.tolist() == (acc.abs() >= threshold).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("kernel", ["portable"], indirect=True)  # numpy adds up in a pass of its own
+def test_sums_are_known_from_the_pass_that_forms_the_vector(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates = Candidates()
+    expected = [float(x) for x in ops.moments(accumulated(candidates), candidates)]
+    acc = accumulated(candidates)
+    with monkeypatch.context() as without:
+        without.setattr(host_sums, "_formed", None)
+        assert [float(x) for x in ops.moments(acc, candidates)] == expected
+    acc[0] += 1
+    assert [float(x) for x in ops.moments(acc, candidates)] != expected
+    # Other sums than the pass was asked for.
+    assert float(ops.mean_and_maximum(acc, candidates)[1]) == float(acc.abs().max())
+
+
+@pytest.mark.usefixtures("kernel")
+def test_scores_of_adam_are_collected_with_their_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"sparsifier": ls.UnionTopK(), "density": 0.01, "memory": ls.SecondMoment(), "dtype": torch.float32}
+    with_them, without = (Ranks(2, NUMEL, **given) for _ in range(2))
+    above = host_choose.reaching
+    for step in range(8):
+        rows = torch.randn(2, NUMEL, generator=torch.Generator().manual_seed(step))
+        passes: list[object] = []
+        monkeypatch.setattr(
+            host_choose, "reaching", lambda *given, passes=passes: passes.append(given) or above(*given)
+        )
+        ours = with_them.step(rows)
+        assert not passes or step < 4  # until the second moments are worth something
+        for state in without.states:
+            state.candidates.bound = math.inf
+        plain = without.step(rows)
+        assert passes or step == 0
+        assert ours.averages.view(torch.uint8).equal(plain.averages.view(torch.uint8))
+        assert equal_states(tuple(ours.after), tuple(plain.after))
+
+
+@pytest.mark.parametrize("k", [1, 200, 300, 301, 5000, NUMEL - 1])
+def test_too_few_or_too_many_candidates_cost_another_pass(k: int) -> None:
+    for before in (1, 300, NUMEL // 2):
+        candidates = Candidates()
+        ops.top_k(accumulated(candidates, seed=1), before, candidates)
+        acc = accumulated(candidates, seed=2)
+        assert torch.equal(ops.top_k(acc, k, candidates), ops.top_k(acc, k))
+
+
+def test_whatever_is_written_afterwards_ends_what_was_noted() -> None:
+    candidates = Candidates()
+    ops.top_k(accumulated(candidates), 300, candidates)
+    acc = accumulated(candidates)
+    assert candidates.reaching(acc, math.inf) is not None
+    assert candidates.reaching(acc[1:], math.inf) is None
+    assert candidates.reaching(acc.clone(), math.inf) is None
+    top = ops.top_k(acc, 1)
+    acc[top] = 0
+    assert candidates.reaching(acc, math.inf) is None
+    assert candidates.all_finite(acc) is None
+    assert torch.equal(ops.top_k(acc, 300, candidates), ops.top_k(acc, 300))
+
+
+def test_a_gradient_is_known_to_be_empty_until_somebody_writes_to_it() -> None:
+    candidates, grad = Candidates(), torch.ones(100)
+    assert not candidates.cleared([grad])
+    ops.accumulate_(torch.zeros(100), torch.zeros(100), [grad], 1.0, candidates)
+    assert candidates.cleared([grad])
+    assert not grad.any()
+    grad[3] = 1
+    assert not candidates.cleared([grad])
+
+
+def test_a_vector_that_is_not_finite_tells_nothing_about_the_next_step() -> None:
+    candidates = Candidates()
+    ops.top_k(accumulated(candidates), 300, candidates)
+    bound = candidates.bound
+    acc = torch.zeros(NUMEL)
+    ops.accumulate_(acc, torch.full((NUMEL,), math.nan), [torch.ones(NUMEL)], 1.0, candidates)
+    assert not ops.all_finite(acc, candidates)
+    ops.top_k(acc.zero_(), 300, candidates)
+    assert candidates.bound == bound
+
+
+def test_a_decay_and_other_devices_accumulate_as_torch_does() -> None:
+    acc, grad = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
+    ops.accumulate_(acc, torch.ones(3), [grad], 0.5, Candidates())
+    assert acc.tolist() == [1.5, 2.5, 3.5]
+    assert grad.tolist() == [1.0, 2.0, 3.0]
+    meta = torch.zeros(3, device="meta")
+    ops.accumulate_(meta, meta, [meta], 1.0, Candidates())
+
+
+def test_what_kernels_write_ends_what_was_noted() -> None:
+    acc, grad = torch.zeros(100), torch.ones(100)
+    candidates = Candidates()
+    candidates.bound = 0.5
+    ops.accumulate_(acc, torch.zeros(100), [grad], 1.0, candidates)
+    assert candidates.all_finite(acc) is True and candidates.cleared([grad])
+    ops.put_(acc, torch.tensor([3]), 0.0)
+    assert candidates.all_finite(acc) is None and candidates.cleared([grad])
+    ops.put_(grad, torch.tensor([3]), 2.0)
+    assert not candidates.cleared([grad])

@@ -1,0 +1,142 @@
+"""What a step of a group costs on a device without Triton, held by budgets: nobody adds a pass without noticing.
+
+Each row of the table is what is spent today, rounded up: operations of torch, most of which launch one kernel, for 2, 8
+and 64 ranks, and bytes that they read and write for each coordinate, with 8 ranks, float32, the memory ``Residual`` and
+the sparsifier's own exchange, in a group of four million coordinates that is one bucket of DDP. The floor is 16 bytes:
+a pass that reads gradient and residual and writes both. A dense pass costs at least 4 bytes more, which no row has to
+spare. Whoever makes something cheaper lowers its row.
+
+What the bytes are spent on, for UnionTopK at a density of 0.001: 12 to form the accumulator, 4 to see whether it is
+finite, 28 for magnitudes and ``topk``, 8 for magnitudes of the own stripe and their ``topk``, 4 to clear the gradient,
+and some 2000 bytes a pick. From 67 million coordinates on, the largest of every few neighbours are found first, which
+takes 4 bytes in place of 28 and more launches (``MANY`` in ``ops/static.py``).
+
+More ranks take more operations in these places: where sums are formed in the order of ranks (gather_pairs, balanced),
+one for each rank; in ExDyna, where blocks move, and in the tree of gTop-k, some for each doubling of their number; and
+in packed_union, where each rank picks so few that coordinates are told in twelve bits or more, ten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import lightning_sparse as ls
+from lightning_sparse.ops import static
+from tests.costs import META, Costs, group_step
+
+NUMEL = 1 << 22
+BUDGET: dict[str, tuple[ls.Sparsifier, tuple[int, int, int], tuple[float, float]]] = {
+    # operations with 2, 8 and 64 ranks; bytes a coordinate at densities of 0.01 and 0.001
+    "union_topk": (ls.UnionTopK(), (240, 240, 250), (78, 59)),
+    "shared_topk": (ls.SharedTopK(), (56, 56, 56), (54, 49)),
+    "striped_topk": (ls.StripedTopK(), (64, 64, 64), (33, 28)),
+    "topk": (ls.TopK(), (62, 68, 124), (95, 53)),
+    "clt_k": (ls.CLTk(), (40, 40, 40), (54, 49)),
+    "gtop_k": (ls.GTopK(), (66, 70, 76), (59, 50)),
+    "random_k": (ls.RandomK(), (60, 60, 60), (28, 21)),
+    "hard_threshold": (ls.HardThreshold(), (70, 70, 70), (295, 73)),
+    "micro": (ls.MiCRO(), (162, 162, 162), (32, 25)),
+    "micro-published": (ls.MiCRO(variant="published"), (91, 91, 91), (44, 25)),
+    "exdyna": (ls.ExDyna(), (203, 209, 215), (85, 78)),
+    "exdyna-published": (ls.ExDyna(variant="published"), (149, 155, 161), (81, 62)),
+    "ok_topk": (ls.OkTopK(), (184, 190, 246), (74, 44)),
+    "dgc": (ls.DGC(), (225, 231, 287), (112, 55)),
+    "redsync": (ls.RedSync(), (407, 413, 469), (151, 66)),
+    "gaussian_k": (ls.GaussianK(), (300, 306, 362), (121, 63)),
+    "sidco_e": (ls.SIDCoE(), (357, 363, 419), (729, 798)),
+    "sidco_p": (ls.SIDCoP(), (469, 475, 531), (729, 798)),
+    "sidco_gp": (ls.SIDCoGP(), (572, 578, 634), (763, 832)),
+    "everything": (ls.Everything(), (24, 24, 24), (41, 41)),
+}
+VARIANTS: dict[str, tuple[dict[str, Any], tuple[int, float]]] = {
+    # of UnionTopK with 8 ranks at a density of 0.001: operations, bytes a coordinate
+    "no memory": ({"memory": ls.NoMemory()}, (247, 55)),
+    "low pass": ({"memory": ls.LowPass(0.1)}, (251, 67)),
+    "momentum": ({"memory": ls.MomentumCorrection(0.9)}, (261, 76)),
+    "clipped": ({"memory": ls.ClipByNorm(1.0)}, (258, 71)),
+    "adam": ({"memory": ls.AdamCorrection()}, (264, 131)),
+    "second moment": ({"memory": ls.SecondMoment()}, (400, 180)),
+    "bfloat16": ({"dtype": torch.bfloat16}, (257, 55)),
+    "in two buckets": ({"buckets": 2}, (254, 75)),
+    "nobody asks whether a step counts": ({"nonfinite": "nan"}, (258, 67)),
+    "in one group of 67 million": ({"numel": 1 << 26}, (278, 32)),
+}
+
+
+def held(costs: Costs, operations: int, bytes_each: float, numel: int = NUMEL) -> None:
+    found = costs.operations.total(), costs.bytes.total() / numel
+    assert found[0] <= operations, dict(costs.operations)
+    assert found[1] <= bytes_each, {name: count / numel for name, count in costs.bytes.most_common(10)}
+    assert found[1] > bytes_each - 4, "a dense pass more would go unnoticed: lower the row"
+
+
+@pytest.mark.parametrize("name", BUDGET)
+def test_a_method_stays_within_its_budget(name: str) -> None:
+    sparsifier, operations, bytes_each = BUDGET[name]
+    for n, limit in zip((2, 64), operations[::2], strict=True):
+        assert group_step(sparsifier, n).operations.total() <= limit
+    held(group_step(sparsifier, density=0.01), operations[1], bytes_each[0])
+    held(group_step(sparsifier, density=0.001), 2 * operations[1], bytes_each[1])  # SIDCo has more stages there
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_default_stays_within_its_budget_with_other_settings(name: str) -> None:
+    options, (operations, bytes_each) = VARIANTS[name]
+    held(group_step(density=0.001, **options), operations, bytes_each, options.get("numel", NUMEL))
+
+
+@dataclass(frozen=True)
+class OnceMore(ls.Residual):
+    """Passes over the accumulator once more than it must."""
+
+    def accumulate_(self, *args: Any) -> Tensor:
+        return super().accumulate_(*args).mul_(1.0)
+
+
+def test_one_pass_more_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="mul_"):
+        held(group_step(density=0.001, memory=OnceMore()), 260, BUDGET["union_topk"][2][1])
+
+
+def cost_of(compute: Any, *inputs: Tensor) -> tuple[dict[str, int], int]:
+    with Costs(META) as costs:
+        compute(*inputs)
+    return dict(costs.operations), costs.bytes.total()
+
+
+def test_bytes_are_those_that_a_kernel_reads_and_writes() -> None:
+    x, places = torch.empty(1024, device=META), torch.empty(8, dtype=torch.int64, device=META)
+    kib = 1024
+    assert cost_of(lambda x: x + x, x) == ({"add": 1}, 8 * kib)
+    assert cost_of(lambda x: x[::2].view(2, -1), x) == ({}, 0)
+    assert cost_of(lambda x: torch.empty_like(x), x) == ({}, 0)
+    assert cost_of(lambda x: x.zero_(), x) == ({"zero_": 1}, 4 * kib)
+    assert cost_of(lambda x: x.mul_(2), x) == ({"mul_": 1}, 8 * kib)
+    assert cost_of(lambda x: x[::4].abs(), x) == ({"abs": 1}, 4 * kib + kib)  # whole sectors
+    assert cost_of(lambda x: x[places], x) == ({"index": 1}, 8 * 8 + 8 * 32 + 8 * 4)
+    assert cost_of(lambda x: x.topk(1), x)[1] == 5 * 4 * kib + 4 + 8
+    assert cost_of(lambda x: x.copy_(x[0]), x) == ({"copy_": 1}, 4 * kib + 4)
+    assert cost_of(lambda x: torch.ones(3), x) == ({}, 0)  # on the host
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 3000), st.integers(0, 40), st.integers(1, 3), st.integers(0, 3))
+def test_the_strongest_of_many_are_those_of_few(numel: int, k: int, apart: int, most: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    x = torch.randn(apart * numel, generator=generator)[::apart]
+    k = min(k, numel)
+    left_out = torch.zeros(numel, dtype=torch.bool)
+    left_out[torch.randperm(numel, generator=generator)[:most]] = True
+    expected = torch.topk(x.abs().masked_fill(left_out, -1), k)
+    with mock.patch.object(static, "MANY", 1):
+        values, places = static.strongest(x, k, left_out, most)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(places[values >= 0], expected.indices[values >= 0])

@@ -1,0 +1,116 @@
+"""Order of streams and lifetime of memory where kernels in Triton do the work, by vector clocks: :mod:`tests.streams`.
+
+The engine's own steps, as one of two ranks that bring the same, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.engine import fused
+from lightning_sparse.methods.grouping import make_plan
+from tests.integrations.test_telling import Lines
+from tests.mirror import mirrored_ranks
+from tests.ops.interpreted import in_triton, interpret
+from tests.streams import FakeStream, Streams, play_kernels
+
+interpret()
+
+pytestmark = pytest.mark.usefixtures("silent")
+RULES = ls.Rules(dense_numel=0)
+"""Weights are sparse, biases between them dense: what is sparse lies in several runs."""
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=1e-3, fused=True)
+
+
+@pytest.fixture
+def kernels(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
+    """Streams that see launches, too."""
+    from lightning_sparse.engine.optimizers import momentum
+    from lightning_sparse.ops import adam
+
+    for module in (fused, adam, momentum):  # rehearsals have tests of their own
+        monkeypatch.setattr(module, "_rehearse", lambda *_: None)
+    monkeypatch.setattr(adam, "HOST", "nowhere")  # where steps are taken one by one
+    play_kernels(monkeypatch, streams)
+    with in_triton() as chosen:
+        yield streams
+    assert chosen.trouble is None
+
+
+def train(optimizer: Callable[..., torch.optim.Optimizer], biases: bool = True, **options: Any) -> None:
+    """Steps, of which one is void, and other groups; without biases, a gradient is one run."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(12, 10, biases), nn.ReLU(), nn.Linear(10, 9, biases)))
+    with mirrored_ranks(2):
+        engine = ls.attach(
+            ddp, density=0.1, rules=RULES, executor="inline", watch=None, single_device="sparse", **options
+        )
+    made = optimizer(ddp.parameters())
+    engine.follow([made])
+    for step in range(4):
+        loss = ddp(torch.randn(4, 12)).square().mean()
+        (loss * (float("inf") if step == 1 else 1.0)).backward()
+        engine.skip_void(made)
+        made.step()
+        made.zero_grad()
+        if step == 2:
+            sizes = [p for group in engine.plan for p in group.parameters][::-1]
+            engine.regroup(make_plan(sizes, "layer", RULES))
+    assert engine.void_steps == 1
+    engine.close()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("optimizer", "messages"),
+    [
+        (SGD, "step"),
+        (ADAMW, "group"),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((SGD, "group"), (ADAMW, "step"))),
+    ],
+    ids=lambda case: case if isinstance(case, str) else case.func.__name__,
+)
+def test_kernels_wait_for_each_other_and_memory_is_not_given_back_in_use(
+    kernels: Streams, optimizer: Callable[..., torch.optim.Optimizer], messages: str
+) -> None:
+    train(optimizer, messages=messages)
+    on = {stream: {name for name, where in kernels.launched if where == stream} for stream in ("side", "main")}
+    assert {"_hear", "_list", "_settle", "_form" if optimizer is SGD else "_weigh"} <= on["side"]
+    assert on["main"] == {"_spend" if optimizer is SGD else "_step"}
+    assert not kernels.findings, "\n".join(dict.fromkeys(kernels.findings))
+
+
+@pytest.mark.timeout(120)
+def test_a_kernel_that_does_not_wait_is_noticed(kernels: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeStream, "wait_event", lambda *_: None)
+    train(SGD, biases=False, grouping="model")
+    names = {name for name, _ in kernels.launched}
+    assert any(finding.split()[0] in names for finding in kernels.findings)
+
+
+@pytest.mark.parametrize(("memory", "prepared"), [(None, "follow"), ("second_moment", "attach")])
+def test_kernels_are_compiled_before_the_first_step_with_a_line_that_says_so(
+    kernels: Streams, memory: str | None, prepared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[ls.Memory] = []
+    monkeypatch.setattr(fused, "_rehearse", lambda grad, memory, *_: tried.append(memory))
+    ddp = DistributedDataParallel(nn.Linear(12, 10))
+    with Lines() as lines:
+        with mirrored_ranks(2):
+            engine = ls.attach(ddp, density=0.1, rules=RULES, executor="inline", memory=memory, single_device="sparse")
+        assert len(tried) == (prepared == "attach")
+        engine.follow([ADAMW(ddp.parameters())])
+        assert tried == [ls.SecondMoment()]
+        assert [line for line in lines if "kernels in Triton are compiled" in line] == lines
+        ddp(torch.randn(4, 12)).square().mean().backward()
+        assert len(tried) == 1
+        engine.close()

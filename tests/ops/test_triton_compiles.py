@@ -1,0 +1,56 @@
+"""Kernels in Triton are compiled for Hopper (sm_90) without a GPU: no spills, and vectors are read 128 bits at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+PLAIN = ["form", "weigh", "mark"]
+EVERYTHING = [
+    *PLAIN, "form_bf16", "second", "adam", "momentum", "look", "flags", "select", "union", "lanes", "begin", "sums",
+]  # fmt: skip
+
+
+def compiled(what: list[str]) -> dict[str, dict[str, Any]]:
+    """Numbers of kernels by name, from a process that does not interpret."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.compile_triton", *what]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("what", [PLAIN, pytest.param(EVERYTHING, marks=pytest.mark.thorough)], ids=["plain", "all"])
+def test_kernels_are_compiled_for_hopper(what: list[str]) -> None:
+    kernels = compiled(what)
+    assert kernels
+    for name, numbers in kernels.items():
+        assert numbers["stack"] <= 8, f"{name} spills registers: {numbers}"  # two registers, by the compiler of 3.9
+        assert numbers["registers"] < 256, f"{name}: {numbers}"
+        assert not numbers["fences"], f"{name} orders what only the next launch reads"
+        if name != "parts_3":  # logarithms
+            assert not numbers["flushes"], f"{name} takes subnormal numbers for zero"
+            assert not numbers["fused"], f"{name} rounds a product and a sum together"
+        if name.startswith("digit"):
+            assert numbers["counting"] <= 66, f"{name} counts more than 8 bits at once: {numbers}"
+        if name.startswith("form"):  # gradient and residual, accumulator and gradient
+            assert min(numbers["wide_loads"], numbers["wide_stores"]) >= 3, f"{name}: {numbers}"
+        if name == "form":  # four programs of 256 threads at once
+            assert numbers["registers"] <= 64, f"{name}: {numbers}"
+        if name.startswith("weigh"):  # gradient, residual, second moment; accumulator, second moment, gradient
+            assert min(numbers["wide_loads"], numbers["wide_stores"]) >= 5, f"{name}: {numbers}"
+        if name in ("moments", "scores"):
+            assert numbers["wide_stores"] >= 2, f"{name}: {numbers}"
+        if name.startswith(("look", "parts", "moments", "scores", "adam")):
+            assert numbers["wide_loads"] >= 2, f"{name}: {numbers}"
+        if name.startswith("momentum"):  # gradients; steps waited are single bytes
+            assert numbers["wide_loads"] >= 1, f"{name}: {numbers}"

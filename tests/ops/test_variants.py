@@ -1,0 +1,282 @@
+"""The kernels of the CPU, compiled and in numpy, against whole vectors, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_sparse import ops
+from lightning_sparse.core.candidates import Candidates, Summed
+from lightning_sparse.ops import host_dense, host_reach, host_sums
+from tests.covering import covering, in_one_test
+from tests.ops.compiled import NUMPY
+
+# Around the blocks, chunks and lanes of both; from 2**20 on, compiled code writes past the caches.
+SMALL = [1, 2, 31, 33, 1023, 1025, 2049]
+MIDDLE = [65_535, 65_537, 131_075]
+LARGE = (1 << 20) + 3
+SIZES = [*SMALL, *MIDDLE, LARGE]
+KINDS = ["normal", "ties", "zeros", "subnormal", "nan", "inf", "wide"]
+GRADIENTS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def cells(*axes: list[Any]) -> list[Any]:
+    """All of small vectors, and of large ones where each two values meet: what is found does not depend on the size."""
+    largest = covering(product([LARGE], *axes), thorough=set(KINDS) - {"normal", "nan"})
+    return [*product(SMALL, *axes), *covering(product(MIDDLE, *axes)), *largest]
+
+
+def values(numel: int, kind: str, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(numel, generator=generator)
+    if kind == "ties":
+        x = (2 * x).round() / 2
+    elif kind == "zeros":
+        x = torch.where(x > 0, x, -0.0).where(x < 1, 0.0)
+    elif kind == "subnormal":
+        x *= 1e-39
+    elif kind == "nan":
+        x[numel // 2] = float("nan")
+    elif kind == "inf":
+        x[-1] = -float("inf")
+    elif kind == "wide":
+        x *= 10.0 ** torch.randint(-30, 30, (numel,), generator=generator)
+    return x
+
+
+def bits(x: Tensor) -> bytes:
+    return x.numpy().tobytes() if x.dtype != torch.bfloat16 else x.view(torch.int16).numpy().tobytes()
+
+
+@in_one_test("numel, kind, dtype", cells(KINDS, GRADIENTS))
+def test_one_pass_accumulates_clears_and_collects(
+    numel: int, kind: str, dtype: torch.dtype, each_kernel: Callable[[], Iterator[str]]
+) -> None:
+    wide = torch.promote_types(dtype, torch.float32)
+    residual, grad = values(numel, kind, 1).to(wide), values(numel, "normal", 2).to(dtype)
+    grad[: numel // 3] *= 1e-6  # subnormal in float16
+    expected = torch.add(grad, residual)
+    magnitudes, nan, zeros = expected.abs(), expected.isnan(), bits(torch.zeros_like(grad))
+    numbers, reached = bits(expected.masked_fill(nan, 0)), magnitudes.masked_fill(nan, -1.0)
+    cuts = [numel // 3, numel // 3 + 5, numel // 2 + 70] if kind != "ties" else []
+    for bound in (0.0, max(0.0, float(reached.quantile(0.95))) if numel < 2**20 else 2.0, float("inf")):
+        places = (reached >= torch.tensor(bound, dtype=wide)).nonzero().flatten()
+        for kernel in each_kernel():
+            acc, given, before = torch.empty_like(expected), grad.clone(), residual.clone()
+            runs = [run for run in torch.tensor_split(given, cuts) if len(run)]
+            found, finite, _ = host_dense.accumulate(acc, residual, runs, bound)
+            assert bits(acc.masked_fill(nan, 0)) == numbers, kernel
+            assert bool(acc[nan].isnan().all()), kernel
+            assert bits(given) == zeros, kernel
+            assert bits(residual) == bits(before), kernel
+            assert finite == bool(expected.isfinite().all()), kernel
+            if len(places) > numel // Candidates.ROOM:
+                assert found is None, kernel
+            else:
+                assert found is not None, kernel
+                assert found[0].dtype == np.int32, kernel
+                assert np.array_equal(found[0], places), kernel
+                assert found[1].tobytes() == magnitudes[places].numpy().tobytes(), kernel
+
+
+@in_one_test("numel, kind", cells(KINDS))
+def test_what_reaches_a_bound_is_found_in_order(
+    numel: int, kind: str, each_kernel: Callable[[], Iterator[str]]
+) -> None:
+    x = values(numel, kind)
+    magnitudes = np.abs(x.numpy())
+    numbers = np.flatnonzero(~np.isnan(magnitudes)).astype(np.int32)
+    first, last = numel // 3, numel - numel // 4
+    for bound in (-1.0, -0.0, 0.0, 1e-39, 0.5, 2.0, float("inf"), float("nan")):
+        reached = magnitudes >= np.float32(bound)
+        places = np.flatnonzero(reached)
+        inside = places[(places >= first) & (places < last)]
+        tail = magnitudes[reached & (magnitudes >= np.finfo(np.float32).smallest_normal)].tobytes()
+        for kernel in each_kernel():
+            assert np.array_equal(host_reach.above(x, bound, 0, numel), places), (kernel, bound)
+            given = torch.from_numpy(numbers), torch.from_numpy(magnitudes[numbers])
+            assert np.array_equal(host_reach.reaching_of(*given, bound), places), (kernel, bound)
+            assert host_reach.reached(given[1], bound) == len(places), (kernel, bound)
+            assert np.array_equal(host_reach.above(x, bound, first, last), inside), (kernel, bound)
+            assert host_reach.tail(x, bound).numpy().tobytes() == tail, (kernel, bound)
+    for kernel in each_kernel():
+        assert host_sums.all_finite(x) == bool(x.isfinite().all()), kernel
+
+
+@in_one_test("numel, kind", product(SIZES, ["normal", "ties", "zeros", "subnormal", "wide"]))
+def test_sums_have_the_same_bits(numel: int, kind: str, each_kernel: Callable[[], Iterator[str]]) -> None:
+    x = values(numel, kind)
+    exact = x.double().abs()
+    found = {
+        kernel: torch.stack(
+            [
+                *host_sums.excess(x, 0.0),
+                *host_sums.excess(x, 0.7),
+                *host_sums.moments(x),
+                *host_sums.mean_and_maximum(x),
+                host_sums.log_sum(x),
+                torch.tensor(host_sums.sums(x, "logarithms", level=0.7).logarithms, dtype=torch.float64),
+            ]
+        )
+        for kernel in each_kernel()
+    }
+    plain = found[NUMPY]
+    for kernel, sums in found.items():
+        assert sums.numpy().tobytes() == plain.numpy().tobytes(), kernel
+    if numel == 1:
+        plain[7] = 0.0 if plain[7].isnan() else plain[7] - 1  # it has no deviation
+    beyond = (exact - 0.7).clamp(min=0)
+    expected = [
+        *((x.abs() >= torch.finfo(torch.float32).tiny).sum(), exact.sum(), exact.square().sum()),
+        *((exact >= np.float32(0.7)).sum(), beyond.sum(), beyond.square().sum()),
+        *(x.double().mean(), x.double().var(correction=min(1, numel - 1)).sqrt(), exact.mean(), exact.max()),
+        exact[x.abs() >= torch.finfo(torch.float32).tiny].log().sum(),
+        exact[exact >= np.float32(0.7)].log().sum(),
+    ]
+    torch.testing.assert_close(
+        plain, torch.stack([e.double() for e in expected]), rtol=1e-9, atol=1e-12 * float(exact.max()), equal_nan=True
+    )
+
+
+@in_one_test("numel, summed", product(SIZES, ["values", "magnitudes", "logarithms"]))
+def test_a_pass_forms_the_sums_of_what_it_forms(
+    numel: int, summed: Summed, each_kernel: Callable[[], Iterator[str]]
+) -> None:
+    residual, grad, now = values(numel, "zeros"), values(numel, "normal", 2), values(numel, "normal", 3).abs()
+    cuts = [min(cut, numel) for cut in (numel // 3, numel // 3 + 5, numel // 2 + 70, numel - numel // 7)]
+    cuts.sort()
+    acc, *others = (torch.empty(numel + 1)[1:] for _ in range(3))  # whatever lines of a cache they begin at
+    for kernel in each_kernel():
+        runs = [run for run in torch.tensor_split(grad.clone(), cuts) if len(run)]
+        made = host_dense.accumulate(acc, residual, runs, 2.0, summed)[2]
+        assert made == (None if kernel == NUMPY else host_sums.sums(acc, summed)), kernel
+        runs = [run for run in torch.tensor_split(grad.clone(), cuts) if len(run)]
+        made = host_dense.weigh(acc, others[0], others[1], residual, now, runs, WEIGHTS[0], 2.0, summed)[2]
+        assert made == (None if kernel == NUMPY else host_sums.sums(others[1], summed)), kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_values_are_taken_and_put(kernel: str, dtype: torch.dtype) -> None:
+    x = torch.arange(1000).to(dtype)
+    indices = torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:300]
+    if dtype in (torch.float32, torch.float64):
+        assert torch.equal(ops.take(x, indices), x[indices])
+        assert torch.equal(ops.take(x, indices[::3]), x[indices[::3]])
+    for new in (-x[indices], 0.0):
+        expected = x.clone()
+        expected[indices] = new
+        ops.put_(x, indices, new)
+        assert torch.equal(x, expected)
+
+
+def test_coordinates_are_found_among_ascending_ones(each_kernel: Callable[[], Iterator[str]]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for kernel in each_kernel():
+        for size, many, highest in product((0, 1, 40, 3000), (0, 1, 50, 2000), (5, 300, 10_000)):
+            ordered = torch.randint(0, highest, (many,), generator=generator).unique()
+            anyhow = torch.randint(-3, highest + 3, (size,), generator=generator)
+            rows = torch.cat([part.sort().values for part in anyhow.split(17)]) if size else anyhow
+            for given in (anyhow, rows, anyhow.sort().values, anyhow.sort(descending=True).values):
+                assert torch.equal(ops.among(given, ordered), torch.isin(given, ordered)), kernel
+
+
+def test_an_index_outside_of_a_vector_is_an_error(kernel: str) -> None:
+    x, outside = torch.zeros(10), torch.tensor([3, 10])
+    with pytest.raises(IndexError):
+        ops.take(x, outside)
+    with pytest.raises(IndexError):
+        ops.put_(x, outside, torch.ones(2))
+
+
+@in_one_test(
+    "block, ranks, kind, dtype",
+    covering(
+        (
+            (*shape, kind, dtype)
+            for shape in [(1, 3), (7, 2), (256, 4), (70_000, 2)]
+            for kind in ["normal", "ties", "zeros"]
+            for dtype in [torch.float32, torch.float64]
+        ),
+        seen_as=lambda block, ranks, kind, dtype: (block, kind, dtype),
+    ),
+)
+def test_top_k_of_blocks_is_that_of_what_they_hold(
+    block: int, ranks: int, kind: str, dtype: torch.dtype, each_kernel: Callable[[], Iterator[str]]
+) -> None:
+    period = block * ranks
+    for numel in (period, 4 * period + block // 2 + 1, 150_001):
+        x = values(numel, kind).to(dtype)
+        for stripe in range(ranks):
+            owned = np.flatnonzero(np.arange(numel) % period // block == stripe)
+            order = np.argsort(-np.abs(x.numpy()[owned]), kind="stable")
+            for k in {1, owned.size // 100, owned.size // 2, owned.size} - {0}:
+                expected = np.sort(owned[order[:k]])
+                for kernel in each_kernel():
+                    found = ops.top_k_of_blocks(x, k, stripe * block, block, period)
+                    assert np.array_equal(found, expected), (kernel, numel, stripe, k)
+
+
+WEIGHTS = [host_dense.Weights(0.999, 0.001, 1e-10, 1 / 400), host_dense.Weights(0.0, 1.0, 1e-8, 0.01)]
+
+
+@in_one_test("numel, kind, dtype, by", cells(KINDS, GRADIENTS, WEIGHTS))
+def test_one_pass_forms_second_moments_and_scores(
+    numel: int, kind: str, dtype: torch.dtype, by: host_dense.Weights, each_kernel: Callable[[], Iterator[str]]
+) -> None:
+    wide = torch.promote_types(dtype, torch.float32)
+    grad, residual = values(numel, kind, 1).to(dtype), values(numel, "normal", 2).to(wide)
+    now = values(numel, "wide", 3).to(wide).square()
+    one = residual.numpy().dtype.type
+    keep, add, least, damping = map(one, by)
+    with np.errstate(all="ignore"):
+        g, n = grad.to(wide).numpy(), now.numpy()
+        acc = residual.numpy() + g
+        second = np.minimum(n * keep + add * g * g, np.finfo(one).max)
+        within = np.minimum(second + np.square(acc * damping), np.finfo(one).max)
+        score = acc / np.sqrt(np.sqrt(within) + least)
+    magnitudes = np.where(np.isnan(score), -1, np.abs(score))
+    for bound in (0.0, max(0.0, float(np.sort(magnitudes[:1000])[-50:][0])), float("inf")):
+        places = np.flatnonzero(magnitudes >= one(bound))
+        for kernel, runs in product(each_kernel(), (1, 3)):
+            given = grad.clone()
+            lie = list(given.tensor_split(runs))
+            in_place = runs == 1 and wide == dtype
+            formed = given if in_place else torch.empty_like(residual)
+            sums, following = torch.empty_like(residual), torch.empty_like(residual)
+            found, finite, _ = host_dense.weigh(sums, following, formed, residual, now, lie, by, bound)
+            for ours, theirs in ((sums, acc), (following, second), (formed, score)):
+                np.testing.assert_array_equal(ours.numpy(), theirs, err_msg=kernel)
+            assert in_place or not given.any(), kernel
+            assert finite == bool(np.isfinite(acc).all()), kernel
+            if len(places) > numel // Candidates.ROOM:
+                assert found is None, kernel
+            else:
+                assert found is not None, kernel
+                np.testing.assert_array_equal(found[0], places, err_msg=kernel)
+                np.testing.assert_array_equal(found[1], magnitudes[places].astype(one), err_msg=kernel)
+
+
+def test_infinity_is_noticed_whatever_is_collected(each_kernel: Callable[[], Iterator[str]]) -> None:
+    for kernel in each_kernel():
+        for bound in (1.0, float("inf"), float("nan")):
+            grad = torch.zeros(70_000)
+            grad[3], grad[5] = -float("inf"), 2.0
+            found, finite, _ = host_dense.accumulate(torch.empty(70_000), torch.zeros(70_000), [grad], bound)
+            assert not finite, (kernel, bound)
+            assert found is not None
+            assert found[0].tolist() == ([3, 5] if bound == 1 else [3] if bound > 1 else []), (kernel, bound)
+
+
+def test_large_numbers_in_a_run_that_is_not_aligned_are_finite(each_kernel: Callable[[], Iterator[str]]) -> None:
+    for kernel in each_kernel():
+        numel = LARGE + 16  # 1, 15 up to where writing past the caches begins, whole strips, and 3
+        runs = [torch.zeros(1), torch.zeros(numel - 1)]
+        runs[1][5:15] = 2e38
+        acc = torch.zeros(numel)
+        assert host_dense.accumulate(acc, torch.zeros(numel), runs, 1.0)[1] == bool(acc.isfinite().all()), kernel

@@ -1,0 +1,100 @@
+"""A small model between real ranks, and tuning in a few steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.tuning.performance import GroupCost, Line, Network
+from tests.trainers import EVERYTHING_SPARSE
+
+
+class Net(nn.Module):
+    """Two branches of which a forward may use any; registered in another order than used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(60, 5, bias=False)
+        self.left = nn.Linear(60, 60)
+        self.right = nn.Linear(60, 60)
+        self.trunk = nn.Linear(20, 60)
+
+    def forward(self, x: Tensor, use: str = "both") -> Tensor:
+        x = self.trunk(x).relu()
+        left = self.left(x) if use in ("left", "both") else 0
+        right = self.right(x) if use in ("right", "both") else 0
+        return self.head((left + right).relu())
+
+
+def wrapped(
+    options: dict[str, Any] | None, ddp: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Any]:
+    """The model and its engine; None: plain DDP without one. Each layer fills a bucket."""
+    model = DistributedDataParallel(Net().to(dtype), **{"bucket_cap_mb": 0.001, **(ddp or {})})
+    return model, None if options is None else ls.attach(model, **{"rules": EVERYTHING_SPARSE, **options})
+
+
+def batches(steps: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    return [torch.randn(8, 20, generator=generator).to(dtype) for _ in range(steps)]
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def grads(module: nn.Module) -> Tensor:
+    return torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in module.parameters()])
+
+
+def residuals(ddp: Any, engine: Engine) -> Tensor:
+    """(numel,) sum over ranks of what has not been sent yet."""
+    pieces = [(engine.residual(name), p) for name, p in ddp.module.named_parameters()]
+    held = torch.cat([torch.zeros(p.numel(), dtype=p.dtype) if r is None else r for r, p in pieces])
+    dist.all_reduce(held)
+    return held
+
+
+class Balance:
+    """What was given so far by all ranks and has not been applied, (numel,), at fixed parameters in float64."""
+
+    def __init__(self, ddp: Any) -> None:
+        self.ddp, self.alone = ddp, Net().double()
+        self.missing = torch.zeros_like(flat(self.alone))
+
+    def step(self, batch: Tensor, use: str = "both") -> None:
+        """One backward of both."""
+        for model in (self.ddp, self.alone):
+            model.zero_grad()
+            model(batch, use).square().mean().backward()
+        given = grads(self.alone)
+        dist.all_reduce(given)
+        if bool(given.isfinite().all()):
+            self.missing += given - dist.get_world_size() * grads(self.ddp)
+
+
+def fix_costs(patch: pytest.MonkeyPatch, low: Line, high: Line | None = None) -> None:
+    """Groups cost this and nothing else at a density of 0, or towards 1, and nothing is measured.
+
+    A patch has to be undone: processes of ranks outlive a test.
+    """
+    nothing = Line(0.0, 0.0)
+
+    def measure_group(*args: Any, density: float, **kwargs: Any) -> GroupCost:
+        cheap, dear = (GroupCost(end, nothing, nothing, line) for end, line in ((0.0, low), (1.0, high or low)))
+        return cheap.towards(dear, density)
+
+    def measure_network(comm: TorchCollective, *args: Any, **kwargs: Any) -> Network:
+        return Network.ring(comm.world_size, 1e-5, 1e9)
+
+    patch.setattr("lightning_sparse.tuning.performance.profiler.measure_group", measure_group)
+    patch.setattr("lightning_sparse.tuning.performance.profiler.measure_network", measure_network)

@@ -1,0 +1,660 @@
+"""Watchdogs: each one warns once, of the thing that is wrong, and none does where nothing is."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.methods.grouping import make_plan
+from lightning_sparse.tuning.controllers.checksum import checksum
+from lightning_sparse.tuning.controllers.watchdog import Watchdog
+from tests.ranks import RankError, Ranks
+from tests.trainers import make_data, make_module, make_trainer
+
+SHAPES = {"a": (20, 30), "b": (30, 20), "c": (40, 15)}
+NUMEL = 600
+ALL_SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
+SPARSIFIERS = [name for name, _ in ls.SPARSIFIERS.items()]
+QUICK = ("union_topk", "exdyna", "sidco_e", "hard_threshold")
+
+Gradients = dict[str, Tensor]
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are what forward is given; the others are not used. A buffer differs between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, gradients: Gradients) -> Tensor:
+        self.seen += dist.get_rank()
+        return torch.stack([(self.get_parameter(name) * given).sum() for name, given in gradients.items()]).sum()
+
+
+def noise(scale: dict[str, float] | float = 1.0) -> Callable[[int], Gradients]:
+    """Normal gradients, other ones on each rank, of a scale by parameter."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    scales = scale if isinstance(scale, dict) else dict.fromkeys(SHAPES, scale)
+    return lambda step: {name: one * torch.randn(SHAPES[name], generator=generator) for name, one in scales.items()}
+
+
+class Training:
+    """Backward after backward with given gradients; parameters stay as they are."""
+
+    def __init__(self, ddp: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        self.model = DistributedDataParallel(Given().to(dtype), **ddp or {})
+        chosen = {"rules": ALL_SPARSE, "sparsifier": "topk", "density": 0.1, "single_device": "sparse", **options}
+        self.engine = ls.attach(self.model, **chosen)
+        self.done = 0
+
+    def run(self, steps: int, gradients: Callable[[int], Gradients]) -> list[str]:
+        """The warnings of some steps."""
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(steps):
+                self.model.zero_grad()
+                self.model(gradients(self.done)).backward()
+                self.done += 1
+        return [str(warning.message) for warning in seen]
+
+    def parameter(self, name: str) -> Tensor:
+        return self.model.module.get_parameter(name).detach()
+
+
+def one_warning(results: Sequence[list[str]]) -> str:
+    """The only one, of rank 0."""
+    assert [len(messages) for messages in results] == [1] + [0] * (len(results) - 1), results
+    return results[0][0]
+
+
+def drifting(executor: str, every: int, dtype: torch.dtype) -> list[str]:
+    training = Training(dtype=dtype, executor=executor, watch=ls.Watch(every=every))
+    gradients = noise()
+    seen = training.run(1, gradients)
+    if dist.get_rank() == 1:
+        training.parameter("b")[3, 4] = training.parameter("b")[3, 4] + 0.25
+        training.parameter("c").neg_()
+    seen += training.run(2 * every + 1, gradients)
+    training.engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ranks_that_drift_apart_are_noticed_at_the_second_step(
+    two_ranks: Ranks, executor: str, dtype: torch.dtype
+) -> None:
+    message = one_warning(two_ranks(drifting, executor, 7, dtype))
+    assert "at step 1: 2 of 3 parameters" in message
+    assert "first is 'b', by up to 0.25; rank(s) [1] differ" in message
+
+
+def drifting_of_three() -> list[str]:
+    training = Training(watch=ls.Watch(every=3))
+    gradients = noise()
+    seen = training.run(3, gradients)
+    if dist.get_rank() == 0:
+        training.parameter("a")[0, 0] += 1
+    seen += training.run(8, gradients)
+    training.engine.close()
+    return seen
+
+
+def test_all_ranks_that_differ_from_the_first_are_named(three_ranks: Ranks) -> None:
+    message = one_warning(three_ranks(drifting_of_three))
+    assert "at step 3: 1 of 3 parameters" in message
+    assert "first is 'a', by up to 1; rank(s) [1, 2] differ" in message
+
+
+def growing(executor: str, factor: float, grouping: str) -> list[str]:
+    # At density 0.1 the reference is taken at the first check after 30 steps.
+    training = Training(executor=executor, grouping=grouping, watch=ls.Watch(every=5, growth=5.0))
+    seen = training.run(40, noise())
+    seen += training.run(60, noise({"a": 1.0, "b": factor, "c": 1.0}))
+    training.engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_a_residual_that_grows_is_noticed(two_ranks: Ranks, executor: str) -> None:
+    message = one_warning(two_ranks(growing, executor, 100.0, "layer"))
+    assert "the residual of group 'b' has the norm" in message
+    assert "and had" in message
+    assert "at step 35, at the same density 0.1" in message
+
+
+def test_a_residual_that_grows_a_little_is_left_alone(two_ranks: Ranks) -> None:
+    assert two_ranks(growing, "inline", 3.0, "layer") == [[], []]
+
+
+def filling(density: Any, watched: bool) -> tuple[list[str], list[float]]:
+    training = Training(density=density, watch=ls.Watch(every=5, growth=1.3) if watched else None)
+    gradients, norms, seen = noise(), [], []
+    for steps in (1, 100, 199):
+        seen += training.run(steps, gradients)
+        norms.append(training.engine.summary()["residual_norm"])
+    training.engine.close()
+    return seen, norms
+
+
+@pytest.mark.parametrize("density", [0.02, ls.Warmup(0.9, 0.02, steps=150)], ids=repr)
+def test_a_residual_may_fill(two_ranks: Ranks, density: Any) -> None:
+    for seen, norms in two_ranks(filling, density, True):
+        assert not seen
+        assert norms[1] > 2 * norms[0]  # far more than the factor that is allowed later
+
+
+def starving(options: dict[str, Any], scale: dict[str, float]) -> list[str]:
+    training = Training(**options)
+    seen = training.run(60, noise(scale))
+    training.engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("sparsifier", ["topk", "union_topk"])
+def test_a_parameter_that_gets_nothing_is_noticed(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
+    options = {"sparsifier": sparsifier, "executor": executor, "watch": ls.Watch(every=5)}
+    # c is zero throughout: nothing is withheld from it.
+    message = one_warning(two_ranks(starving, options, {"a": 1.0, "b": 1e-9, "c": 0.0}))
+    # Seen at steps 1, 5, ..., 30; from the second check on, 60 of 600 coordinates are expected at each.
+    assert "at step 25: gradients arrive at 'b' (about 300 expected), but no coordinate was sent at the latest 5" in (
+        message
+    )
+    assert "'c'" not in message
+    assert "densities={'b': ...}" in message
+
+
+def test_a_parameter_whose_turn_comes_late_is_left_alone(two_ranks: Ranks) -> None:
+    watch = ls.Watch(every=5)
+    lean = {"a": 1.0, "b": 0.05, "c": 1.0}
+    assert two_ranks(starving, {"watch": watch, "grouping": "layer"}, {**lean, "b": 1e-9}) == [[], []]
+    assert two_ranks(starving, {"watch": watch, "rules": ls.Rules(dense=["b"])}, {**lean, "b": 1e-9}) == [[], []]
+    assert two_ranks(starving, {"watch": ls.Watch(every=5, missed=100_000)}, {**lean, "b": 1e-9}) == [[], []]
+
+
+def alternating() -> tuple[list[str], float]:
+    """b is used in every step that no check sees, and has a residual; large gradients of others take all places."""
+    training = Training({"find_unused_parameters": True}, watch=ls.Watch(every=4))
+    both = noise({"a": 1.0, "b": 1e-6, "c": 1.0})
+    without = noise({"a": 1.0, "c": 1.0})
+    seen = training.run(80, lambda step: (without if step % 4 == 3 else both)(step))
+    residual = training.engine.residual("b")
+    assert residual is not None
+    training.engine.close()
+    return seen, float(residual.abs().sum())
+
+
+def test_a_parameter_that_is_not_used_is_no_starving_one(two_ranks: Ranks) -> None:
+    for seen, waiting in two_ranks(alternating):
+        assert not seen
+        assert waiting > 0
+
+
+def selecting(sparsifier: ls.Sparsifier, executor: str, scale: float, memory: ls.Memory | None = None) -> list[str]:
+    training = Training(sparsifier=sparsifier, executor=executor, memory=memory, watch=ls.Watch(every=5))
+    seen = training.run(30, noise(scale))
+    training.engine.close()
+    return seen
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_a_threshold_that_nothing_reaches_is_noticed(two_ranks: Ranks, executor: str) -> None:
+    message = one_warning(two_ranks(selecting, ls.HardThreshold(1e9), executor, 1.0))
+    assert "at step 10: nothing was selected in group 'bucket0' at 3 checks in a row" in message
+    assert "180 coordinates are wanted; the threshold is 1e+09" in message
+
+
+def test_nothing_is_selected_where_there_is_nothing(two_ranks: Ranks) -> None:
+    assert two_ranks(selecting, ls.HardThreshold(1e9), "inline", 0.0) == [[], []]
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_far_more_than_the_density_is_noticed(two_ranks: Ranks, executor: str) -> None:
+    message = one_warning(two_ranks(selecting, ls.HardThreshold(1e-3), executor, 1.0))
+    assert "at step 10: in group 'bucket0', 1" in message  # 1798 of 1800, or so
+    assert "selected by a single rank, where a density of 0.1 stands for 180;" in message
+    message = one_warning(two_ranks(selecting, ls.MiCRO(variant="published"), executor, 100.0))
+    assert "selected by all ranks together, where a density of 0.1 stands for 180;" in message
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_far_less_than_the_density_is_noticed(two_ranks: Ranks, executor: str) -> None:
+    # What is not sent is nearly forgotten, so that about 1 % of the coordinates reach the threshold at every step.
+    message = one_warning(two_ranks(selecting, ls.HardThreshold(2.5), executor, 1.0, ls.Residual(decay=0.01)))
+    assert "at step 10: in group 'bucket0', only " in message
+    assert "selected by a single rank, where a density of 0.1 stands for 180; less than a share of 1/3" in message
+
+
+def failing(pattern: str, voids: int) -> list[str]:
+    """A letter a step: n is not finite on rank 1."""
+    training = Training(watch=ls.Watch(every=1000, voids=voids))
+    gradients = noise()
+
+    def spoilt(step: int) -> Gradients:
+        given = gradients(step)
+        if pattern[step] == "n" and dist.get_rank() == 1:
+            given["c"][2, 3] = math.inf
+        return given
+
+    seen = training.run(len(pattern), spoilt)
+    training.engine.close()
+    return seen
+
+
+def test_void_steps_in_a_row_are_noticed(two_ranks: Ranks) -> None:
+    message = one_warning(two_ranks(failing, "..." + 30 * "n" + "." + 30 * "n", 20))
+    assert "at step 3: each of the latest 20 steps was void" in message
+    assert two_ranks(failing, 3 * (19 * "n" + "."), 20) == [[], []]
+
+
+def direct() -> tuple[bool, list[str]]:
+    training = Training(dense=["*"], watch=ls.Watch(every=3))
+    gradients = noise()
+    seen = training.run(2, gradients)
+    went = training.engine.go_direct()
+    seen += training.run(2, gradients)
+    if dist.get_rank() == 1:
+        training.parameter("c")[0, 0] += 1
+    seen += training.run(8, gradients)
+    training.engine.close()
+    return went, seen
+
+
+def test_ranks_that_drift_apart_are_noticed_in_dense_steps(two_ranks: Ranks) -> None:
+    results = two_ranks(direct)
+    assert [went for went, _ in results] == [True, True]
+    assert "first is 'c', by up to 1;" in one_warning([seen for _, seen in results])
+
+
+def regrouping(every: int | None) -> list[str]:
+    training = Training(sparsifier=ls.HardThreshold(1e9), watch=ls.Watch(every=5))
+    gradients, seen, sizes = noise(), [], [p for group in training.engine.plan for p in group.parameters][::-1]
+    for number in range(8):
+        seen += training.run(7, gradients)
+        if every and number % every == 0:
+            training.engine.regroup(make_plan(sizes, "model" if number % (2 * every) else "layer", ALL_SPARSE))
+    training.engine.close()
+    return seen
+
+
+def test_what_was_seen_of_groups_goes_with_them(two_ranks: Ranks) -> None:
+    assert two_ranks(regrouping, 1) == [[], []]
+    assert "nothing was selected" in one_warning(two_ranks(regrouping, None))
+
+
+def test_groups_that_are_replaced_are_let_go(alone: None) -> None:
+    training = Training(watch=ls.Watch(every=2))
+    gradients = noise()
+    training.run(5, gradients)
+    old = [weakref.ref(group) for group in training.engine.groups]
+    training.engine.regroup(training.engine.plan)
+    gc.collect()
+    assert [group() for group in old] == [None]
+    training.engine.close()
+
+
+class Counted:
+    """Notes operations and sizes."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm, self.rank, self.world_size = comm, comm.rank, comm.world_size
+        self.calls: list[tuple[str, int]] = []
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        def call(x: Tensor, *rest: Any) -> Any:
+            self.calls.append((operation, x.numel()))
+            return getattr(self.comm, operation)(x, *rest)
+
+        return call
+
+
+def messages_of_looks() -> list[list[tuple[str, int]]]:
+    training = Training(watch=None, grouping="layer")
+    training.run(1, noise())
+    dog, engine, calls = Watchdog(ls.Watch(every=3)), training.engine, []
+    comm = engine.comm
+    for number in range(10):
+        if number == 9 and dist.get_rank() == 1:
+            training.parameter("a")[0, 0] += 1
+        counted: Any = Counted(comm)
+        engine.comm = counted
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dog.before_step(engine)
+        engine.comm = comm
+        calls.append(counted.calls)
+        training.run(1, noise())
+    engine.close()
+    return calls
+
+
+def test_a_look_is_one_message(two_ranks: Ranks) -> None:
+    first, second = two_ranks(messages_of_looks)
+    assert first == second
+    check = [("all_gather", 6)]  # three parameters, three groups
+    assert first[:9] == [[], check, [], check, [], [], check, [], []]
+    assert first[9] == [*check, ("broadcast", NUMEL), ("all_gather", 1)]
+
+
+def healthy(sparsifier: str, executor: str, steps: int) -> list[str]:
+    scale = 1.0
+    chosen: Any = sparsifier
+    if sparsifier == "hard_threshold":
+        # It holds a density only where its threshold happens to fit: 0.1 is reached about every 100 steps.
+        scale = 0.1 / 9
+        chosen = ls.HardThreshold(0.1)
+    training = Training(sparsifier=chosen, executor=executor, density=0.01, watch=ls.Watch(every=10))
+    seen = training.run(steps, noise(scale))
+    training.engine.close()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("sparsifier", "steps"),
+    [*((s, 100) for s in QUICK), *(pytest.param(s, 200, marks=pytest.mark.thorough) for s in SPARSIFIERS)],
+)
+def test_nothing_is_wrong_with_random_gradients(two_ranks: Ranks, sparsifier: str, steps: int) -> None:
+    assert two_ranks(healthy, sparsifier, "inline", steps) == [[], []]
+
+
+@pytest.mark.parametrize("sparsifier", ["union_topk", "ok_topk", "redsync"])
+def test_nothing_is_wrong_on_a_thread(two_ranks: Ranks, sparsifier: str) -> None:
+    assert two_ranks(healthy, sparsifier, "thread", 100) == [[], []]
+
+
+def differing() -> None:
+    Training(watch=ls.Watch(every=5 + dist.get_rank()))
+
+
+def test_ranks_with_other_settings_are_told(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="The ranks disagree") as raised:
+        two_ranks(differing)
+    assert str(raised.value).count("RuntimeError: The ranks disagree") == 2
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+def test_one_rank_is_watched_too(alone: None) -> None:
+    assert "nothing was selected" in one_warning([selecting(ls.HardThreshold(1e9), "auto", 1.0)])
+
+
+def test_memories_without_a_residual_are_watched_as_far_as_that_goes(alone: None) -> None:
+    training = Training(memory=ls.NoMemory(), sparsifier=ls.HardThreshold(1e-3), watch=ls.Watch(every=5))
+    assert "selected by a single rank" in one_warning([training.run(30, noise())])
+    training.engine.close()
+
+
+def test_what_was_sent_in_full_is_not_judged(alone: None) -> None:
+    training = Training(watch=ls.Watch(every=1))
+    gradients = noise()
+    for _ in range(6):
+        training.engine.flush_next_step()
+        assert training.run(1, gradients) == []
+        assert not training.engine.void
+        assert training.engine.summary()["density"] == 1  # ten times the target
+    training.engine.close()
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_parameter_without_an_optimizer_is_noticed(alone: None, shown: bool) -> None:
+    training = Training(watch=ls.Watch(every=3))
+    optimizer = torch.optim.SGD([training.model.module.get_parameter(name) for name in "ac"], lr=0.0)
+    if shown:
+        training.engine.follow([optimizer])
+    seen = []
+    for _ in range(8):
+        seen.append(training.run(1, noise()))
+        optimizer.step()
+    training.engine.close()
+    assert "no optimizer holds 'b', which needs gradients" in one_warning([[text for texts in seen for text in texts]])
+    assert len(seen[6]) == 1  # the second time that it is found
+
+
+@pytest.mark.parametrize("why", ["steps late", "found by the engine", "not in the graph"])
+def test_parameters_that_an_optimizer_will_step_or_nobody_uses_are_not_told_of(alone: None, why: str) -> None:
+    ddp = {"find_unused_parameters": True}
+    training = Training(ddp, sparsifier="union_topk", watch=ls.Watch(every=3))
+    a, b, c = (training.model.module.get_parameter(name) for name in "abc")
+    first = torch.optim.SGD([a, c], lr=0.0)
+    kind = ls.AdamW if why == "found by the engine" else torch.optim.SGD
+    second = kind([b], lr=0.0) if why != "not in the graph" else None
+    gradients = noise(dict.fromkeys("ac" if second is None else "abc", 1.0))
+    told = []
+    for step in range(12):
+        told += training.run(1, gradients)
+        first.step()
+        if why == "steps late" and second is not None and step >= 4:
+            second.step()
+    training.engine.close()
+    assert not [text for text in told if "no optimizer holds" in text]
+
+
+def test_none_looks_at_nothing(alone: None) -> None:
+    training = Training(sparsifier=ls.HardThreshold(1e9), watch=None)
+    assert not any(isinstance(observer, Watchdog) for observer in training.engine.observers)
+    assert training.run(30, noise()) == []
+    training.engine.close()
+
+
+def fitted(options: dict[str, Any]) -> list[Any]:
+    package = "pytorch_lightning"
+    trainer = make_trainer(package, strategy=ls.integrations.pytorch_lightning.SparseDDPStrategy(**options))
+    trainer.fit(make_module(package), make_data(), make_data(16))
+    dogs = [observer for observer in trainer.strategy.engine.observers if isinstance(observer, Watchdog)]
+    return [dog._settings for dog in dogs]
+
+
+def test_the_strategy_passes_it_on(two_ranks: Ranks) -> None:
+    for options, expected in [({}, [ls.Watch()]), ({"watch": ls.Watch(3)}, [ls.Watch(3)]), ({"watch": None}, [])]:
+        assert two_ranks(fitted, {"rules": ALL_SPARSE, **options}) == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ({"every": 0}, "every to be a positive integer, but got 0"),
+        ({"every": 1.5}, "every to be a positive integer"),
+        ({"every": True}, "every to be a positive integer"),
+        ({"growth": 1}, "growth to be a finite number above 1, but got 1"),
+        ({"growth": math.nan}, "growth to be a finite number"),
+        ({"missed": -1}, "missed to be a positive integer"),
+        ({"excess": math.inf}, "excess to be a finite number"),
+        ({"voids": "20"}, "voids to be a positive integer"),
+    ],
+    ids=repr,
+)
+def test_settings_that_cannot_work_are_refused(setting: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=f"Expected {expected}"):
+        ls.Watch(**setting)
+
+
+@pytest.mark.parametrize("watch", [True, 100, "daily"])
+def test_what_is_no_watch_is_refused(watch: Any) -> None:
+    with pytest.raises(ValueError, match=r"Expected watch to be a Watch such as .*, or None, but got"):
+        ls.SparseDDPStrategy(watch=watch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ls.Watch()),
+        (["--trainer.strategy.watch.every=7"], ls.Watch(every=7)),
+        (["--trainer.strategy.watch={growth: 3.0, voids: 5}"], ls.Watch(growth=3.0, voids=5)),
+        (["--trainer.strategy.watch=null"], None),
+    ],
+    ids=repr,
+)
+def test_configurations_can_say_it(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: ls.Watch | None
+) -> None:
+    pytest.importorskip("jsonargparse", reason="jsonargparse is not installed")
+    from pytorch_lightning.cli import LightningCLI
+    from pytorch_lightning.demos.boring_classes import BoringModel
+
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls what it deprecates
+    monkeypatch.setattr(sys, "argv", ["fit.py"])
+    given = {
+        "trainer.strategy": "lightning_sparse.integrations.pytorch_lightning.SparseDDPStrategy",
+        "trainer.strategy.density": "0.02",
+        "trainer.accelerator": "cpu",
+        "trainer.logger": "false",
+        "seed_everything": "false",
+    }
+    given_arguments = [f"--{name}={value}" for name, value in given.items()]
+    cli = LightningCLI(BoringModel, run=False, args=[*given_arguments, *arguments])
+    assert cli.trainer.strategy.config.watch == expected
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def changed(x: Tensor, places: Any, factor: float = -1.0) -> Tensor:
+    other = x.clone()
+    other[places] *= factor
+    return other
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("numel", [2, 231, 65536, 200_001])
+def test_checksums_see_what_sums_of_bit_patterns_do_not(dtype: torch.dtype, numel: int) -> None:
+    x = torch.rand(numel, generator=torch.Generator().manual_seed(0)).add_(0.5).to(dtype)
+    x[0], x[-1] = 2.0, 1.0
+    others = {
+        "one sign": changed(x, numel // 2),
+        "a bit of the first": changed(x, 0, 1.01),
+        "a bit of the last": changed(x, -1, 1.01),
+        "all signs": -x,
+        "two signs": changed(x, [0, -1]),
+        "every other sign": changed(x, slice(None, None, 2)),
+        "two places": changed(changed(x, 0, 0.5), -1, 2.0),
+        "backwards": x.flip(0),
+        "moved on by one": x.roll(1),
+        "sorted": x.sort().values,
+    }
+    expected = int(checksum(x))
+    assert int(checksum(x.clone())) == expected
+    assert int(checksum(torch.stack([x, x], 1)[:, 0])) == expected  # with gaps
+    for what, other in others.items():
+        assert int(checksum(other)) != expected, what
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_a_checksum_does_not_depend_on_how_it_is_summed(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    # Arithmetic modulo 2**64 in Python's own integers; devices sum many rows at a time.
+    from lightning_sparse.tuning.controllers import checksum as module
+
+    monkeypatch.setattr(module, "ROW", 8)
+    monkeypatch.setattr(module, "weights", module.weights.__wrapped__)  # not those of other rows
+    monkeypatch.setattr(module, "ROWS_ON_DEVICES", rows)
+    monkeypatch.setattr(module, "static_shapes", lambda device: True)
+    x = torch.randn(37, generator=torch.Generator().manual_seed(0))
+    columns, by_row = (w.tolist() for w in module.weights(x.device))
+    words = np.frombuffer(x.numpy().tobytes(), dtype="<i4").tolist()
+    total = sum(word * columns[i % 8] * by_row[i // 8] for i, word in enumerate(words)) % 2**64
+    assert int(checksum(x)) % 2**64 == total
+
+
+def permuted(dtype: torch.dtype) -> list[str]:
+    training = Training(dtype=dtype, watch=ls.Watch(every=3))
+    gradients = noise()
+    seen = training.run(1, gradients)
+    if dist.get_rank() == 1:
+        for name in ("a", "c"):
+            rows = training.parameter(name)
+            rows.copy_(rows.roll(1, 0) if name == "a" else rows * (1 - 2 * (torch.arange(rows.shape[1]) % 2)))
+    seen += training.run(3, gradients)
+    training.engine.close()
+    return seen
+
+
+def test_ranks_whose_parameters_are_permuted_or_flipped_are_noticed(two_ranks: Ranks) -> None:
+    message = one_warning(two_ranks(permuted, torch.float32))
+    assert "at step 1: 2 of 3 parameters" in message
+    assert "first is 'a'" in message
+
+
+def growing_early(start: int, factor: float) -> list[str]:
+    training = Training(density=0.01, sparsifier="union_topk", grouping="layer", watch=ls.Watch())
+    seen = training.run(start, noise())
+    seen += training.run(300 - start, noise(factor))
+    training.engine.close()
+    return seen
+
+
+def test_a_short_training_is_judged_while_residuals_fill(two_ranks: Ranks) -> None:
+    message = one_warning(two_ranks(growing_early, 50, 100.0))
+    assert "at step 100: the residuals of all groups together have the norm" in message  # looks at 60, 90, 100
+    assert "at step 8, of which filling explains a factor of" in message
+
+
+def test_a_short_training_may_fill(two_ranks: Ranks) -> None:
+    assert two_ranks(growing_early, 50, 5.0) == [[], []]
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.03, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.003),
+}
+
+
+def trained(optimizer: str, density: float, zero: bool) -> tuple[list[str], float, float]:
+    """Warnings of 300 steps of a small classifier, and the loss before and after; zero: the last layers start at it."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    for layer in (module[2], module[4]) if zero else ():
+        nn.init.zeros_(layer.weight)
+    ddp = DistributedDataParallel(module)
+    engine = ls.attach(ddp, rules=ALL_SPARSE, grouping="layer", density=density)
+    steps = OPTIMIZERS[optimizer](ddp.parameters())
+    engine.follow([steps])
+    generator, losses = torch.Generator().manual_seed(0), []
+    target = torch.randn(32, 10, generator=generator)
+    generator.manual_seed(1 + dist.get_rank())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(300):
+            x = torch.randn(32, 32, generator=generator)
+            steps.zero_grad()
+            loss = nn.functional.cross_entropy(ddp(x), (x @ target).argmax(1))
+            loss.backward()
+            steps.step()
+            losses.append(float(loss.detach()))
+    engine.close()
+    return [str(w.message) for w in seen if "residual" in str(w.message)], losses[0], losses[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("density", [0.01, 0.001])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_a_calm_training_is_left_alone(two_ranks: Ranks, optimizer: str, density: float, zero: bool) -> None:
+    for seen, before, after in two_ranks(trained, optimizer, density, zero):
+        assert not seen
+        assert after < before + 0.1  # at 0.001, little has moved by then
