@@ -65,6 +65,22 @@ def covering(
     ]
 
 
+def by_default(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """So many of the values of one axis by default, the others marked thorough: where each shows much the same.
+
+    Example:
+        >>> [p.values for p in by_default([True, False]) if not p.marks]
+        [(True,)]
+    """
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=[pytest.mark.thorough] * (number >= count)
+        )
+        for number, value in enumerate(values)
+        if everything or number < count
+    ]
+
+
 def in_one_test(
     names: str,
     cells: Iterable[Any],

@@ -92,6 +92,10 @@ class Life:
         self.written: tuple[str, int, str] | None = None
 
 
+expired = torch.UntypedStorage._expired
+"""Of a weak reference to a storage: asked for all of them at each allocation, without the calls around it."""
+
+
 class Accesses:
     """Addresses that a kernel in Triton's interpreter has read and written."""
 
@@ -214,9 +218,9 @@ class Streams(TorchDispatchMode):
 
     def _allocate(self, stream: FakeStream, place: str) -> None:
         """Memory that this stream has back may be what it hands out."""
-        for key in [key for key, life in self.lives.items() if life.reference.expired()]:
-            life = self.lives[key]
-            if life.allocated_on != stream.name:
+        own = [(key, life) for key, life in self.lives.items() if life.allocated_on == stream.name]
+        for key, life in own:
+            if not expired(life.reference.cdata):
                 continue
             del self.lives[key]
             for name, (count, site) in life.uses.items():

@@ -94,9 +94,21 @@ def flush_sgd(options: dict[str, Any], view: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("view", [False, True])
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"sparsifier": "exdyna"},
+    {"grouping": "layer", "sparsifier": "union_topk"},
+    {"executor": "inline"},
+]
+
+
 @pytest.mark.parametrize(
-    "options", [{}, {"sparsifier": "exdyna"}, {"grouping": "layer", "sparsifier": "union_topk"}, {"executor": "inline"}]
+    ("options", "view"),
+    [
+        pytest.param(options, view, marks=[pytest.mark.thorough] * ((number % 2 == 1) != view))
+        for number, options in enumerate(OPTIONS)
+        for view in (False, True)
+    ],
 )
 def test_with_sgd_parameters_move_by_the_mean_of_what_was_held_back(
     two_ranks: Ranks, options: dict[str, Any], view: bool

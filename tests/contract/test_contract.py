@@ -66,12 +66,18 @@ def in_runs_of_their_own(numbers: list[int], *more: Any) -> list[Any]:
     return covering(cells, together=1, seen_as=kinds)
 
 
+@functools.cache
 def all_runs() -> list[Any]:
     """By default groups of one size, in thorough runs all sizes one after another."""
     one_size = covering(
         ((*pair, n, (numel,)) for pair in PAIRS for n in RANKS for numel in SIZES if pair[0].serves(n, numel, DENSITY)),
+        together=1,
         trivial={1, (1,), (2,)},
         thorough={8},
+        seen_as=lambda case, exchange, n, sizes: (
+            (case, exchange),
+            *((case.sparsifier.agreement, exchange, one) for one in (n, sizes)),
+        ),
     )
     all_sizes = [
         pytest.param(*pair, n, tuple(SIZES), id=f"{name}-{n}-all", marks=pytest.mark.thorough)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import GroupState
-from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case, Offer, fit
+from tests.contract.cases import CASES, MEMORIES, PAIR_NAMES, PAIRS, Case, Offer, fit, kinds
 from tests.covering import covering, in_one_test
 from tests.lockstep import Outcome, Ranks, equal_states, gave, noise
 from tests.reference.length import Length
@@ -57,7 +57,14 @@ def all_steps(case: Case, exchange: str, memory: ls.Memory) -> list[tuple[Outcom
 
 
 def with_memories(memories: Iterable[ls.Memory]) -> Any:
-    cells = covering((*pair, memory) for pair in SOME for memory in memories if fit(memory, pair[1]))
+    cells = covering(
+        ((*pair, memory) for pair in SOME for memory in memories if fit(memory, pair[1])),
+        together=1,
+        seen_as=lambda case, exchange, memory: (
+            *kinds(case, exchange, memory),
+            (case.sparsifier.agreement, memory),
+        ),
+    )
     return in_one_test("case, exchange, memory", cells, scope="module", made={"steps": all_steps})
 
 

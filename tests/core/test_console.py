@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shutil
 import sys
@@ -16,22 +17,27 @@ import pytest
 from lightning_sparse.core.step import console
 
 ROOT = Path(__file__).parents[2]
-TREES = [
-    ast.parse(f.read_text()) for f in [*ROOT.glob("lightning_sparse/**/*.py"), *ROOT.glob("lightning_sparse_cli/*.py")]
-]
+FILES = [*ROOT.glob("lightning_sparse/**/*.py"), *ROOT.glob("lightning_sparse_cli/*.py")]
+
+
+@functools.cache
+def everything() -> list[ast.AST]:
+    return [node for file in FILES for node in ast.walk(ast.parse(file.read_text()))]
 
 
 def nodes(kind: type) -> list[Any]:
-    return [node for tree in TREES for node in ast.walk(tree) if isinstance(node, kind)]
+    return [node for node in everything() if isinstance(node, kind)]
 
 
-NAMED = sorted({ast.literal_eval(call.args[0]) for call in nodes(ast.Call) if ast.unparse(call.func) == "page"})
-"""The pages that messages name."""
+def named() -> list[str]:
+    """The pages that messages name."""
+    calls = (call for call in nodes(ast.Call) if isinstance(call.func, ast.Name) and call.func.id == "page")
+    return sorted({ast.literal_eval(call.args[0]) for call in calls})
 
 
 def test_messages_name_pages_by_where_they_are() -> None:
-    assert {"adam", "momentum", "training"} <= set(NAMED)
-    for name in NAMED:
+    assert {"adam", "momentum", "training"} <= set(named())
+    for name in named():
         assert Path(console.page(name)).is_file()
         assert console.page(name) == str(ROOT / "docs" / f"{name}.md")
     told = {id(node.value) for node in nodes(ast.Expr)}  # docstrings
@@ -45,12 +51,12 @@ def test_a_wheel_has_these_pages_and_messages_name_them_there(tmp_path: Path, mo
     interface = SimpleNamespace(BuildHookInterface=object)
     monkeypatch.setitem(sys.modules, "hatchling.builders.hooks.plugin.interface", interface)  # type: ignore[arg-type]
     added = run_path(str(ROOT / "hatch_build.py"))["pages"](ROOT)
-    assert {f"lightning_sparse/docs/{name}.md" for name in NAMED} <= set(added.values())
+    assert {f"lightning_sparse/docs/{name}.md" for name in named()} <= set(added.values())
     for source, target in added.items():
         (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, tmp_path / target)
     shutil.copy(str(console.__file__), tmp_path / "lightning_sparse")
     installed = run_path(str(tmp_path / "lightning_sparse/core/console.py"))
-    for name in NAMED:
+    for name in named():
         assert Path(installed["page"](name)).is_relative_to(tmp_path)
         assert Path(installed["page"](name)).read_text() == (ROOT / "docs" / f"{name}.md").read_text()

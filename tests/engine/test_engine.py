@@ -17,7 +17,7 @@ import lightning_sparse as ls
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.methods.grouping import Group, ParameterSize, make_plan
-from tests.covering import covering
+from tests.covering import covering, in_turns
 from tests.gpu.models import Branches
 from tests.gpu.training import LAYOUTS
 from tests.ranks import RankError, Ranks
@@ -88,7 +88,7 @@ def plainly(ranks: Ranks, layout: str) -> Tensor:
             EXECUTORS,
         ),
         together=1,
-        seen_as=lambda layout, sparsifier, grouping, executor: ((layout, grouping), (sparsifier, executor)),
+        seen_as=lambda layout, sparsifier, grouping, executor: (layout, (grouping, executor), (sparsifier, executor)),
     ),
 )
 def test_density_1_trains_like_plain_ddp(
@@ -247,8 +247,10 @@ def test_groups_that_change_train_like_plain_ddp_at_full_density(two_ranks: Rank
             assert torch.equal(parameters, plain)
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-@pytest.mark.parametrize("sparsifier", ["topk", "union_topk", "exdyna", "sidco_e"])
+@pytest.mark.parametrize(
+    ("sparsifier", "executor"),
+    covering(in_turns(["topk", "union_topk", "exdyna", "sidco_e"], ["inline", "thread"]), together=1),
+)
 def test_no_residual_is_lost_when_groups_change(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
     results = two_ranks(balance_with_changing_groups, {"sparsifier": sparsifier, "density": 0.05, "executor": executor})
     for steps in results:
@@ -347,7 +349,11 @@ def balance(layout: str, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("layout", "grouping", "sparsifier"),
-    covering(product(LAYOUTS, GROUPINGS, [ls.TopK(), ls.ExDyna(), ls.HardThreshold(1e-3), ls.MiCRO()])),
+    covering(
+        product(LAYOUTS, GROUPINGS, [ls.TopK(), ls.ExDyna(), ls.HardThreshold(1e-3), ls.MiCRO()]),
+        together=1,
+        seen_as=lambda layout, grouping, sparsifier: (layout, (grouping, sparsifier)),
+    ),
 )
 def test_no_gradient_is_lost_across_changing_buckets(
     two_ranks: Ranks, layout: str, grouping: ls.Grouping | str, sparsifier: ls.Sparsifier

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections import Counter
 from datetime import timedelta
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -153,7 +154,11 @@ def test_local_work_begins_as_gradients_come_where_all_parameters_are_used(two_r
 
 @pytest.mark.parametrize(
     ("sparsifier", "executor"),
-    covering(in_turns([name for name, _ in ls.SPARSIFIERS.items()], ["inline", "thread"]), together=1),
+    covering(
+        in_turns([name for name, _ in ls.SPARSIFIERS.items()], ["inline", "thread"]),
+        together=1,
+        seen_as=lambda sparsifier, executor: (ls.SPARSIFIERS.resolve(sparsifier).agreement, executor),
+    ),
 )
 def test_messages_that_travel_together_bring_the_same_bits(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
     options = {"sparsifier": sparsifier, "density": 0.05, "executor": executor, **MANY}
@@ -294,9 +299,9 @@ def failing(messages: str, executor: str, before: bool) -> tuple[str, list[str]]
     return "", []
 
 
-@pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-@pytest.mark.parametrize("messages", BOTH)
+@pytest.mark.parametrize(
+    ("messages", "executor", "before"), covering(product(BOTH, ["inline", "thread"], [True, False]))
+)
 def test_an_error_names_its_group_and_ends_the_step_on_all_ranks(messages: str, executor: str, before: bool) -> None:
     ranks = Ranks(2)  # of its own: DDP is not usable after an error inside backward
     try:
@@ -348,21 +353,19 @@ def failing_locally(where: str, options: dict[str, Any]) -> tuple[str, list[str]
     return "", [], False
 
 
-@pytest.mark.parametrize(
-    ("where", "options", "place"),
-    [
-        ("schedule", {"density": OneRankFails(0.05)}, "in backward"),
-        ("memory", {"memory": DoesNotCommit()}, "in backward"),
-        ("thawed", {}, "before the first exchange"),
-    ],
-)
-@pytest.mark.parametrize("messages", BOTH)
-def test_nobody_waits_for_a_rank_that_fails_beside_its_exchange(
-    where: str, options: dict[str, Any], place: str, messages: str
-) -> None:
+FAILING: dict[str, tuple[dict[str, Any], str]] = {
+    "schedule": ({"density": OneRankFails(0.05)}, "in backward"),
+    "memory": ({"memory": DoesNotCommit()}, "in backward"),
+    "thawed": ({}, "before the first exchange"),
+}
+
+
+@pytest.mark.parametrize(("where", "messages"), covering(in_turns(list(FAILING), BOTH), together=1))
+def test_nobody_waits_for_a_rank_that_fails_beside_its_exchange(where: str, messages: str) -> None:
+    settings, place = FAILING[where]
     ranks = Ranks(2)
     try:
-        options = {"executor": "thread", "grouping": "layer", "messages": messages, **options}
+        options = {"executor": "thread", "grouping": "layer", "messages": messages, **settings}
         (lost, _, soon), (kind, notes, _) = ranks(failing_locally, where, options)
     finally:
         ranks.stop()
@@ -394,15 +397,14 @@ def drifting(what: str, options: dict[str, Any]) -> tuple[str, int, bool]:
     return "", engine.step, False
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-@pytest.mark.parametrize(
-    ("what", "sentence"),
-    [
-        ("step", "What differs: step (1 on rank 0, 7 on rank 1)."),
-        ("settings", "What differs: settings or groups (on rank 1)."),
-    ],
-)
-def test_ranks_that_have_drifted_apart_are_told_before_anything_counts(what: str, sentence: str, executor: str) -> None:
+DRIFTED = {
+    "step": "What differs: step (1 on rank 0, 7 on rank 1).",
+    "settings": "What differs: settings or groups (on rank 1).",
+}
+
+
+@pytest.mark.parametrize(("what", "executor"), covering(in_turns(list(DRIFTED), ["inline", "thread"]), together=1))
+def test_ranks_that_have_drifted_apart_are_told_before_anything_counts(what: str, executor: str) -> None:
     ranks = Ranks(2)
     try:
         answers = ranks(drifting, what, {"executor": executor, "grouping": "layer"})
@@ -410,7 +412,7 @@ def test_ranks_that_have_drifted_apart_are_told_before_anything_counts(what: str
         ranks.stop()
     for (message, step, same), expected in zip(answers, (1, 7 if what == "step" else 1), strict=True):
         assert "The ranks have drifted apart: rank 1 and rank 0" in message
-        assert sentence in message
+        assert DRIFTED[what] in message
         assert step == expected
         assert same
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import lightning_sparse as ls
+from tests.covering import by_default
 from tests.streams import Streams
 from tests.trainers import EVERYTHING_SPARSE, flat
 
@@ -80,7 +81,7 @@ def test_fused_optimizers_skip_by_themselves_and_nobody_waits(streams: Streams, 
     assert not streams.findings
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", by_default(FUSED, 2))
 def test_a_first_step_and_the_last_one_may_be_void(streams: Streams, name: str) -> None:
     handed = Run(FUSED[name]).steps({0, 4}, streams)
     dropped = Run(FUSED[name], skip="drop_void").steps({0, 4}, streams)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import by_default
 from tests.examples import made_up
 from tests.warm import warm_python
 
@@ -61,12 +62,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(
     ("script", "source", "smaller", "result", "sparsifier"),
-    [
-        ("gpt_wikitext2", "wikitext2", "--data.words=150", "val/perplexity", "exdyna"),
-        ("lstm_wikitext2", "wikitext2", "--data.words=150", "val/perplexity", "topk"),
-        ("resnet18_cifar10", "cifar10", "--data.batch_size=8", "val/accuracy", "union_topk"),
-        ("lora_gpt", None, "--data.batch_size=2", "val/perplexity", "union_topk"),
-    ],
+    by_default(
+        [
+            ("gpt_wikitext2", "wikitext2", "--data.words=150", "val/perplexity", "exdyna"),
+            ("lora_gpt", None, "--data.batch_size=2", "val/perplexity", "union_topk"),
+            ("lstm_wikitext2", "wikitext2", "--data.words=150", "val/perplexity", "topk"),
+            ("resnet18_cifar10", "cifar10", "--data.batch_size=8", "val/accuracy", "union_topk"),
+        ],
+        2,
+    ),
 )
 def test_models_that_people_recognise(
     data: dict[str, Path], tmp_path: Path, script: str, source: str | None, smaller: str, result: str, sparsifier: str

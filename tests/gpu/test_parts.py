@@ -241,7 +241,16 @@ def test_other_numbers_are_noticed() -> None:
         equality.equal(other, found, **equality.CLOSE[torch.float64])
 
 
-@pytest.mark.parametrize("job", training.JOBS, ids=training.title)
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(
+            job, marks=[pytest.mark.thorough] * training.title(job).startswith("losses are those")
+        )  # takes long
+        for job in training.JOBS
+    ],
+    ids=training.title,
+)
 def test_a_training_runs_on_a_cpu(job: Any) -> None:
     passes([Check("it", partial(in_a_group, partial(job, "cpu")))])
 

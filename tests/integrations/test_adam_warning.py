@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from tests.covering import by_default
 from tests.integrations.test_fabric import FABRICS, close, make_fabric
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
@@ -117,8 +118,8 @@ def fit_fabric(options: dict[str, Any], name: str, settings: dict[str, Any], pac
 @pytest.mark.parametrize(
     ("job", "args"),
     [
-        *((fit, (package,)) for package in PACKAGES),
-        *((fit_fabric, (package,)) for package in FABRICS),
+        *by_default((fit, (package,)) for package in PACKAGES),
+        *by_default((fit_fabric, (package,)) for package in FABRICS),
         (attach, (False,)),
         (attach, (True,)),
     ],

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from tests.covering import by_default, covering, in_turns
 from tests.integrations.test_fabric import close, make_fabric
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
@@ -102,8 +103,7 @@ def fit(
     return flat(module), engine.settings.memory, told, next(iter(clippings_of(engine)), None)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("package", "precision"), covering(in_turns(PACKAGES, ["32-true", "bf16-mixed"]), together=1))
 def test_torchs_adamw_is_adapted_and_equals_ours(two_ranks: Ranks, package: str, precision: str) -> None:
     results = [
         two_ranks(fit, package, {}, ours, None, {"max_epochs": 1, "precision": precision}) for ours in (False, True)
@@ -117,7 +117,9 @@ def test_torchs_adamw_is_adapted_and_equals_ours(two_ranks: Ranks, package: str,
 
 @pytest.mark.parametrize(
     ("clip", "precision", "scheduled"),
-    [("", "64-true", False), ("", "32-true", True), *((clip, "32-true", False) for clip in ("", *CLIPPING))],
+    by_default(
+        [("", "64-true", False), ("", "32-true", True), *((clip, "32-true", False) for clip in (*CLIPPING, ""))], 3
+    ),
 )
 def test_a_resumed_fit_goes_on_bit_for_bit(
     two_ranks: Ranks, tmp_path: Path, clip: str, precision: str, scheduled: bool

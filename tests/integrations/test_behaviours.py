@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.integrations.test_matrix import Recorder, check_conservation
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
@@ -185,7 +185,9 @@ def fit_freezing(
 
 
 @pytest.mark.parametrize(
-    "ddp", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=["default", "unused", "view"]
+    "ddp",
+    by_default([{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], 2),
+    ids=str,
 )
 def test_layers_that_thaw_and_freeze_train_like_ones_that_the_optimizer_skips(
     two_ranks: Ranks, ddp: dict[str, Any]
@@ -225,7 +227,7 @@ def fit_finetuning(package: str, settings: dict[str, Any] | None) -> tuple[Tenso
     return flat(module), not torch.equal(flat(module.net[0]), before)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", by_default(PACKAGES))
 def test_ranks_agree_on_layers_that_thaw(two_ranks: Ranks, package: str) -> None:
     for settings in (FULL, LOW):
         (first, changed), (second, _) = two_ranks(fit_finetuning, package, settings)

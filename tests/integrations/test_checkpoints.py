@@ -165,12 +165,19 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
+OF_ENGINES = (ls.Residual, ls.AdamCorrection, ls.LowPass)
+"""With these, tests of the engine go on from its state, too."""
 NAMES = [name for name, _ in ls.SPARSIFIERS.items()]
 
 
 @pytest.mark.parametrize(
     ("plan", "name"),
-    covering(in_turns(range(len(PLANS)), NAMES), together=1),
+    covering(
+        in_turns(range(len(PLANS)), NAMES),
+        together=1,
+        seen_as=lambda plan, name: (plan, ls.SPARSIFIERS.resolve(name).agreement),
+        thorough={n for n, plan in enumerate(PLANS) if isinstance(plan.get("memory"), OF_ENGINES)} | {1, 2},
+    ),
 )
 def test_whatever_is_chosen_a_resumed_run_goes_on_bit_for_bit(
     two_ranks: Ranks, tmp_path: Path, plan: int, name: str

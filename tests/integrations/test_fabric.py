@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from tests.covering import covering
+from tests.covering import covering, in_turns
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, flat
 from tests.warm import warm_python
@@ -217,8 +217,9 @@ def conserve(package: str, options: dict[str, Any], loss_scale: float | None) ->
     return arrived, own, residual
 
 
-@pytest.mark.parametrize("loss_scale", [None, 2.0**10])
-@pytest.mark.parametrize("sparsifier", ["topk", "union_topk", "exdyna"])
+@pytest.mark.parametrize(
+    ("sparsifier", "loss_scale"), covering(in_turns(["topk", "union_topk", "exdyna"], [None, 2.0**10]), together=1)
+)
 def test_nothing_is_lost(two_ranks: Ranks, sparsifier: str, loss_scale: float | None) -> None:
     options = {**SPARSE, "sparsifier": sparsifier}
     (arrived, own0, left0), (other, own1, left1) = two_ranks(conserve, FABRICS[0], options, loss_scale)
@@ -351,9 +352,7 @@ def goes_on(package: str, options: dict[str, Any], modules: int, folder: str, ea
     return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
 
 
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("modules", [1, 2])
-@pytest.mark.parametrize("package", FABRICS)
+@pytest.mark.parametrize(("package", "modules", "early"), covering(product(FABRICS, [1, 2], [False, True])))
 def test_a_run_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path, package: str, modules: int, early: bool) -> None:
     names, _ = two_ranks(goes_on, package, SPARSE, modules, str(tmp_path), early)
     assert names[0] == "deep/checkpoint.pt"

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import by_default
 from tests.forked import forked
 from tests.warm import warm_python
 
@@ -286,7 +287,7 @@ def test_killed_around_any_save_and_setup_the_last_checkpoint_goes_on_exactly(
     kill_in_save_and_setup(launch, tmp_path, seed)
 
 
-@pytest.mark.parametrize("behaviour", ["raise", "exit", "hang"])
+@pytest.mark.parametrize("behaviour", by_default(["raise", "hang", "exit"], 2))
 def test_a_rank_that_fails_ends_the_others(launch: Any, tmp_path: Path, behaviour: str) -> None:
     run = launch(behaviour, behaviour=behaviour)
     run.wait_for("step 10\n", rank=1)

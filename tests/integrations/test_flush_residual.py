@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
+from tests.covering import by_default, covering, in_turns
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
 
@@ -112,7 +113,7 @@ def fit_twice(package: str, folder: str) -> tuple[Tensor, Tensor, Tensor]:
     return without.parameters, without.held, run.parameters
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", by_default(PACKAGES))
 def test_the_last_checkpoint_contains_everything(two_ranks: Ranks, tmp_path: Path, package: str) -> None:
     (before, held0, after), (_, held1, other) = two_ranks(fit_twice, package, str(tmp_path))
     pending = (held0.double() + held1.double()) / 2
@@ -208,8 +209,9 @@ def fit_and_stop(package: str, folder: str, how: str) -> None:
         assert torch.equal(run.looking.validated[-1], run.parameters) or how == "steps"
 
 
-@pytest.mark.parametrize("how", ["steps", "stop", "one batch", "accumulate"])
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize(
+    ("how", "package"), covering(in_turns(["steps", "stop", "one batch", "accumulate"], PACKAGES), together=1)
+)
 def test_however_training_ends_the_last_checkpoint_contains_everything(
     two_ranks: Ranks, tmp_path: Path, package: str, how: str
 ) -> None:

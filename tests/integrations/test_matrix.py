@@ -203,7 +203,19 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("behaviour", "precision", "sparsifier", "density"), covering(CELLS))
+@pytest.mark.parametrize(
+    ("behaviour", "precision", "sparsifier", "density"),
+    covering(
+        CELLS,
+        together=1,
+        seen_as=lambda behaviour, precision, sparsifier, density: (
+            (behaviour, density),
+            (behaviour, precision == "16-mixed"),
+            (precision, density),
+            (sparsifier, density),
+        ),
+    ),
+)
 def test_full_density_trains_like_ddp_and_nothing_is_lost_below(
     two_ranks: Ranks, behaviour: str, precision: str, sparsifier: str, density: float
 ) -> None:

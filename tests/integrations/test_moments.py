@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_sparse as ls
+from tests.covering import covering, in_turns
 from tests.integrations.test_checkpoints import saver, strategy_of
 from tests.ranks import Ranks
 from tests.sums import SPARSE, Sums, check_files
@@ -102,22 +103,20 @@ def save_in_hooks(package: str, executor: str, folder: str, options: dict[str, A
     )
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sparsifier": "union_topk", "exchange": "reduce_union", "grouping": "model"},
-        {"find_unused_parameters": True},
-    ],
-    ids=lambda options: "-".join(map(str, options.values())) or "default",
-)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "union": {"sparsifier": "union_topk", "exchange": "reduce_union", "grouping": "model"},
+    "unused": {"find_unused_parameters": True},
+}
+
+
+@pytest.mark.parametrize(("settings", "executor"), covering(in_turns(list(SETTINGS), ["inline", "thread"]), together=1))
 def test_what_is_saved_in_a_hook_is_of_one_step(
-    alone: Ranks, two_ranks: Ranks, tmp_path: Path, executor: str, options: dict[str, Any]
+    alone: Ranks, two_ranks: Ranks, tmp_path: Path, executor: str, settings: str
 ) -> None:
     for ranks, package in ((alone, PACKAGES[0]), (two_ranks, PACKAGES[1])):
         folder = tmp_path / package
-        ranks(save_in_hooks, package, executor, str(folder), options)
+        ranks(save_in_hooks, package, executor, str(folder), SETTINGS[settings])
         for hook in [*HOOKS, "backward"]:
             for batch in range(4):
                 step = check_files(folder / f"{hook}-{batch}.ckpt", ranks.world_size)
@@ -210,7 +209,9 @@ def interrupted(executor: str, folder: str, seed: int) -> str:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs in the background ignore it
     try:
         with suppress(SystemExit):
-            fit(package, {"executor": executor}, [calling(package, {"on_train_batch_start": start}), emergency], 100_000)
+            fit(
+                package, {"executor": executor}, [calling(package, {"on_train_batch_start": start}), emergency], 100_000
+            )
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return emergency.ckpt_path

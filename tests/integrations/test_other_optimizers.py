@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
+from tests.covering import covering
 from tests.integrations.test_fabric import FABRICS, batches, close, make_fabric, make_model
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
@@ -79,16 +80,18 @@ def fit_fabric(package: str, before: str, after: str) -> Found:
     return found
 
 
-@pytest.mark.parametrize(("before", "after"), [("sgd", "sgd"), ("sgd", "adamw"), ("adamw", "sgd"), ("adamw", "adamw")])
 @pytest.mark.parametrize(
-    ("job", "package"),
-    [
-        (fit, PACKAGES[0]),
-        (fit_fabric, FABRICS[0]),
-        pytest.param(fit, PACKAGES[1], marks=pytest.mark.thorough),
-        pytest.param(fit_fabric, FABRICS[1], marks=pytest.mark.thorough),
-    ],
-    ids=lambda part: getattr(part, "__name__", str(part)),
+    ("before", "after", "job", "package"),
+    covering(
+        (
+            (before, after, job, package)
+            for before, after in [("sgd", "sgd"), ("sgd", "adamw"), ("adamw", "sgd"), ("adamw", "adamw")]
+            for job, packages in [(fit, PACKAGES), (fit_fabric, FABRICS)]
+            for package in packages
+        ),
+        together=1,
+        seen_as=lambda before, after, job, package: ((before, after), (after, job)),
+    ),
 )
 def test_an_optimizer_that_takes_the_place_of_another_is_served(
     two_ranks: Ranks, job: Any, package: str, before: str, after: str

@@ -16,6 +16,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.methods.grouping import Group
 from lightning_sparse.tuning.performance import Line, Profile
+from tests.covering import by_default
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
 from tests.tuning.controllers.models import fix_costs
@@ -135,7 +136,7 @@ def fit_ddp(package: str) -> Tensor:
     return flat(module)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", by_default(PACKAGES))
 def test_groups_and_modes_that_change_train_like_ddp_at_full_density(two_ranks: Ranks, package: str) -> None:
     plain = two_ranks(fit_ddp, package)
     for fallback in (None, "dense"):

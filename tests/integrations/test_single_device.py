@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from tests.covering import covering, in_turns
 from tests.integrations.test_checkpoints import looker, strategy_of
 from tests.integrations.test_fabric import FABRICS, batches, close, make_fabric, make_model
 from tests.integrations.test_telling import Lines
@@ -103,8 +104,14 @@ DOORS = [
 ]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("door", "package"), DOORS, ids=lambda part: getattr(part, "__name__", part))
+@pytest.mark.parametrize(
+    ("door", "package", "name"),
+    covering(
+        ((*door, name) for door, name in in_turns(DOORS, list(OPTIMIZERS))),
+        together=1,
+        seen_as=lambda door, package, name: (package, name),
+    ),
+)
 def test_one_device_trains_as_plain_ddp_bit_for_bit_and_says_how_to_rehearse(
     alone: Ranks, door: Any, package: str, name: str
 ) -> None:

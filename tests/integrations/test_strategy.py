@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_sparse as ls
-from tests.covering import covering
+from tests.covering import by_default, covering
 from tests.ranks import Ranks
 from tests.trainers import PACKAGES, flat, make_data, make_module, make_trainer
 
@@ -127,7 +127,7 @@ def fit_synced(package: str, strategy: Any) -> tuple[Tensor, bool]:
     return flat(module), isinstance(module.net[1], SyncedBatchNorm)
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_synchronised_batch_normalisation_trains_like_ddp(two_ranks: Ranks, executor: str) -> None:
     for package in PACKAGES:
         chosen = {"sparsifier": "exdyna", "density": 1.0, "executor": executor}

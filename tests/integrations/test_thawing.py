@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
+from tests.covering import by_default
 from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
@@ -54,7 +55,7 @@ def fit(package: str, kind: str, by_hand: bool, options: dict[str, Any]) -> tupl
     return flat(module).tolist(), [set(states.get(p, {})) for p in module.parameters()]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "ours", "sgd"])
+@pytest.mark.parametrize("kind", by_default(["adamw", "sgd", "ours"], 2))
 def test_a_step_whose_closure_wraps_the_model_again_is_as_any_other(two_ranks: Ranks, kind: str) -> None:
     # By hand, the model is wrapped again before the optimizer's step begins.
     [expected, _], results = (two_ranks(fit, PACKAGES[0], kind, by_hand, {}) for by_hand in (True, False))

@@ -38,7 +38,11 @@ def gradients(steps: int, n: int) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("kernel", "method", "dtype"),
-    covering(product(VARIANTS, METHODS, [torch.float32, torch.bfloat16])),
+    covering(
+        product(VARIANTS, METHODS, [torch.float32, torch.bfloat16]),
+        together=1,
+        seen_as=lambda kernel, method, dtype: (method, (kernel, dtype)),
+    ),
     indirect=["kernel"],
 )
 def test_steps_are_the_same_with_and_without_candidates(kernel: str, method: str, dtype: torch.dtype) -> None:

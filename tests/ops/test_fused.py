@@ -47,8 +47,8 @@ RESIDUAL, ADAM = ls.Residual(), ls.SecondMoment(1 - 2**-10)
     [
         (2, (300, 170), 0.05, torch.float32, False, RESIDUAL),  # groups that travel together
         (2, (200, 171), 0.05, torch.float32, False, ADAM),
-        (2, 900, 0.05, torch.float32, False, RESIDUAL),
-        (2, 400, 0.05, torch.bfloat16, False, ls.Residual(0.9)),
+        pytest.param(2, 900, 0.05, torch.float32, False, RESIDUAL, marks=thorough),
+        pytest.param(2, 400, 0.05, torch.bfloat16, False, ls.Residual(0.9), marks=thorough),
         pytest.param(3, 2600, 0.05, torch.float32, False, ls.Residual(0.7), marks=thorough),
         pytest.param(2, 1000, 0.004, torch.float16, True, RESIDUAL, marks=thorough),  # coordinates travel as they are
         pytest.param(5, 4000, 0.3, torch.float32, True, RESIDUAL, marks=thorough),

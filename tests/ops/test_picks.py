@@ -24,6 +24,7 @@ from lightning_sparse.methods.memory import Residual
 from lightning_sparse.ops import host_choose
 from lightning_sparse.ops.c import library, native
 from lightning_sparse.ops.form import Form
+from tests.covering import by_default, covering
 from tests.ops.test_variants import bits, values
 
 
@@ -136,9 +137,8 @@ KINDS_OF_STEPS = ["normal", "ties", "nan", "zeros", "subnormal", "wide", "silent
     ("name", "exchange", "kind"),
     [
         *product(["union_topk"], [None], KINDS_OF_STEPS),
-        *product(["topk"], ["packed_union"], KINDS_OF_STEPS),
-        *product(["topk"], [None], KINDS_OF_STEPS[:3]),
-        *(pytest.param("topk", None, kind, marks=pytest.mark.thorough) for kind in KINDS_OF_STEPS[3:]),
+        *by_default(product(["topk"], ["packed_union"], KINDS_OF_STEPS), 3),
+        *by_default(product(["topk"], [None], KINDS_OF_STEPS), 1),
     ],
 )
 def test_steps_send_and_leave_the_same_bits(
@@ -204,8 +204,19 @@ def sent_and_left(n: int, numel: int, kind: str, ascend: bool) -> list[list[byte
     return [[bits(x) for x in each if isinstance(x, Tensor)] for each in left]
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "subnormal", "wide", "inf", "nan"])
-@pytest.mark.parametrize(("n", "numel"), [(1, 90), (2, 300), (3, 200_000), (5, 9000), (17, 3000), (20, 70_000)])
+KINDS_OF_VALUES = ["normal", "ties", "zeros", "subnormal", "wide", "inf", "nan"]
+
+
+@pytest.mark.parametrize(
+    ("n", "numel", "kind"),
+    [
+        *((*group, kind) for group in [(1, 90), (2, 300), (5, 9000)] for kind in KINDS_OF_VALUES),
+        *covering(
+            ((*group, kind) for group in [(3, 200_000), (17, 3000), (20, 70_000)] for kind in KINDS_OF_VALUES[::-1]),
+            together=1,
+        ),
+    ],
+)
 def test_second_values_travel_as_in_operations_on_tensors(
     n: int, numel: int, kind: str, each_kernel: Callable[[], Iterator[str]]
 ) -> None:

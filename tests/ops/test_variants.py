@@ -27,9 +27,9 @@ GRADIENTS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def cells(*axes: list[Any]) -> list[Any]:
-    """All of small vectors, and of large ones where each two values meet: what is found does not depend on the size."""
-    largest = covering(product([LARGE], *axes), thorough=set(KINDS) - {"normal", "nan"})
-    return [*product(SMALL, *axes), *covering(product(MIDDLE, *axes)), *largest]
+    """Where each two values meet, and of large vectors each value: what is found does not depend on the size."""
+    largest = covering(product([LARGE], *axes), together=1, thorough=set(KINDS) - {"normal", "nan"})
+    return [*covering(product(SMALL, *axes)), *covering(product(MIDDLE, *axes), together=1), *largest]
 
 
 def values(numel: int, kind: str, seed: int = 0) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import lightning_sparse as ls
+from tests.covering import by_default
 from tests.forked import forked
 from tests.warm import forgetting, warm_python
 
@@ -68,8 +69,8 @@ def test_every_sparsifier_has_a_configuration_that_chooses_it_and_little_else() 
     assert all(text.count("\n") < 20 for name, text in found.items() if name not in {"base", "sweep"})
 
 
-def train_each(log: str) -> None:
-    """Two steps of every configuration, in a process of its own."""
+def train_each(log: str, names: list[str]) -> None:
+    """Two steps of each configuration, in a process of its own."""
     sink = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
@@ -78,7 +79,7 @@ def train_each(log: str) -> None:
 
     module = example()
     sys.argv = [str(EXAMPLE)]
-    for name in ("dense", *SPARSE):
+    for name in names:
         print(name, flush=True)
         configs = [f"--config={ROOT / 'configs' / file}.yaml" for file in ("base", name)]
         small = ["accelerator=cpu", "devices=1", "max_steps=2", "logger=false", "val_check_interval=1.0"]
@@ -89,14 +90,19 @@ def train_each(log: str) -> None:
         assert cli.trainer.global_step == 2
 
 
+SOME = ["dense", "dgc", "adam_correction", "sidco_e"]
+"""Without this package, with a memory, for Adam, and with what most others have."""
+
+
 @pytest.mark.usefixtures("not_launched")
-def test_every_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("names", by_default([SOME, [name for name in SPARSE if name not in SOME]]), ids="-".join)
+def test_every_configuration_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     for needed in ("jsonargparse", "sklearn"):
         pytest.importorskip(needed, reason=f"{needed} is not installed")
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     monkeypatch.chdir(tmp_path)
     log = tmp_path / "log"
-    process = forked().Process(target=train_each, args=(str(log),), daemon=False)
+    process = forked().Process(target=train_each, args=(str(log), names), daemon=False)
     process.start()
     process.join(100)
     assert process.exitcode == 0, log.read_text()[-3000:]

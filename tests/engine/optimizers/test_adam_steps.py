@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from tests.covering import covering, in_turns
 from tests.ranks import Ranks
 from tests.reference.length import Length
 
@@ -258,8 +259,13 @@ def short_run(kind: str, closure: bool, limit: float | None) -> tuple[list[Tenso
     return training.weights(), engine.settings.memory, taken, [str(w.message) for w in caught if "moment" in str(w)]
 
 
-@pytest.mark.parametrize("kind", ["sharded", "wrapped"])
-@pytest.mark.parametrize(("closure", "limit"), [(False, 0.02), (True, None)])
+@pytest.mark.parametrize(
+    ("kind", "closure", "limit"),
+    covering(
+        [("sharded", False, 0.02), ("wrapped", True, None), ("sharded", True, None), ("wrapped", False, 0.02)],
+        together=1,
+    ),
+)
 def test_adam_within_another_optimizer_is_stepped_for_as_by_itself(
     two_ranks: Ranks, kind: str, closure: bool, limit: float | None
 ) -> None:
@@ -315,14 +321,17 @@ def dense_runs(kind: str, options: dict[str, Any], hyper: dict[str, Any]) -> tup
     return ours.weights(), [p.detach().clone() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("kind", ["ours", "adam"])
-@pytest.mark.parametrize(
-    "options",
-    [{"density": 1.0}, {"rules": ls.Rules(densities={"*": 1.0})}, {"sparsifier": "everything"}, {"dense": ["*"]}],
-    ids=["1", "1 by rule", "everything", "dense"],
-)
-def test_behind_a_dense_exchange_it_is_torchs_bit_for_bit(two_ranks: Ranks, kind: str, options: dict[str, Any]) -> None:
-    for ours, theirs in two_ranks(dense_runs, kind, options, HYPER):
+DENSE: dict[str, dict[str, Any]] = {
+    "1": {"density": 1.0},
+    "1 by rule": {"rules": ls.Rules(densities={"*": 1.0})},
+    "everything": {"sparsifier": "everything"},
+    "dense": {"dense": ["*"]},
+}
+
+
+@pytest.mark.parametrize(("settings", "kind"), covering(in_turns(list(DENSE), ["ours", "adam"]), together=1))
+def test_behind_a_dense_exchange_it_is_torchs_bit_for_bit(two_ranks: Ranks, kind: str, settings: str) -> None:
+    for ours, theirs in two_ranks(dense_runs, kind, DENSE[settings], HYPER):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.engine.optimizers.scaled import Handed, Lengths, factors_of
 from lightning_sparse.ops.length import LengthChanges
+from tests.covering import covering, in_turns
 from tests.integrations.test_telling import Lines
 from tests.ranks import Ranks
 
@@ -65,10 +66,14 @@ def scaled(factor: float, options: dict[str, Any]) -> list[list[Tensor]]:
     return runs
 
 
-@pytest.mark.parametrize("factor", [1 / 4096, 0.01, 1.0, 64.0])
-@pytest.mark.parametrize("options", [{}, {"exchange": "reduce_union", "grouping": "layer"}], ids=["packed", "union"])
-def test_a_factor_changes_no_step_of_adam(two_ranks: Ranks, factor: float, options: dict[str, Any]) -> None:
-    for plain, changed in two_ranks(scaled, factor, options):
+SETTINGS: dict[str, dict[str, Any]] = {"packed": {}, "union": {"exchange": "reduce_union", "grouping": "layer"}}
+
+
+@pytest.mark.parametrize(
+    ("factor", "settings"), covering(in_turns([1 / 4096, 0.01, 64.0, 1.0], list(SETTINGS)), together=1)
+)
+def test_a_factor_changes_no_step_of_adam(two_ranks: Ranks, factor: float, settings: str) -> None:
+    for plain, changed in two_ranks(scaled, factor, SETTINGS[settings]):
         for ours, theirs in zip(changed, plain, strict=True):
             if math.log2(factor).is_integer():  # products are exact then
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -11,6 +11,7 @@ import lightning_sparse as ls
 from lightning_sparse.core.step import Context, Selection
 from lightning_sparse.engine.network import drive_ranks
 from lightning_sparse.methods.exchanges.balanced import _regions, _split
+from tests.covering import covering, in_turns
 from tests.lockstep import Ranks, noise
 from tests.reference.merged import boundaries_of_regions, split_and_reduce, thinned
 
@@ -114,8 +115,7 @@ def test_what_does_not_fit_stays_with_its_rank_and_comes_later() -> None:
     assert torch.equal(total[60:], rows[1, 60:] / 2)
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
-@pytest.mark.parametrize("quiet", [False, True], ids=["picks", "nothing-picked"])
+@pytest.mark.parametrize(("n", "quiet"), covering(in_turns([2, 3, 8], [False, True]), together=1))
 def test_one_bad_rank_is_heard_among_large_values_wherever_it_sits(n: int, quiet: bool) -> None:
     for bad in range(n):
         rows = torch.full((n, 50), 1e30, dtype=torch.float64)

@@ -16,7 +16,7 @@ import lightning_sparse as ls
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.network import drive_mirrored
 from lightning_sparse.methods.density import count
-from tests.covering import covering, in_one_test
+from tests.covering import covering, in_one_test, in_turns
 from tests.lockstep import noise
 
 METHODS = [ls.MiCRO(), ls.ExDyna(num_blocks=64)]
@@ -90,7 +90,7 @@ def test_no_rank_sends_more_than_twice_its_share(sparsifier: ls.Sparsifier, n: i
         assert trace.counts.max() <= -(-2 * 200 // n)
 
 
-@in_one_test("sparsifier, n, numel", product(METHODS, [1, 2, 4, 8], [1, 2, 7, 31, 33, 257]))
+@in_one_test("sparsifier, n, numel", covering(product(METHODS, [1, 2, 4, 8], [1, 2, 7, 31, 33, 257])))
 def test_small_groups_are_served_with_at_least_one_pick_and_exactly_k(
     sparsifier: ls.Sparsifier, n: int, numel: int
 ) -> None:
@@ -153,8 +153,7 @@ def test_scaling_all_gradients_by_a_power_of_two_changes_no_pick(sparsifier: ls.
         assert torch.equal(a.threshold * 2.0**power, b.threshold)
 
 
-@pytest.mark.parametrize("numel", [1, 3, 100, 101, 103, 9973])
-@pytest.mark.parametrize("n", [1, 2, 4, 7])
+@pytest.mark.parametrize(("numel", "n"), covering(in_turns([1, 3, 100, 101, 103, 9973], [7, 4, 2, 1]), together=1))
 def test_ranges_of_micro_differ_by_at_most_one_and_turn_by_one_a_step(numel: int, n: int) -> None:
     traces = list(ls.simulate(normal(2 * n, n, numel), sparsifier="micro", density=0.2))
     for trace in traces:

@@ -10,12 +10,19 @@ import pytest
 import lightning_sparse as ls
 from lightning_sparse import ops
 from lightning_sparse.methods.sparsifiers import bracket
-from tests.covering import covering, in_one_test
+from tests.covering import covering, in_one_test, in_turns
 from tests.reference.estimators import ROUGH, SMOOTH, accumulator, reference_dgc
 from tests.selections import DENSITIES, SIZES, assert_largest, picks, select
 
 
-@in_one_test("kind, density, dtype", covering(product(SMOOTH + ROUGH, DENSITIES, [np.float32, np.float64])))
+@in_one_test(
+    "kind, density, dtype",
+    covering(
+        product(SMOOTH + ROUGH, DENSITIES, [np.float32, np.float64]),
+        together=1,
+        seen_as=lambda kind, density, dtype: (kind, (density, dtype)),
+    ),
+)
 def test_published_picks_are_those_of_the_reference(kind: str, density: float, dtype: type) -> None:
     for step, numel in enumerate(SIZES):
         acc = accumulator(kind, numel, dtype)
@@ -58,7 +65,7 @@ def test_the_published_rule_gives_up_after_ten_lower_thresholds() -> None:
     assert_largest(picks(corrected), acc)
 
 
-@in_one_test("kind, density", product(SMOOTH + ROUGH, DENSITIES))
+@in_one_test("kind, density", covering(in_turns(SMOOTH + ROUGH, DENSITIES), together=1))
 def test_corrected_picks_are_the_largest_between_four_fifths_and_13_tenths_of_k(kind: str, density: float) -> None:
     for numel in SIZES:
         acc = accumulator(kind, numel)
@@ -71,8 +78,7 @@ def test_corrected_picks_are_the_largest_between_four_fifths_and_13_tenths_of_k(
             assert np.abs(acc[picked]).min() >= float(selection.threshold)
 
 
-@pytest.mark.parametrize("density", [*DENSITIES, 0.4, 0.9])
-@pytest.mark.parametrize("kind", SMOOTH + ROUGH)
+@pytest.mark.parametrize(("kind", "density"), covering(in_turns(SMOOTH + ROUGH, [*DENSITIES, 0.4, 0.9]), together=1))
 def test_a_device_picks_the_same(kind: str, density: float, request: pytest.FixtureRequest) -> None:
     acc = accumulator(kind, 30_000)
     k = round(density * acc.size)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import lightning_sparse as ls
-from tests.covering import covering, in_one_test
+from tests.covering import covering, in_one_test, in_turns
 from tests.reference.estimators import ROUGH, SMOOTH, accumulator, reference_gaussian_k
 from tests.selections import DENSITIES, SIZES, assert_largest, picks, select
 
@@ -46,7 +46,7 @@ def test_a_last_correction_that_is_not_used_shows() -> None:
     assert int(published.count) > 133 >= int(corrected.count) >= 67
 
 
-@in_one_test("kind, density", product(SMOOTH + ROUGH, DENSITIES))
+@in_one_test("kind, density", covering(in_turns(SMOOTH + ROUGH, DENSITIES), together=1))
 def test_corrected_picks_are_the_two_to_four_thirds_of_k_largest(kind: str, density: float) -> None:
     for numel in SIZES:
         acc = accumulator(kind, numel)

@@ -13,7 +13,14 @@ from tests.covering import covering, in_one_test
 from tests.reference.merged import reference_gtop_k
 
 
-@in_one_test("n, grain, dtype", covering(product(range(1, 10), [0, 4], [np.float32, np.float64])))
+@in_one_test(
+    "n, grain, dtype",
+    covering(
+        product(range(1, 10), [0, 4], [np.float32, np.float64]),
+        together=1,
+        seen_as=lambda n, grain, dtype: (n, (grain, dtype)),
+    ),
+)
 def test_every_step_is_that_of_the_reference(n: int, grain: int, dtype: type) -> None:
     numel, density = 211, 0.05
     shared = np.random.default_rng(100).laplace(size=(12, 1, numel))  # what ranks have in common makes sums meet

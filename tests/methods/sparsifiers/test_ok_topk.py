@@ -35,7 +35,12 @@ def layered(steps: int, n: int, numel: int, seed: int = 0) -> np.ndarray:
 
 
 @in_one_test(
-    "n, rule, dtype", covering(product([3, 4, 7, 2, 1], [(1, 1.5), (5, 1.2), (1000, 1.012)], [np.float32, np.float64]))
+    "n, rule, dtype",
+    covering(
+        product([3, 4, 7, 2, 1], [(1, 1.5), (5, 1.2), (1000, 1.012)], [np.float32, np.float64]),
+        together=1,
+        seen_as=lambda n, rule, dtype: (n, (rule, dtype)),
+    ),
 )
 def test_every_step_is_that_of_the_reference(n: int, rule: tuple[int, float], dtype: type) -> None:
     interval, gain = rule

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.tools.compare.tasks import digits, heavy_tail, record
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 
 N, STEPS = 8, 90
 SETTLED = 60
@@ -39,7 +39,7 @@ def test_the_recorded_stream_is_one_whose_scale_moves() -> None:
 
 @pytest.mark.parametrize(
     ("sparsifier", "name", "density"),
-    covering(product([ls.SIDCoE(), ls.SIDCoGP(), ls.SIDCoP()], ["digits", "heavy_tail"], [0.01, 0.001])),
+    covering(product([ls.SIDCoE(), ls.SIDCoGP(), ls.SIDCoP()], ["digits", "heavy_tail"], [0.01, 0.001]), together=1),
 )
 def test_sidco_picks_about_as_many_as_it_should(sparsifier: ls.Sparsifier, name: str, density: float) -> None:
     numel = stream(name)[0].shape[1]
@@ -91,7 +91,7 @@ def test_union_topk_fills_what_shared_picks_leave_empty_and_never_exceeds_k(dens
     assert left < 0.5 * missing
 
 
-@pytest.mark.parametrize("density", [0.01, 0.001])
+@pytest.mark.parametrize("density", by_default([0.01, 0.001]))
 def test_striped_density_is_exact(density: float) -> None:
     k = int(density * stream("digits")[0].shape[1])
     for step in follow("digits", ls.StripedTopK(), density):

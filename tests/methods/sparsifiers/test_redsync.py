@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import lightning_sparse as ls
-from tests.covering import covering, in_one_test
+from tests.covering import covering, in_one_test, in_turns
 from tests.reference.estimators import ROUGH, SMOOTH, accumulator, reference_redsync
 from tests.selections import DENSITIES, SIZES, assert_largest, picks, select
 
@@ -34,7 +34,7 @@ def test_published_counts_are_far_off_and_not_always_on_the_same_side() -> None:
     assert ratio("constant", 0.1) == 0
 
 
-@in_one_test("kind, density", product(SMOOTH + ROUGH, DENSITIES))
+@in_one_test("kind, density", covering(in_turns(SMOOTH + ROUGH, DENSITIES), together=1))
 def test_corrected_picks_are_the_k_to_2k_largest(kind: str, density: float) -> None:
     for numel in SIZES:
         acc = accumulator(kind, numel)

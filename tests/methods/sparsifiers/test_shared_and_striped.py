@@ -12,7 +12,7 @@ import lightning_sparse as ls
 from lightning_sparse.core.step import Context
 from lightning_sparse.methods.sparsifiers.striped_topk import even_shares
 from lightning_sparse.ops import host_arrays, host_choose
-from tests.covering import covering, in_one_test
+from tests.covering import covering, in_one_test, in_turns
 
 
 def stream(steps: int, n: int, numel: int, seed: int = 0) -> torch.Tensor:
@@ -20,8 +20,7 @@ def stream(steps: int, n: int, numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(steps, n, numel, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("density", [0.01, 0.05])
+@pytest.mark.parametrize(("n", "density"), covering(in_turns([1, 2, 3, 4, 8], [0.01, 0.05]), together=1))
 def test_shared_picks_never_exceed_k_and_messages_are_constant(n: int, density: float) -> None:
     numel = 1000
     k = int(density * numel)

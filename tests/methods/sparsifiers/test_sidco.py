@@ -278,7 +278,12 @@ def test_one_stage_is_all_where_the_first_ratio_is_not_above_the_density() -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "variant", "density"), covering(product(METHODS, ["corrected", "published"], [0.2, 0.02]))
+    ("name", "variant", "density"),
+    covering(
+        product(METHODS, ["corrected", "published"], [0.2, 0.02]),
+        together=1,
+        seen_as=lambda name, variant, density: (name, (variant, density)),
+    ),
 )
 def test_every_step_is_that_of_the_reference(name: str, variant: str, density: float) -> None:
     # Ranks of different nature, so that their stages part; zeros; a change of scale.
@@ -416,7 +421,7 @@ def stream(law: str, numel: int, steps: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "law", "density"), covering(product(METHODS, ["layers", "student3", "normal"], [0.001, 0.01]))
+    ("name", "law", "density"), covering(product(METHODS, ["layers", "student3", "normal"], [0.001, 0.01]), together=1)
 )
 def test_picks_stay_near_the_target_with_error_feedback(name: str, law: str, density: float) -> None:
     numel = 40_000  # k = 400 or 40

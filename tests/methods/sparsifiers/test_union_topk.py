@@ -18,7 +18,7 @@ import lightning_sparse as ls
 from lightning_sparse.core.step import Context
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.union_topk import WINDOW, FillState
-from tests.covering import covering
+from tests.covering import covering, in_turns
 from tests.static_path import static_path
 
 
@@ -68,8 +68,7 @@ def reference_union_topk(
         residual[:, union] = 0
 
 
-@pytest.mark.parametrize("agreement", [0.0, 0.5, 0.8, 1.0])
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize(("agreement", "n"), covering(in_turns([0.0, 0.5, 0.8, 1.0], [2, 4, 8]), together=1))
 def test_the_union_holds_k_at_every_step_where_shared_picks_fall_short(n: int, agreement: float) -> None:
     stream = alike(20, n, 20_000, agreement)
     assert {s.density for s in ls.simulate(stream, sparsifier="union_topk", density=0.01)} == {0.01}
@@ -102,7 +101,12 @@ LONG = [(n, k, steps) for n, steps in ((2, 150), (8, 150), (64, 30)) for k in (4
 
 @pytest.mark.parametrize(
     ("run", "ratio", "share"),
-    covering(product([*((n, k, 20) for n, k in HOT), (64, 40, 7), *LONG], [3.0, 1000.0], [0.25, 0.5]), thorough=LONG),
+    covering(
+        product([*((n, k, 20) for n, k in HOT), (64, 40, 7), *LONG], [3.0, 1000.0], [0.25, 0.5]),
+        together=1,
+        thorough=LONG,
+        seen_as=lambda run, ratio, share: (run, (ratio, share)),
+    ),
 )
 @pytest.mark.timeout(600)
 def test_what_all_ranks_agree_on_starves_nothing_else(run: tuple[int, int, int], ratio: float, share: float) -> None:

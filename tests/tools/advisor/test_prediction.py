@@ -34,7 +34,7 @@ from lightning_sparse.tools.advisor.prediction import (
     winner,
 )
 from lightning_sparse.tuning.performance import Curve, GroupCost, LayerTime, Line, Network, Profile, Traffic
-from tests.covering import in_one_test
+from tests.covering import by_default, in_one_test
 from tests.reference.merging import groupings
 from tests.reference.steps import simulated_step
 from tests.tools.advisor.made_up import HERE, NOTHING, measured, method, predicted
@@ -314,7 +314,7 @@ def test_a_union_grows_up_to_everything(each: float, expected: float) -> None:
     assert in_halves == pytest.approx(max(each, min(expected, 2.0)))
 
 
-@pytest.mark.parametrize("known", [2, 3, 4, 8])
+@pytest.mark.parametrize("known", by_default([2, 3, 4, 8], 2))
 def test_a_tree_has_a_round_more_with_each_doubling(known: int) -> None:
     cost = GroupCost(0.1, NOTHING, NOTHING, NOTHING, (Traffic("send_recv", 1.0, Line(8, 0.5)),))
     for ranks in (2, 5, 8, 64, 100):

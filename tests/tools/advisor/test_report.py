@@ -20,6 +20,7 @@ from lightning_sparse.tools.advisor.report import (
     write_configs,
     write_csv,
 )
+from tests.covering import covering, in_turns
 from tests.tools.advisor.made_up import HERE, advice, measured, predicted
 
 THERE = Scenario(8, 1.0)
@@ -216,22 +217,24 @@ UNUSED = {"find_unused_parameters": True}
 STATIC = {"static_graph": True, "gradient_as_bucket_view": True, "broadcast_buffers": False}
 
 
+TOLD: list[tuple[Any, dict[str, Any]]] = [
+    ("ddp_find_unused_parameters_true", UNUSED),
+    ("ddp_spawn_find_unused_parameters_true", UNUSED | {"start_method": "spawn"}),
+    ("sparse_ddp_topk_fork_find_unused_parameters_false", {"start_method": "fork"}),
+    ({"class_path": "DDPStrategy", "init_args": STATIC | {"bucket_cap_mb": 3}}, STATIC),
+    ({"class_path": "DDPStrategy", "dict_kwargs": UNUSED}, UNUSED),
+    (
+        {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": {"sparsifier": "dgc"} | UNUSED},
+        UNUSED,
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("before", "kept"),
-    [
-        ("ddp_find_unused_parameters_true", UNUSED),
-        ("ddp_spawn_find_unused_parameters_true", UNUSED | {"start_method": "spawn"}),
-        ("sparse_ddp_topk_fork_find_unused_parameters_false", {"start_method": "fork"}),
-        ({"class_path": "DDPStrategy", "init_args": STATIC | {"bucket_cap_mb": 3}}, STATIC),
-        ({"class_path": "DDPStrategy", "dict_kwargs": UNUSED}, UNUSED),
-        (
-            {"class_path": "lightning_sparse.SparseDDPStrategy", "init_args": {"sparsifier": "dgc"} | UNUSED},
-            UNUSED,
-        ),
-    ],
+    ("number", "best"), covering(in_turns(range(len(TOLD)), ["dense", "bf16", "topk"]), together=1)
 )
-@pytest.mark.parametrize("best", ["dense", "bf16", "topk"])
-def test_what_ddp_is_told_stays(trainer_of: Any, tmp_path: Path, before: Any, kept: dict[str, Any], best: str) -> None:
+def test_what_ddp_is_told_stays(trainer_of: Any, tmp_path: Path, number: int, best: str) -> None:
+    before, kept = TOLD[number]
     path = tmp_path / "config.yaml"
     found = advice([predicted("topk", 1.5), predicted(best, 0.5)], kind="float32.cuda:0")
     assert write_configs(found, tmp_path, given(strategy=before)) == [path]

@@ -275,7 +275,12 @@ EXECUTORS = ["inline", "thread"]
 
 
 @pytest.mark.parametrize(
-    ("sparsifier", "rigged", "executor"), covering(product(["topk", "union_topk", "exdyna"], RIGGED, EXECUTORS))
+    ("sparsifier", "rigged", "executor"),
+    covering(
+        product(["topk", "union_topk", "exdyna"], RIGGED, EXECUTORS),
+        together=1,
+        seen_as=lambda sparsifier, rigged, executor: (sparsifier, (rigged, executor)),
+    ),
 )
 def test_no_residual_is_lost_between_sparse_and_dense(
     two_ranks: Ranks, sparsifier: str, rigged: tuple[float, float], executor: str

@@ -24,6 +24,7 @@ from lightning_sparse.methods.grouping import Cut, Group, ParameterSize, make_pl
 from lightning_sparse.tuning.controllers import Planner
 from lightning_sparse.tuning.performance import Line, Profile, hidden_densities
 from lightning_sparse.tuning.performance.profiler import overlap_of
+from tests.covering import covering, in_turns
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 from tests.tuning.controllers.models import Balance, Net, batches, fix_costs, flat, residuals, wrapped
@@ -171,8 +172,9 @@ def test_what_is_measured_without_help_is_a_profile(two_ranks: Ranks) -> None:
     assert first["plans"][-1] == merged
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-@pytest.mark.parametrize("rule", ["optimal", "published"])
+@pytest.mark.parametrize(
+    ("rule", "executor"), covering(in_turns(["optimal", "published"], ["inline", "thread"]), together=1)
+)
 def test_density_1_trains_like_plain_ddp(two_ranks: Ranks, executor: str, rule: Any) -> None:
     # Bit for bit: with two ranks a sum has one order, and halving is exact.
     layouts: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]

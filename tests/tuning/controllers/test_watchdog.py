@@ -22,6 +22,7 @@ import lightning_sparse as ls
 from lightning_sparse.methods.grouping import make_plan
 from lightning_sparse.tuning.controllers.checksum import checksum
 from lightning_sparse.tuning.controllers.watchdog import Watchdog
+from tests.covering import by_default, covering, in_turns
 from tests.ranks import RankError, Ranks
 from tests.trainers import make_data, make_module, make_trainer
 
@@ -133,7 +134,7 @@ def growing(executor: str, factor: float, grouping: str) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_a_residual_that_grows_is_noticed(two_ranks: Ranks, executor: str) -> None:
     message = one_warning(two_ranks(growing, executor, 100.0, "layer"))
     assert "the residual of group 'b' has the norm" in message
@@ -169,8 +170,9 @@ def starving(options: dict[str, Any], scale: dict[str, float]) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-@pytest.mark.parametrize("sparsifier", ["topk", "union_topk"])
+@pytest.mark.parametrize(
+    ("sparsifier", "executor"), covering(in_turns(["topk", "union_topk"], ["inline", "thread"]), together=1)
+)
 def test_a_parameter_that_gets_nothing_is_noticed(two_ranks: Ranks, sparsifier: str, executor: str) -> None:
     options = {"sparsifier": sparsifier, "executor": executor, "watch": ls.Watch(every=5)}
     # c is zero throughout: nothing is withheld from it.
@@ -227,7 +229,7 @@ def test_nothing_is_selected_where_there_is_nothing(two_ranks: Ranks) -> None:
     assert two_ranks(selecting, ls.HardThreshold(1e9), "inline", 0.0) == [[], []]
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("executor", by_default(["inline", "thread"]))
 def test_far_more_than_the_density_is_noticed(two_ranks: Ranks, executor: str) -> None:
     message = one_warning(two_ranks(selecting, ls.HardThreshold(1e-3), executor, 1.0))
     assert "at step 10: in group 'bucket0', 1" in message  # 1798 of 1800, or so
@@ -376,7 +378,7 @@ def test_nothing_is_wrong_with_random_gradients(two_ranks: Ranks, sparsifier: st
     assert two_ranks(healthy, sparsifier, "inline", steps) == [[], []]
 
 
-@pytest.mark.parametrize("sparsifier", ["union_topk", "ok_topk", "redsync"])
+@pytest.mark.parametrize("sparsifier", by_default(["union_topk", "ok_topk", "redsync"]))
 def test_nothing_is_wrong_on_a_thread(two_ranks: Ranks, sparsifier: str) -> None:
     assert two_ranks(healthy, sparsifier, "thread", 100) == [[], []]
 
