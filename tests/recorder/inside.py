@@ -1,0 +1,105 @@
+"""All that the recorder knows of the inside of the package. Everything else it does through public names.
+
+A recording is made in trees of different commits by the files of this folder: where a redesign renames something that
+is named here, the new name is tried beside the old one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+SWITCH = "LIGHTNING_SPARSE_KERNELS"
+OFF = ("numpy", "reference")
+"""What the switch is set to where the C library is to be left alone; the first one that the tree knows."""
+UNTIMED = ("format", "settings")
+"""Of states: how they are written, and not what they hold."""
+TIMES = "time/"
+"""Begins the names of logged quantities that are times."""
+
+
+def builder(tree: Path) -> Path:
+    """The file of a tree that compiles its C library when it is run."""
+    return next(
+        path for path in sorted(tree.glob("lightning_sparse/**/library.py")) if "def build(" in path.read_text()
+    )
+
+
+def import_package(compiled: bool) -> None:
+    """Import the package with its C library or without; fails where it was asked for and is not there."""
+    for setting in ("compiled",) if compiled else OFF:
+        os.environ[SWITCH] = setting
+        try:
+            import lightning_sparse  # noqa: F401
+        except ValueError:
+            continue
+        return
+    raise ValueError(f"Expected {SWITCH} to know one of {OFF}. Add the new word to OFF.")
+
+
+def pin_digest() -> None:
+    """Let headers not depend on how settings are written: on names of classes and on settings that are new."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("lightning_sparse") and hasattr(module, "digest_of"):
+            module.digest_of = lambda *_: 0x0123_4567_89AB_CDEF >> 2  # type: ignore[attr-defined]
+
+
+def watch_picks(note: Callable[[Any], None]) -> Callable[[], None]:
+    """Call ``note`` with the ascending coordinates of every selection of a registered sparsifier, without padding.
+
+    Where everything is sent nobody selects, and nothing is noted.
+
+    Returns:
+        What ends that.
+    """
+    import lightning_sparse as ls
+
+    classes = [cls for _, cls in ls.SPARSIFIERS.items() if cls is not ls.Everything]
+    chosen = {cls: cls.select for cls in classes}
+    own = {cls: "select" in vars(cls) for cls in classes}
+
+    def watched(select: Any) -> Any:
+        def noted(self: Any, *args: Any, **keywords: Any) -> Any:
+            result = select(self, *args, **keywords)
+            if inspect.isgenerator(result):
+                return _through(result, lambda found: note(indices_of(found[0])))
+            note(indices_of(result[0]))
+            return result
+
+        return noted
+
+    def end() -> None:
+        for cls, select in chosen.items():
+            if own[cls]:
+                cls.select = select  # type: ignore[method-assign]
+            else:
+                del cls.select
+
+    for cls, select in chosen.items():
+        cls.select = watched(select)  # type: ignore[method-assign]
+    return end
+
+
+def _through(steps: Generator[Any, Any, Any], note: Callable[[Any], None]) -> Generator[Any, Any, Any]:
+    result = yield from steps
+    note(result)
+    return result
+
+
+def indices_of(picks: Any) -> Any:
+    """Of a ``Selection``."""
+    return picks.indices[: int(picks.count)]
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    """What an engine would save, but for how that is written."""
+    return {name: value for name, value in engine.state_dict().items() if name not in UNTIMED}
+
+
+def logged_by(engine: Any) -> dict[str, float]:
+    """What a Trainer would log, but for times; collective."""
+    return {name: value for name, value in engine.summary().items() if not name.startswith(TIMES)}
