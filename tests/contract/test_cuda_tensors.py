@@ -19,6 +19,7 @@ from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import drive, drive_together
 from lightning_sparse.engine.optimizers.adam_steps import AdamSteps
 from lightning_sparse.engine.optimizers.clipping import Clipping
+from lightning_sparse.engine.optimizers.scaled import Lengths
 from lightning_sparse.engine.pipeline import commit_group, exchange_group, init_group
 from lightning_sparse.engine.skip import any_set
 from lightning_sparse.methods.grouping import Group, ParameterSize
@@ -141,7 +142,7 @@ def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> N
             parameter.grad = one.arrived[name]
         if scaled:
             optimizer.grad_scale, optimizer.found_inf = (torch.ones((), device=CUDA) for _ in range(2))
-        steps = AdamSteps(names, lambda name: one, lambda optimizer: parameters.keys(), 4, print, False)
+        steps = AdamSteps(names, lambda name: one, lambda optimizer: parameters.keys(), 4, Lengths(), print, False)
         with Costs(CUDA) as costs:
             optimizer.step()
         steps.close()

@@ -215,7 +215,7 @@ def test_tests_that_do_not_end_leave_what_they_have_said(monkeypatch: pytest.Mon
 def passes(checks: Any, device: torch.device = CPU) -> list[Outcome]:
     found = list(run(checks, Clock(100), device, lambda name: None))
     failed = {outcome.check: outcome.why for outcome in found if outcome.result == "failed"}
-    assert not failed
+    assert not failed, "\n\n".join(map(str, failed.values()))
     return found
 
 
