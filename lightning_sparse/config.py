@@ -42,11 +42,11 @@ class Watch:
       knows and keeps tensors of its own; docs/adam.md.
 
     At first, residuals grow by themselves, because a coordinate waits for about ``1 / density`` steps until it is sent
-    again. The reference for growth is therefore the norm (Euclidean, mean over ranks) at the first check after
-    ``3 / density`` steps at one density: after 300 steps at 0.01, after 3000 at 0.001. It is taken anew when a schedule
-    changes the density, or when groups change. Before that, the residuals of all groups together are judged from step 8
-    on, against the largest norm so far times the steps since, as filling explains. With ``lr_aware``, residuals change
-    with the learning rate, and their growth is not watched.
+    again. The reference for growth is therefore the norm (Euclidean, mean over ranks) at the first check that comes
+    ``3 / density`` steps after the first one at the same density: with ``every=100`` step 400 at 0.01, step 3100 at
+    0.001. It is taken anew when a schedule changes the density, or when groups change. Before that, the residuals of
+    all groups together are judged from step 8 on, against the largest norm so far times the steps since, as filling
+    explains. With ``lr_aware``, residuals change with the learning rate, and their growth is not watched.
 
     Starvation is judged by the update of the step before each check, that is one step of ``every``. For a parameter
     with ``m`` coordinates, ``density * m`` of them are expected in it. The expected numbers of successive checks are
