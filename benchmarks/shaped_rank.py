@@ -78,7 +78,7 @@ class Variant:
             self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif spec.as_it_comes:
             self.engine = ls.attach(self.ddp, density=spec.density, bucket_cap_mb=25, fallback=spec.fallback)
-            self.engine.follow([self.optimizer])
+            self.engine.bind([self.optimizer])
         elif spec.sparsifier is not None:
             self.engine = ls.attach(
                 self.ddp,

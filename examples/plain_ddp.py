@@ -54,7 +54,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     engine = None if args.dense else ls.attach(model, sparsifier=args.sparsifier, density=args.density)
     if engine is not None:
-        engine.follow([optimizer])
+        engine.bind([optimizer])
 
     step = 0
     if args.checkpoint and (args.checkpoint / "shared.pt").exists():

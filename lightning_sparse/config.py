@@ -123,10 +123,13 @@ class SparsificationConfig:
     density: Resolved[float | DensitySchedule, DensitySchedule] = Resolved(0.01, as_schedule)
     """Share of coordinates to send, in (0, 1], or a schedule such as ``Warmup(0.25, 0.01, steps=500)`` over backward
     passes with an exchange."""
-    memory: Resolved[Memory | str | None, Memory] = Resolved(None, as_memory)
+    memory: Resolved[Memory | str | None, Memory | None] = Resolved(
+        None, lambda given: None if given is None else as_memory(given)
+    )
     """Error feedback: an instance, a name such as "low_pass", or None for ``Residual()``, which becomes
     ``SecondMoment()`` with torch's Adam and AdamW where the exchange can carry their second moments, and spends the
-    momentum of torch's SGD as if nothing had waited."""
+    momentum of torch's SGD as if nothing had waited. It stays None here; :attr:`Engine.settings` has the memory in
+    use."""
     exchange: Resolved[Exchange | str | None, Exchange] = Resolved(None)  # with the sparsifier, below
     """How what was selected travels: an instance, a name such as "reduce_union", or None for the sparsifier's natural
     one."""
@@ -204,9 +207,15 @@ class SparsificationConfig:
             )
 
     @property
+    def memory_in_use(self) -> Memory:
+        """The memory; where it is left open, the one that is used unless optimizers say more."""
+        memory: Memory = as_memory(self.memory)
+        return memory
+
+    @property
     def algorithm(self) -> str:
         """What state that was saved depends on."""
-        return repr((self.sparsifier, self.density, self.memory, self.exchange))
+        return repr((self.sparsifier, self.density, self.memory_in_use, self.exchange))
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as plain values, for a logger: ``log_hyperparams(config.as_dict())``.
@@ -214,7 +223,8 @@ class SparsificationConfig:
         These are texts, numbers, True, False, None, lists, and dicts with text as keys. A constant density is a number,
         a timeout is in seconds, and any other object is a dict of its class and its own settings.
         """
-        return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        plain = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        return {**plain, "memory": _plain(self.memory_in_use)}
 
     @classmethod
     def of(cls, arguments: SparsificationConfig) -> Self:
@@ -264,7 +274,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
     if is_dataclass(value):
-        # The class that it prints as, since the default memory is a residual for everybody but the optimizer.
         own = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-        return {"class": repr(value).partition("(")[0], **own}
+        return {"class": type(value).__name__, **own}
     return value if value is None or isinstance(value, (str, int, float)) else repr(value)

@@ -62,7 +62,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     arguments are keywords: the settings of :class:`~lightning_sparse.SparsificationConfig`, and ``scaler``, ``profile``
     and ``observers``.
 
-    The optimizer is not seen here: call ``engine.follow([optimizer])`` to have it checked, most of all with memories
+    The optimizer is not seen here: call ``engine.bind([optimizer])`` to have it checked, most of all with memories
     that bring their own momentum, and for ``lr_aware``. Where neither ``nonfinite="nan"`` is set nor a ``scaler``
     skips steps with gradients that are not finite, the caller has to: call ``engine.skip_void(optimizer)`` before
     ``optimizer.step()``, or ask ``engine.void``.

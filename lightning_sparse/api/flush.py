@@ -9,8 +9,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_sparse.core.interrupts import uninterrupted
-from lightning_sparse.core.optim import listed
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.optimizers.kinds import listed
 
 
 def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:

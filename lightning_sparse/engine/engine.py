@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, get_args
 
 import torch
@@ -15,20 +16,20 @@ from torch.nn import Parameter
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.console import say
-from lightning_sparse.core.optim import check_is_optimizer
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.engine.copied import CopiedEngine
 from lightning_sparse.engine.flush import average_residuals
 from lightning_sparse.engine.group import check_covers
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.optimizers.followed import Followed
+from lightning_sparse.engine.optimizers.binding import OptimizerBinding
+from lightning_sparse.engine.optimizers.kinds import check_is_optimizer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.kept import Kept
 from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.versions import Counts
 from lightning_sparse.engine.view import EngineView
 from lightning_sparse.methods.grouping import Group, Messages
-from lightning_sparse.methods.memory import Adapting, NoMemory
+from lightning_sparse.methods.memory import NoMemory
 from lightning_sparse.ops import static_shapes
 from lightning_sparse.ops.on_cuda import on_cuda
 
@@ -57,6 +58,7 @@ class Engine(EngineView):
         frozen: Mapping[str, Parameter] | None = None,
     ) -> None:
         self.hook_calls = 0
+        left_open, settings = settings.memory is None, replace(settings, memory=settings.memory_in_use)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         """() tensor that the loss is multiplied by, or None; asked in every backward."""
         self.frozen = dict(frozen or {})
@@ -78,16 +80,16 @@ class Engine(EngineView):
         except BaseException:
             reducer.close()
             raise
-        self._followed = Followed(reducer, parameters, comm, device)
         self._kept = Kept(reducer, parameters, self.frozen, comm, device)
         self._compared_kernels = self._told_of_waits = False
-        if not isinstance(settings.memory, Adapting):  # which optimizers settle
+        self._binding = OptimizerBinding(reducer, parameters, comm, device, left_open)
+        if not left_open:  # else optimizers settle the memory
             reducer.prepare()
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that :meth:`follow` was given last."""
-        return self._followed.optimizers
+        """The optimizers that :meth:`bind` was given last."""
+        return self._binding.optimizers
 
     @property
     def loads(self) -> int:
@@ -129,19 +131,36 @@ class Engine(EngineView):
                 )
         self._skipped.skip(optimizer, hand_over)
 
-    def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Look at the optimizers that apply the averages; with ``lr_aware`` their rates are read in every step.
+    @property
+    def memory_left_open(self) -> bool:
+        """Whether the memory was left to the library, which chooses it by the optimizers."""
+        return self._binding.left_open
+
+    def watch_optimizers(self, watch: Callable[[torch.optim.Optimizer], None]) -> None:
+        """Call a function before every step of every optimizer of the process, when its gradients are there."""
+        self._binding.watchers.append(watch)
+
+    def bind(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Take the optimizers that apply the averages, in place of those bound before; strategies do so by themselves.
+
+        With the default memory, steps of torch's Adam and AdamW are then taken by the engine where it knows more than
+        they do, see :class:`~lightning_sparse.SecondMoment`, and clipping may move before the exchange. With
+        ``lr_aware``, learning rates are read in every step.
 
         Raises:
             ValueError: if one does not go with the memory or with ``lr_aware``, or for what is no list of optimizers.
         """
-        self._followed.follow(optimizers)
+        self._binding.bind(optimizers)
         self._reducer.prepare()
+
+    def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """The earlier name of :meth:`bind`."""
+        self.bind(optimizers)
 
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
         check_is_optimizer(optimizer)
-        return self._followed.adam_steps.takes(optimizer)
+        return self._binding.adam.takes(optimizer)
 
     def clip_gradients(
         self, limit: float, algorithm: str = "norm", optimizer: torch.optim.Optimizer | None = None
@@ -162,7 +181,7 @@ class Engine(EngineView):
         """
         if optimizer is not None:
             check_is_optimizer(optimizer)
-        self._followed.clip(limit, algorithm, optimizer)
+        self._binding.clip(limit, algorithm, optimizer)
 
     def clip_in_place_of_averages(
         self, limit: float, algorithm: str, optimizer: torch.optim.Optimizer, known: bool = False
@@ -182,7 +201,7 @@ class Engine(EngineView):
         Returns:
             Whether the gradients of the latest averages were clipped so already: these are to be left alone.
         """
-        return self._followed.clip_in_place_of_averages(limit, algorithm, optimizer, known)
+        return self._binding.clip_in_place_of_averages(limit, algorithm, optimizer, known)
 
     def count_as_applied(self) -> None:
         """What the latest exchange handed out has been applied, or never will be: between two steps.
@@ -220,7 +239,7 @@ class Engine(EngineView):
         Args:
             for_good: forget second moments and whatever else only sparse steps need.
         """
-        simple = isinstance(self.settings.memory.for_dense(), NoMemory)
+        simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory)
         if not simple or not all(group.plan.dense for group in self.groups):
             return False
         sent = torch.tensor([all(group.sent for group in self.groups)], dtype=torch.uint8, device=self._device)
@@ -270,7 +289,7 @@ class Engine(EngineView):
         check_covers(groups, self._parameters)
         self._reducer.regroup(groups, chosen)
         if self.optimizers:
-            self._followed.suit(self.optimizers)
+            self._binding.suit(self.optimizers)
 
     def receive(self, bucket: Any) -> Future[Tensor]:
         """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""
@@ -289,7 +308,7 @@ class Engine(EngineView):
                     "built, which therefore would not average them. Wrap the model again, attach a new engine and give "
                     "it the state_dict() of this one. (The strategies do so by themselves, between two steps.)"
                 )
-            self._followed.begin_step()
+            self._binding.begin_step()
             if not self._compared_kernels:
                 self._compare_kernels()
             for observer in self.observers:
@@ -396,8 +415,8 @@ class Engine(EngineView):
             ValueError: on all ranks, with nothing changed, if this is no such state on one of them, or if the states of
                 the ranks do not belong together.
         """
-        draft = self._kept.load(state, self._followed.suit_state)
-        self._followed.go_on(state, draft)
+        draft = self._kept.load(state, self._binding.suit_state)
+        self._binding.go_on(state, draft)
         return [*draft.misfits.learned, *draft.misfits.remembered]
 
     def take_over(self, state: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> list[str]:
@@ -416,8 +435,8 @@ class Engine(EngineView):
         """
         now = {id(p): name for name, p in {**self._parameters, **self.frozen}.items()}
         kept, gone = renamed(state, {name: now[id(p)] for name, p in parameters.items() if id(p) in now})
-        draft = self._kept.load(kept, self._followed.suit_state)
-        self._followed.go_on(kept, draft)
+        draft = self._kept.load(kept, self._binding.suit_state)
+        self._binding.go_on(kept, draft)
         return gone + draft.misfits.remembered
 
     def close(self) -> None:
@@ -425,7 +444,7 @@ class Engine(EngineView):
         self._closed = True
         for observer in self.observers:
             observer.close()
-        self._followed.close()
+        self._binding.close()
         self._reducer.close()
 
     def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:

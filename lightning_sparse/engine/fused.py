@@ -28,7 +28,7 @@ from lightning_sparse.methods.exchanges import Exchange
 from lightning_sparse.methods.exchanges.packed_union import Lanes, PackedUnion
 from lightning_sparse.methods.memory import Memory, Residual, SecondMoment
 from lightning_sparse.methods.memory.base import FeedbackState
-from lightning_sparse.methods.memory.second_moment import Adapting, SecondMomentState, damping
+from lightning_sparse.methods.memory.second_moment import SecondMomentState, damping
 from lightning_sparse.methods.sparsifiers import Sparsifier, UnionTopK
 from lightning_sparse.methods.sparsifiers.union_topk import MARGIN, WINDOW, FillState
 from lightning_sparse.ops.form import Form
@@ -96,7 +96,7 @@ def serves(
     """
     if not on_cuda.takes(grad) or grad.dtype not in GRADIENTS or type(sparsifier) is not UnionTopK:
         return False
-    if type(exchange) is not PackedUnion or type(memory) not in (Residual, Adapting, SecondMoment):
+    if type(exchange) is not PackedUnion or type(memory) not in (Residual, SecondMoment):
         return False
     from lightning_sparse.ops.triton.values import MOST_RANKS
 

@@ -46,7 +46,8 @@ class GroupReducer:
         self.always_whole = schedule == Constant(1.0)
         """Whether a density of 1 is all that this group will ever have."""
         # A group that becomes dense must be able to send what it remembers.
-        self.memory: Memory = settings.memory.for_dense() if plan.dense and not flush else settings.memory
+        memory = settings.memory_in_use
+        self.memory: Memory = memory.for_dense() if plan.dense and not flush else memory
         self.sparsifier: Sparsifier = Everything() if plan.dense else settings.sparsifier
         self.exchange: Exchange = Dense() if plan.dense else settings.exchange
         example = parameters[plan.parameters[0].name]

@@ -28,7 +28,7 @@ from lightning_sparse.engine.executor import ExchangeStream, Inline, make_execut
 from lightning_sparse.engine.group import GroupReducer, GroupVersion
 from lightning_sparse.engine.header import Header, digest_of
 from lightning_sparse.engine.network import TorchCollective, ring_all_reduce_bytes
-from lightning_sparse.engine.optimizers.clipping import Clipping
+from lightning_sparse.engine.optimizers.clipping import GradientClipping
 from lightning_sparse.engine.optimizers.learning_rates import LearningRates
 from lightning_sparse.engine.optimizers.scaled import Lengths
 from lightning_sparse.engine.skip import SkipFlag, SkippedSteps, any_set
@@ -75,15 +75,7 @@ class Reducer:
         """How often groups took the place of others."""
         self.direct = False
         """Whether buckets are averaged just as DDP does, past the groups."""
-        self.clippings: dict[int | None, tuple[Clipping, Set[str]]] = {}
-        """What each rank's gradients are clipped to from the next step on, before they are accumulated, and which
-        parameters' are; by the id of an optimizer, None for all parameters."""
-        self.in_place_of_averages: Set[int] = frozenset()
-        """Keys of those that rest while nothing of their parameters can wait: averages are clipped then."""
-        self.clipped: Set[int | None] = frozenset()
-        """Keys of those that the latest step began with."""
-        self.began_in_place: Sequence[tuple[Clipping, Set[str]]] = ()
-        """What the latest step began with in place of clipping averages."""
+        self.clipping = GradientClipping(parameters)
         self.lengths = Lengths()
         """Of averages, as optimizers got them."""
         self.flush_asked = False
@@ -242,7 +234,7 @@ class Reducer:
             for group in self.groups:
                 group.density.take_in()
         self._before_exchange()
-        self._begin_clipping()
+        self._batches.begin_step(self.clipping.begin_step(lambda: self.sparsified))  # when its groups are known
         if self.flush_asked:  # looked at once, so that all groups of the step do the same
             self.flush_at, self.flush_asked = self.step, False
         self._flushes = self.flush_at == self.step
@@ -252,27 +244,10 @@ class Reducer:
         """Names of the parameters that are not always sent as a whole."""
         return {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
 
-    @property
-    def in_place(self) -> list[tuple[Clipping, Set[str]]]:
-        """What gradients are clipped to from the next step on, in place of their averages."""
-        return [clipping for key, clipping in list(self.clippings.items()) if key in self.in_place_of_averages]
-
-    def _begin_clipping(self) -> None:
-        """What this step's gradients are clipped to, when its groups are known."""
-        self.began_in_place = self.in_place
-        sparsified = self.sparsified if self.in_place_of_averages else set()
-        acting = {
-            key: (clipping, names, sum(self._parameters[name].numel() for name in names))
-            for key, (clipping, names) in self.clippings.items()
-            if key not in self.in_place_of_averages or names & sparsified
-        }
-        self.clipped = acting.keys()
-        self._batches.begin_step(list(acting.values()))
-
     def rescale(self) -> None:
         """Let residuals stand for the same steps when learning rates have changed."""
         if not self.rates.known:
-            raise RuntimeError("lr_aware=True needs the optimizers: call engine.follow([optimizer]) before training.")
+            raise RuntimeError("lr_aware=True needs the optimizers: call engine.bind([optimizer]) before training.")
         with self.record.lock, self.on_stream.between_steps():
             self.record.begin_step()
             factors = self.rates.factors()
@@ -290,7 +265,7 @@ class Reducer:
             rank=self._comm.rank,
             world_size=self._comm.world_size,
             model_numel=self._model_numel,
-            parameters=self._parameters_of(group) if self.settings.memory.reads_parameters else None,
+            parameters=self._parameters_of(group) if self.settings.memory_in_use.reads_parameters else None,
             surplus=self.rates.surplus_of({p.name: p.numel for p in group.plan.parameters}, self.step, density),
         )
         self._batches.add(group, ctx, self._loss_scale(), self._flushes)
@@ -420,7 +395,6 @@ class Reducer:
         self.skipped.close()
         self._executor.close()
         self._sparse_gradients.close()
-        self.record.close()
         if self._usage is not None:
             self._usage.close()
         self._comm.close()

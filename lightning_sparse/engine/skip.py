@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.core.optim import is_adam
 from lightning_sparse.engine.header import check
+from lightning_sparse.engine.optimizers.kinds import is_adam
 
 
 def any_set(flags: Sequence[Tensor], device: torch.device, host_knows: bool) -> Tensor:
@@ -128,6 +127,10 @@ class SkippedSteps:
                 return
         self.drop(optimizer)
 
+    def take_back(self, optimizer: Optimizer) -> None:
+        """The step that a flag was handed over for is over."""
+        self._handed.take_back(optimizer)
+
     def could_spare_a_wait(self, optimizer: Optimizer) -> bool:
         """Whether the flag of the latest step is on a device, and the optimizer would heed it there if it was fused."""
         flag = None if self._flag is None else self._flag.on_device
@@ -152,14 +155,10 @@ class FoundInf:
 
     def __init__(self) -> None:
         self._held: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
-        self._known: WeakSet[Optimizer] = WeakSet()
 
     def hand(self, optimizer: Optimizer, flag: Tensor) -> None:
         """Let the optimizer's next step do nothing if () the flag, 0.0 or 1.0, is set; for that step alone."""
         self._held[optimizer] = optimizer.found_inf = flag  # type: ignore[attr-defined]
-        if optimizer not in self._known:
-            self._known.add(optimizer)
-            optimizer.register_step_post_hook(self._after_step)
 
     def take_back(self, optimizer: Optimizer) -> None:
         """The step that was meant is over, or did not come."""
@@ -170,9 +169,6 @@ class FoundInf:
         """As :meth:`take_back`, of all optimizers."""
         for optimizer in list(self._held):
             self.take_back(optimizer)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.take_back(optimizer)
 
 
 def may_be_fused(optimizer: Optimizer) -> bool:

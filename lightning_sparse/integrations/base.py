@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 from lightning_sparse.api.attach import attach_config
 from lightning_sparse.config import StrategyConfig
 from lightning_sparse.core.fields import from_keywords
-from lightning_sparse.core.optim import ids_of
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, DDP_BUCKET_MB, MIB, Bucket
@@ -194,7 +194,7 @@ class SparseStrategy:
     def _follow_together(self, engine: Engine, optimizers: Sequence[Any]) -> None:
         """Let an engine check the optimizers; what one rank refuses, all do."""
         with failing_together(engine.comm, engine.device):
-            engine.follow(optimizers)
+            engine.bind(optimizers)
 
     def _clips_locally(self, optimizer: Any, limit: Any, algorithm: str, known: bool = False) -> bool:
         """Let an engine clip each rank's gradients from the next step on, where that is better than clipping averages.

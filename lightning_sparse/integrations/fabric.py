@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from lightning_sparse.core.clock import Totals
 from lightning_sparse.core.fields import keywords_of
 from lightning_sparse.core.interrupts import uninterrupted
-from lightning_sparse.core.optim import ids_of, stepping
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
 from lightning_sparse.engine.state.side_files import side_directory
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
 from lightning_sparse.integrations.earlier import Left

@@ -101,7 +101,7 @@ def settings_of(engine: Engine, config: SparsificationConfig) -> dict[str, Any]:
         "exchange": (now.exchange, EXCHANGES),
         "grouping": (now.grouping, GROUPINGS),
     }
-    names = {key: _name_of(one, registry) for key, (one, registry) in objects.items()}
+    names = {key: registry.name_of(one) for key, (one, registry) in objects.items()}
     plain = now.as_dict()
     return {
         **config.as_dict(),
@@ -114,9 +114,3 @@ def settings_of(engine: Engine, config: SparsificationConfig) -> dict[str, Any]:
         "sparsified_parameters": sum(group.numel for group in engine.plan if not group.dense),
         "residual_mb": engine.memory_bytes / MB,
     }
-
-
-def _name_of(one: Any, registry: Registry[Any]) -> str:
-    """Registered name of the object's class, or of the one that it is a kind of."""
-    names = {cls: name for name, cls in registry.items()}
-    return next((names[cls] for cls in type(one).__mro__ if cls in names), type(one).__name__)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_sparse.core.console import page
-from lightning_sparse.core.optim import holds, stepping
+from lightning_sparse.engine.optimizers.kinds import holds, stepping
 
 BY_NAME = {
     "lion": (
@@ -97,7 +97,7 @@ class Unsuited(NamedTuple):
             "what has waited in the residuals over the steps after its arrival. A small GPT with AdamW at density 0.01 "
             "ended at a perplexity of 264 instead of 139. Use lightning_sparse.AdamW, or torch's Adam or AdamW, with "
             "the default memory and a sparsifier whose exchange carries second moments, such as 'union_topk', and with "
-            "lightning_sparse.attach call engine.follow([optimizer]) before training: at the same learning rate that "
+            "lightning_sparse.attach call engine.bind([optimizer]) before training: at the same learning rate that "
             f"ends at 135 to 140. Or set {betas} and search the rate upwards, to about four times that of dense "
             "training."
         )

@@ -45,7 +45,7 @@ class Training:
         self.ddp = DistributedDataParallel(self.model, gradient_as_bucket_view=view)
         self.engine = ls.attach(self.ddp, **{**SPARSE, **options})
         self.optimizer = make_optimizer(self.ddp.parameters(), lr=LR)
-        self.engine.follow([self.optimizer])
+        self.engine.bind([self.optimizer])
         self.own = np.zeros(flat(self.model).numel())
         """Sum of this rank's own gradients."""
 
@@ -248,7 +248,7 @@ def flush_wrongly() -> None:
         with pytest.raises(ValueError, match=r"Expected a list of optimizers, such as \[optimizer\], but got"):
             ls.flush(training.engine, given)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"Expected a list of optimizers, such as \[optimizer\], but got"):
-            training.engine.follow(given)  # type: ignore[arg-type]
+            training.engine.bind(given)  # type: ignore[arg-type]
     training.engine.close()
     with pytest.raises(RuntimeError, match=r"The engine is closed.*FlushResidual"):
         ls.flush(training.engine, [training.optimizer])

@@ -17,7 +17,7 @@ import lightning_sparse as ls
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import drive, drive_together
-from lightning_sparse.engine.optimizers.adam_steps import AdamSteps
+from lightning_sparse.engine.optimizers.adam_rule import AdamRule
 from lightning_sparse.engine.optimizers.clipping import Clipping
 from lightning_sparse.engine.optimizers.scaled import Lengths
 from lightning_sparse.engine.pipeline import commit_group, exchange_group, init_group
@@ -142,10 +142,11 @@ def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> N
             parameter.grad = one.arrived[name]
         if scaled:
             optimizer.grad_scale, optimizer.found_inf = (torch.ones((), device=CUDA) for _ in range(2))
-        steps = AdamSteps(names, lambda name: one, lambda optimizer: parameters.keys(), 4, Lengths(), print, False)
+        steps = AdamRule(names.get, lambda name: one, lambda optimizer: parameters.keys(), 4, Lengths(), print, False)
         with Costs(CUDA) as costs:
+            steps.before(optimizer)
             optimizer.step()
-        steps.close()
+            steps.after()
         assert costs.operations["_foreach_copy_" if scaled else "_foreach_sub_"] == 1
         assert not optimizer.state
 

@@ -41,7 +41,7 @@ class Training:
         chosen = {"density": 0.05, "grouping": "layer", "rules": SPARSE, "executor": "inline"}
         self.engine = ls.attach(self.ddp, single_device="sparse", **chosen | options)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=momentum)
-        self.engine.follow([self.optimizer])
+        self.engine.bind([self.optimizer])
 
     def step(self, branches: str = "left+right", scale: float = 1.0) -> None:
         (scale * self.ddp(torch.randn(4, 30), branches).square().mean()).backward()
@@ -108,7 +108,7 @@ def steps_of_adam() -> None:
     for fused in (False, True):
         training = Training()
         training.optimizer = torch.optim.AdamW(training.ddp.parameters(), fused=fused)
-        training.engine.follow([training.optimizer])
+        training.engine.bind([training.optimizer])
         for scale in (1.0, 1.0, float("inf"), 1.0):
             training.step(scale=scale)
         assert training.engine.void_steps == 1
@@ -263,7 +263,7 @@ def test_streams_wait_for_each_other_and_memory_is_not_given_back_in_use(
 def test_a_step_of_adam_waits_for_nobody(streams: Streams) -> None:
     training = Training()
     training.optimizer = torch.optim.AdamW(training.ddp.parameters(), fused=True)
-    training.engine.follow([training.optimizer])
+    training.engine.bind([training.optimizer])
     training.steps(3)
     before = streams.host_waits
     training.ddp(torch.randn(4, 30), "left+right").square().mean().backward()

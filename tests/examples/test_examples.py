@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_sparse.engine.optimizers.pairs import check_pair
 from tests.covering import by_default
 from tests.examples import made_up
 from tests.warm import warm_python
@@ -116,7 +117,7 @@ def test_configurations_go_with_models(
         assert cli.trainer.max_epochs == 30
     else:
         optimizer = torch.optim.SGD(cli.model.parameters(), lr=cli.model.lr, momentum=cli.model.momentum)
-        cli.trainer.strategy.config.memory.check_optimizer(optimizer)
+        check_pair(cli.trainer.strategy.config.memory_in_use, optimizer)
 
 
 def test_fabric(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def measure(model: Callable[[], nn.Sequential], grouping: str | None, then: str 
         engine = ls.attach(ddp, grouping=grouping, single_device="sparse") if grouping is not None else None
     optimizer = torch.optim.AdamW(ddp.parameters(), fused=device.type == "cuda") if adam else None
     if engine is not None and optimizer is not None:
-        engine.follow([optimizer])
+        engine.bind([optimizer])
     numel = sum(p.numel() for p in ddp.parameters())
     batch = torch.randn(8, width, device=device)
     for step in range(STEPS):

@@ -50,7 +50,7 @@ class Training:
         optimizer = optimizer or partial(torch.optim.SGD, lr=0.1, momentum=momentum)
         self.optimizer = optimizer(self.ddp.parameters())
         if self.engine is not None and isinstance(self.optimizer, torch.optim.AdamW):
-            self.engine.follow([self.optimizer])
+            self.engine.bind([self.optimizer])
         self.steps = 0
 
     def batch(self) -> Tensor:

@@ -181,7 +181,7 @@ def time_training(name: str, options: dict[str, Any] | None, device: torch.devic
     else:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9, fused=on_cuda)
     if engine is not None:
-        engine.follow([optimizer])
+        engine.bind([optimizer])
     tokens = torch.randint(model.words, (8, model.length), device=device)
     times = []
     for _ in range(4 + (15 if on_cuda else 3)):

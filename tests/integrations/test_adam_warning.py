@@ -83,7 +83,7 @@ def attach(options: dict[str, Any], name: str, settings: dict[str, Any], followe
     engine = ls.attach(ddp, **SPARSE | options)
     optimizer = make_optimizer(name, ddp.parameters(), settings)
     if followed:
-        engine.follow([optimizer])
+        engine.bind([optimizer])
     for _ in range(3):
         ddp(torch.ones(2, 10)).square().sum().backward()
         optimizer.step()
@@ -219,7 +219,7 @@ def reasons() -> list[str]:
     engine = ls.attach(ddp, **SPARSE | {"sparsifier": "union_topk"})
     first, second = ddp.module
     both = [torch.optim.AdamW(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1)]
-    engine.follow(both)
+    engine.bind(both)
 
     def step() -> None:
         for _ in range(2):
@@ -333,7 +333,7 @@ def warnings_of_memories() -> list[str]:
         optimizer = torch.optim.SGD(engine.parameters.values(), lr=0.1, momentum=0.9, weight_decay=0.1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            engine.follow([optimizer])
+            engine.bind([optimizer])
         found += [str(warning.message) for warning in caught]
         engine.close()
     return found

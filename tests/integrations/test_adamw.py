@@ -29,7 +29,7 @@ def with_optimizer(package: str, make: Any) -> Any:
 
 
 def clippings_of(engine: ls.Engine) -> list[Any]:
-    return [clipping for clipping, _ in engine._reducer.clippings.values()]
+    return [clipping for clipping, _ in engine._reducer.clipping.limits.values()]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -200,7 +200,7 @@ def in_turns() -> list[bool]:
     ddp = DistributedDataParallel(Either(), find_unused_parameters=True)
     both = [adamw(part.parameters()) for part in ddp.module.each]
     engine = ls.attach(ddp, density=0.05)
-    engine.follow(both)
+    engine.bind(both)
     clipped = []
     for step in range(6):
         which = step % 2

@@ -99,7 +99,7 @@ def test_an_optimizer_that_takes_the_place_of_another_is_served(
     first, second = two_ranks(job, package, before, after)
     assert first[:3] == second[:3] and first[4] == second[4]
     memory, waited, [taken], seen, _ = first
-    assert memory == ("SecondMoment" if after == "adamw" else "Adapting")
+    assert memory == ("SecondMoment" if after == "adamw" else "Residual")
     assert taken == (after == "adamw")
     assert waited == ([True] * 4 if after == "sgd" else [])
     assert seen == second[3] == []
@@ -117,7 +117,7 @@ def fit_by_hand(package: str) -> tuple[bool, list[bool], list[str]]:
 
         def on_train_start(self) -> None:
             self.own = KINDS["sgd"](self.parameters())
-            self.trainer.strategy.engine.follow([self.own])
+            self.trainer.strategy.engine.bind([self.own])
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             self.manual_backward(super().training_step(batch, batch_idx))
@@ -145,7 +145,7 @@ def clipped_and_replaced(package: str) -> tuple[int, ...]:
     class Counting(type(module)):  # type: ignore[misc]
         def on_train_epoch_end(self) -> None:
             kept.append(self.trainer.optimizers)
-            counts.append(len(strategy.engine._followed._reducer.clippings))
+            counts.append(len(strategy.engine._reducer.clipping.limits))
 
     module.__class__ = Counting
     with warnings.catch_warnings(action="ignore"):
@@ -160,7 +160,7 @@ def test_clipping_ends_with_the_optimizer_that_asked_for_it(two_ranks: Ranks) ->
 def attach_and_step_by_another() -> list[str]:
     ddp = torch.nn.parallel.DistributedDataParallel(make_model())
     engine = ls.attach(ddp, **SPARSE)
-    engine.follow([KINDS["sgd"](ddp.parameters())])
+    engine.bind([KINDS["sgd"](ddp.parameters())])
     other = KINDS["sgd"](ddp.parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -175,7 +175,7 @@ def attach_and_step_by_another() -> list[str]:
 def test_momentum_of_an_optimizer_that_was_not_shown_is_warned_of(two_ranks: Ranks) -> None:
     [sentence], others = two_ranks(attach_and_step_by_another)
     assert others == []
-    assert "engine.follow([...])" in sentence
+    assert "engine.bind([...])" in sentence
 
 
 def fewer_parameters(package: str) -> list[str]:

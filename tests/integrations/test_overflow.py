@@ -366,7 +366,7 @@ def train(
     ddp = DistributedDataParallel(Net(), **layout)
     engine = ls.attach(ddp, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=momentum)
-    engine.follow([optimizer])
+    engine.bind([optimizer])
     for number in numbers:
         ddp.module.wrong = wrong.get(number)
         x, y = batch(number, dist.get_rank())

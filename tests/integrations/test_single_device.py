@@ -72,7 +72,7 @@ def with_attach(_: str, settings: dict[str, Any] | None, name: str) -> tuple[nn.
     engine = None if settings is None else ls.attach(ddp, **settings)
     optimizer = OPTIMIZERS[name](module.parameters())
     if engine is not None:
-        engine.follow([optimizer])
+        engine.bind([optimizer])
     for batch in batches(4):
         ddp(batch).square().mean().backward()
         nn.utils.clip_grad_norm_(module.parameters(), 0.1)
@@ -144,7 +144,7 @@ def test_one_device_measures_nothing(
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, **SETTINGS | settings)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    engine.follow([optimizer])
+    engine.bind([optimizer])
     for batch in batches(30):
         ddp(batch).square().mean().backward()
         optimizer.step()
@@ -186,7 +186,7 @@ def train_on_two(name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, **SETTINGS)
     optimizer = OPTIMIZERS[name](module.parameters())
-    engine.follow([optimizer])
+    engine.bind([optimizer])
     for batch in batches(5):
         ddp(batch).square().mean().backward()
         optimizer.step()

@@ -96,7 +96,7 @@ def attached(adam: bool) -> tuple[list[str], list[str], float, float]:
     with Lines() as lines, patch.object(native, "description", outdated):
         ddp = DistributedDataParallel(torch.nn.Linear(30, 20))
         engine = ls.attach(ddp, sparsifier="union_topk" if adam else "topk", density=0.1)
-        engine.follow([(torch.optim.AdamW if adam else torch.optim.SGD)(ddp.parameters(), lr=0.1)])
+        engine.bind([(torch.optim.AdamW if adam else torch.optim.SGD)(ddp.parameters(), lr=0.1)])
         for step in range(3):
             ddp.zero_grad()
             bad = torch.full((2, 30), float("nan") if step == 1 else 1.0)
@@ -187,7 +187,7 @@ def attached_with_adam() -> list[str]:
             logging.getLogger("lightning_sparse").setLevel(level)
             try:
                 engine = ls.attach(ddp, density=0.1)
-                engine.follow([torch.optim.AdamW(ddp.parameters())])
+                engine.bind([torch.optim.AdamW(ddp.parameters())])
                 engine.close()
             finally:
                 logging.getLogger("lightning_sparse").setLevel(logging.NOTSET)

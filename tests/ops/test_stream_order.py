@@ -55,7 +55,7 @@ def train(optimizer: Callable[..., torch.optim.Optimizer], biases: bool = True, 
             ddp, density=0.1, rules=RULES, executor="inline", watch=None, single_device="sparse", **options
         )
     made = optimizer(ddp.parameters())
-    engine.follow([made])
+    engine.bind([made])
     for step in range(4):
         loss = ddp(torch.randn(4, 12)).square().mean()
         (loss * (float("inf") if step == 1 else 1.0)).backward()
@@ -108,7 +108,7 @@ def test_kernels_are_compiled_before_the_first_step_with_a_line_that_says_so(
         with mirrored_ranks(2):
             engine = ls.attach(ddp, density=0.1, rules=RULES, executor="inline", memory=memory, single_device="sparse")
         assert len(tried) == (prepared == "attach")
-        engine.follow([ADAMW(ddp.parameters())])
+        engine.bind([ADAMW(ddp.parameters())])
         assert tried == [ls.SecondMoment()]
         assert [line for line in lines if "kernels in Triton are compiled" in line] == lines
         ddp(torch.randn(4, 12)).square().mean().backward()

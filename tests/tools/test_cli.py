@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import lightning_sparse as ls
+from lightning_sparse.engine.optimizers.pairs import check_pair
 from tests.covering import by_default
 from tests.forked import forked
 from tests.warm import forgetting, warm_python
@@ -164,7 +165,7 @@ def test_memories_are_built_from_configurations(parse: Any, tmp_path: Path) -> N
     def memory(*overrides: str) -> ls.Memory:
         return parse("topk", *overrides).strategy.config.memory
 
-    assert isinstance(memory(), ls.Residual)
+    assert memory() is None
     assert memory("--trainer.strategy.memory=LowPass") == ls.LowPass()
     assert memory("--trainer.strategy.memory=low_pass") == ls.LowPass()
     with pytest.raises(ValueError, match=r"Unknown memory 'lowpas'\. Did you mean 'low_pass'"):
@@ -207,7 +208,7 @@ def test_configurations_with_a_memory_have_the_optimizer_for_it(parse: Any, name
     memory = parse(name).strategy.config.memory
     assert memory == CORRECTED[name]
     model = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())["model"]
-    memory.check_optimizer(sys.modules["train_digits"].DigitsClassifier(**model).configure_optimizers())
+    check_pair(memory, sys.modules["train_digits"].DigitsClassifier(**model).configure_optimizers())
 
 
 def test_a_typo_is_answered_with_what_is_close(parse: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_sparse.core.optim import Found
+from lightning_sparse.engine.optimizers.kinds import Found
 
 
 class Adam(Found, torch.optim.Adam):
@@ -20,7 +20,7 @@ class Adam(Found, torch.optim.Adam):
     :class:`~lightning_sparse.SecondMoment`; no first moment is kept of them.
 
     Strategies for the Trainer and for Fabric do the same for torch's own classes. With :func:`~lightning_sparse.attach`
-    torch's classes have to be shown to the engine, ``engine.follow([optimizer])``, and these here are found.
+    torch's classes have to be shown to the engine, ``engine.bind([optimizer])``, and these here are found.
 
     Not served, and left to torch as they are: ``amsgrad``, ``differentiable``, and a ``weight_decay`` of ``Adam``,
     which is added to gradients.

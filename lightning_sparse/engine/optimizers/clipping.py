@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.nn import Parameter
 
 from lightning_sparse.core.checks import check_positive, expect
-from lightning_sparse.engine.optimizers.around_steps import AroundSteps
 from lightning_sparse.methods.memory.clip import joint_norm
 
 ALGORITHMS = ("norm", "value")
@@ -60,35 +59,81 @@ class Clipping(NamedTuple):
             piece.mul_(shrink.to(piece.dtype))
 
 
-class Asked(AroundSteps):
-    """Notices where clipping is not asked for any more: an optimizer steps without, and once was enough to begin.
+class GradientClipping:
+    """What each rank's gradients are clipped to, from the next step on.
 
     Args:
-        names: of parameters, by id.
-        goes_on: whether gradients of an optimizer, given by its id, are clipped.
-        applies: whether an optimizer is about to apply averages of a backward, for the first time.
-        stop: is given the id of an optimizer that applies them unasked.
+        parameters: by name.
     """
 
-    def __init__(
-        self,
-        names: Mapping[int, str],
-        goes_on: Callable[[int], bool],
-        applies: Callable[[Optimizer], bool],
-        stop: Callable[[int], None],
-    ) -> None:
-        super().__init__(names)
-        self._goes_on, self._applies, self._stop = goes_on, applies, stop
+    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
+        self._parameters = parameters
+        self.limits: dict[int | None, tuple[Clipping, Set[str]]] = {}
+        """By the id of an optimizer, None for all parameters: what is clipped to, and which parameters' gradients."""
+        self._in_place: Set[int] = frozenset()
+        """Keys of those that rest while nothing of their parameters can wait: averages are clipped then."""
         self._asked: set[int] = set()
+        """Keys of optimizers for which clipping in place of averages was asked since their latest step."""
+        self.acting: Set[int | None] = frozenset()
+        """Keys of those that the latest step began with."""
+        self.began_in_place: Sequence[tuple[Clipping, Set[str]]] = ()
+        """What the latest step began with in place of clipping averages."""
 
-    def note(self, key: int) -> None:
+    @property
+    def in_place(self) -> list[tuple[Clipping, Set[str]]]:
+        """What gradients are clipped to from the next step on, in place of their averages."""
+        return [limits for key, limits in list(self.limits.items()) if key in self._in_place]
+
+    @property
+    def keys_in_place(self) -> Set[int]:
+        """Of optimizers whose gradients are clipped in place of averages."""
+        return self._in_place
+
+    def set(self, clipping: Clipping, names: Set[str], key: int | None, in_place: bool = False) -> None:
+        """Clip the gradients of these parameters together, from the next step on.
+
+        Args:
+            clipping: to what.
+            names: of parameters; those without coordinates are left out.
+            key: id of the optimizer that holds them; None: all parameters.
+            in_place: whether this is in place of clipping averages.
+        """
+        clipping.check()
+        names = frozenset(name for name in names if self._parameters[name].numel())
+        if names:
+            self.limits[key] = clipping, names
+        if in_place and key is not None:
+            self._in_place |= {key}
+
+    def stop_in_place(self, key: int) -> None:
+        """Leave gradients of an optimizer, given by its id, as they are."""
+        self._in_place -= {key}
+        self.limits.pop(key, None)
+
+    def note_asked(self, key: int) -> None:
         """Clipping was asked for since an optimizer, given by its id, has stepped."""
         self._asked.add(key)
 
-    def before(self, optimizer: Optimizer) -> None:
-        """What was asked for has been, for this step."""
-        key = id(optimizer)
+    def before_step(self, key: int, applies: Callable[[], bool]) -> None:
+        """An optimizer is about to step: stop clipping its gradients in place of averages if nobody asked for it.
+
+        Args:
+            key: the optimizer's id.
+            applies: whether it is about to apply averages of a backward, for the first time.
+        """
         if key in self._asked:
             self._asked.remove(key)
-        elif self._goes_on(key) and self._applies(optimizer):
-            self._stop(key)
+        elif key in self._in_place and applies():
+            self.stop_in_place(key)
+
+    def begin_step(self, sparsified: Callable[[], Set[str]]) -> list[tuple[Clipping, Set[str], int]]:
+        """What the gradients of a step are clipped to: those of which parameters together, and their coordinates."""
+        self.began_in_place = self.in_place
+        waiting = sparsified() if self._in_place else frozenset()
+        acting = {
+            key: (clipping, names, sum(self._parameters[name].numel() for name in names))
+            for key, (clipping, names) in self.limits.items()
+            if key not in self._in_place or names & waiting
+        }
+        self.acting = acting.keys()
+        return list(acting.values())

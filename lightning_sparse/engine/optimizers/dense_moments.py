@@ -11,9 +11,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparse.core.layout import shaped
-from lightning_sparse.core.optim import stepping
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.optimizers.kinds import stepping
 
 
 class Formed(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_sparse.methods.memory.adam import ADAPTING
+from lightning_sparse.engine.optimizers.pairs import adapts
 
 
 class LearningRates:
@@ -44,7 +44,7 @@ class LearningRates:
         """
         chosen = list(optimizers)
         for optimizer in chosen:
-            if any(ADAPTING & group.keys() for group in optimizer.param_groups):
+            if adapts(optimizer):
                 raise ValueError(
                     f"lr_aware=True needs steps of lr * gradient, as torch.optim.SGD takes them, but got "
                     f"{type(optimizer).__name__}, which divides gradients by a size of its own: there is no factor "

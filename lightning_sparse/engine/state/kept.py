@@ -56,9 +56,10 @@ class Kept:
                 history = reducer.soon()
             algorithm = reducer.settings.algorithm
             # What was asked for since a step began is for the next one, also where the weights are of before it.
-            clippings = reducer.in_place if numbers[0] == history.latest.number else reducer.began_in_place
+            clipping, latest = reducer.clipping, history.latest.number
+            clippings = clipping.in_place if numbers[0] == latest else clipping.began_in_place
             chosen = zip(self._names, numbers[1:], strict=True)
-            lengths = reducer.lengths.state({name for name, number in chosen if number < history.latest.number})
+            lengths = reducer.lengths.state({name for name, number in chosen if number < latest})
             return capture(history, numbers, self._names, self._parked, clippings, lengths, algorithm, self._comm)
 
     def load(self, state: Mapping[str, Any], suit: Callable[[Mapping[str, Any]], None]) -> Draft:

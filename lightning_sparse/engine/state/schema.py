@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import is_integer, is_number
 from lightning_sparse.engine.optimizers.clipping import ALGORITHMS
+from lightning_sparse.methods.memory import SecondMoment
 
 STATE_FORMAT = 1
 """Version of the format of ``Engine.state_dict()``; changes when its meaning does."""
@@ -180,3 +182,9 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> tuple[State, 
         if old not in names and any(bool(vector.any()) for vector in vectors.values())
     ]
     return {**state, **by_name, "groups": groups, "clippings": clippings}, gone
+
+
+def second_moment_in(settings: object) -> SecondMoment | None:
+    """The memory of this kind that a state's settings name, see :attr:`SparsificationConfig.algorithm`; or None."""
+    found = re.search(r"\bSecondMoment\(beta2=([^,()]+), eps=([^,()]+)\)", str(settings))
+    return None if found is None else SecondMoment(float(found[1]), float(found[2]))

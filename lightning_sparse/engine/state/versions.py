@@ -15,9 +15,8 @@ from typing import NamedTuple
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.core.optim import ids_of
 from lightning_sparse.engine.group import GroupVersion
-from lightning_sparse.engine.optimizers.around_steps import AroundSteps
+from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.skip import SkipFlag
 
 Surplus = Mapping[str, tuple[float, int]]
@@ -129,7 +128,7 @@ class History(NamedTuple):
         return [whole, *(latest if name in applied else before if name in waiting else whole for name in names)]
 
 
-class Record(AroundSteps):
+class Record:
     """The history of an engine, and who applies its averages.
 
     Args:
@@ -138,7 +137,7 @@ class Record(AroundSteps):
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], names: Mapping[int, str]) -> None:
-        super().__init__(names)
+        self._names = names
         self.history = History(Version((), {}, {}, Counts()))
         self.lock = threading.RLock()
         """Held while a state is read, and while buffers of an old version are given free to be written to."""
@@ -215,8 +214,8 @@ class Record(AroundSteps):
             self.held = self.held | names
         return names
 
-    def after(self, optimizer: Optimizer) -> None:
-        """Its averages count as applied."""
+    def applied(self, optimizer: Optimizer) -> None:
+        """An optimizer has finished a step: its averages count as applied, also where a later engine owns them."""
         names = self.hold(optimizer)
         self._seen[optimizer] = self._handouts
         if names and (handout := self.history.handout) is not None:

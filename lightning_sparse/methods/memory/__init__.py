@@ -7,12 +7,8 @@ from lightning_sparse.methods.memory.decay import WeightDecay
 from lightning_sparse.methods.memory.low_pass import LowPass
 from lightning_sparse.methods.memory.momentum import MomentumCorrection
 from lightning_sparse.methods.memory.residual import Residual
-from lightning_sparse.methods.memory.second_moment import (
-    Adapting as Adapting,  # this and the next two are no public names
-)
+from lightning_sparse.methods.memory.residual import as_memory as as_memory  # no public name
 from lightning_sparse.methods.memory.second_moment import SecondMoment
-from lightning_sparse.methods.memory.second_moment import as_memory as as_memory
-from lightning_sparse.methods.memory.second_moment import named_in as named_in
 
 __all__ = [
     "MEMORIES",

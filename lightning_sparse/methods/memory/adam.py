@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,10 +13,6 @@ from lightning_sparse.core.checks import check_positive, check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Context
 from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
-from lightning_sparse.methods.memory.momentum import has_momentum
-
-ADAPTING = {"betas", "rho", "alpha", "etas", "lr_decay", "beta2_decay", "history_size"}
-"""Settings of torch's optimizers other than SGD, each of which has one of these."""
 
 
 @dataclass(frozen=True)
@@ -116,23 +113,9 @@ class AdamCorrection(CountedFeedback):
         return self
 
     @property
-    def has_momentum(self) -> bool:
-        """True: the optimizer behind it should have none."""
-        return True
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse what is not SGD without momentum.
-
-        Raises:
-            ValueError: saying what to set.
-        """
-        adapts = any(ADAPTING & group.keys() for group in optimizer.param_groups)
-        if adapts or has_momentum(optimizer):
-            raise ValueError(
-                "AdamCorrection sends Adam's directions, and the optimizer must only apply them, but got "
-                f"{type(optimizer).__name__}{'' if adapts else ' with momentum'}. Set torch.optim.SGD(lr=<the lr you "
-                "would give AdamW>, momentum=0, weight_decay=<AdamW's>)."
-            )
+    def averages(self) -> Literal["directions"]:
+        """Adam's directions: the optimizer behind it has to apply them as they are."""
+        return "directions"
 
     def _advance(self, state: AdamState, grad: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
         """Form the next moments of a piece of the group, and return them."""

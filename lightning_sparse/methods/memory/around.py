@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -123,13 +123,14 @@ class Around(Memory):
         return self.memory.second_decay
 
     @property
-    def has_momentum(self) -> bool:
+    def averages(self) -> Literal["gradients", "velocities", "directions"]:
         """As the memory inside."""
-        return self.memory.has_momentum
+        return self.memory.averages
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    @property
+    def decays(self) -> bool:
         """As the memory inside."""
-        self.memory.check_optimizer(optimizer)
+        return self.memory.decays
 
 
 def check_inside(memory: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +46,13 @@ class Memory(ABC):
         return 0.0
 
     @property
-    def has_momentum(self) -> bool:
-        """Whether it averages gradients over steps itself, and says so where the optimizer does, too."""
+    def averages(self) -> Literal["gradients", "velocities", "directions"]:
+        """What ranks average. Velocities and directions are for optimizers that do not form them, too."""
+        return "gradients"
+
+    @property
+    def decays(self) -> bool:
+        """Whether what is averaged holds a weight decay."""
         return False
 
     @abstractmethod
@@ -201,13 +206,6 @@ class Memory(ABC):
     def for_dense(self) -> Memory:
         """The memory of groups that are kept dense, where nothing is left unsent."""
         return NoMemory()
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # most have nothing to say
-        """Look at an optimizer that will be given the averages.
-
-        Raises:
-            ValueError: if the two do not go together; a warning where they may.
-        """
 
 
 MEMORIES: Registry[Memory] = Registry("memory", Memory)  # type: ignore[type-abstract]

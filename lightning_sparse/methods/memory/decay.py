@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
 from lightning_sparse.core.checks import check_integer, expect, is_number
 from lightning_sparse.core.layout import Gradient, flattened
 from lightning_sparse.core.step import Context
@@ -61,6 +58,11 @@ class WeightDecay(Around):
     def reads_parameters(self) -> bool:
         return True
 
+    @property
+    def decays(self) -> bool:
+        """True: the optimizer's own would come on top of it."""
+        return True
+
     def change_(self, grad: Gradient, ctx: Context) -> None:
         """Add the decay in place."""
         if ctx.parameters is None:
@@ -68,12 +70,3 @@ class WeightDecay(Around):
         for span, parameter in ctx.parameters:
             if parameter.dim() >= self.min_ndim:
                 grad[span].add_(flattened(parameter), alpha=self.decay)
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if the optimizer decays, too."""
-        if any(group.get("weight_decay", 0) for group in optimizer.param_groups):
-            rank_zero_warn(
-                f"WeightDecay adds the decay to the gradients, and {type(optimizer).__name__} would apply its own on "
-                "top of it. Set its weight_decay to 0, or use the memory without WeightDecay."
-            )
-        super().check_optimizer(optimizer)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.core.checks import check_share
@@ -97,17 +97,9 @@ class MomentumCorrection(Feedback):
         return self
 
     @property
-    def has_momentum(self) -> bool:
-        """True: the optimizer behind it should have none."""
-        return True
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warn if the optimizer has momentum of its own."""
-        if has_momentum(optimizer):
-            rank_zero_warn(
-                f"MomentumCorrection sends velocities, and {type(optimizer).__name__} would apply momentum to them a "
-                "second time. Use torch.optim.SGD with momentum=0, or memory=Residual()."
-            )
+    def averages(self) -> Literal["velocities"]:
+        """Momentum's velocities: the optimizer behind it has to apply them as they are."""
+        return "velocities"
 
 
 def _mask_(momentum: Tensor, update: Update) -> None:
@@ -128,8 +120,3 @@ def _mask_(momentum: Tensor, update: Update) -> None:
 def _marked(indices: Tensor, like: Tensor) -> Tensor:
     """True at the indices, False elsewhere."""
     return torch.zeros_like(like, dtype=torch.bool).index_fill_(0, indices, True)
-
-
-def has_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """True if any of its parameter groups averages gradients over steps."""
-    return any(group.get("momentum", 0) or group.get("betas", (0,))[0] for group in optimizer.param_groups)

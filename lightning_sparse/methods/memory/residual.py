@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_sparse.core.checks import check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Context
-from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState
+from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState, Memory
 from lightning_sparse.ops import accumulate_
 
 
@@ -53,3 +53,13 @@ class Residual(Feedback):
         acc[numel:].zero_()
         accumulate_(acc[:numel], residual[:numel], grad.runs, self.decay, ctx.candidates)
         return acc
+
+
+def as_memory(memory: Memory | str | None) -> Memory:
+    """A memory from an instance or a name such as ``"low_pass"``; :class:`Residual` from None.
+
+    Raises:
+        ValueError: for an unknown name (the closest known ones are listed), a name of a memory that needs arguments, or
+            anything else.
+    """
+    return Residual() if memory is None else MEMORIES.resolve(memory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,15 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_sparse.core.checks import check_positive, check_share
 from lightning_sparse.core.layout import Gradient
-from lightning_sparse.core.optim import holds, refusal, settings_of
 from lightning_sparse.core.step import Context, Update
 from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
 from lightning_sparse.methods.memory.clip import joint_norm
-from lightning_sparse.methods.memory.residual import Residual
 from lightning_sparse.ops import Weights, put_, sqrt_, static_shapes, weigh_
 from lightning_sparse.ops.device_second import form_, score_
 from lightning_sparse.ops.length import FOLLOWED, SIZE, measure
@@ -296,55 +292,3 @@ class SecondMoment(CountedFeedback):
         within = (second / correction.to(second.dtype)).add_(waited.square()).nan_to_num_(nan=1.0)
         root = sqrt_(within)
         return torch.fmax(root, waited).add_(self.eps)  # squares overflow and vanish, bounds must not
-
-
-@dataclass(frozen=True, repr=False)
-class Adapting(Residual):
-    """:class:`Residual`, and :class:`SecondMoment` with optimizers for which that is better; what None stands for.
-
-    Beside it, momentum of ``torch.optim.SGD`` is spent early, see :mod:`lightning_sparse.engine.optimizers.momentum`.
-    """
-
-    def __repr__(self) -> str:
-        """As that of the memory that it is, also in states."""
-        return repr(Residual(self.decay))
-
-    def suited(
-        self,
-        optimizers: Sequence[Optimizer],
-        parameters: Collection[int],
-        tell: Callable[[str], None] = lambda sentence: None,
-    ) -> Memory:
-        """The memory for these optimizers.
-
-        Args:
-            optimizers: all that apply averages.
-            parameters: ids of those that are sparsified.
-            tell: is given a sentence where optimizers differ in what the memory takes from them.
-        """
-        holding = [optimizer for optimizer in optimizers if holds(optimizer, parameters)]
-        if not holding or any(refusal(optimizer, parameters) for optimizer in holding):
-            return self
-        settings = settings_of(holding, parameters)
-        if len(settings) > 1:
-            tell(
-                f"Parameters that are sparsified have several pairs of a second beta and eps: {sorted(settings)}. The "
-                "largest is taken for all of them."
-            )
-        return SecondMoment(*max(settings))
-
-
-def as_memory(memory: Memory | str | None) -> Memory:
-    """A memory from an instance or a name such as ``"low_pass"``; the default one from None.
-
-    Raises:
-        ValueError: for an unknown name (the closest known ones are listed), a name of a memory that needs arguments, or
-            anything else.
-    """
-    return Adapting() if memory is None else MEMORIES.resolve(memory)
-
-
-def named_in(settings: object) -> SecondMoment | None:
-    """The memory of this kind that a state's settings name, see :attr:`SparsificationConfig.algorithm`; or None."""
-    found = re.search(r"\bSecondMoment\(beta2=([^,()]+), eps=([^,()]+)\)", str(settings))
-    return None if found is None else SecondMoment(float(found[1]), float(found[2]))

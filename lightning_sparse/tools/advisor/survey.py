@@ -14,10 +14,11 @@ from lightning_sparse.api.attach import delivery_mb, sizes_of
 from lightning_sparse.core.step import Agreement
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.optimizers.adam_rule import AdamRule
 from lightning_sparse.methods.density import check_density
 from lightning_sparse.methods.exchanges import as_exchange
 from lightning_sparse.methods.grouping.plan import bucket_numels
-from lightning_sparse.methods.memory import Adapting, Residual
+from lightning_sparse.methods.memory import Residual
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor.prediction import Measured, Method
 from lightning_sparse.tuning.performance import NOTHING, GroupCost, Line, Profiler, Traffic
@@ -101,7 +102,7 @@ class Survey:
             for density in ([1.0] if sparsifier.agreement is Agreement.EVERYTHING else self._densities)
         ]
         own = {id(parameter) for parameter in engine.parameters.values()}
-        suited = Adapting().suited(engine.optimizers, own)
+        suited = AdamRule.memory(engine.optimizers, own) or Residual()
         for done, (name, sparsifier, density) in enumerate(jobs):
             exchange = as_exchange(None, sparsifier)
             memory = suited if exchange.carries_second and density < 1 else Residual()

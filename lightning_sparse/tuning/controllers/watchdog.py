@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.config import Watch
-from lightning_sparse.core.optim import holds, is_adam, made_for, refusal, stepping
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.group import GroupReducer
-from lightning_sparse.engine.optimizers.around_steps import AroundSteps
-from lightning_sparse.methods.memory import Adapting, SecondMoment
+from lightning_sparse.engine.optimizers.kinds import holds, is_adam, made_for, refusal, stepping
+from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.tuning.controllers.announcer import DIVERGED
 from lightning_sparse.tuning.controllers.checksum import checksum
 from lightning_sparse.tuning.controllers.filling import Filling, Part, looks
@@ -36,7 +35,7 @@ WARNED_OF: WeakSet[Optimizer] = WeakSet()
 """Optimizers that are unsuited: they outlive engines, which strategies replace where parameters are unfrozen."""
 
 
-class Watchdog(AroundSteps):
+class Watchdog:
     """Watches for :class:`Watch`; a :class:`~lightning_sparse.engine.StepObserver` that changes nothing.
 
     All ranks decide by the same numbers: what they hold of their own is gathered first, in one message.
@@ -46,7 +45,6 @@ class Watchdog(AroundSteps):
     """
 
     def __init__(self, settings: Watch) -> None:
-        super().__init__({})
         self._settings = settings
         self._steps = 0
         self._looks, self._filling = looks(settings.every), Filling()
@@ -78,19 +76,24 @@ class Watchdog(AroundSteps):
 
     def _check_optimizers(self, engine: Engine) -> None:
         """Check those that are known now, and others when they take their first step."""
-        self._engine = weakref.ref(engine)
+        if self._engine() is not engine:
+            self._engine = weakref.ref(engine)
+            engine.watch_optimizers(self._before_optimizer)
         if engine.optimizers is not self._shown:  # who steps no more was replaced, and who does is noticed again
             self._shown = engine.optimizers
             self._stepped.clear()
         for optimizer in (*engine.optimizers, *self._stepped):
             self._check_optimizer(optimizer, engine)
 
-    def before(self, optimizer: Optimizer) -> None:
-        """See whether it is unsuited; it may be one of other parameters."""
+    def _before_optimizer(self, optimizer: Optimizer) -> None:
+        """See whether one that is about to step is unsuited; it may be one of other parameters."""
         engine = self._engine()
         if engine is not None and optimizer not in self._stepped and "adam" not in self._told:
             self._check_optimizer(optimizer, engine)
             self._stepped.add(optimizer)
+
+    def close(self) -> None:
+        """End with the engine, which keeps what watches optimizers."""
 
     def _check_that_all_are_held(self, engine: Engine) -> None:
         """At two checks in a row: an optimizer that has not been shown may take its first step late."""
@@ -116,13 +119,15 @@ class Watchdog(AroundSteps):
             return
         parameters = engine.parameters
         of_any = unsuited(optimizer, {id(parameter) for parameter in parameters.values()})
-        if of_any is None or (of_any.by_choice and not isinstance(engine.settings.memory, (Adapting, SecondMoment))):
+        if of_any is None or (
+            of_any.by_choice and not (engine.memory_left_open or isinstance(engine.settings.memory, SecondMoment))
+        ):
             known = optimizer in self._stepped or stepping(optimizer) in self._stepped
             if known and engine.known_counts.step:  # what it keeps is there by now
                 self._fine.add(optimizer)
             return
         # Where nothing waits in a residual, or is averaged there already, nothing comes too late.
-        groups = [g for g in self._selecting(engine) if not g.memory.has_momentum]
+        groups = [g for g in self._selecting(engine) if g.memory.averages == "gradients"]
         groups = [g for g in groups if g.memory.residual(g.state.memory) is not None]
         sparsified = {id(parameters[p.name]) for g in groups for p in g.plan.parameters}
         found = unsuited(optimizer, sparsified)

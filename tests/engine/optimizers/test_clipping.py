@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_sparse.engine.optimizers.clipping import Clipping
-from tests.engine.optimizers.test_adam_steps import Training, loss_of
+from tests.engine.optimizers.test_adam_rule import Training, loss_of
 from tests.ranks import Ranks
 
 

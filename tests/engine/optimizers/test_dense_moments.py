@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.engine.optimizers.test_adam_steps import CLASSES, HYPER, N, Training, loss_of, model
+from tests.engine.optimizers.test_adam_rule import CLASSES, HYPER, N, Training, loss_of, model
 from tests.ranks import Ranks
 
 BETA2 = HYPER["betas"][1]

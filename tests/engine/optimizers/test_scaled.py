@@ -36,7 +36,7 @@ class Training:
         self.ddp = DistributedDataParallel(self.module)
         self.engine = ls.attach(self.ddp, **{"density": 0.1, **options})
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=0.01, betas=(0.9, BETA2), eps=1e-12)
-        self.engine.follow([self.optimizer])
+        self.engine.bind([self.optimizer])
 
     def step(self, number: int, change: Any = None) -> None:
         self.optimizer.zero_grad()

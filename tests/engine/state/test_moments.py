@@ -88,7 +88,7 @@ def two_optimizers() -> list[Look]:
     training = Training()
     parameters = list(training.module.parameters())
     optimizers = [torch.optim.SGD(part, lr=1.0) for part in (parameters[:2], parameters[2:])]
-    training.engine.follow(optimizers)
+    training.engine.bind(optimizers)
     looks = []
     for _ in range(2):
         training.backward()
@@ -124,7 +124,7 @@ def nobody_holds() -> tuple[list[int], float]:
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, **SPARSE)
     optimizer = torch.optim.SGD(module.sums.parameters(), lr=1.0)
-    engine.follow([optimizer])
+    engine.bind([optimizer])
     steps = []
     for _ in range(3):
         ddp(0).backward()
@@ -353,12 +353,12 @@ class Watching(Run):
 
 def go_on_from_within_a_step(options: dict[str, Any]) -> tuple[bool, list[str]]:
     whole = Watching(**options)
-    whole.engine.follow([whole.optimizer])
+    whole.engine.bind([whole.optimizer])
     saved = whole.train(13, save_at=7)
     expected, step = whole.digest(), whole.engine.step
     whole.engine.close()
     resumed = Watching(**options)
-    resumed.engine.follow([resumed.optimizer])
+    resumed.engine.bind([resumed.optimizer])
     notes = resumed.load(saved)
     resumed.train(6)
     found = resumed.digest()

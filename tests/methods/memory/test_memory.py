@@ -14,7 +14,8 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Context, Update
-from lightning_sparse.methods.memory import Adapting, NoMemory, Residual, as_memory
+from lightning_sparse.engine.optimizers.pairs import check_pair
+from lightning_sparse.methods.memory import NoMemory, Residual, as_memory
 from lightning_sparse.methods.memory.base import FeedbackState
 from tests.covering import in_one_test
 from tests.lockstep import noise
@@ -569,7 +570,7 @@ def test_edges_of_the_ranges_are_allowed() -> None:
 
 
 def test_as_memory() -> None:
-    assert as_memory(None) == Adapting()
+    assert as_memory(None) == Residual()
     assert as_memory(ls.LowPass(0.5)) == ls.LowPass(0.5)
     assert as_memory("low_pass") == as_memory("LowPass") == ls.LowPass()
     with pytest.raises(ValueError, match=r"Unknown memory 'lowpas'\. Did you mean 'low_pass'\? Known names: adam_corr"):
@@ -615,28 +616,28 @@ ADAPTING = [*WITH_MOMENTUM[1:], ("RMSprop", {}), ("Adagrad", {}), ("Adadelta", {
 @pytest.mark.parametrize(("name", "settings"), FITTING, ids=str)
 @every_memory
 def test_every_memory_takes_plain_sgd(memory: ls.Memory, name: str, settings: dict[str, Any]) -> None:
-    memory.check_optimizer(optimizer(name, **settings))
+    check_pair(memory, optimizer(name, **settings))
 
 
 @pytest.mark.parametrize(("name", "settings"), WITH_MOMENTUM, ids=str)
 def test_momentum_twice_is_warned_of(name: str, settings: dict[str, Any]) -> None:
-    Residual().check_optimizer(optimizer(name, **settings))
+    check_pair(Residual(), optimizer(name, **settings))
     for memory in (ls.MomentumCorrection(), ls.ClipByNorm(1.0, ls.MomentumCorrection())):
         with pytest.warns(UserWarning, match=rf"{name} would apply momentum to them a second time.*momentum=0"):
-            memory.check_optimizer(optimizer(name, **settings))
+            check_pair(memory, optimizer(name, **settings))
 
 
 @pytest.mark.parametrize(("name", "settings"), [*ADAPTING, WITH_MOMENTUM[0], ("LBFGS", {})], ids=str)
 def test_adam_correction_takes_nothing_but_plain_sgd(name: str, settings: dict[str, Any]) -> None:
     for memory in (ls.AdamCorrection(), ls.ClipByNorm(1.0, ls.AdamCorrection())):
         with pytest.raises(ValueError, match=rf"but got {name}.*Set torch.optim.SGD\(lr=<the lr you"):
-            memory.check_optimizer(optimizer(name, **settings))
+            check_pair(memory, optimizer(name, **settings))
 
 
 def test_a_parameter_group_with_momentum_of_its_own_is_noticed() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "momentum": m} for m in (0.0, 0.9)]
     with pytest.raises(ValueError, match="but got SGD with momentum"):
-        ls.AdamCorrection().check_optimizer(torch.optim.SGD(groups, lr=0.1))
+        check_pair(ls.AdamCorrection(), torch.optim.SGD(groups, lr=0.1))
 
 
 # ---- WeightDecay
@@ -689,11 +690,11 @@ def test_decay_needs_a_model_and_no_second_decay() -> None:
         decayed(ls.WeightDecay(0.1), None, [1.0])
     parameter = torch.nn.Parameter(torch.zeros(1))
     with pytest.warns(UserWarning, match="WeightDecay adds the decay.*SGD would apply its own"):
-        ls.WeightDecay(0.1).check_optimizer(torch.optim.SGD([parameter], 0.1, weight_decay=0.1))
-    ls.WeightDecay(0.1).check_optimizer(torch.optim.SGD([parameter], 0.1))
+        check_pair(ls.WeightDecay(0.1), torch.optim.SGD([parameter], 0.1, weight_decay=0.1))
+    check_pair(ls.WeightDecay(0.1), torch.optim.SGD([parameter], 0.1))
     with pytest.warns(UserWarning, match="MomentumCorrection sends velocities"):
         memory = ls.WeightDecay(0.1, ls.MomentumCorrection(0.9))
-        memory.check_optimizer(torch.optim.SGD([parameter], 0.1, momentum=0.9))
+        check_pair(memory, torch.optim.SGD([parameter], 0.1, momentum=0.9))
 
 
 @pytest.mark.parametrize(

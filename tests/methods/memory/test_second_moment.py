@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Context
+from lightning_sparse.engine.optimizers.adam_rule import AdamRule
+from lightning_sparse.engine.state.schema import second_moment_in
 from lightning_sparse.methods.exchanges.packed_union import Lanes
-from lightning_sparse.methods.memory import Adapting, named_in
 from tests.covering import by_default
 from tests.lockstep import Ranks
 from tests.reference.length import Length
@@ -235,32 +236,34 @@ IDS = {id(p) for p in PARAMETERS}
         ([torch.optim.AdamW(PARAMETERS, betas=(0.9, 0.95), eps=1e-6)], ls.SecondMoment(0.95, 1e-6)),
         ([torch.optim.Adam(PARAMETERS)], ls.SecondMoment()),
         ([ls.AdamW(PARAMETERS[:1]), ls.Adam(PARAMETERS[1:])], ls.SecondMoment()),
-        ([torch.optim.Adam(PARAMETERS, weight_decay=0.1)], Adapting()),
-        ([torch.optim.AdamW(PARAMETERS, amsgrad=True)], Adapting()),
-        ([torch.optim.AdamW(PARAMETERS, eps=0.0)], Adapting()),
-        ([torch.optim.AdamW(PARAMETERS[:1]), torch.optim.SGD(PARAMETERS[1:], 0.1)], Adapting()),
-        ([torch.optim.NAdam(PARAMETERS)], Adapting()),
-        ([torch.optim.SGD(PARAMETERS, 0.1)], Adapting()),
-        ([torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])], Adapting()),
-        ([], Adapting()),
+        ([torch.optim.Adam(PARAMETERS, weight_decay=0.1)], None),
+        ([torch.optim.AdamW(PARAMETERS, amsgrad=True)], None),
+        ([torch.optim.AdamW(PARAMETERS, eps=0.0)], None),
+        ([torch.optim.AdamW(PARAMETERS[:1]), torch.optim.SGD(PARAMETERS[1:], 0.1)], None),
+        ([torch.optim.NAdam(PARAMETERS)], None),
+        ([torch.optim.SGD(PARAMETERS, 0.1)], None),
+        ([torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])], None),
+        ([], None),
     ],
 )
-def test_which_memory_suits_which_optimizers(optimizers: list[torch.optim.Optimizer], expected: ls.Memory) -> None:
-    assert Adapting().suited(optimizers, IDS) == expected
+def test_which_memory_suits_which_optimizers(
+    optimizers: list[torch.optim.Optimizer], expected: ls.Memory | None
+) -> None:
+    assert AdamRule.memory(optimizers, IDS) == expected
 
 
 def test_several_second_betas_are_warned_of() -> None:
     groups = [{"params": PARAMETERS[:1], "betas": (0.9, 0.95)}, {"params": PARAMETERS[1:], "betas": (0.9, 0.99)}]
     told: list[str] = []
-    assert Adapting().suited([torch.optim.AdamW(groups)], IDS, told.append) == ls.SecondMoment(0.99)
+    assert AdamRule.memory([torch.optim.AdamW(groups)], IDS, told.append) == ls.SecondMoment(0.99)
     assert "several pairs" in told[0] and "[(0.95, 1e-08), (0.99, 1e-08)]" in told[0]
 
 
 def test_a_states_settings_name_the_memory() -> None:
     memory = ls.SecondMoment(0.95, 1e-6)
-    assert named_in(ls.SparsificationConfig(memory=memory).algorithm) == memory
-    assert named_in(ls.SparsificationConfig().algorithm) is None
-    assert named_in(None) is None
+    assert second_moment_in(ls.SparsificationConfig(memory=memory).algorithm) == memory
+    assert second_moment_in(ls.SparsificationConfig().algorithm) is None
+    assert second_moment_in(None) is None
 
 
 @pytest.mark.parametrize("n", by_default([2, 8, 4, 16, 20, 32], 2))

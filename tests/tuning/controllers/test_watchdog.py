@@ -428,7 +428,7 @@ def test_a_parameter_without_an_optimizer_is_noticed(alone: None, shown: bool) -
     training = Training(watch=ls.Watch(every=3))
     optimizer = torch.optim.SGD([training.model.module.get_parameter(name) for name in "ac"], lr=0.0)
     if shown:
-        training.engine.follow([optimizer])
+        training.engine.bind([optimizer])
     seen = []
     for _ in range(8):
         seen.append(training.run(1, noise()))
@@ -635,7 +635,7 @@ def trained(optimizer: str, density: float, zero: bool) -> tuple[list[str], floa
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, rules=ALL_SPARSE, grouping="layer", density=density)
     steps = OPTIMIZERS[optimizer](ddp.parameters())
-    engine.follow([steps])
+    engine.bind([steps])
     generator, losses = torch.Generator().manual_seed(0), []
     target = torch.randn(32, 10, generator=generator)
     generator.manual_seed(1 + dist.get_rank())

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.methods.grouping import make_plan
-from tests.engine.optimizers import test_adam_steps
-from tests.engine.optimizers.test_adam_steps import Around, batch, loss_of, model, sharded
+from tests.engine.optimizers import test_adam_rule
+from tests.engine.optimizers.test_adam_rule import Around, batch, loss_of, model, sharded
 from tests.ranks import Ranks
 
 N, STEPS, DENSITY = 2, 12, 0.1
@@ -29,7 +29,7 @@ MADE: dict[str, Any] = {
 }
 
 
-class Training(test_adam_steps.Training):
+class Training(test_adam_rule.Training):
     classes, hyper, options = MADE, HYPER, OPTIONS
 
 
@@ -118,7 +118,7 @@ def shown_late_or_never(other: bool) -> list[Tensor]:
     """An engine that was shown no optimizer serves any; one that was shown another one serves that."""
     training = Training(follow=False)
     if other:
-        training.engine.follow([torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)])
+        training.engine.bind([torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "An SGD with momentum that the engine was not shown")
         for step in range(STEPS):
@@ -175,7 +175,7 @@ def without_residuals(between: str) -> list[Tensor]:
         again.engine.close()
         again.ddp = DistributedDataParallel(again.module)
         again.engine = ls.attach(again.ddp, **OPTIONS, memory="residual")
-        again.engine.follow([again.optimizer])
+        again.engine.bind([again.optimizer])
         again.engine.load_state_dict(before.engine.state_dict())
     for step in range(5, STEPS):
         again.step(step)
@@ -200,7 +200,7 @@ def two_engines(dense: bool) -> list[Tensor]:
         old, training.ddp = training.ddp, DistributedDataParallel(training.module)
         forgotten = training.engine
         training.engine = ls.attach(training.ddp, **OPTIONS)
-        training.engine.follow([training.optimizer])
+        training.engine.bind([training.optimizer])
     for step in range(STEPS):
         training.step(step)
     training.engine.close()
@@ -221,7 +221,7 @@ def at_full_density(density: Any, attached: bool) -> list[Tensor]:
     optimizer = torch.optim.SGD(ddp.parameters(), **HYPER)
     if attached:
         engine = ls.attach(ddp, density=density, grouping="model")
-        engine.follow([optimizer])
+        engine.bind([optimizer])
     for step in range(STEPS):
         optimizer.zero_grad()
         inputs = batch(step, dist.get_rank())
@@ -244,10 +244,10 @@ def test_at_full_density_it_is_ddp_bit_for_bit(two_ranks: Ranks, density: Any) -
 def what_is_said(hyper: dict[str, Any], options: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_sparse.engine.optimizers.followed.say", lines.append)
+        patch.setattr("lightning_sparse.engine.optimizers.binding.say", lines.append)
         training = Training(hyper=hyper, **options)
         for _ in range(2):
-            training.engine.follow([training.optimizer])
+            training.engine.bind([training.optimizer])
         training.step(0)
         training.engine.close()
     return lines
@@ -348,7 +348,7 @@ def two_optimizers(make: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]
     """What two optimizers of the same parameters keep of those that are sparsified."""
     training = Training()
     training.optimizer, other = (make(training.module.parameters()) for _ in range(2))
-    training.engine.follow([training.optimizer, other])
+    training.engine.bind([training.optimizer, other])
     for step in range(STEPS):
         training.step(step)
         other.step()

@@ -1,4 +1,4 @@
-"""Momentum SGD for parameters that are sparsified: what averages have waited for is made up for after each step."""
+"""The step rule of momentum SGD: what averages have waited for is made up for after each step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from lightning_sparse.engine.group import GroupReducer
-from lightning_sparse.engine.optimizers.around_steps import AroundSteps
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 
 WAITED = "waited"
 """Where SGD's state of a parameter keeps the steps since an average arrived, see :class:`.Stepped`."""
 
 
-class MomentumSteps(AroundSteps):
+class MomentumRule:
     """Spends momentum of averages that have waited.
 
     See :meth:`~lightning_sparse.engine.optimizers.momentum.Spending.spend_`.
@@ -27,7 +26,7 @@ class MomentumSteps(AroundSteps):
     torch's own step is taken as ever; what is spent early is moved from the velocities to the parameters behind it.
 
     Args:
-        names: of parameters, by id.
+        name_of: the name of a parameter, given by its id; None where it is not the engine's.
         group_of: the group of a parameter, by name; None where averages are dense.
         handed_out: names of the parameters that got an average since an optimizer took a step.
         flushed: whether the latest averages are those of a flush between two steps.
@@ -36,13 +35,13 @@ class MomentumSteps(AroundSteps):
 
     def __init__(
         self,
-        names: Mapping[int, str],
+        name_of: Callable[[int], str | None],
         group_of: Callable[[str], GroupReducer | None],
         handed_out: Callable[[Optimizer], Set[str]],
         flushed: Callable[[], bool],
         serves: Callable[[Optimizer], bool],
     ) -> None:
-        super().__init__(names)
+        self._name_of = name_of
         self._group_of, self._handed_out, self._flushed, self._serves = group_of, handed_out, flushed, serves
         self._spending = Spending()
         self._noted: list[_Noted] = []
@@ -63,7 +62,7 @@ class MomentumSteps(AroundSteps):
         if optimizer not in self._met:
             self._met.add(optimizer)
             for parameter, state in optimizer.state.items():
-                if (name := self.name(id(parameter))) is not None and name not in self._kept:
+                if (name := self._name_of(id(parameter))) is not None and name not in self._kept:
                     state.pop(WAITED, None)  # of residuals that are gone; others may have trained since
         serves = self._serves(optimizer)
         if not serves and not any(WAITED in state for state in optimizer.state.values()):
@@ -75,7 +74,7 @@ class MomentumSteps(AroundSteps):
             for parameter in settings["params"]:
                 if by is None:
                     optimizer.state.get(parameter, {}).pop(WAITED, None)
-                name = self.name(id(parameter))
+                name = self._name_of(id(parameter))
                 if by is None or parameter.grad is None or name is None or name not in handed_out:
                     continue
                 group = self._group_of(name)
@@ -90,7 +89,7 @@ class MomentumSteps(AroundSteps):
             if by is not None and (early or whole):
                 self._noted.append(_Noted(optimizer, early, whole, by, skip, 0 if self._flushed() else 1))
 
-    def after(self, optimizer: Optimizer) -> None:
+    def after(self) -> None:
         """Spend what is noted."""
         noted, self._noted = self._noted, []
         for optimizer, early, whole, by, skip, steps in noted:

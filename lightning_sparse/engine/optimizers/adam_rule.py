@@ -1,9 +1,9 @@
-"""Steps of Adam for parameters that are sparsified, in place of the optimizer's own."""
+"""The step rule of Adam and AdamW: takes steps of sparsified parameters in place of the optimizer's own."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -12,22 +12,22 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparse.core.layout import shaped
-from lightning_sparse.core.optim import ids_of, refusal, stepping
 from lightning_sparse.engine.group import GroupReducer
-from lightning_sparse.engine.optimizers.around_steps import AroundSteps
+from lightning_sparse.engine.optimizers.kinds import holds, ids_of, refusal, settings_of, stepping
 from lightning_sparse.engine.optimizers.scaled import MANY, Lengths, advice, factors_of
+from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.ops.adam import Moved, Step, Steps
 from lightning_sparse.ops.length import DECAY
 
 
-class AdamSteps(AroundSteps):
+class AdamRule:
     """Lets averages of :class:`~lightning_sparse.SecondMoment` act, when an optimizer takes its step.
 
     ``p -= lr sqrt(n) grad / divisor``, after decoupled weight decay, where the memory knows a divisor. While the
     optimizer steps, such parameters have no gradient, so that it passes them over; afterwards they have it again.
 
     Args:
-        names: of parameters, by id.
+        name_of: the name of a parameter, given by its id; None where it is not the engine's.
         group_of: the group of a parameter, by name; None where averages are dense.
         handed_out: names of the parameters that got an average since an optimizer took a step.
         world_size: n.
@@ -38,7 +38,7 @@ class AdamSteps(AroundSteps):
 
     def __init__(
         self,
-        names: Mapping[int, str],
+        name_of: Callable[[int], str | None],
         group_of: Callable[[str], GroupReducer | None],
         handed_out: Callable[[Optimizer], Set[str]],
         world_size: int,
@@ -46,14 +46,37 @@ class AdamSteps(AroundSteps):
         tell: Callable[[str], None],
         keeps_moments: bool,
     ) -> None:
-        super().__init__(names)
-        self._lengths = lengths
+        self._name_of, self._lengths = name_of, lengths
         self._tell, self._keeps_moments = tell, keeps_moments
         self._group_of, self._handed_out = group_of, handed_out
         self._factor = math.sqrt(world_size)
         self._steps = Steps()
         self._aside: list[tuple[Parameter, Tensor]] = []
         """Gradients that were taken from parameters while an optimizer steps."""
+
+    @staticmethod
+    def memory(
+        optimizers: Sequence[Optimizer],
+        parameters: Collection[int],
+        tell: Callable[[str], None] = lambda sentence: None,
+    ) -> SecondMoment | None:
+        """The memory that lets steps be taken here, for these optimizers; None: one of them takes its own.
+
+        Args:
+            optimizers: all that apply averages.
+            parameters: ids of those that are sparsified.
+            tell: is given a sentence where optimizers differ in what the memory takes from them.
+        """
+        holding = [optimizer for optimizer in optimizers if holds(optimizer, parameters)]
+        if not holding or any(refusal(optimizer, parameters) for optimizer in holding):
+            return None
+        settings = settings_of(holding, parameters)
+        if len(settings) > 1:
+            tell(
+                f"Parameters that are sparsified have several pairs of a second beta and eps: {sorted(settings)}. The "
+                "largest is taken for all of them."
+            )
+        return SecondMoment(*max(settings))
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Whether steps of some of an optimizer's parameters are taken here, also within one that is around it."""
@@ -112,21 +135,18 @@ class AdamSteps(AroundSteps):
             owner = self._group(id(parameter))
             if parameter.grad is None or owner is None:
                 continue
-            if (name := self._names[id(parameter)]) in handed_out:
+            name = self._name_of(id(parameter))
+            if name is not None and name in handed_out:
                 yield _Served(parameter, owner, name)
 
     def _group(self, key: int) -> GroupReducer | None:
         """That of a parameter, given by its id, whose steps are taken here; else None."""
-        name = self.name(key)
+        name = self._name_of(key)
         group = None if name is None else self._group_of(name)
         return None if group is None or group.divisor is None else group
 
-    def after(self, optimizer: Optimizer) -> None:
-        """Parameters have their gradients again."""
-        self.forget()
-
-    def forget(self) -> None:
-        """As :meth:`after`."""
+    def after(self) -> None:
+        """Give parameters their gradients back: a step has ended, or has failed."""
         for parameter, grad in self._aside:
             if parameter.grad is None:  # else a step has failed, and new gradients are here
                 parameter.grad = grad

@@ -1,40 +1,23 @@
-"""What is done in an optimizer's step, around what the optimizer does."""
+"""One pair of hooks around the step of every optimizer of the process, for all engines."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-_numbers = itertools.count()
-_called: weakref.WeakValueDictionary[int, AroundSteps] = weakref.WeakValueDictionary()
-"""All that are not closed, in the order in which they were made."""
-_owners: weakref.WeakValueDictionary[tuple[type, int], AroundSteps] = weakref.WeakValueDictionary()
-"""Of the latest engine of each parameter, by kind and the parameter's id: one that was not closed does nothing for a
-later one."""
 
+class StepListener(Protocol):
+    """Is called around every step of every optimizer of the process, also of optimizers that nobody bound.
 
-class AroundSteps:
-    """Is called around every step of every optimizer of the process, until it is closed.
-
-    Also around a step that has begun before it was made: a closure may wrap the model again.
-
-    Args:
-        names: of parameters, by id.
+    Also around a step that had begun before it began to listen: a closure may wrap the model again. It is then called
+    after a step without having been called before it.
     """
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self._names = names
-        _owners.update({(type(self), key): self for key in names})
-        self._number = next(_numbers)
-        _called[self._number] = self
-        _register_hooks()
 
     def before(self, optimizer: Optimizer) -> None:
         """The optimizer is about to step, and its gradients are there. Of nested ones, the outer one comes first."""
@@ -45,14 +28,31 @@ class AroundSteps:
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
 
-    def name(self, key: int) -> str | None:
-        """Of a parameter, given by its id; None where it is not this engine's, or not any more."""
-        return self._names.get(key) if _owners.get((type(self), key)) is self else None
+    def holds(self, key: int) -> bool:
+        """Whether it is for a parameter, given by its id."""
 
-    def close(self) -> None:
-        """Leave optimizers alone."""
-        self.forget()
-        _called.pop(self._number, None)
+
+_numbers = itertools.count()
+_listeners: weakref.WeakValueDictionary[int, StepListener] = weakref.WeakValueDictionary()
+"""In the order in which they came."""
+
+
+def listen(listener: StepListener) -> int:
+    """Call it from now on; returns its number, for :func:`leave`."""
+    _register_hooks()
+    number = next(_numbers)
+    _listeners[number] = listener
+    return number
+
+
+def leave(number: int) -> None:
+    """Call it no more."""
+    _listeners.pop(number, None)
+
+
+def owner(key: int) -> StepListener | None:
+    """The latest listener for a parameter, given by its id: one that has not left does nothing for a later one."""
+    return next((each for each in reversed(list(_listeners.values())) if each.holds(key)), None)
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def _register_hooks() -> None:
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradients may be formed within the step, by a closure."""
-    for each in list(_called.values()):
+    for each in list(_listeners.values()):
         each.forget()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -85,10 +85,10 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _before(optimizer: Optimizer) -> None:
-    for each in list(_called.values()):
+    for each in list(_listeners.values()):
         each.before(optimizer)
 
 
 def _end(optimizer: Optimizer, *_: Any) -> None:
-    for each in list(_called.values()):
+    for each in list(_listeners.values()):
         each.after(optimizer)

@@ -78,7 +78,7 @@ class Training:
         self.engine = ls.attach(self.ddp, **{**self.options, **options})
         self.optimizer = self.classes[kind](self.ddp.parameters(), **(hyper or self.hyper))
         if follow:
-            self.engine.follow([self.optimizer])
+            self.engine.bind([self.optimizer])
         self.rank = dist.get_rank()
 
     def step(self, number: int, closure: bool = False) -> None:
@@ -292,7 +292,7 @@ def several_settings(found: bool) -> list[str]:
         warnings.simplefilter("always")
         for step in range(3):
             if not found:
-                engine.follow([optimizer])
+                engine.bind([optimizer])
             loss_of(ddp, step, dist.get_rank()).backward()
             optimizer.step()
             optimizer.param_groups[0]["betas"] = 0.9, 0.9 - 0.1 * step
@@ -368,7 +368,7 @@ def resumed(kind: str, follow_first: bool, scheduled: bool) -> tuple[list[Tensor
     again.optimizer.load_state_dict(kept[1])
     assert again.engine.load_state_dict(kept[2]) == []
     if not follow_first:
-        again.engine.follow([again.optimizer])
+        again.engine.bind([again.optimizer])
     for step in range(5, 8):
         take(again, step)
     again.engine.close()
@@ -510,7 +510,7 @@ def other_ranks_state() -> list[str]:
         )
     training = Training(follow=False)
     told = training.engine.load_state_dict(ls.merge_states(states))
-    training.engine.follow([training.optimizer])
+    training.engine.bind([training.optimizer])
     vectors = training.engine.state_dict()["parameters"]["0.weight"]
     assert {name: float(v[0]) for name, v in vectors.items()} == {"residual": 1.0, "second": 2.0}
     training.step(0)
@@ -551,7 +551,7 @@ def state_in_another_exchange() -> tuple[list[str], float]:
     before.engine.close()
     after = Training(follow=False, sparsifier="topk")
     told = after.engine.load_state_dict(state)
-    after.engine.follow([after.optimizer])
+    after.engine.bind([after.optimizer])
     differences = [
         float((after.engine.state_dict()["parameters"][name]["residual"] - kept["residual"]).abs().max())
         for name, kept in state["parameters"].items()
@@ -580,7 +580,7 @@ def with_an_older_engine(closed: bool) -> list[Tensor]:
     ddp = DistributedDataParallel(old.module)
     engine = ls.attach(ddp, density=0.1, grouping="model")
     optimizer = torch.optim.AdamW(ddp.parameters(), **HYPER)
-    engine.follow([optimizer])
+    engine.bind([optimizer])
     for step in range(3, 8):
         optimizer.zero_grad()
         loss_of(ddp, step, dist.get_rank()).backward()
@@ -602,7 +602,7 @@ def two_limits() -> tuple[list[float], bool]:
     ddp = DistributedDataParallel(module)
     engine = ls.attach(ddp, density=0.1, grouping="model")
     first, second = (torch.optim.AdamW(module[i].parameters(), lr=0.01) for i in (0, 2))  # type: ignore[index]
-    engine.follow([first, second])
+    engine.bind([first, second])
     engine.clip_gradients(1e-6, "norm", first)
     for step in range(2):
         for optimizer in (first, second):
@@ -612,8 +612,8 @@ def two_limits() -> tuple[list[float], bool]:
             optimizer.step()
     residuals = [engine.residual(name) for name in ("0.weight", "2.weight")]
     norms = [float(residual.norm()) for residual in residuals if residual is not None]
-    clipped = engine._reducer.clipped == {id(first)}
-    assert [clipping for clipping, _ in engine._reducer.clippings.values()] == [(1e-6, "norm")]
+    clipped = engine._reducer.clipping.acting == {id(first)}
+    assert [clipping for clipping, _ in engine._reducer.clipping.limits.values()] == [(1e-6, "norm")]
     engine.close()
     return norms, clipped
 
@@ -660,7 +660,7 @@ def test_two_backwards_before_the_steps_are_two_averages(at_the_end: bool) -> No
     ddp = DistributedDataParallel(pair, find_unused_parameters=True)
     engine = ls.attach(ddp, density=0.1, grouping="layer", watch=None, single_device="sparse")
     optimizers = {name: torch.optim.AdamW(getattr(pair, name).parameters(), lr=0.01) for name in ("first", "second")}
-    engine.follow(optimizers.values())
+    engine.bind(optimizers.values())
     for _ in range(60):
         ddp.zero_grad()
         x = torch.randn(8, WIDTH)
@@ -707,7 +707,7 @@ def test_an_optimizer_with_an_adam_for_some_parameters_is_left_alone() -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     ddp = DistributedDataParallel(layer)
     engine = ls.attach(ddp, density=0.1, watch=None, single_device="sparse")
-    engine.follow([Mixed([layer.weight], [layer.bias])])
+    engine.bind([Mixed([layer.weight], [layer.bias])])
     ddp(torch.randn(2, WIDTH)).sum().backward()
     assert all(type(group.memory) is not ls.SecondMoment for group in engine.groups)
     engine.close()

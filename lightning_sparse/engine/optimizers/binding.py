@@ -1,10 +1,10 @@
-"""The optimizers that apply an engine's averages: which memory suits them, what they step by themselves, clipping."""
+"""The optimizers that apply an engine's averages: which memory suits them, their step rules, and clipping."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,72 +16,114 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from lightning_sparse.core.console import page, say
-from lightning_sparse.core.optim import decays_of, holds, listed, made_for, stepping
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.optimizers.adam_steps import AdamSteps
-from lightning_sparse.engine.optimizers.clipping import Asked, Clipping
+from lightning_sparse.engine.optimizers.adam_rule import AdamRule
+from lightning_sparse.engine.optimizers.clipping import Clipping
 from lightning_sparse.engine.optimizers.dense_moments import go_on_from_dense
+from lightning_sparse.engine.optimizers.hooks import leave, listen, owner
+from lightning_sparse.engine.optimizers.kinds import decays_of, holds, listed, made_for, stepping
 from lightning_sparse.engine.optimizers.momentum import has_velocities
-from lightning_sparse.engine.optimizers.momentum_steps import MomentumSteps
+from lightning_sparse.engine.optimizers.momentum_rule import MomentumRule
+from lightning_sparse.engine.optimizers.pairs import check_pair
 from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.state.schema import second_moment_in
 from lightning_sparse.engine.state.state import Draft
-from lightning_sparse.methods.memory import Adapting, Memory, NoMemory, Residual, named_in
+from lightning_sparse.methods.memory import Memory, NoMemory, Residual
 
 
-class Followed:
-    """What the optimizers of an engine mean for its reducer.
+class OptimizerBinding:
+    """Binds an engine to the optimizers that apply its averages.
+
+    It chooses the memory, and is called around the step of every optimizer of the process. Before a step: clipping that
+    nobody asked for ends, then the step rules act, then watchers look. After it: averages count as applied, then
+    the step rules act. Each rule knows its own kind of optimizer, and leaves all others alone.
 
     Args:
-        reducer: whose averages they apply; it is told of memories, rates and clipping.
+        reducer: whose averages are applied; it is told of memories, rates and clipping.
         parameters: by name.
         comm: the ranks.
         device: where gradients live.
+        left_open: whether the memory may be chosen here.
     """
 
     def __init__(
-        self, reducer: Reducer, parameters: Mapping[str, Parameter], comm: TorchCollective, device: torch.device
+        self,
+        reducer: Reducer,
+        parameters: Mapping[str, Parameter],
+        comm: TorchCollective,
+        device: torch.device,
+        left_open: bool,
     ) -> None:
         self.optimizers: list[Optimizer] = []
-        """Those that :meth:`follow` was given last."""
+        """Those that :meth:`bind` was given last."""
+        self.left_open = left_open
+        self.watchers: list[Callable[[Optimizer], None]] = []
+        """Called before each step."""
         self._reducer, self._parameters, self._rank = reducer, parameters, comm.rank
         self._comm, self._device = comm, device
-        self._chosen_memory = reducer.settings.memory
+        self._names = {id(p): name for name, p in parameters.items()}
         self._read: tuple[int, list[Any]] = (0, [])
         """By what the memory was chosen in the latest step: for which groups, and by which settings."""
         self._told: set[str] = set()
         self._saved_clippings: list[Mapping[str, Any]] = []
-        """Of a state that was loaded, until the optimizers are followed whose gradients were clipped."""
-        names = {id(p): name for name, p in parameters.items()}
+        """Of a state that was loaded, until the optimizers are bound whose gradients were clipped."""
         record = reducer.record
         keeps = reducer.settings.fallback is not None  # dense steps go on with them
         warn = partial(self._warn_once, kind="changed averages")
-        self.adam_steps = AdamSteps(
-            names, self._sparse_group, record.waiting, comm.world_size, reducer.lengths, warn, keeps
+        self.adam = AdamRule(
+            self.name_of, self._sparse_group, record.waiting, comm.world_size, reducer.lengths, warn, keeps
         )
-        self._momentum_steps = MomentumSteps(
-            names, self._sparse_group, record.waiting, lambda: record.latest.skipped is None, self._spends
+        self._momentum = MomentumRule(
+            self.name_of, self._sparse_group, record.waiting, lambda: record.latest.skipped is None, self._spends
         )
-        self._asked = Asked(
-            names,
-            lambda key: key in reducer.in_place_of_averages,
-            lambda optimizer: record.latest.skipped is not None and self._has_averages(optimizer),  # no flush
-            self._clip_averages,
-        )
+        self._number = listen(self)
 
-    def follow(self, optimizers: Iterable[Optimizer]) -> None:
-        """See :meth:`.Engine.follow`."""
+    def holds(self, key: int) -> bool:
+        """Whether the engine has a parameter, given by its id."""
+        return key in self._names
+
+    def name_of(self, key: int) -> str | None:
+        """The name of a parameter, given by its id; None where it is another engine's."""
+        return self._names.get(key) if owner(key) in (self, None) else None  # None: all have ended, this one, too
+
+    def before(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step, and its gradients are there."""
+        record = self._reducer.record
+        self._reducer.clipping.before_step(
+            id(optimizer),
+            lambda: record.latest.skipped is not None and self._has_averages(optimizer),  # no flush
+        )
+        self.adam.before(optimizer)
+        self._momentum.before(optimizer)
+        for watch in self.watchers:
+            watch(optimizer)
+
+    def after(self, optimizer: Optimizer) -> None:
+        """An optimizer has finished a step."""
+        self._reducer.record.applied(optimizer)
+        self._reducer.skipped.take_back(optimizer)
+        self.adam.after()
+        self._momentum.after()
+
+    def forget(self) -> None:
+        """Undo what :meth:`before` has done, if a step has failed since."""
+        self.adam.after()
+        self._momentum.forget()
+
+    def bind(self, optimizers: Iterable[Optimizer]) -> None:
+        """See :meth:`.Engine.bind`."""
         chosen, reducer = listed(optimizers), self._reducer
         self.suit(chosen)
         # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
         with warnings.catch_warnings(action="ignore") if self._rank else nullcontext():
             for optimizer in chosen:
-                reducer.settings.memory.check_optimizer(optimizer)
+                check_pair(reducer.settings.memory_in_use, optimizer)
         if reducer.settings.lr_aware:
             reducer.rates.follow(chosen)
         self.optimizers = chosen
-        for key in reducer.in_place_of_averages - {id(optimizer) for optimizer in chosen}:
-            self._clip_averages(key)
+        for key in reducer.clipping.keys_in_place - {id(optimizer) for optimizer in chosen}:
+            reducer.clipping.stop_in_place(key)
         for optimizer in chosen:
             reducer.record.hold(optimizer)
         for optimizer in chosen:
@@ -89,7 +131,7 @@ class Followed:
         self._clip_as_before()
 
     def begin_step(self) -> None:
-        """Choose the memory by optimizers as they are now; where none is followed, by those of this package.
+        """Choose the memory by optimizers as they are now; where none is bound, by those of this package.
 
         Second moments of groups that are new go on from those of the optimizers, where they know none.
         """
@@ -101,7 +143,7 @@ class Followed:
         self._read = reducer.adoptions, decays
         if reducer.adoptions != adoptions:
             with reducer.record.lock, reducer.on_stream.between_steps():
-                taken = [optimizer for optimizer in optimizers if self.adam_steps.takes(optimizer)]
+                taken = [optimizer for optimizer in optimizers if self.adam.takes(optimizer)]
                 go_on_from_dense(reducer.groups, taken, self._parameters, self._comm, self._device)
 
     def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
@@ -113,20 +155,18 @@ class Followed:
                 nobody has applied yet are of the old ones.
         """
         settings = self._reducer.settings
-        if not isinstance(self._chosen_memory, Adapting) or not settings.exchange.carries_second:
+        if not self.left_open or not settings.exchange.carries_second:
             return
         if not any(group.sparsified for group in self._reducer.groups):  # for a while, maybe
             return
         sparsified = self._sparsified
-        memory: Memory = self._chosen_memory
-        if sparsified:
-            memory = self._chosen_memory.suited(
-                optimizers, sparsified, partial(self._warn_once, kind="several settings")
-            )
-        if memory.needs_second and settings.memory.needs_second:
-            if begins and memory != settings.memory:
+        warn = partial(self._warn_once, kind="several settings")
+        memory: Memory = (self.adam.memory(optimizers, sparsified, warn) if sparsified else None) or Residual()
+        now = settings.memory_in_use
+        if memory.needs_second and now.needs_second:
+            if begins and memory != now:
                 self._reducer.adapt(memory)
-        elif memory != settings.memory:
+        elif memory != now:
             self._remember_by(memory)
             if memory.needs_second:
                 self._say_once(
@@ -142,12 +182,13 @@ class Followed:
 
     def _spends(self, optimizer: Optimizer) -> bool:
         """Whether momentum of an optimizer is spent as if averages had not waited; the user is told once."""
-        memory = self._reducer.settings.memory
-        if memory == Residual() or isinstance(memory, NoMemory) or memory.has_momentum:  # chosen, or nothing waits
+        memory = self._reducer.settings.memory_in_use
+        chosen = memory == Residual() and not self.left_open
+        if chosen or isinstance(memory, NoMemory) or memory.averages != "gradients":
             return False
         if not has_velocities(optimizer, self._sparsified):
             return False
-        if not isinstance(self._chosen_memory, Adapting):
+        if not self.left_open:
             self._say_once(
                 f"SGD's momentum is left to the optimizer, because memory={memory!r} was chosen: averages that have "
                 f"waited are spent late. With the default memory they are not ({page('momentum')})."
@@ -158,10 +199,10 @@ class Followed:
                 "An SGD with momentum that the engine was not shown, or that another optimizer has replaced, steps "
                 f"parameters that are sparsified: averages that have waited are spent late ({page('momentum')}). Show "
                 "the engine the optimizers that step now: with Fabric fabric.setup_optimizers, elsewhere "
-                "engine.follow([...])."
+                "engine.bind([...])."
             )
             return False
-        if type(memory) is not Adapting:  # an Adam's, which holds other parameters now
+        if memory.needs_second:  # an Adam's, which holds other parameters now
             return False
         self._say_once(
             "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "
@@ -172,11 +213,11 @@ class Followed:
     def suit_state(self, state: Mapping[str, Any]) -> None:
         """Go on with the memory that a state was saved with, where nothing else says which one is meant."""
         settings = self._reducer.settings
-        if type(self._chosen_memory) is not Adapting or not settings.exchange.carries_second:
+        if not self.left_open or not settings.exchange.carries_second:
             return
-        memory = named_in(state.get("settings"))
+        memory, now = second_moment_in(state.get("settings")), settings.memory_in_use
         decided = self.optimizers and self._reducer.sparsified
-        if memory and memory != settings.memory and (settings.memory.needs_second or not decided):
+        if memory and memory != now and (now.needs_second or not decided):
             self._remember_by(memory)
 
     def go_on(self, state: Mapping[str, Any], draft: Draft) -> None:
@@ -188,7 +229,7 @@ class Followed:
         """
         self._saved_clippings = list(draft.clippings)
         kept = {name for name, vectors in state["parameters"].items() if "residual" in vectors}
-        self._momentum_steps.go_on(kept)
+        self._momentum.go_on(kept)
         self._reducer.lengths.load(draft.lengths)
         self._clip_as_before()
 
@@ -197,28 +238,25 @@ class Followed:
 
     def clip(self, limit: float, algorithm: str, optimizer: Optimizer | None) -> None:
         """See :meth:`.Engine.clip_gradients`."""
-        clipping = Clipping(limit, algorithm)
-        clipping.check()
         held = self._parameters.keys() if optimizer is None else self._reducer.record.hold(optimizer)
-        names = frozenset(name for name in held if self._parameters[name].numel())
-        if names:
-            self._reducer.clippings[None if optimizer is None else id(optimizer)] = clipping, names
+        key = None if optimizer is None else id(optimizer)
+        self._reducer.clipping.set(Clipping(limit, algorithm), held, key)
 
     def clip_in_place_of_averages(
         self, limit: float, algorithm: str, optimizer: Optimizer, known: bool = False
     ) -> bool:
         """See :meth:`.Engine.clip_in_place_of_averages`."""
         reducer, key = self._reducer, id(optimizer)
-        begun = key in reducer.in_place_of_averages
+        begun = key in reducer.clipping.keys_in_place
         if not 0 < limit < math.inf:
             if begun:
-                self._clip_averages(key)
+                reducer.clipping.stop_in_place(key)
             return False
         if not begun and (reducer.direct or not self._suits_clipping(optimizer, algorithm, known)):
             return False
         self._clip_in_place(limit, algorithm, optimizer)
-        self._asked.note(key)
-        return not reducer.direct and bool(reducer.clipped & {None, key})
+        reducer.clipping.note_asked(key)
+        return not reducer.direct and bool(reducer.clipping.acting & {None, key})
 
     def _clip_in_place(self, limit: float, algorithm: str, optimizer: Optimizer) -> None:
         """Clip gradients of an optimizer in place of their averages, from the next step on."""
@@ -226,8 +264,8 @@ class Followed:
             "Each rank's own gradients are clipped before they wait, and not their averages, to sqrt(n) times the "
             f"limit ({page('training')}). memory='residual' leaves clipping to averages."
         )
-        self.clip(limit, algorithm, optimizer)
-        self._reducer.in_place_of_averages |= {id(optimizer)}
+        held = self._reducer.record.hold(optimizer)
+        self._reducer.clipping.set(Clipping(limit, algorithm), held, id(optimizer), in_place=True)
 
     def _clip_as_before(self) -> None:
         """Clip what a state says was clipped, from the first step on: nobody asks before it is over."""
@@ -243,19 +281,14 @@ class Followed:
         record = self._reducer.record
         return not record.waiting(optimizer).isdisjoint(record.hold(optimizer))
 
-    def _clip_averages(self, key: int) -> None:
-        """Leave gradients of an optimizer, given by its id, as they are."""
-        self._reducer.in_place_of_averages -= {key}
-        self._reducer.clippings.pop(key, None)
-
     def _suits_clipping(self, optimizer: Optimizer, algorithm: str, known: bool) -> bool:
         """Whether an optimizer's gradients are clipped before they wait, where nothing else was chosen."""
-        if self.adam_steps.takes(optimizer):
+        if self.adam.takes(optimizer):
             return True
         # What is not clipped in the first step would wait, and move parameters without any limit later. Of what is
         # sharded over ranks, each rank sees a part.
         sparsified = self._sparsified
-        if not known or type(self._reducer.settings.memory) is not Adapting:
+        if not known or not self.left_open or self._reducer.settings.memory_in_use.needs_second:
             return False
         if algorithm == "value":
             return type(optimizer) is SGD and holds(optimizer, sparsified)
@@ -263,9 +296,8 @@ class Followed:
 
     def close(self) -> None:
         """Leave optimizers alone."""
-        self.adam_steps.close()
-        self._momentum_steps.close()
-        self._asked.close()
+        self.forget()
+        leave(self._number)
 
     def _sparse_group(self, name: str) -> GroupReducer | None:
         """The group whose averages are stepped here; torch steps what is always sent as a whole."""
