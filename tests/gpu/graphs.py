@@ -7,6 +7,7 @@ steps of a group, after which buffers have their roles again, as one of several 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -135,7 +136,10 @@ def compile_model(options: dict[str, Any], device: torch.device) -> Numbers:
         losses[compiled] = []
         for _ in range(4):
             try:
-                loss = forward(tokens)
+                with warnings.catch_warnings():
+                    # torch's tracer looks at .grad of all tensors, and hides this where warnings are no errors only.
+                    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+                    loss = forward(tokens)
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 raise SkipError(f"nothing is compiled here: {str(error).splitlines()[0]}") from error
             loss.backward()
