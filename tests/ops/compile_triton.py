@@ -124,8 +124,6 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
                     yield f"digit{digit}_{search}{ending}", triton_select._count_digits, constants, {}, 8
             yield f"count{ending}", triton_select._count_picks, of_all | {"STRIPED": striped}, {}, 8
             yield f"write{ending}", triton_select._write_picks, of_all | {"STRIPED": striped}, {}, 8
-    if "mark" in what:
-        yield "mark", triton_union._mark, picks, {}, 4
     if "union" in what:
         words = {"WORDS": triton_union.WORDS, "PROGRAMS": triton_launch.PROGRAMS}
         for spares, levels in ((False, 0), (True, 1), (True, 2)):

@@ -187,20 +187,6 @@ def no_marks(numel: int) -> triton_union.Bitmap:
     return triton_union.Bitmap(*(torch.zeros(size, dtype=torch.int32) for size in sizes))
 
 
-@pytest.mark.parametrize(
-    ("numel", "share"), [(1, 1.0), (5000, 0.0), pytest.param(5000, 0.3, marks=thorough), (4096, 1.0)]
-)
-def test_a_union_is_that_of_sorted_picks(numel: int, share: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    picks = torch.randint(numel + 1, (int(share * numel),), generator=generator)
-    bitmap = no_marks(numel)
-    triton_union.mark_(picks, bitmap, numel)
-    expected, count = static.distinct(torch.cat([picks, torch.full((7,), numel)]), numel)
-    found, sizes = triton_union.listed(bitmap, numel, picks.numel() + 7, 0)
-    assert torch.equal(found, expected)
-    assert sizes.tolist() == [int(count)] * 2
-
-
 @pytest.mark.parametrize("kind", ["wide", "zeros", "nan"])
 @pytest.mark.parametrize(
     ("slots", "bits"),

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
-PLAIN = ["form", "weigh", "mark"]
+PLAIN = ["form", "weigh"]
 EVERYTHING = [
     *PLAIN, "form_bf16", "second", "adam", "momentum", "look", "flags", "select", "union", "lanes", "begin", "sums",
 ]  # fmt: skip

@@ -49,13 +49,6 @@ def _set(words, counts, place, live, block):
     tl.atomic_add(counts + (place // block), 1, mask=live & ((before & bit) == 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["total", "block", "numel"])
-def _mark(indices, words, counts, total, block, numel, PICKS: tl.constexpr):
-    slot = tl.program_id(0) * PICKS + tl.arange(0, PICKS)
-    place = tl.load(indices + slot, mask=slot < total, other=0).to(tl.int32)
-    _set(words, counts, place, (slot < total) & (place < numel), block)
-
-
 @triton.jit
 def _shared_out(sum_, total, slot):
     """What is left of a sum when all multiples are out, and how many these are, beside a slot."""
@@ -171,16 +164,6 @@ def _raise_levels(
         tl.atomic_max(levels + limit + low, level & 255, mask=hit, sem="relaxed")
         level = level >> 8
     tl.atomic_max(levels + low, level, mask=hit, sem="relaxed")
-
-
-def mark_(indices: Tensor, bitmap: Bitmap, numel: int) -> None:
-    """Set the bits of coordinates; those that are numel or more are left out."""
-    programs = -(-indices.numel() // PICKS)
-    if programs:
-        launch(
-            _mark, programs, indices, bitmap.words, bitmap.counts, indices.numel(), Share.of(numel).block, numel,
-            PICKS=PICKS, warps=4,
-        )  # fmt: skip
 
 
 def listed(
