@@ -57,7 +57,6 @@ class Engine(EngineView):
         watch_usage: bool = False,
         frozen: Mapping[str, Parameter] | None = None,
     ) -> None:
-        self.hook_calls = 0
         left_open, settings = settings.memory is None, replace(settings, memory=settings.memory_in_use)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         """() tensor that the loss is multiplied by, or None; asked in every backward."""
@@ -293,7 +292,6 @@ class Engine(EngineView):
 
     def receive(self, bucket: Any) -> Future[Tensor]:
         """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""
-        self.hook_calls += 1
         if self._closed:
             raise RuntimeError("The engine is closed. Wrap the model again and attach a new one to train on.")
         return self._reducer.receive(bucket)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.metrics import Statistics
 from lightning_sparse.integrations.loggers import log_figure
 from lightning_sparse.integrations.timing import engine_of, is_logging_step, warn_that_nothing_is_sparse
 
@@ -42,21 +43,24 @@ class ResidualAuditMixin:
 
     def __init__(self) -> None:
         self._ages = Ages()
-        self._calls = 0
+        self._seen: dict[int, Statistics] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin anew; say so if there is nothing to look into."""
         self._ages, engine = Ages(), engine_of(trainer)
-        self._calls = 0 if engine is None else engine.hook_calls
+        self._seen = {} if engine is None else _latest(engine)
         if engine is None:
             warn_that_nothing_is_sparse(trainer, "ResidualAudit", "log")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Note what was sent; log, if this is a step that logs."""
         engine = engine_of(trainer)
-        if engine is None or engine.direct or engine.hook_calls == self._calls:
+        if engine is None or engine.direct:
             return
-        self._calls = engine.hook_calls
+        latest = _latest(engine)
+        if latest.keys() <= self._seen.keys():  # no exchange since the last batch
+            return
+        self._seen = latest
         self._ages.note(engine)
         if is_logging_step(trainer):
             for name, value in {**self._ages.quantities(), "norm": _norm(engine)}.items():
@@ -65,7 +69,7 @@ class ResidualAuditMixin:
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the distribution."""
         counts = self._ages.counts() if trainer.is_global_zero else None
-        self._ages = Ages()  # which holds groups
+        self._ages, self._seen = Ages(), {}  # which hold groups and what these did
         if counts is None or not counts.sum():
             return
         data = {"ages": list(range(len(counts))), "coordinates": counts.tolist()}
@@ -73,6 +77,11 @@ class ResidualAuditMixin:
         drawn = torch.multinomial(shares, 10_000, replacement=True, generator=torch.Generator().manual_seed(0)).double()
         for logger in trainer.loggers:
             log_figure(logger, "residual/age", data, lambda: draw(counts), trainer.global_step, drawn)
+
+
+def _latest(engine: Engine) -> dict[int, Statistics]:
+    """What each group did when it was last exchanged, by identity: new ones in every exchange; waits for no device."""
+    return {id(group.statistics): group.statistics for group in engine.groups if group.statistics is not None}
 
 
 def _norm(engine: Engine) -> float:

@@ -122,7 +122,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._telling = Telling()
         self._shown: list[Any] = []
         self.engine: Engine | None = None
-        """At work during fit; ``step`` and ``hook_calls`` can still be read afterwards."""
+        """At work during fit; counts such as ``step`` can still be read afterwards."""
         super().__init__(**for_lightning)
 
     @property

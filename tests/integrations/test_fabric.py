@@ -89,7 +89,7 @@ def train(
     compiled: bool = False,
     ddp: dict[str, Any] | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """Parameters, and hook calls of the engines."""
+    """Parameters, and steps of the engines."""
     if ddp and strategy == "ddp":
         strategy = importlib.import_module(package + ".strategies").DDPStrategy(**ddp)
     elif ddp:
@@ -116,7 +116,7 @@ def train(
                 fabric.clip_gradients(model, optimizer, **clip)
             optimizer.step()
             optimizer.zero_grad()
-    calls = [engine.hook_calls for engine in getattr(fabric.strategy, "engines", ())]
+    calls = [engine.step for engine in getattr(fabric.strategy, "engines", ())]
     close(fabric)
     return flat(model), calls
 

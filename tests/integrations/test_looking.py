@@ -7,6 +7,7 @@ import json
 import os
 import re
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,6 +223,28 @@ def ages_by_hand() -> tuple[dict[str, float], dict[str, float]]:
 def test_ages_follow_parameters_through_groups_and_leave_void_steps_out(two_ranks: Ranks) -> None:
     for found, expected in two_ranks(ages_by_hand):
         assert found == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_batches_without_an_exchange_age_nothing() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    ddp = DistributedDataParallel(torch.nn.Linear(20, 20))
+    engine = ls.attach(ddp, single_device="sparse", watch=None)
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(engine=engine))
+    trainer._logger_connector = SimpleNamespace(should_update_logs=False)
+    audit, noted = ls.ResidualAudit(), []
+    audit.on_train_start(trainer, None)
+    for batch in range(5):
+        with nullcontext() if batch % 2 else ddp.no_sync():
+            ddp(torch.randn(4, 20)).square().mean().backward()
+        audit.on_train_batch_end(trainer, None)
+        noted.append(audit._ages._steps)
+    assert noted == [0, 1, 1, 2, 2]
+    audit.on_train_start(trainer, None)
+    audit.on_train_batch_end(trainer, None)
+    assert audit._ages._steps == 0, "the exchange was one of the fit before"
+    engine.close()
 
 
 class OnDevice:

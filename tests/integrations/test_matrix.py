@@ -118,7 +118,7 @@ class Recorder:
         recorder, local, watched = self, dict[str, Tensor](), set[str]()
 
         class Record(pl.Callback):
-            calls = 0
+            exchanges = 0
 
             def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
                 for name, p in module.named_parameters():
@@ -131,9 +131,9 @@ class Recorder:
 
             def on_after_backward(self, trainer: Any, module: Any) -> None:
                 engine = getattr(trainer.strategy, "engine", None)
-                if engine is None or engine.hook_calls == self.calls:
+                if engine is None or engine.step + engine.void_steps == self.exchanges:
                     return
-                self.calls = engine.hook_calls
+                self.exchanges = engine.step + engine.void_steps
                 scaler = getattr(trainer.precision_plugin, "scaler", None)
                 scale = 1.0 if scaler is None else scaler.get_scale()
                 for clipping, names in engine._reducer.clipping.limits.values():  # what is clipped away is gone
