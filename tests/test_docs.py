@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,39 @@ def test_the_walk_through_a_step_names_files_that_are_there_and_shows_the_code()
     done = ["put_in_runs_(grad.runs, update.indices, values)" if one.startswith("_scatter_(") else one for one in code]
     places = [done.index(one) for one in shown]
     assert places == sorted(places)
+
+
+def functions_of(path: Path) -> set[str]:
+    """Those of a module and of its classes, by qualified name."""
+
+    def walk(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef):
+                yield prefix + node.name
+            elif isinstance(node, ast.ClassDef):
+                yield from walk(node.body, f"{prefix}{node.name}.")
+
+    return set(walk(ast.parse(path.read_text()).body))
+
+
+def test_walks_lead_to_functions_that_are_there() -> None:
+    [section] = re.findall(
+        r"^## Four walks\n(.*?)^## ", (ROOT / "docs/design.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    walks = [walk for part in section.split("\n### ")[1:] for walk in re.split(r"\n(?=1\. )", part)[1:]]
+    assert len(walks) == 5, "the first one has two parts"
+    place = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
+    for walk in walks:
+        steps = re.findall(r"^\d+\. .*", walk, flags=re.MULTILINE)
+        assert 3 <= len(steps) <= 7, walk
+        for step in steps:
+            assert place.search(step) or "again" in step, f"names no place: {step}"
+    places = place.findall(section)
+    assert len(places) == len(re.findall(r"\.py: ", section)), "a place is written as `file.py: Class.function`"
+    for file, function in places:
+        path = ROOT / "lightning_sparse" / file
+        assert path.exists(), f"There is no file {file}, in which a walk expects {function}."
+        assert function in functions_of(path), f"There is no {function} in {file}, which a walk names."
 
 
 def test_every_benchmark_is_named() -> None:
