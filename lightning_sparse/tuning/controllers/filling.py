@@ -8,6 +8,10 @@ from typing import NamedTuple
 
 FILLING = 3
 """A residual counts as filled after this many times ``1 / density`` steps."""
+POWER = 6
+"""Power of the growth that is allowed for filled residuals: 10 times there are a million times here. Gradients of deep
+networks become up to 20 thousand times as long when training leaves its first plateau, in calm trainings, too; where
+trainings diverged, residuals were ten million times as long and more."""
 FIRST = 8
 """The step before which residuals are looked at for the first time."""
 
@@ -42,7 +46,8 @@ class Filling:
     where gradients are independent, and with this number itself where all are alike. That much is expected. The
     reference is the largest norm so far by this measure, so that gradients may also become longer little by little.
     Groups are not judged for themselves: what lies below weights that start at zero has gradients that grow for
-    hundreds of steps, by many orders of magnitude, and beside the residuals of all groups these are nothing.
+    hundreds of steps, by many orders of magnitude, and beside the residuals of all groups these are nothing. A norm
+    that falls again is no alarm.
     """
 
     def __init__(self) -> None:
@@ -61,19 +66,20 @@ class Filling:
         Args:
             parts: all groups with residuals; where groups or densities are others than before, it begins anew.
             step: number of the step that begins.
-            growth: times that residuals may have grown beyond what is expected.
+            growth: times that residuals may grow once they have filled; its :data:`POWER` is allowed here.
         """
         densities = [(part.name, part.density) for part in parts]
         if densities != self._densities:
             self._densities, self._since = densities, step
             self.reference, self.grown = 0.0, 0
-        self.norm = math.hypot(*(part.norm for part in parts))
+        before, self.norm = self.norm, math.hypot(*(part.norm for part in parts))
         if not parts or not self.norm or step == self._since:
             return
         age = min(float(step - self._since), FILLING / min(part.density for part in parts))
         if self.reference:
             self.explained = age / self._reference_age
         expected = self.explained * self.reference
-        self.grown = self.grown + 1 if self.reference and self.norm > growth * expected else 0
-        if not self.grown and self.norm > expected:
+        grown = self.reference > 0 and self.norm > growth**POWER * expected
+        self.grown = self.grown + 1 if grown and self.norm > before else 0
+        if not grown and self.norm > expected:
             self.reference, self.reference_step, self._reference_age, self.explained = self.norm, step, age, 1.0

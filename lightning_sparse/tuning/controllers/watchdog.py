@@ -274,7 +274,8 @@ class Watchdog:
                 "growth",
                 f"the residuals of all groups together have the norm {filling.norm:.3g}, and had "
                 f"{filling.reference:.3g} at step {filling.reference_step}, of which filling explains a factor of "
-                f"{filling.explained:.3g} at most. {GROWN}",
+                f"{filling.explained:.3g} at most. Gradients grow without bound, as where training diverges. Lower the "
+                "learning rate, let it rise more slowly, or clip gradients.",
             )
 
     def _tell(self, engine: Engine, kind: str, sentence: str) -> None:

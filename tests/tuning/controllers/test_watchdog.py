@@ -610,13 +610,47 @@ def growing_early(start: int, factor: float) -> list[str]:
 
 
 def test_a_short_training_is_judged_while_residuals_fill(two_ranks: Ranks) -> None:
-    message = one_warning(two_ranks(growing_early, 50, 100.0))
+    message = one_warning(two_ranks(growing_early, 50, 1e9))
     assert "at step 100: the residuals of all groups together have the norm" in message  # looks at 60, 90, 100
     assert "at step 8, of which filling explains a factor of" in message
 
 
 def test_a_short_training_may_fill(two_ranks: Ranks) -> None:
     assert two_ranks(growing_early, 50, 5.0) == [[], []]
+
+
+def leaving_a_plateau(seed: int) -> tuple[list[str], float]:
+    """Warnings of a deep network as torch draws it, whose gradients become hundreds of times as long; its last loss."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for channels in (1, *[24] * 5):
+        layers += [nn.Conv2d(channels, 24, 3, padding=1), nn.ReLU()]
+    head = nn.Flatten(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 8)
+    module = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), *head)
+    ddp = DistributedDataParallel(module)
+    engine = ls.attach(ddp)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    engine.bind([optimizer])
+    patterns = torch.randn(8, 32, generator=torch.Generator().manual_seed(3))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(150):
+            generator = torch.Generator().manual_seed(1000 * step + dist.get_rank() + 77 * seed)
+            target = torch.randint(0, 8, (32,), generator=generator)
+            x = patterns[target].view(32, 1, 4, 8) + 0.3 * torch.randn(32, 1, 4, 8, generator=generator)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(ddp(x), target)
+            loss.backward()
+            optimizer.step()
+    engine.close()
+    return [str(w.message) for w in seen if "residual" in str(w.message)], float(loss.detach())
+
+
+@pytest.mark.slow
+def test_leaving_a_plateau_is_no_growth(two_ranks: Ranks) -> None:
+    for seen, loss in two_ranks(leaving_a_plateau, 2):
+        assert not seen
+        assert loss < 0.5
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
