@@ -30,6 +30,14 @@ class Memory(ABC):
     nothing that is remembered; a step that is given up after them leaves no trace.
     """
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if old := {"check_optimizer", "has_momentum"} & vars(cls).keys():
+            raise TypeError(
+                f"Expected the memory {cls.__name__} not to define {' and '.join(sorted(old))}, which nobody calls any "
+                "more: say by the properties averages and decays what is averaged over ranks."
+            )
+
     @property
     def reads_parameters(self) -> bool:
         """Whether :meth:`accumulate_` needs ``ctx.parameters``."""

@@ -569,6 +569,12 @@ def test_edges_of_the_ranges_are_allowed() -> None:
     assert ls.AdamCorrection(0, 0).beta2 == 0
 
 
+@pytest.mark.parametrize("name", ["check_optimizer", "has_momentum"])
+def test_memories_of_the_earlier_interface_are_refused(name: str) -> None:
+    with pytest.raises(TypeError, match=f"memory Own not to define {name}.*averages and decays"):
+        type("Own", (Residual,), {name: lambda self, *_: True})
+
+
 def test_as_memory() -> None:
     assert as_memory(None) == Residual()
     assert as_memory(ls.LowPass(0.5)) == ls.LowPass(0.5)
