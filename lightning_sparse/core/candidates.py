@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+Found = tuple[Tensor, Tensor]
+"""Ascending int32 coordinates and their magnitudes."""
 Summed = Literal["values", "magnitudes", "logarithms", "beyond"]
 """What is added up of a vector, with its squares: values; magnitudes; these, and their logarithms, too; or what
 magnitudes have beyond a level."""
@@ -67,7 +66,7 @@ class Candidates:
         self._cleared: Any = None
         self._finite = True
         self._reached = math.inf
-        self._found: tuple[NDArray[np.int32], NDArray[np.floating]] | None = None
+        self._found: Found | None = None
         self._sums: tuple[Summed | None, Sums | None] = None, None
 
     def __eq__(self, other: object) -> bool:
@@ -80,7 +79,7 @@ class Candidates:
         self,
         x: Tensor,
         runs: Sequence[Tensor],
-        found: tuple[NDArray[np.int32], NDArray[np.floating]] | None,
+        found: Found | None,
         finite: bool,
         sums: Sums | None = None,
         formed: Tensor | None = None,
@@ -106,16 +105,9 @@ class Candidates:
             self._expected = min(self._expected, bound)
             self.bound = self._expected
 
-    def reaching(self, x: Tensor, bound: float) -> tuple[NDArray[np.int32], NDArray[np.floating]] | None:
+    def reaching(self, x: Tensor, bound: float) -> Found | None:
         """Ascending coordinates of x and their magnitudes, with all that reach a bound among them; None: unknown."""
         return self._found if bound >= self._reached and self._holds_for(x) else None
-
-    def all(self, x: Tensor) -> tuple[float, Tensor, Tensor]:
-        """A bound, the ascending coordinates of x that reach it (int32), and their magnitudes; infinite if unknown."""
-        if self._found is None or not self._holds_for(x):
-            return math.inf, torch.empty(0, dtype=torch.int32, device="cpu"), x[:0]
-        indices, magnitudes = self._found
-        return self._reached, torch.from_numpy(indices), torch.from_numpy(magnitudes)
 
     def sums(self, x: Tensor, summed: Summed) -> Sums | None:
         """What the pass has added up of x, None: unknown; the next one adds up the same."""

@@ -19,7 +19,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,9 +37,9 @@ from lightning_sparse.ops import (
 )
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.native_picks import NativePicks
+from lightning_sparse.ops.host_arrays import places_of
 from lightning_sparse.ops.host_choose import largest_of, many_of_largest, top_k_and_stripe
 from lightning_sparse.ops.host_dense import Weights
-from lightning_sparse.ops.host_messages import hear, tell
 from lightning_sparse.ops.host_picks import put_in_runs_, take_from_runs, under, unite
 from lightning_sparse.ops.host_reach import reached, reaching_of
 from lightning_sparse.ops.host_sums import sums
@@ -55,7 +54,7 @@ __all__ = [
     "fill_if_", "copy_if_", "choose",
     # on the CPU only
     "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
-    "sums", "tell", "hear", "unite", "under", "put_in_runs_", "take_from_runs",
+    "places_of", "sums", "unite", "under", "put_in_runs_", "take_from_runs",
     # not on the CPU
     "largest", "strongest", "united", "spread", "scatter_",
 ]  # fmt: skip
@@ -301,7 +300,7 @@ def all_finite(x: Tensor, candidates: Candidates | None = None) -> Tensor:
 
 def locate(ordered: Tensor, values: Tensor) -> Tensor:
     """int64 positions of ascending values in an ascending tensor that holds each of them; the first of equal ones."""
-    return torch.searchsorted(ordered, values) if static_shapes(ordered.device) else host_picks.locate(ordered, values)
+    return torch.searchsorted(ordered, values)
 
 
 def among(values: Tensor, ordered: Tensor) -> Tensor:
@@ -329,10 +328,7 @@ def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
 
 def sqrt_(x: Tensor) -> Tensor:
     """Roots in place, rounded alike on all processors: those of torch on CPUs may differ in the last bit."""
-    if static_shapes(x.device):
-        return x.sqrt_()
-    np.sqrt(x.numpy(), out=x.numpy())
-    return x
+    return x.sqrt_() if static_shapes(x.device) else host_dense.sqrt_(x)
 
 
 def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:

@@ -10,6 +10,14 @@ MOST_BITS = 28
 ALIGNED = 4
 """Words of which messages are multiples: NCCL gathers what does not begin at multiples of 16 bytes byte by byte."""
 
+CLASSES, CLASS_BITS = 8, 3
+"""Classes of magnitude of a rank's picks, each 2**3 times smaller than the one before."""
+LOWEST = -1100
+"""A *level* is the exponent of a step, counted from here, below that of any number."""
+SILENT, LEVELS, TROUBLE = 0, 4096, (1 << 20) - 1
+"""The level of a rank that has picked nothing but zeros; what those of numbers are below; that of one with a value that
+is not finite."""
+
 
 class Form(NamedTuple):
     """Of the messages of all ranks for one group in one step.

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates, Summed, Sums
+from lightning_sparse.core.candidates import Candidates, Found, Summed, Sums
 from lightning_sparse.ops.c.native_buffers import written
-from lightning_sparse.ops.host_arrays import Found, bits_of, buffer, chunks, compiled_on
+from lightning_sparse.ops.host_arrays import CHUNK, compiled_on
 from lightning_sparse.ops.host_reach import Hits
 
 
-@np.errstate(over="ignore", invalid="ignore", under="ignore")  # sums may leave the range, as torch's do
 def accumulate(
     acc: Tensor, residual: Tensor, runs: Sequence[Tensor], bound: float, summed: Summed | None = None
 ) -> tuple[Found | None, bool, Sums | None]:
@@ -33,21 +33,17 @@ def accumulate(
         What of acc reaches the bound, None if that is more than an eighth; whether all of acc is finite; and sums, None
         if there are none.
     """
-    written(acc, *runs)
     room = acc.numel() // Candidates.ROOM
     if compiled := compiled_on(acc, residual, *runs):
+        written(acc, *runs)
         return compiled.accumulate(acc, residual, runs, bound, room, summed)
-    target, kept = acc.numpy(), residual.numpy()
-    widened = buffer("widened", np.dtype(np.uint32))
-    hits = Hits(target.dtype, bound, room)
-    for span, piece in chunks([bits_of(run) for run in runs]):
-        given, chunk = piece, target[span]
-        if runs[0].dtype == torch.bfloat16:
-            given = np.left_shift(piece, 16, out=widened[: piece.size], dtype=np.uint32).view(np.float32)
-        np.add(kept[span], given, out=chunk)
-        piece.view(np.uint8).fill(0)  # of wider numbers, numpy fills one after another
-        hits.add(chunk, span.start)
-    return *hits.found(), None
+    hits = Hits(acc, bound, room)
+    for start, piece in _chunks(runs):
+        span = slice(start, start + len(piece))
+        torch.add(residual[span], piece, out=acc[span])
+        piece.zero_()
+        hits.add(acc[span], start)
+    return hits.found(), hits.finite, None
 
 
 class Weights(NamedTuple):
@@ -63,7 +59,6 @@ class Weights(NamedTuple):
     """What a magnitude is multiplied by, before its square is added to the second moment."""
 
 
-@np.errstate(over="ignore", invalid="ignore", under="ignore", divide="ignore")
 def weigh(
     acc: Tensor,
     second: Tensor,
@@ -96,43 +91,36 @@ def weigh(
         sums, None if there are none.
     """
     clear = score.data_ptr() != runs[0].data_ptr()
-    written(acc, second, score, *runs)
     room = score.numel() // Candidates.ROOM
     if compiled := compiled_on(acc, second, score, residual, now, *runs):
+        written(acc, second, score, *runs)
         return compiled.weigh(residual, runs, now, (acc, second, score), clear, by, bound, room, summed)
-    out, kept, before = [x.numpy() for x in (acc, second, score)], residual.numpy(), now.numpy()
-    given = [bits_of(run) for run in runs]
-    one = out[0].dtype.type
-    keep, add, least, damping = map(one, by)
-    most = np.finfo(one).max
-    wide, root, quick = (buffer(use, out[0].dtype) for use in ("wide", "root", "magnitudes"))
-    hits = Hits(out[0].dtype, bound, room)
-    finite = True
-    for span, piece in chunks(given):
-        size = piece.size
-        a, v, x = (vector[span] for vector in out)
-        g, r, q = wide[:size], root[:size], quick[:size]
-        if runs[0].dtype == torch.bfloat16:
-            np.left_shift(piece, 16, out=g.view(np.uint32), dtype=np.uint32)
-        else:
-            np.copyto(g, piece)
+    most, finite, hits = torch.finfo(acc.dtype).max, True, Hits(score, bound, room)
+    for start, piece in _chunks(runs):
+        span = slice(start, start + len(piece))
+        g, v = piece.to(acc.dtype, copy=not clear), torch.mul(now[span], by.keep, out=second[span])
+        a = torch.add(residual[span], g, out=acc[span])
+        v.add_((g * by.add).mul_(g)).clamp_(max=most)  # each operation rounded by itself, as in C
+        waited = a.abs()
+        finite = finite and bool(waited.amax() < math.inf)
+        within = waited.mul_(by.damping).square_().add_(v).clamp_(max=most)
         if clear:
-            piece.view(np.uint8).fill(0)
-        np.add(kept[span], g, out=a)
-        np.multiply(before[span], keep, out=v)
-        np.multiply(g, add, out=r)
-        np.multiply(r, g, out=r)
-        np.add(v, r, out=v)
-        np.minimum(v, most, out=v)
-        np.abs(a, out=q)
-        finite = finite and bool(q.max() < np.inf)
-        np.multiply(q, damping, out=q)
-        np.multiply(q, q, out=q)
-        np.add(v, q, out=r)
-        np.minimum(r, most, out=r)
-        np.sqrt(r, out=r)
-        np.add(r, least, out=r)
-        np.sqrt(r, out=r)
-        np.divide(a, r, out=x)
-        hits.add(x, span.start)
-    return hits.found()[0], finite, None
+            piece.zero_()
+        torch.div(a, sqrt_(sqrt_(within).add_(by.least)), out=score[span])
+        hits.add(score[span], start)
+    return hits.found(), finite, None
+
+
+def _chunks(runs: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Pieces of runs that stay in cache, and the coordinates at which they begin."""
+    start = 0
+    for run in runs:
+        for at in range(0, len(run), CHUNK):
+            yield start + at, run[at : at + CHUNK]
+        start += len(run)
+
+
+def sqrt_(x: Tensor) -> Tensor:
+    """Roots in place, rounded alike on all processors: those of torch on CPUs may differ in the last bit."""
+    np.sqrt(x.numpy(), out=x.numpy())
+    return x

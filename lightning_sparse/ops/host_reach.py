@@ -1,19 +1,13 @@
-"""What of a vector reaches a threshold, on the CPU.
-
-Torch's own ``nonzero`` takes several times longer: it allocates what it returns and what it compares with.
-"""
+"""What of a vector reaches a threshold, on the CPU, in pieces that stay in cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates
-from lightning_sparse.ops.host_arrays import CHUNK, Found, buffer, chunks, compiled_for, joined, places_of
+from lightning_sparse.core.candidates import Candidates, Found
+from lightning_sparse.ops.host_arrays import CHUNK, compiled_on, places_of
 
 MARGIN = 0.9
 """The next step's threshold is expected above this multiple of this one's."""
@@ -21,78 +15,46 @@ MARGIN = 0.9
 
 def above(x: Tensor, threshold: float, first: int, last: int, candidates: Candidates | None = None) -> Tensor:
     """Ascending coordinates in [first, last) with ``|x| >= threshold``."""
-    values = x.numpy()
-    bound = values.dtype.type(threshold)
-    known = None
+    bound, known = float(_number(x, threshold)), None
     if candidates is not None:
-        known = candidates.reaching(x, float(bound))
-        candidates.expect(MARGIN * float(bound))
+        known = candidates.reaching(x, bound)
+        candidates.expect(MARGIN * bound)
     if known is None:
-        return torch.from_numpy(reaching(values[first:last], bound)[0].astype(np.int64) + first)
-    if (first, last) != (0, values.size):
-        inside = slice(*np.searchsorted(known[0], (first, last)))
-        known = known[0][inside], known[1][inside]
-    return torch.from_numpy(those_reaching(known, float(bound)))
+        return reaching(x[first:last], bound)[0].long() + first
+    found = reaching_of(*known, bound)
+    return found if (first, last) == (0, x.numel()) else found[(found >= first) & (found < last)]
 
 
 def tail(x: Tensor, threshold: float) -> Tensor:
     """The magnitudes that reach a threshold, without zeros."""
-    values = x.numpy()
-    bound = lowest(values.dtype, threshold)
-    if compiled := compiled_for(values):
-        return torch.from_numpy(compiled.tail(values, float(bound)))
-    parts = []
-    for _, chunk in chunks([values]):
-        magnitudes = np.abs(chunk, out=buffer("magnitudes", chunk.dtype)[: chunk.size])
-        parts.append(magnitudes.take(places_of(magnitudes >= bound)))  # a boolean index takes several times as long
-    return torch.from_numpy(joined(parts, values.dtype))
+    bound = lowest(x, threshold)
+    if compiled := compiled_on(x):
+        return compiled.tail(x, bound)
+    return reaching(x, bound)[1]
 
 
 def reached(magnitudes: Tensor, threshold: float) -> int:
     """How many magnitudes reach a threshold, compared in their precision."""
-    values = magnitudes.numpy()
-    if compiled := compiled_for(values):
-        return compiled.reached(values, threshold)
-    return int(np.count_nonzero(values >= values.dtype.type(threshold)))
+    if compiled := compiled_on(magnitudes):
+        return compiled.reached(magnitudes, threshold)
+    return int((magnitudes >= _number(magnitudes, threshold)).sum())
 
 
 def reaching_of(indices: Tensor, magnitudes: Tensor, threshold: float) -> Tensor:
     """The int32 coordinates whose magnitudes reach a threshold, as int64."""
-    return torch.from_numpy(those_reaching((indices.numpy(), magnitudes.numpy()), threshold))
+    if compiled := compiled_on(magnitudes):
+        return compiled.reaching((indices, magnitudes), threshold)
+    return indices[magnitudes >= _number(magnitudes, threshold)].long()
 
 
-def those_reaching(known: Found, threshold: float) -> NDArray[np.int64]:
-    """The coordinates of those whose magnitudes reach a threshold."""
-    indices, magnitudes = known
-    if compiled := compiled_for(magnitudes):
-        return compiled.reaching(known, threshold)
-    return indices.take(np.flatnonzero(magnitudes >= magnitudes.dtype.type(threshold))).astype(np.int64)
-
-
-def reaching(values: NDArray[np.floating], bound: np.floating) -> Found:
-    """What of a vector reaches a bound, with magnitudes."""
-    if compiled := compiled_for(values):
-        return compiled.above(values[None], float(bound))
-    return _reaching([values], values.dtype, bound)
-
-
-def reaching_in_blocks(whole: NDArray[np.floating], rest: NDArray[np.floating], bound: np.floating) -> Found:
-    """As :func:`reaching`, of the rows of a matrix, one after another, and of what follows them."""
-    compiled = whole.strides[1] == whole.itemsize and compiled_for(rest)
-    if compiled:
-        first, more = compiled.above(whole, float(bound)), compiled.above(rest[None], float(bound))
-        return np.concatenate([first[0], more[0] + np.int32(whole.size)]), np.concatenate([first[1], more[1]])
-    rounds, block = whole.shape
-    rows = max(1, CHUNK // block)
-    parts = [whole[row : row + rows] for row in range(0, rounds, rows)] if block <= CHUNK else [*whole]
-    return _reaching([*parts, rest], rest.dtype, bound)
-
-
-def _reaching(runs: Sequence[NDArray[np.floating]], dtype: np.dtype[np.floating], bound: np.floating) -> Found:
-    hits = Hits(dtype, bound, sum(run.size for run in runs))
-    for span, chunk in chunks(runs):
-        hits.add(chunk, span.start)
-    found, _ = hits.found()
+def reaching(x: Tensor, bound: float) -> Found:
+    """What of a vector reaches a bound: ascending int32 coordinates, and magnitudes."""
+    if compiled := compiled_on(x):
+        return compiled.above(x, bound)
+    hits = Hits(x, bound, x.numel())
+    for start in range(0, x.numel(), CHUNK):
+        hits.add(x[start : start + CHUNK], start)
+    found = hits.found()
     assert found is not None  # there is room for all
     return found
 
@@ -100,52 +62,48 @@ def _reaching(runs: Sequence[NDArray[np.floating]], dtype: np.dtype[np.floating]
 class Hits:
     """What of the chunks of a vector reaches a bound, and whether all of it is finite.
 
-    Magnitudes are compared by their bits as integers, which have the same order, with NaN after infinity: what is not
-    finite is among the hits, and need not be looked for.
+    In numpy: torch takes three times as long to compare and to list what it finds.
 
     Args:
-        dtype: of the vector.
+        x: the vector.
         bound: magnitude; NaN is not reached.
         room: for so many.
     """
 
-    def __init__(self, dtype: np.dtype[np.floating], bound: float | np.floating, room: int) -> None:
-        self._dtype, self._integers = dtype, np.dtype(f"i{dtype.itemsize}")
-        self._level = np.abs(np.maximum(dtype.type(bound), dtype.type(0))).view(self._integers)
-        self._infinite = dtype.type(np.inf).view(self._integers)
-        self._least = min(self._level, self._infinite)
-        self._all_but_sign = np.iinfo(self._integers).max
-        self._bits, self._mask = buffer("bits", self._integers), buffer("mask", np.dtype(bool))
-        self._room, self._total, self._given_up, self._finite = room, 0, False, True
-        self._indices: list[NDArray[np.int32]] = []
-        self._found: list[NDArray[np.integer]] = []
+    def __init__(self, x: Tensor, bound: float, room: int) -> None:
+        self._bound, self._room, self._total = _number(x, bound).numpy(), room, 0
+        size = min(CHUNK, x.numel())  # what is allocated anew for each chunk costs page faults
+        self._magnitudes, self._flags = x.new_empty(size).numpy(), torch.empty(size, dtype=torch.bool, device="cpu")
+        self._parts = [(np.empty(0, dtype=np.int32), self._magnitudes[:0])]
+        self.finite = True
+        """Whether all chunks were."""
 
-    def add(self, chunk: NDArray[np.floating], start: int) -> None:
-        """At most a chunk, of any shape, that begins at a coordinate."""
-        bits, mask = self._bits[: chunk.size], self._mask[: chunk.size]
-        np.bitwise_and(chunk.view(self._integers), self._all_but_sign, out=bits.reshape(chunk.shape))
-        self._given_up = self._total > self._room
-        places = places_of(np.greater_equal(bits, self._infinite if self._given_up else self._least, out=mask))
-        self._total += places.size
-        if self._given_up:
-            self._finite = self._finite and not places.size
-        elif places.size:
-            self._found.append(bits.take(places))
+    def add(self, chunk: Tensor, start: int) -> None:
+        """At most a chunk, that begins at a coordinate."""
+        magnitudes = np.abs(chunk.numpy(), out=self._magnitudes[: len(chunk)])
+        self.finite = self.finite and bool(magnitudes.max() < np.inf)
+        if self._total <= self._room:
+            flags = self._flags[: len(chunk)]
+            np.greater_equal(magnitudes, self._bound, out=flags.numpy())
+            places = places_of(flags).numpy()
+            self._total += places.size
+            found = magnitudes.take(places)
             places += start
-            self._indices.append(places.astype(np.int32))
+            self._parts.append((places.astype(np.int32), found))
 
-    def found(self) -> tuple[Found | None, bool]:
-        """Ascending coordinates and magnitudes, None if there was no room; and whether all is finite."""
-        indices, bits = joined(self._indices, np.dtype(np.int32)), joined(self._found, self._integers)
-        finite = self._finite and bool((bits < self._infinite).all())
-        if not finite:
-            numbers = ((bits >= self._level) & (bits <= self._infinite)).nonzero()[0]
-            indices, bits = indices.take(numbers), bits.take(numbers)
-        room = not self._given_up and indices.size <= self._room
-        return (indices, bits.view(self._dtype)) if room else None, finite
+    def found(self) -> Found | None:
+        """Ascending coordinates and magnitudes, None if there was no room."""
+        if self._total > self._room:
+            return None
+        indices, magnitudes = (torch.from_numpy(np.concatenate(part)) for part in zip(*self._parts, strict=True))
+        return indices, magnitudes
 
 
-def lowest(dtype: np.dtype[np.floating], threshold: float) -> np.floating:
-    """The threshold in this precision, raised above zero."""
-    lowest: np.floating = max(dtype.type(threshold), np.finfo(dtype).smallest_normal)
-    return lowest
+def lowest(x: Tensor, threshold: float) -> float:
+    """The threshold in the precision of a vector, raised above zero."""
+    return max(float(_number(x, threshold)), torch.finfo(x.dtype).tiny)
+
+
+def _number(x: Tensor, threshold: float) -> Tensor:
+    """In the precision of a vector."""
+    return torch.tensor(threshold, dtype=x.dtype, device="cpu")

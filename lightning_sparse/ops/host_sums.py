@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.core.candidates import Candidates, Summed, Sums
-from lightning_sparse.ops.host_arrays import buffer, compiled_for
+from lightning_sparse.ops.host_arrays import compiled_on
 from lightning_sparse.ops.host_reach import lowest
 
 CHUNK = 1 << 16
@@ -29,7 +28,7 @@ def sums(x: Tensor, summed: Summed, candidates: Candidates | None = None, *, lev
         level: what magnitudes have beyond it is summed up for ``"beyond"``.
     """
     known = candidates.sums(x, summed) if candidates else None
-    return _formed(x.numpy(), summed, level) if known is None else known
+    return _formed(x, summed, level) if known is None else known
 
 
 def excess(x: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,8 +59,8 @@ def log_sum(x: Tensor) -> Tensor:
 
 def all_finite(x: Tensor) -> bool:
     """No NaN and no infinity in x."""
-    if x.dtype == torch.float32 and x.is_contiguous() and (compiled := compiled_for(values := x.detach().numpy())):
-        return compiled.all_finite(values)
+    if compiled := compiled_on(x):
+        return compiled.all_finite(x)
     low, high = torch.aminmax(x)
     return math.isfinite(low) and math.isfinite(high)
 
@@ -70,82 +69,43 @@ def _scalar(x: float) -> Tensor:
     return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
-@np.errstate(over="ignore", invalid="ignore", under="ignore")
-def _formed(values: NDArray[np.floating], summed: Summed, level: float) -> Sums:
-    bound = lowest(values.dtype, level)
-    if compiled := compiled_for(values):
-        return compiled.sums(values, summed, level, float(bound))
-    total, squares, product, number, largest = _Sum(), _Sum(), _Product(), 0, 0.0
-    for start in range(0, values.size, CHUNK):
-        chunk = values[start : start + CHUNK]
-        wide = buffer("wide", np.dtype(np.float64))[: chunk.size]
-        if summed == "values":
-            np.copyto(wide, chunk)
-        else:
-            magnitudes = np.abs(chunk, out=buffer("magnitudes", chunk.dtype)[: chunk.size])
-            mask = buffer("mask", np.dtype(bool))[: chunk.size]
-            largest = max(largest, float(magnitudes.max()))
-            np.copyto(wide, magnitudes)
-            number += int(np.count_nonzero(np.greater_equal(magnitudes, bound, out=mask)))
+def _formed(x: Tensor, summed: Summed, level: float) -> Sums:
+    bound = lowest(x, level)
+    if compiled := compiled_on(x):
+        return compiled.sums(x, summed, level, bound)
+    sums = torch.zeros(2, LANES, dtype=torch.float64, device="cpu")
+    product, exponent, number, largest = torch.ones_like(sums[0]), 0, 0, 0.0
+    for start in range(0, x.numel(), CHUNK):
+        chunk = x[start : start + CHUNK]
+        wide = chunk.double()
+        if summed != "values":
+            magnitudes = chunk.abs()
+            counted = magnitudes >= bound
+            largest, number = max(largest, float(magnitudes.max())), number + int(counted.sum())
+            wide = magnitudes.double()
             if summed == "logarithms":
-                np.copyto(magnitudes, 1, where=np.logical_not(mask, out=mask))
-                product.multiply(magnitudes)
+                mantissas, exponents = torch.frexp(wide.masked_fill(~counted, 1.0))
+                product, more = torch.frexp(_lanes(mantissas, product, torch.cumprod, torch.mul))
+                exponent += int(exponents.sum()) + int(more.sum())
             elif summed == "beyond":
-                np.subtract(wide, level, out=wide)
-                np.maximum(wide, 0.0, out=wide)
-        total.add(wide)
-        np.multiply(wide, wide, out=wide)
-        squares.add(wide)
-    return Sums(number, total.value(), squares.value(), largest, *product.value())
+                wide = (wide - level).clamp_(min=0.0)
+        for lanes, values in zip(sums, (wide, wide * wide), strict=True):
+            lanes.copy_(_lanes(values, lanes, torch.cumsum, torch.add))
+    while product.numel() > 1:
+        first, second = sums.chunk(2, dim=1)
+        sums = first + second
+        first, second = product.chunk(2)
+        product, more = torch.frexp(first * second)
+        exponent += int(more.sum())
+    product, more = torch.frexp(product)
+    total, squares = sums.view(-1).tolist()
+    return Sums(number, total, squares, largest, float(product), float(exponent + int(more.sum())))
 
 
-class _Sum:
-    """A sum of float64 vectors, in an order that compiled code can follow."""
-
-    def __init__(self) -> None:
-        self._lanes = np.zeros(LANES)
-
-    def add(self, values: NDArray[np.float64]) -> None:
-        """All elements of a vector of at most a chunk."""
-        whole = values.size // LANES
-        if whole:
-            self._lanes += np.add.reduce(values[: whole * LANES].reshape(whole, LANES), axis=0)
-        rest = values[whole * LANES :]
-        self._lanes[: rest.size] += rest
-
-    def value(self) -> float:
-        """The sum."""
-        lanes = self._lanes
-        while lanes.size > 1:
-            lanes = lanes[: lanes.size // 2] + lanes[lanes.size // 2 :]
-        return float(lanes[0])
-
-
-class _Product:
-    """A product of positive numbers, as a mantissa from 1/2 on below 1 and an exponent, in the order of a sum."""
-
-    def __init__(self) -> None:
-        self._lanes, self._exponent = np.ones(LANES), 0
-
-    def multiply(self, values: NDArray[np.floating]) -> None:
-        """By all elements of a vector of at most a chunk."""
-        mantissas, exponents = np.frexp(values)
-        self._exponent += int(exponents.sum(dtype=np.int64))
-        wide, whole = mantissas.astype(np.float64), values.size // LANES
-        if whole:
-            self._keep(self._lanes * np.multiply.reduce(wide[: whole * LANES].reshape(whole, LANES), axis=0))
-        rest = wide[whole * LANES :]
-        self._lanes[: rest.size] *= rest
-        self._keep(self._lanes)
-
-    def _keep(self, lanes: NDArray[np.float64]) -> None:
-        self._lanes, exponents = np.frexp(lanes)
-        self._exponent += int(exponents.sum())
-
-    def value(self) -> tuple[float, float]:
-        """Mantissa and exponent."""
-        self._keep(self._lanes)
-        while self._lanes.size > 1:
-            half = self._lanes.size // 2
-            self._keep(self._lanes[:half] * self._lanes[half:])
-        return float(self._lanes[0]), float(self._exponent)
+def _lanes(values: Tensor, lanes: Tensor, rows: Callable[..., Tensor], two: Callable[..., Tensor]) -> Tensor:
+    """What has been formed of each lane, and of at most a chunk of further values, row after row."""
+    whole = values.numel() // LANES * LANES
+    if whole:
+        lanes = two(lanes, rows(values[:whole].view(-1, LANES), 0)[-1])
+    more = values[whole:]
+    return torch.cat([two(lanes[: len(more)], more), lanes[len(more) :]])

@@ -205,7 +205,7 @@ def united(
         else:  # of equal coordinates, those that are not spare come first
             spares = kept & (keys & 1).bool()
             rows = torch.stack([kept ^ spares, spares])
-        kept, named = _thinned(rows, limit, phase)
+        kept, named = thinned(rows, limit, phase)
         ordinals, size = kept.cumsum(0), limit
     chosen = torch.searchsorted(ordinals, torch.arange(1, size + 1, device=keys.device))
     # Slots that are left take the padding index from the slot behind the picks.
@@ -217,7 +217,7 @@ def united(
     return union, ordinals[-1], named, largest[runs[chosen.clamp(max=slots - 1)]]
 
 
-def _thinned(rows: Tensor, limit: int, phase: int) -> tuple[Tensor, Tensor]:
+def thinned(rows: Tensor, limit: int, phase: int) -> tuple[Tensor, Tensor]:
     """What :func:`spread` leaves of each of (1 or 2, c) rows, the second in what room is left.
 
     Returns:
@@ -236,13 +236,18 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
     """Different coordinates, ascending, then padding, and the sums of their values in the order of the parts."""
     indices = torch.cat([indices for indices, _ in parts])
     union, count = distinct(indices, padding)
+    return union, sums_at(union, indices, [values for _, values in parts], padding), count
+
+
+def sums_at(union: Tensor, indices: Tensor, parts: Sequence[Tensor], padding: int) -> Tensor:
+    """The sums of values in the order of the parts, at a union that holds all coordinates but for the padding index."""
     # One more slot: padding finds a place even where the union has none.
     slots = torch.cat([union, union.new_full((1,), padding)])
-    totals = parts[0][1].new_zeros(slots.shape)
-    places = torch.split(torch.searchsorted(slots, indices), [len(values) for _, values in parts])
-    for place, (_, values) in zip(places, parts, strict=True):  # one after the other: sums are formed in this order
+    totals = parts[0].new_zeros(slots.shape)
+    places = torch.split(torch.searchsorted(slots, indices), [len(values) for values in parts])
+    for place, values in zip(places, parts, strict=True):  # one after the other: sums are formed in this order
         totals.index_add_(0, place, values)
-    return union, totals[:-1], count
+    return totals[:-1]
 
 
 def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The compiled work on picks against numpy and operations on tensors, bit for bit."""
+"""The compiled work on picks against the reference in operations of torch, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -34,21 +33,21 @@ def _compiled(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", native.Native(library.load(built)[0]))
 
 
-def in_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", None)
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "zeros", "subnormal", "inf", "wide"])
-def test_the_largest_are_those_that_numpy_finds(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_the_largest_are_those_of_the_reference(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     cases = [
-        (values(size, kind).abs().numpy(), k, more)
+        (values(size, kind).abs(), k, more)
         for size in (1, 5, 64, 3001)
         for k in {1, size // 3 + 1, size}
         for more in (k, k + 1, size + 1)
     ]
-    given = [((np.arange(7, 7 + 3 * len(m), 3, dtype=np.int32), m), k, more) for m, k, more in cases]
+    given = [((torch.arange(7, 7 + 3 * len(m), 3, dtype=torch.int32), m), k, more) for m, k, more in cases]
     found = [host_choose._picked(*case) for case in given]
-    in_numpy(monkeypatch)
+    uncompiled(monkeypatch)
     for ((indices, magnitudes), k, more), (picked, reached) in zip(given, found, strict=True):
         expected, bound = host_choose._picked((indices, magnitudes), k, more)
         assert picked.tolist() == expected.tolist()
@@ -59,7 +58,7 @@ def test_the_largest_are_those_that_numpy_finds(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "zeros"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_the_largest_and_those_of_a_stripe_are_those_that_numpy_finds(
+def test_the_largest_and_those_of_a_stripe_are_those_of_the_reference(
     monkeypatch: pytest.MonkeyPatch, kind: str, ranks: int
 ) -> None:
     cases = [
@@ -69,11 +68,11 @@ def test_the_largest_and_those_of_a_stripe_are_those_that_numpy_finds(
         for share, spare in ((0, 1), (numel // 50, 0), (numel // 50, 3), (1, numel // 100), (numel // 9, numel // 9))
     ]
     found = [[x.tolist() for x in ops.top_k_and_stripe(*case)] for case in cases]
-    in_numpy(monkeypatch)
+    uncompiled(monkeypatch)
     assert found == [[x.tolist() for x in ops.top_k_and_stripe(*case)] for case in cases]
 
 
-def test_sums_are_those_of_numpy_for_vectors_that_ascend_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_those_of_the_reference_for_vectors_that_ascend_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
     numel, generator = 150_000, torch.Generator().manual_seed(0)
     for size in (0, 1, 4000):
         parts = []
@@ -85,7 +84,7 @@ def test_sums_are_those_of_numpy_for_vectors_that_ascend_and_others(monkeypatch:
         for given in (parts, backwards, [parts[0], backwards[1]]):
             union, total, count = ops.add_up(given, numel)
             with monkeypatch.context() as patch:
-                in_numpy(patch)
+                uncompiled(patch)
                 expected = ops.add_up(given, numel)
             assert union.tolist() == expected[0].tolist()
             assert bits(total) == bits(expected[1])
@@ -147,7 +146,7 @@ def test_steps_send_and_leave_the_same_bits(
     for numel, density, n in ((5, 0.4, 2), (997, 0.05, 3), (70_000, 0.01, 5), (131_072, 0.0005, 2)):
         found = journey(name, exchange, numel, density, n, kind)
         with monkeypatch.context() as patch:
-            in_numpy(patch)
+            uncompiled(patch)
             assert journey(name, exchange, numel, density, n, kind) == found
 
 
@@ -167,7 +166,7 @@ def test_a_union_is_as_long_as_promised_where_a_rank_raises_an_alarm(monkeypatch
     picks = Picks([torch.tensor([5]), torch.tensor([0])], None, torch.tensor([1, 1]))
     ctx = Context(0, 0.01, 0, 2)
     found = union_of(picks, selection, 100, ctx)
-    in_numpy(monkeypatch)
+    uncompiled(monkeypatch)
     expected = union_of(picks, selection, 100, ctx)
     assert [x.tolist() for x in found] == [x.tolist() for x in expected]
     assert found.indices.tolist() == [0]

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,10 +24,9 @@ from lightning_sparse.methods.exchanges.base import (
     values_at,
 )
 from lightning_sparse.methods.exchanges.reduce_union import union_of
-from lightning_sparse.ops import compiled, hear, locate, pad, put_, static_shapes, take, tell, under
+from lightning_sparse.ops import compiled, locate, pad, places_of, put_, static_shapes, take, under
 from lightning_sparse.ops.c.native_picks import Met, NativePicks
-from lightning_sparse.ops.form import NIBBLE, OCTET, Form
-from lightning_sparse.ops.host_messages import CLASS_BITS, CLASSES, LOWEST, SILENT, TROUBLE
+from lightning_sparse.ops.form import CLASS_BITS, CLASSES, LEVELS, LOWEST, NIBBLE, OCTET, SILENT, TROUBLE, Form
 
 LANE = (1 << 15) - 1
 """Largest magnitude of a sum in half of a 32-bit word."""
@@ -133,9 +133,13 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: La
     n, numel = ctx.world_size, acc.numel() - 1
     selection, _ = yield from same_length(selection, None, numel)
     form = Form.of(numel, selection.indices.numel(), ctx.second is not None)
-    words, told = _told(acc, selection, lanes.most, form)
+    words = library.tell(acc, selection.indices, selection.spare, int(selection.count), lanes.most, form)
+    if words is None:
+        selection = _ascending(selection)
+        words = library.tell(acc, selection.indices, selection.spare, int(selection.count), lanes.most, form)
+        assert words is not None
     if ctx.second is not None:
-        words[form.seconds : form.filled] = _pack_octets(library.codes(ctx.second, told))
+        words[form.seconds : form.filled] = _pack_octets(library.codes(ctx.second, selection.indices))
     rows = yield AllGather(words)
     ends = counts_of(rows, form.slots)
     met = library.meet(rows, form, selection.spare is not None, selection.limit, ctx.step)
@@ -228,42 +232,39 @@ def _gather(acc: Tensor, selection: Selection, most: int, ctx: Context) -> Steps
     selection, _ = yield from same_length(selection, None, padding)
     slots = selection.indices.numel()
     form = Form.of(padding, slots, ctx.second is not None)
-    if static_shapes(acc.device):
-        words = _tell(acc, selection, most, form, ctx)
-    else:
-        words, indices = _told(acc, selection, most, form)
-        if ctx.second is not None:
-            words[form.seconds : form.filled] = _pack_octets(_codes(ctx.second[indices]))
-    rows = yield AllGather(words)
+    static = static_shapes(acc.device)
+    rows = yield AllGather(_tell(acc, selection if static else _ascending(selection), most, form, ctx))
     head = rows[:, :2].long()
     counts, tops = head[:, 0], head[:, 1:]
     trouble = tops.max() == TROUBLE
     octets = None if ctx.second is None else _unpack_octets(rows[:, form.seconds :], slots)
-    if not static_shapes(acc.device):
-        ends = counts_of(rows, slots)
-        heard = hear(rows, ends, form)
-        refuse([heard.lowest == -1 - rank for rank in range(ctx.world_size)])
-        spares = None if selection.spare is None else heard.spares
-        lowest = torch.tensor(heard.lowest, device="cpu")
-        codes = None if octets is None else [row[:end] for row, end in zip(octets, ends, strict=True)]
-        return Picks(heard.picks, None, counts, spares, codes), heard.levels, lowest, trouble
-    places, told = _read(rows, form)
+    places, told, fits = _read(rows, form)
     levels = (tops - (told & (CLASSES - 1)) * CLASS_BITS).clamp(min=SILENT)
     within = torch.arange(slots, device=acc.device) < counts[:, None]
     lowest = torch.where(within, levels, tops).amin(1).max() if slots else tops.max()
     all_spares = None if selection.spare is None else told >= CLASSES
+    if not static:
+        ends = counts_of(rows, slots)
+        known = ((tops >= SILENT) & (tops < LEVELS)) | (tops == TROUBLE)
+        descends = (places[:, 1:] < places[:, :-1]) & within[:, 1:]
+        refuse((descends.any(1) | ~known[:, 0] | ~fits).tolist())
+        spares, codes = (None if x is None else _cut(x, ends) for x in (all_spares, octets))
+        picks = Picks(_cut(places.long(), ends), None, counts, spares, codes)
+        return picks, torch.cat(_cut(levels, ends)), lowest, trouble
     return Picks(places, None, counts, all_spares, octets), levels.flatten(), lowest, trouble
 
 
-def _told(acc: Tensor, selection: Selection, most: int, form: Form) -> tuple[Tensor, Tensor]:
-    """The message of one rank on the CPU, and its coordinates in the order in which they are told."""
-    indices, spare = selection.indices, selection.spare
-    words = tell(acc, indices, spare, int(selection.count), most, form)
-    if words is not None:
-        return words, indices
-    indices, order = indices.sort()  # those of an outside sparsifier that do not ascend
-    spare = None if spare is None else spare[order]
-    return _told(acc, selection._replace(indices=indices, spare=spare), most, form)
+def _ascending(selection: Selection) -> Selection:
+    """With coordinates in order, which those of an outside sparsifier need not be; on the CPU."""
+    if bool((selection.indices[1:] >= selection.indices[:-1]).all()):
+        return selection
+    indices, order = selection.indices.sort()
+    return selection._replace(indices=indices, spare=None if selection.spare is None else selection.spare[order])
+
+
+def _cut(rows: Tensor, ends: list[int]) -> list[Tensor]:
+    """Of each rank what belongs to picks."""
+    return [row[:end] for row, end in zip(rows, ends, strict=True)]
 
 
 def _tell(acc: Tensor, selection: Selection, most: int, form: Form, ctx: Context) -> Tensor:
@@ -292,21 +293,32 @@ def _written(indices: Tensor, classes: Tensor, form: Form) -> list[Tensor]:
     return [marks, _pack_octets((indices & 255).to(torch.uint8)), _pack_nibbles(nibbles), zeros]
 
 
-def _read(rows: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """What :func:`_written` has made, of (n, words): coordinates, padding where there is no pick; and uint8 classes."""
+def _read(rows: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+    """What :func:`_written` has made, of (n, words).
+
+    Returns:
+        (n, slots) coordinates, padding where there is no pick; uint8 classes; and (n,) on the CPU, which messages have
+        as many marks as slots.
+    """
     wide, device = torch.int32 if 2 * form.numel < 2**31 else torch.int64, rows.device
     octets = rows[:, form.marks : form.octets].contiguous().view(torch.uint8)
-    bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
-    until = bits.flatten(1).cumsum(1, dtype=torch.int32)
     slots = torch.arange(form.slots, dtype=torch.int32, device=device)
-    marks = torch.searchsorted(until, (slots + 1).expand(len(rows), -1).contiguous(), out_int32=True)
+    if static_shapes(device):
+        bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
+        until, fits = bits.flatten(1).cumsum(1, dtype=torch.int32), slots
+        marks = torch.searchsorted(until, (slots + 1).expand(len(rows), -1).contiguous(), out_int32=True)
+    else:
+        flags = torch.from_numpy(np.unpackbits(octets.numpy(), axis=1, bitorder="little").view(np.bool_))
+        fits = flags.sum(1) == form.slots
+        flags[~fits] = torch.arange(flags.shape[1]) < form.slots  # so that all have equally many
+        marks = torch.stack([places_of(row) for row in flags])
     places = (marks - slots).to(wide) << form.bits
     places |= _unpack_octets(rows[:, form.octets : form.nibbles], form.slots)
     planes = rows[:, form.nibbles : form.seconds].view(len(rows), form.planes + 1, form.seconds - form.classes)
     nibbles = _unpack_nibbles(planes, form.slots)
     if form.planes:
         places += (nibbles[:, :-1].to(wide) << _shifts(form, device)).sum(1, dtype=wide)
-    return places.clamp_(0, form.numel), nibbles[:, -1]
+    return places.clamp_(0, form.numel), nibbles[:, -1], fits
 
 
 def _shifts(form: Form, device: torch.device) -> Tensor:

@@ -282,26 +282,21 @@ INLINE int64_t weigh(const float *residual, void *grad, int kind, const float *n
   return found;
 }
 
-// Of rows of a matrix, one after another; a vector has one row.
-INLINE int64_t above(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound, int64_t first,
-                     int32_t *indices, float *magnitudes, int64_t room, const strip s) {
+INLINE int64_t above(const float *x, int64_t n, float bound, int32_t *indices, float *magnitudes, int64_t room,
+                     const strip s) {
   float left[STRIP] = {0};
   uint64_t hits;
   uint32_t level = level_of(bound);
-  int64_t found = 0;
-  for (int64_t row = 0; row < rows; row++, x += stride, first += columns) {
-    int64_t whole = columns / STRIP * STRIP;
-    for (int64_t at = 0; at < whole; at += STRIP) {
-      for (int64_t j = 0; j < STRIP; j += 16) __builtin_prefetch(x + at + FAR + j);
-      hits = s.reach(x + at, level);
-      if (hits) found = collect(x + at, hits, first + at, indices, magnitudes, found, room, s);
-    }
-    if (columns == whole) continue;
-    memcpy(left, x + whole, 4 * (size_t)(columns - whole));
-    hits = s.reach(left, level) & ((1ull << (columns - whole)) - 1);
-    if (hits) found = collect(left, hits, first + whole, indices, magnitudes, found, room, s);
+  int64_t found = 0, whole = n / STRIP * STRIP;
+  for (int64_t at = 0; at < whole; at += STRIP) {
+    for (int64_t j = 0; j < STRIP; j += 16) __builtin_prefetch(x + at + FAR + j);
+    hits = s.reach(x + at, level);
+    if (hits) found = collect(x + at, hits, at, indices, magnitudes, found, room, s);
   }
-  return found;
+  if (n == whole) return found;
+  memcpy(left, x + whole, 4 * (size_t)(n - whole));
+  hits = s.reach(left, level) & ((1ull << (n - whole)) - 1);
+  return hits ? collect(left, hits, whole, indices, magnitudes, found, room, s) : found;
 }
 
 #define VARIANTS(name, target, s)                                                                                   \
@@ -333,9 +328,9 @@ INLINE int64_t above(const float *x, int64_t rows, int64_t columns, int64_t stri
     if (summed) end_sums(&sums, out);                                                                               \
     return found;                                                                                                   \
   }                                                                                                                 \
-  target static int64_t above_##name(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound,    \
-                                     int64_t first, int32_t *indices, float *magnitudes, int64_t room) {            \
-    return above(x, rows, columns, stride, bound, first, indices, magnitudes, room, s);                             \
+  target static int64_t above_##name(const float *x, int64_t n, float bound, int32_t *indices, float *magnitudes,  \
+                                     int64_t room) {                                                                \
+    return above(x, n, bound, indices, magnitudes, room, s);                                                        \
   }
 
 VARIANTS(portable, , PORTABLE)
@@ -359,7 +354,6 @@ EXPORT int64_t ls_weigh(const float *residual, void *const *runs, const int64_t 
   return PICK(weigh)(residual, runs, ends, count, kind, now, acc, second, score, clear, by, bound, indices, magnitudes,
                      room, finite, summed, out);
 }
-EXPORT int64_t ls_above(const float *x, int64_t rows, int64_t columns, int64_t stride, float bound, int64_t first,
-                        int32_t *indices, float *magnitudes, int64_t room) {
-  return PICK(above)(x, rows, columns, stride, bound, first, indices, magnitudes, room);
+EXPORT int64_t ls_above(const float *x, int64_t n, float bound, int32_t *indices, float *magnitudes, int64_t room) {
+  return PICK(above)(x, n, bound, indices, magnitudes, room);
 }

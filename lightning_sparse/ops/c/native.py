@@ -1,4 +1,4 @@
-"""The functions of dense.c, sums.c and choose.c, compiled, for numpy arrays; those on picks are in ``native_picks``.
+"""The functions of dense.c, sums.c and choose.c, compiled; those on picks are in ``native_picks``.
 
 Which are used, and whether: :mod:`~lightning_sparse.ops.c.library`.
 """
@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_sparse.core.candidates import SUMMED, Summed, Sums
+from lightning_sparse.core.candidates import SUMMED, Found, Summed, Sums
 from lightning_sparse.ops.c.library import choose
 from lightning_sparse.ops.c.native_buffers import SLACK, address, at, declare, space
 from lightning_sparse.ops.c.native_picks import NativePicks
@@ -23,8 +21,6 @@ from lightning_sparse.ops.c.native_picks import NativePicks
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Of gradients."""
 
-Found = tuple[NDArray[np.int32], NDArray[np.float32]]
-"""Ascending coordinates and their magnitudes."""
 Collected = tuple[Found | None, bool, Sums | None]
 """What reaches a bound, if there was room; whether all is finite; and sums, if any were asked for."""
 
@@ -70,50 +66,41 @@ class Native:
         about = at(now), *map(at, out), int(clear), (ctypes.c_float * 4)(*weights)
         return _collect(self._library.ls_weigh, (at(residual),), runs, about, bound, room, summed)
 
-    def above(self, matrix: NDArray[np.float32], bound: float) -> Found:
-        """What of the rows of a matrix reaches a bound, by place in their sequence."""
-        room = matrix.size // 8 + 64
+    def above(self, x: Tensor, bound: float) -> Found:
+        """What of a vector reaches a bound."""
+        room = x.numel() // 8 + 64
         indices, magnitudes = _scratch(room)
-        count = self._above(matrix, bound, indices, magnitudes)
-        if count <= room:
-            return indices[:count].copy(), magnitudes[:count].copy()
-        indices, magnitudes = np.empty(count + SLACK, np.int32), np.empty(count + SLACK, np.float32)
-        self._above(matrix, bound, indices, magnitudes)
-        return indices[:count], magnitudes[:count]
+        count = self._above(x, bound, indices, magnitudes)
+        if count > room:
+            indices = torch.empty(count + SLACK, dtype=torch.int32, device="cpu")
+            magnitudes = torch.empty(count + SLACK, dtype=torch.float32, device="cpu")
+            self._above(x, bound, indices, magnitudes)
+        return indices[:count].clone(), magnitudes[:count].clone()
 
-    def tail(self, values: NDArray[np.float32], bound: float) -> NDArray[np.float32]:
+    def tail(self, x: Tensor, bound: float) -> Tensor:
         """The magnitudes that reach a bound, in a buffer of this thread."""
-        buffer = space("tail", values.size + SLACK, np.float32)
-        found: NDArray[np.float32] = buffer[: self._above(values[None], bound, None, buffer)]
-        return found
+        buffer = space("tail", x.numel() + SLACK, torch.float32)
+        return buffer[: self._above(x, bound, None, buffer)]
 
-    def _above(
-        self,
-        matrix: NDArray[np.float32],
-        bound: float,
-        indices: NDArray[np.int32] | None,
-        magnitudes: NDArray[np.float32],
-    ) -> int:
-        rows, columns = matrix.shape
+    def _above(self, x: Tensor, bound: float, indices: Tensor | None, magnitudes: Tensor) -> int:
         count: int = self._library.ls_above(
-            at(matrix), rows, columns, matrix.strides[0] // 4, bound, 0,
-            None if indices is None else at(indices), at(magnitudes), magnitudes.size - SLACK,
-        )  # fmt: skip
+            at(x), x.numel(), bound, None if indices is None else at(indices), at(magnitudes), len(magnitudes) - SLACK
+        )
         return count
 
-    def all_finite(self, values: NDArray[np.float32]) -> bool:
+    def all_finite(self, x: Tensor) -> bool:
         """No NaN and no infinity."""
-        return bool(self._library.ls_all_finite(at(values), values.size))
+        return bool(self._library.ls_all_finite(at(x), x.numel()))
 
-    def sums(self, values: NDArray[np.float32], summed: Summed, level: float, bound: float) -> Sums:
+    def sums(self, x: Tensor, summed: Summed, level: float, bound: float) -> Sums:
         """Sums; magnitudes are counted that reach a bound above 0."""
         out = (ctypes.c_double * 6)()
-        self._library.ls_sums(at(values), values.size, SUMMED.index(summed) + 1, level, bound, out)
+        self._library.ls_sums(at(x), x.numel(), SUMMED.index(summed) + 1, level, bound, out)
         return Sums(*out)
 
     def largest(
         self, found: Found, share: int, spare: int, turn: int, n: int, more: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], float] | None:
+    ) -> tuple[Tensor, Tensor, float] | None:
         """See :func:`~lightning_sparse.ops.top_k_and_stripe`; and a magnitude that at least ``more`` reach.
 
         Args:
@@ -127,31 +114,32 @@ class Native:
         Returns:
             None: too few of the stripe.
         """
-        size, reached = found[0].size, ctypes.c_float()
-        places, marks = np.empty(share + spare + SLACK, np.int64), np.empty(share + spare + SLACK, np.bool_)
+        size, reached = found[0].numel(), ctypes.c_float()
+        places = torch.empty(share + spare + SLACK, dtype=torch.int64, device="cpu")
+        marks = torch.empty(share + spare + SLACK, dtype=torch.bool, device="cpu")
         count = self._library.ls_largest(
             at(found[0]), at(found[1]), size, share, spare, turn, n, more,
-            at(places), at(marks), address("chosen", 2 * size + 2 * SLACK, np.uint32), ctypes.byref(reached),
+            at(places), at(marks), address("chosen", 2 * size + 2 * SLACK, torch.uint32), ctypes.byref(reached),
         )  # fmt: skip
         return (places[:count], marks[:count], reached.value) if count else None
 
-    def reaching(self, found: Found, bound: float) -> NDArray[np.int64]:
+    def reaching(self, found: Found, bound: float) -> Tensor:
         """The coordinates whose magnitudes reach a bound."""
-        size = found[0].size
-        places = np.empty(size + SLACK, np.int64)
+        size = found[0].numel()
+        places = torch.empty(size + SLACK, dtype=torch.int64, device="cpu")
         count = self._library.ls_reaching(
-            at(found[0]), at(found[1]), size, bound, at(places), address("marks", size + SLACK, np.uint8)
+            at(found[0]), at(found[1]), size, bound, at(places), address("marks", size + SLACK, torch.uint8)
         )
         return places[:count]
 
-    def reached(self, magnitudes: NDArray[np.float32], bound: float) -> int:
+    def reached(self, magnitudes: Tensor, bound: float) -> int:
         """How many magnitudes reach a bound."""
-        count: int = self._library.ls_reached(at(magnitudes), magnitudes.size, bound)
+        count: int = self._library.ls_reached(at(magnitudes), magnitudes.numel(), bound)
         return count
 
-    def reached_by(self, magnitudes: NDArray[np.float32], k: int) -> float:
+    def reached_by(self, magnitudes: Tensor, k: int) -> float:
         """A magnitude that at least k reach, and not many more."""
-        found: float = self._library.ls_reached_by(at(magnitudes), magnitudes.size, k)
+        found: float = self._library.ls_reached_by(at(magnitudes), magnitudes.numel(), k)
         return found
 
 
@@ -183,16 +171,16 @@ def _collect(
         *before, starts, ends, len(runs), KINDS[runs[0].dtype], *after, bound,
         at(indices), at(magnitudes), room, ctypes.byref(finite), SUMMED.index(summed) + 1 if summed else 0, out,
     )  # fmt: skip
-    found = None if count > room else (indices[:count].copy(), magnitudes[:count].copy())
+    found = None if count > room else (indices[:count].clone(), magnitudes[:count].clone())
     return found, bool(finite.value), Sums(*out) if summed else None
 
 
 def _scratch(room: int) -> Found:
     """Buffers of this thread for coordinates and magnitudes."""
     size = room + SLACK
-    return space("indices", size, np.int32)[:size], space("magnitudes", size, np.float32)[:size]
+    return space("indices", size, torch.int32)[:size], space("magnitudes", size, torch.float32)[:size]
 
 
 _chosen, description = choose()
 library = None if _chosen is None else Native(_chosen)
-"""What the files ``host_*`` use, None for numpy alone; :data:`description` says it in words."""
+"""What the files ``host_*`` use, None for operations of torch; :data:`description` says it in words."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 SLACK = 16
@@ -25,7 +22,7 @@ ARGUMENTS = {
 FUNCTIONS = {
     "ls_accumulate": "l: pp ppl i f pp l p lp",
     "ls_weigh": "l: p ppl i p ppp ip f pp l p lp",
-    "ls_above": "l: p lll f l pp l",
+    "ls_above": "l: pl f pp l",
     "ls_all_finite": "i: pl",
     "ls_sums": "i: pl l d f p",
     "ls_largest": "l: ppl ll ll l pppp",
@@ -63,9 +60,9 @@ def declare(library: ctypes.CDLL) -> None:
         function.argtypes = [ARGUMENTS[letter] for letter in taken.replace(" ", "")]
 
 
-def at(x: NDArray[Any] | Tensor) -> int:
+def at(x: Tensor) -> int:
     """Where it lies; the caller keeps it."""
-    return x.data_ptr() if isinstance(x, Tensor) else int(x.__array_interface__["data"][0])
+    return x.data_ptr()
 
 
 def written(*tensors: Tensor) -> None:
@@ -75,24 +72,24 @@ def written(*tensors: Tensor) -> None:
             torch.autograd.graph.increment_version(x)
 
 
-def space(use: str, size: int, dtype: type[np.generic]) -> NDArray[Any]:
+def space(use: str, size: int, dtype: torch.dtype) -> Tensor:
     """A buffer of this thread, at least as long; touched as far as it is used."""
-    return _kept(use, size, dtype, np.empty)[0]
+    return _kept(use, size, dtype)[0]
 
 
-def address(use: str, size: int, dtype: type[np.generic]) -> int:
+def address(use: str, size: int, dtype: torch.dtype) -> int:
     """Where such a buffer lies."""
-    return _kept(use, size, dtype, np.empty)[1]
+    return _kept(use, size, dtype)[1]
 
 
 def zeros(use: str, size: int) -> int:
     """Where a buffer of this thread lies that is zero whenever nobody works with it."""
-    return _kept(use, size, np.uint8, np.zeros)[1]
+    return _kept(use, size, torch.uint8)[1]
 
 
-def _kept(use: str, size: int, dtype: type[np.generic], make: Callable[..., NDArray[Any]]) -> tuple[NDArray[Any], int]:
-    kept: tuple[NDArray[Any], int] | None = _buffers.__dict__.get(use)
-    if kept is None or kept[0].size < size:
-        buffer = make(size, dtype)
+def _kept(use: str, size: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+    kept: tuple[Tensor, int] | None = _buffers.__dict__.get(use)
+    if kept is None or len(kept[0]) < size:
+        buffer = torch.from_numpy(np.zeros(size * dtype.itemsize, np.uint8)).view(dtype)  # in large pages, untouched
         kept = _buffers.__dict__[use] = buffer, at(buffer)
     return kept

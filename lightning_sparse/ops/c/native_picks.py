@@ -6,9 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.ops.c.native_buffers import SLACK, address, at, written, zeros
@@ -76,12 +74,12 @@ class NativePicks:
     def tell(
         self, acc: Tensor, indices: Tensor, spare: Tensor | None, count: int, most: int, form: Form
     ) -> Tensor | None:
-        """See :func:`~lightning_sparse.ops.host_messages.tell`."""
+        """See :func:`~lightning_sparse.methods.exchanges.packed_union._tell`."""
         indices, spare = indices.long().contiguous(), None if spare is None else spare.contiguous()
         words = torch.zeros(form.width, dtype=torch.int32, device="cpu")
         failed = self._library.ls_tell(
             at(acc), form.numel, at(indices), None if spare is None else at(spare), form.slots, count, most, form.bits,
-            at(words), address("of picks", form.slots, np.float32),
+            at(words), address("of picks", form.slots, torch.float32),
         )  # fmt: skip
         if failed == 1:
             raise IndexError(f"an index is outside of a vector of {acc.numel()}")
@@ -102,12 +100,12 @@ class NativePicks:
         """
         joined = torch.cat(list(places))
         flags = None if spare is None else torch.cat(list(spare))
-        lengths, named = np.array([len(part) for part in places], np.int64), ctypes.c_int64()
+        lengths, named = _lengths(places), ctypes.c_int64()
         union, largest, said = _space_for_union(len(joined))
         size = self._library.ls_unite(
             at(joined), None if levels is None else at(levels), None if flags is None else at(flags), at(lengths),
             len(places), padding, _limit(limit), phase,
-            self._table(), address("at", 2 * len(places), np.int64), at(union), said, at(largest),
+            self._table(), address("at", 2 * len(places), torch.int64), at(union), said, at(largest),
             ctypes.byref(named),
         )  # fmt: skip
         return None if size < 0 else (union[:size], largest[:size], named.value)
@@ -126,19 +124,19 @@ class NativePicks:
         union, levels, said = _space_for_union(n * form.slots)
         size = self._library.ls_meet(
             at(rows), n, rows.stride(0), form.numel, form.slots, form.bits, spares, _limit(limit), phase,
-            self._table(), address("readers", n * self._library.ls_reader(), np.uint8), at(union), said, at(levels),
+            self._table(), address("readers", n * self._library.ls_reader(), torch.uint8), at(union), said, at(levels),
             numbers,
         )  # fmt: skip
         return -1 - size if size < 0 else Met(union[:size], levels[:size], numbers[0], numbers[1], bool(numbers[2]))
 
-    def add_up(
-        self, coordinates: NDArray[np.int64], values: NDArray[np.float32], lengths: NDArray[np.int64], padding: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
+    def add_up(self, parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor] | None:
         """Sums of sparse vectors; None where one does not ascend."""
-        union, totals = np.empty(coordinates.size + 1, np.int64), np.empty(coordinates.size + 1, np.float32)
+        lengths, values = _lengths([indices for indices, _ in parts]), torch.cat([values for _, values in parts])
+        coordinates = torch.cat([indices for indices, _ in parts])
+        union, totals = coordinates.new_empty(len(values) + 1), values.new_empty(len(values) + 1)
         found = self._library.ls_add_up(
-            at(coordinates), at(values), at(lengths), lengths.size, padding, self._table(),
-            address("at", 2 * lengths.size, np.int64), at(union), at(totals),
+            at(coordinates), at(values), at(lengths), len(parts), padding, self._table(),
+            address("at", 2 * len(parts), torch.int64), at(union), at(totals),
         )  # fmt: skip
         return None if found < 0 else (union[:found], totals[:found])
 
@@ -151,12 +149,13 @@ class NativePicks:
             padding: coordinates from here on do not count.
         """
         n = len(rows)
-        union, means = np.empty(n * slots + 1, np.int64), np.empty(n * slots + 1, np.float32)
+        union = torch.empty(n * slots + 1, dtype=torch.int64, device="cpu")
+        means = torch.empty(n * slots + 1, dtype=torch.float32, device="cpu")
         found = self._library.ls_average_pairs(
             at(rows), n, rows.stride(0), slots, padding, self._table(),
-            address("at", 2 * n, np.int64), at(union), at(means),
+            address("at", 2 * n, torch.int64), at(union), at(means),
         )  # fmt: skip
-        return None if found < 0 else (torch.from_numpy(union[:found]), torch.from_numpy(means[:found]))
+        return None if found < 0 else (union[:found], means[:found])
 
     def _table(self) -> int:
         return zeros("table", self._library.ls_table())
@@ -210,7 +209,8 @@ class NativePicks:
         tops = torch.empty(union.numel(), dtype=torch.uint8, device="cpu")
         self._library.ls_tops(
             at(rows), len(rows), rows.stride(0), form.numel, form.slots, form.bits, at(union), union.numel(),
-            zeros("told", 1 << 16), address("readers", 2 * len(rows) * self._library.ls_reader(), np.uint8), at(tops),
+            zeros("told", 1 << 16), address("readers", 2 * len(rows) * self._library.ls_reader(), torch.uint8),
+            at(tops),
         )  # fmt: skip
         return tops
 
@@ -269,6 +269,10 @@ class NativePicks:
         return values, second
 
 
+def _lengths(parts: Sequence[Tensor]) -> Tensor:
+    return torch.tensor([len(part) for part in parts], device="cpu")
+
+
 def _limit(limit: int | None) -> int:
     return 1 << 62 if limit is None else limit
 
@@ -277,4 +281,4 @@ def _space_for_union(total: int) -> tuple[Tensor, Tensor, int]:
     """For coordinates and levels of at most so many picks, and where to write what is said of them."""
     size = total + SLACK
     union = torch.empty(size, dtype=torch.int64, device="cpu")
-    return union, torch.empty(size, dtype=torch.int32, device="cpu"), address("said", size, np.uint16)
+    return union, torch.empty(size, dtype=torch.int32, device="cpu"), address("said", size, torch.uint16)

@@ -17,8 +17,7 @@ from lightning_sparse.core.step import Context, Selection
 from lightning_sparse.methods.exchanges.packed_union import _classes, _read, _tell, pack, unpack
 from lightning_sparse.ops import hear, tell
 from lightning_sparse.ops.c import native
-from lightning_sparse.ops.form import Form
-from lightning_sparse.ops.host_messages import CLASS_BITS
+from lightning_sparse.ops.form import CLASS_BITS, Form
 from tests.lockstep import Outcome, Ranks
 from tests.static_path import static_path
 
