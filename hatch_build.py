@@ -26,7 +26,9 @@ class KernelsBuildHook(BuildHookInterface):  # type: ignore[type-arg]  # whateve
         library = run_path(str(Path(self.root) / KERNELS / "library.py"))
         trouble = library["build"]()
         if trouble:
-            self.app.display_warning(f"Without compiled kernels, numpy does their work: {trouble}")
+            self.app.display_warning(
+                f"Without compiled kernels, torch does their work, several times slower: {trouble}"
+            )
             return
         build_data["artifacts"].append(f"/{KERNELS}/{library['LIBRARY'].name}")
         build_data["pure_python"] = False

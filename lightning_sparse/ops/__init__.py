@@ -2,10 +2,11 @@
 
 Two formulations, chosen by device and equal in what they return up to padding:
 
-- ``host_*`` (CPU): numpy on zero-copy views in cache-sized chunks, results of exactly the size that was found. For
-  float32, functions in C take their place where they have been compiled: ``dense.c`` for ``host_dense`` and
-  ``host_reach``, ``sums.c`` for ``host_sums``, ``choose.c`` for ``host_choose``, ``picks.c`` and ``unite.c`` for
-  ``host_picks`` and ``host_messages``; ``second.c`` for second values in ``packed_union``.
+- ``host_*`` (CPU): operations of torch, passes in cache-sized chunks, results of exactly the size that was found. numpy
+  does, on zero-copy views, what takes torch several times as long: comparing with a bound, listing what is set, sums in
+  a fixed order, roots. For float32, functions in C take their place where they have been compiled: ``dense.c`` for
+  ``host_dense`` and ``host_reach``, ``sums.c`` for ``host_sums``, ``choose.c`` for ``host_choose``, ``picks.c`` and
+  ``unite.c`` for ``host_picks`` and ``packed_union``; ``second.c`` for second values there.
 - :mod:`~lightning_sparse.ops.static` (CUDA and everything else): torch operations of fixed output size, so that
   the host never waits for the device. Slots without a pick hold the padding index. On CUDA, kernels in Triton take
   their place where :mod:`~lightning_sparse.ops.on_cuda` says so.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,6 +69,7 @@ def _scalar(x: float) -> Tensor:
     return torch.tensor(x, dtype=torch.float64, device="cpu")
 
 
+@np.errstate(over="ignore", invalid="ignore", under="ignore")
 def _formed(x: Tensor, summed: Summed, level: float) -> Sums:
     bound = lowest(x, level)
     if compiled := compiled_on(x):
@@ -77,20 +78,21 @@ def _formed(x: Tensor, summed: Summed, level: float) -> Sums:
     product, exponent, number, largest = torch.ones_like(sums[0]), 0, 0, 0.0
     for start in range(0, x.numel(), CHUNK):
         chunk = x[start : start + CHUNK]
-        wide = chunk.double()
-        if summed != "values":
+        if summed == "values":
+            wide = chunk.double()
+        else:
             magnitudes = chunk.abs()
             counted = magnitudes >= bound
             largest, number = max(largest, float(magnitudes.max())), number + int(counted.sum())
             wide = magnitudes.double()
             if summed == "logarithms":
                 mantissas, exponents = torch.frexp(wide.masked_fill(~counted, 1.0))
-                product, more = torch.frexp(_lanes(mantissas, product, torch.cumprod, torch.mul))
+                product, more = torch.frexp(_lanes(mantissas, product, np.multiply))
                 exponent += int(exponents.sum()) + int(more.sum())
             elif summed == "beyond":
                 wide = (wide - level).clamp_(min=0.0)
         for lanes, values in zip(sums, (wide, wide * wide), strict=True):
-            lanes.copy_(_lanes(values, lanes, torch.cumsum, torch.add))
+            lanes.copy_(_lanes(values, lanes, np.add))
     while product.numel() > 1:
         first, second = sums.chunk(2, dim=1)
         sums = first + second
@@ -102,10 +104,13 @@ def _formed(x: Tensor, summed: Summed, level: float) -> Sums:
     return Sums(number, total, squares, largest, float(product), float(exponent + int(more.sum())))
 
 
-def _lanes(values: Tensor, lanes: Tensor, rows: Callable[..., Tensor], two: Callable[..., Tensor]) -> Tensor:
-    """What has been formed of each lane, and of at most a chunk of further values, row after row."""
-    whole = values.numel() // LANES * LANES
+def _lanes(values: Tensor, lanes: Tensor, two: np.ufunc) -> Tensor:
+    """What has been formed of each lane, and of at most a chunk of further values, row after row.
+
+    In numpy, which goes row by row; sums of torch take an order of their own, and cumulative ones six times as long.
+    """
+    x, made, whole = values.numpy(), lanes.numpy(), len(values) // LANES * LANES
     if whole:
-        lanes = two(lanes, rows(values[:whole].view(-1, LANES), 0)[-1])
-    more = values[whole:]
-    return torch.cat([two(lanes[: len(more)], more), lanes[len(more) :]])
+        made = two(made, two.reduce(x[:whole].reshape(-1, LANES), axis=0))
+    rest = x[whole:]
+    return torch.from_numpy(np.concatenate([two(made[: rest.size], rest), made[rest.size :]]))

@@ -1,4 +1,4 @@
-"""Messages that no rank has written: the compiled kernels and numpy read them alike, or refuse them."""
+"""Messages that no rank has written: the compiled kernels and operations of torch read them alike, or refuse them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@
 #define EXPORT __attribute__((visibility("default")))
 #define MAGNITUDE 0x7fffffffu  // bits of a float32 without its sign
 #define INFINITE 0x7f800000u
-#define CLASSES 8  // as in host_messages.py, and the next four
+#define CLASSES 8  // as in form.py, and the next four
 #define CLASS_BITS 3
 #define SILENT 0
 #define TROUBLE ((1 << 20) - 1)

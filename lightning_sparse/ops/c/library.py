@@ -20,8 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SETTING = "LIGHTNING_SPARSE_KERNELS"
-"""Environment variable. On CPUs, ``numpy`` leaves the library alone, ``compiled`` refuses to go on without it, and
-otherwise it is used where there is one; on CUDA, ``torch`` and ``triton`` say the same of the kernels in Triton. One of
+"""Environment variable. On CPUs, ``numpy`` leaves the library alone (torch does its work, with numpy
+where that is quicker), ``compiled`` refuses to go on without it, and otherwise it is used where there is one; on CUDA, ``torch`` and ``triton`` say the same of the kernels in Triton. One of
 each kind may be named, with a comma between them. Results are the same."""
 CHOICES = ("numpy", "compiled"), ("torch", "triton")
 """What the setting may name, on CPUs and on CUDA."""

@@ -1,5 +1,5 @@
 // Work on picks, which are few: taking and putting values, telling picks, rounding their values. The CPU formulations of
-// host_picks.py, host_messages.py and packed_union.py for float32, equal bit for bit.
+// host_picks.py and packed_union.py for float32, equal bit for bit.
 #include "rounding.h"
 #include "told.h"
 
@@ -53,7 +53,7 @@ INLINE int32_t level_of(float step) {
   return (frexpf(step, &exponent) == 0.5f ? exponent - 1 : exponent) - LOWEST;
 }
 
-// The message of one rank, see host_messages.py. x has a spare slot behind its last coordinate; words is zero; magnitudes
+// The message of one rank, see packed_union.py. x has a spare slot behind its last coordinate; words is zero; magnitudes
 // have room for n. 1 where an index is outside, 2 where indices do not ascend.
 INLINE int32_t tell(const float *x, int64_t numel, const int64_t *indices, const uint8_t *spare, int64_t n,
                     int32_t count, float most, int64_t bits, int32_t *words, float *magnitudes) {
