@@ -1,4 +1,4 @@
-"""The compiled kernels at each level of instructions, built for the tests, and numpy alone."""
+"""The compiled kernels at each level of instructions, built for the tests, and the reference in torch and numpy."""
 
 from __future__ import annotations
 

@@ -21,8 +21,9 @@ from pathlib import Path
 
 SETTING = "LIGHTNING_SPARSE_KERNELS"
 """Environment variable. On CPUs, ``numpy`` leaves the library alone (torch does its work, with numpy
-where that is quicker), ``compiled`` refuses to go on without it, and otherwise it is used where there is one; on CUDA, ``torch`` and ``triton`` say the same of the kernels in Triton. One of
-each kind may be named, with a comma between them. Results are the same."""
+where that is quicker), ``compiled`` refuses to go on without it, and otherwise it is used where there is one; on CUDA,
+``torch`` and ``triton`` say the same of the kernels in Triton. One of each kind may be named, with a comma between
+them. Results are the same."""
 CHOICES = ("numpy", "compiled"), ("torch", "triton")
 """What the setting may name, on CPUs and on CUDA."""
 INSTEAD = "numpy, which takes several times as long: "
