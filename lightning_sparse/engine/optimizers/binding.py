@@ -285,8 +285,8 @@ class OptimizerBinding:
         """Whether an optimizer's gradients are clipped before they wait, where nothing else was chosen."""
         if self.adam.takes(optimizer):
             return True
-        # What is not clipped in the first step would wait, and move parameters without any limit later. Of what is
-        # sharded over ranks, each rank sees a part.
+        # Gradients of the first step that are not clipped would wait, and move parameters without any limit later. Of
+        # parameters that are sharded over ranks, each rank sees a part.
         sparsified = self._sparsified
         if not known or not self.left_open or self._reducer.settings.memory_in_use.needs_second:
             return False

@@ -60,7 +60,7 @@ class Clipping(NamedTuple):
 
 
 class GradientClipping:
-    """What each rank's gradients are clipped to, from the next step on.
+    """Holds the limits of an engine: each rank's gradients are clipped to them, from the next step on.
 
     Args:
         parameters: by name.
@@ -69,7 +69,7 @@ class GradientClipping:
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         self._parameters = parameters
         self.limits: dict[int | None, tuple[Clipping, Set[str]]] = {}
-        """By the id of an optimizer, None for all parameters: what is clipped to, and which parameters' gradients."""
+        """Limits, and names of parameters that are clipped together, by the id of an optimizer; None: all of them."""
         self._in_place: Set[int] = frozenset()
         """Keys of those that rest while nothing of their parameters can wait: averages are clipped then."""
         self._asked: set[int] = set()
@@ -77,11 +77,11 @@ class GradientClipping:
         self.acting: Set[int | None] = frozenset()
         """Keys of those that the latest step began with."""
         self.began_in_place: Sequence[tuple[Clipping, Set[str]]] = ()
-        """What the latest step began with in place of clipping averages."""
+        """Limits in place of clipping averages, as the latest step began with them."""
 
     @property
     def in_place(self) -> list[tuple[Clipping, Set[str]]]:
-        """What gradients are clipped to from the next step on, in place of their averages."""
+        """Limits in place of clipping averages, from the next step on."""
         return [limits for key, limits in list(self.limits.items()) if key in self._in_place]
 
     @property
@@ -127,7 +127,7 @@ class GradientClipping:
             self.stop_in_place(key)
 
     def begin_step(self, sparsified: Callable[[], Set[str]]) -> list[tuple[Clipping, Set[str], int]]:
-        """What the gradients of a step are clipped to: those of which parameters together, and their coordinates."""
+        """Fix the limits of a step: each with the parameters that are clipped together, and their coordinates."""
         self.began_in_place = self.in_place
         waiting = sparsified() if self._in_place else frozenset()
         acting = {
