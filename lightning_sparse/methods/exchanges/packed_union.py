@@ -310,7 +310,7 @@ def _read(rows: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
     else:
         flags = torch.from_numpy(np.unpackbits(octets.numpy(), axis=1, bitorder="little").view(np.bool_))
         fits = flags.sum(1) == form.slots
-        flags[~fits] = torch.arange(flags.shape[1]) < form.slots  # so that all have equally many
+        flags[~fits] = torch.arange(flags.shape[1], device=device) < form.slots  # so that all have equally many
         marks = torch.stack([places_of(row) for row in flags])
     places = (marks - slots).to(wide) << form.bits
     places |= _unpack_octets(rows[:, form.octets : form.nibbles], form.slots)

@@ -87,9 +87,9 @@ def _read(file: Path) -> dict[str, str]:
         return flat(chosen or {})
     except _TooMany as error:
         raise ValueError(f"Expected {file} to hold at most {MOST_VALUES:,} values, but it holds {error}.") from None
-    except RecursionError:
-        raise ValueError(f"Expected {file} to be settings by name, but they are nested too deeply.") from None
-    except yaml.YAMLError as error:
+    except (RecursionError, yaml.YAMLError) as error:
+        if isinstance(error, RecursionError) or "maximum nesting depth" in str(error):  # PyYAML from 6.0.4 on
+            raise ValueError(f"Expected {file} to be settings by name, but they are nested too deeply.") from None
         raise ValueError(f"Expected {file} to be YAML, but it is broken in line {_line(error, text)}.") from error
     except Exception as error:  # constructors raise anything for, say, the date 2026-02-31
         raise ValueError(f"Expected {file} to be settings by name, but: {_one_line(error)}.") from error
