@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_sparse.core.step import console
+from lightning_sparse.core import console
 
 ROOT = Path(__file__).parents[2]
 FILES = [*ROOT.glob("lightning_sparse/**/*.py"), *ROOT.glob("lightning_sparse_cli/*.py")]
@@ -55,7 +55,8 @@ def test_a_wheel_has_these_pages_and_messages_name_them_there(tmp_path: Path, mo
     for source, target in added.items():
         (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, tmp_path / target)
-    shutil.copy(str(console.__file__), tmp_path / "lightning_sparse")
+    (tmp_path / "lightning_sparse" / "core").mkdir()
+    shutil.copy(str(console.__file__), tmp_path / "lightning_sparse" / "core")
     installed = run_path(str(tmp_path / "lightning_sparse/core/console.py"))
     for name in named():
         assert Path(installed["page"](name)).is_relative_to(tmp_path)

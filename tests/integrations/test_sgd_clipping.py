@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.optimizers.test_momentum_steps import Training, plan_of
 from torch import Tensor
 
 import lightning_sparse as ls
+from tests.engine.optimizers.test_momentum_rule import Training, plan_of
 from tests.integrations.test_adamw import SPARSE, clippings_of, with_optimizer
 from tests.integrations.test_fabric import close, make_fabric
 from tests.integrations.test_strategy import strategy_class

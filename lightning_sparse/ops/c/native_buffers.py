@@ -90,6 +90,7 @@ def zeros(use: str, size: int) -> int:
 def _kept(use: str, size: int, dtype: torch.dtype) -> tuple[Tensor, int]:
     kept: tuple[Tensor, int] | None = _buffers.__dict__.get(use)
     if kept is None or len(kept[0]) < size:
-        buffer = torch.from_numpy(np.zeros(size * dtype.itemsize, np.uint8)).view(dtype)  # in large pages, untouched
+        # In large pages, untouched; of at least one element, because an empty vector cannot be viewed.
+        buffer = torch.from_numpy(np.zeros(max(1, size) * dtype.itemsize, np.uint8)).view(dtype)
         kept = _buffers.__dict__[use] = buffer, at(buffer)
     return kept
