@@ -81,7 +81,7 @@ def test_every_figure_has_data_and_nothing_is_fetched(few: list[Run], chromium: 
     assert fewer[0]["shown"] == figures[0]["shown"] - 2  # dense: its line and its name
     chromium.set_viewport_size({"width": 390, "height": 800})
     chromium.wait_for_function("!plots[0].data.some(one => one.visible && one.mode === 'text')")
-    assert chromium.evaluate("document.documentElement.scrollWidth") == 390
+    chromium.wait_for_function("document.documentElement.scrollWidth === 390")  # plots follow one after the other
     assert chromium.noted == [f"request: {page}"]
 
 
