@@ -33,15 +33,16 @@ class StepListener(Protocol):
 
 
 _numbers = itertools.count()
-_listeners: weakref.WeakValueDictionary[int, StepListener] = weakref.WeakValueDictionary()
-"""In the order in which they came."""
+_listeners: dict[int, weakref.ref[StepListener]] = {}
+"""In the order in which they came. A dict of its own: it is asked for each parameter in each step, and a
+``WeakValueDictionary`` takes nine times as long to go through."""
 
 
 def listen(listener: StepListener) -> int:
     """Call it from now on; returns its number, for :func:`leave`."""
     _register_hooks()
     number = next(_numbers)
-    _listeners[number] = listener
+    _listeners[number] = weakref.ref(listener, lambda _: leave(number))
     return number
 
 
@@ -52,7 +53,15 @@ def leave(number: int) -> None:
 
 def owner(key: int) -> StepListener | None:
     """The latest listener for a parameter, given by its id: one that has not left does nothing for a later one."""
-    return next((each for each in reversed(list(_listeners.values())) if each.holds(key)), None)
+    for known in reversed(list(_listeners.values())):
+        listener = known()
+        if listener is not None and listener.holds(key):
+            return listener
+    return None
+
+
+def _all() -> list[StepListener]:
+    return [listener for known in list(_listeners.values()) if (listener := known()) is not None]
 
 
 @functools.cache
@@ -67,7 +76,7 @@ def _register_hooks() -> None:
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradients may be formed within the step, by a closure."""
-    for each in list(_listeners.values()):
+    for each in _all():
         each.forget()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
@@ -85,10 +94,10 @@ def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _before(optimizer: Optimizer) -> None:
-    for each in list(_listeners.values()):
+    for each in _all():
         each.before(optimizer)
 
 
 def _end(optimizer: Optimizer, *_: Any) -> None:
-    for each in list(_listeners.values()):
+    for each in _all():
         each.after(optimizer)
