@@ -19,7 +19,7 @@ from lightning_sparse.core.fields import Resolved, documented, hints_of
 from lightning_sparse.methods.density import Constant, DensitySchedule, as_schedule
 from lightning_sparse.methods.exchanges import Exchange, as_exchange
 from lightning_sparse.methods.grouping import GROUPINGS, Grouping, Rules, as_rules
-from lightning_sparse.methods.memory import Memory, NoMemory, as_memory
+from lightning_sparse.methods.memory import Memory, NoMemory, Residual, as_memory
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
 
 Resize = Literal["merge", "flush", "zero"]
@@ -209,8 +209,7 @@ class SparsificationConfig:
     @property
     def memory_in_use(self) -> Memory:
         """The memory; where it is left open, the one that is used unless optimizers say more."""
-        memory: Memory = as_memory(self.memory)
-        return memory
+        return Residual() if self.memory is None else self.memory
 
     @property
     def algorithm(self) -> str:

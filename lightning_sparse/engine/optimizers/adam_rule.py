@@ -80,7 +80,7 @@ class AdamRule:
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Whether steps of some of an optimizer's parameters are taken here, also within one that is around it."""
-        served = {key for key in ids_of(optimizer) if self._group(key) is not None}
+        served = {key for key in ids_of(optimizer) if self._owned(key) is not None}
         return bool(served) and refusal(optimizer, served) is None
 
     @torch.no_grad()
@@ -132,18 +132,15 @@ class AdamRule:
     def _served(self, settings: Mapping[str, Any], handed_out: Set[str]) -> Iterator[_Served]:
         """Parameters of a parameter group whose steps are taken here."""
         for parameter in settings["params"]:
-            owner = self._group(id(parameter))
-            if parameter.grad is None or owner is None:
-                continue
-            name = self._name_of(id(parameter))
-            if name is not None and name in handed_out:
-                yield _Served(parameter, owner, name)
+            owned = None if parameter.grad is None else self._owned(id(parameter))
+            if owned is not None and owned[1] in handed_out:
+                yield _Served(parameter, *owned)
 
-    def _group(self, key: int) -> GroupReducer | None:
-        """That of a parameter, given by its id, whose steps are taken here; else None."""
+    def _owned(self, key: int) -> tuple[GroupReducer, str] | None:
+        """Group and name of a parameter, given by its id, whose steps are taken here; else None."""
         name = self._name_of(key)
         group = None if name is None else self._group_of(name)
-        return None if group is None or group.divisor is None else group
+        return None if name is None or group is None or group.divisor is None else (group, name)
 
     def after(self) -> None:
         """Give parameters their gradients back: a step has ended, or has failed."""

@@ -183,7 +183,7 @@ class OptimizerBinding:
     def _spends(self, optimizer: Optimizer) -> bool:
         """Whether momentum of an optimizer is spent as if averages had not waited; the user is told once."""
         memory = self._reducer.settings.memory_in_use
-        chosen = memory == Residual() and not self.left_open
+        chosen = not self.left_open and memory == Residual()
         if chosen or isinstance(memory, NoMemory) or memory.averages != "gradients":
             return False
         if not has_velocities(optimizer, self._sparsified):
@@ -236,11 +236,11 @@ class OptimizerBinding:
     def _remember_by(self, memory: Memory) -> None:
         self._reducer.remember_by(replace(self._reducer.settings, memory=memory))
 
-    def clip(self, limit: float, algorithm: str, optimizer: Optimizer | None) -> None:
-        """See :meth:`.Engine.clip_gradients`."""
+    def clip(self, limit: float, algorithm: str, optimizer: Optimizer | None, in_place: bool = False) -> None:
+        """See :meth:`.Engine.clip_gradients`; ``in_place``: of clipping averages."""
         held = self._parameters.keys() if optimizer is None else self._reducer.record.hold(optimizer)
         key = None if optimizer is None else id(optimizer)
-        self._reducer.clipping.set(Clipping(limit, algorithm), held, key)
+        self._reducer.clipping.set(Clipping(limit, algorithm), held, key, in_place)
 
     def clip_in_place_of_averages(
         self, limit: float, algorithm: str, optimizer: Optimizer, known: bool = False
@@ -264,8 +264,7 @@ class OptimizerBinding:
             "Each rank's own gradients are clipped before they wait, and not their averages, to sqrt(n) times the "
             f"limit ({page('training')}). memory='residual' leaves clipping to averages."
         )
-        held = self._reducer.record.hold(optimizer)
-        self._reducer.clipping.set(Clipping(limit, algorithm), held, id(optimizer), in_place=True)
+        self.clip(limit, algorithm, optimizer, in_place=True)
 
     def _clip_as_before(self) -> None:
         """Clip what a state says was clipped, from the first step on: nobody asks before it is over."""

@@ -70,8 +70,9 @@ class GradientClipping:
         self._parameters = parameters
         self.limits: dict[int | None, tuple[Clipping, Set[str]]] = {}
         """Limits, and names of parameters that are clipped together, by the id of an optimizer; None: all of them."""
-        self._in_place: Set[int] = frozenset()
-        """Keys of those that rest while nothing of their parameters can wait: averages are clipped then."""
+        self.keys_in_place: Set[int] = frozenset()
+        """Of optimizers whose gradients are clipped in place of averages. These limits rest while nothing of their
+        parameters can wait: averages are clipped then."""
         self._asked: set[int] = set()
         """Keys of optimizers for which clipping in place of averages was asked since their latest step."""
         self.acting: Set[int | None] = frozenset()
@@ -82,12 +83,7 @@ class GradientClipping:
     @property
     def in_place(self) -> list[tuple[Clipping, Set[str]]]:
         """Limits in place of clipping averages, from the next step on."""
-        return [limits for key, limits in list(self.limits.items()) if key in self._in_place]
-
-    @property
-    def keys_in_place(self) -> Set[int]:
-        """Of optimizers whose gradients are clipped in place of averages."""
-        return self._in_place
+        return [limits for key, limits in list(self.limits.items()) if key in self.keys_in_place]
 
     def set(self, clipping: Clipping, names: Set[str], key: int | None, in_place: bool = False) -> None:
         """Clip the gradients of these parameters together, from the next step on.
@@ -103,11 +99,11 @@ class GradientClipping:
         if names:
             self.limits[key] = clipping, names
         if in_place and key is not None:
-            self._in_place |= {key}
+            self.keys_in_place |= {key}
 
     def stop_in_place(self, key: int) -> None:
         """Leave gradients of an optimizer, given by its id, as they are."""
-        self._in_place -= {key}
+        self.keys_in_place -= {key}
         self.limits.pop(key, None)
 
     def note_asked(self, key: int) -> None:
@@ -123,17 +119,17 @@ class GradientClipping:
         """
         if key in self._asked:
             self._asked.remove(key)
-        elif key in self._in_place and applies():
+        elif key in self.keys_in_place and applies():
             self.stop_in_place(key)
 
     def begin_step(self, sparsified: Callable[[], Set[str]]) -> list[tuple[Clipping, Set[str], int]]:
         """Fix the limits of a step: each with the parameters that are clipped together, and their coordinates."""
         self.began_in_place = self.in_place
-        waiting = sparsified() if self._in_place else frozenset()
+        waiting = sparsified() if self.keys_in_place else frozenset()
         acting = {
             key: (clipping, names, sum(self._parameters[name].numel() for name in names))
             for key, (clipping, names) in self.limits.items()
-            if key not in self._in_place or names & waiting
+            if key not in self.keys_in_place or names & waiting
         }
         self.acting = acting.keys()
         return list(acting.values())
