@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 COPIED = ["lightning_sparse", "lightning_sparse_cli", "tests", "configs", "docs", "examples"]
-FILES = ["pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+FILES = ["pyproject.toml", "conftest.py", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
 BLOCK = re.compile(r"^(New file|In) `([^`\n]+)`(?:[^\n]+\n)*?[^\n]*:\n\n```\w+\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -146,22 +145,3 @@ def test_no_room_is_bound_to_one_lightning_package_but_the_files_named_after_it(
         assert path.stem == "lightning_fabric"
     if "lightning" in tops:
         assert path.stem == "lightning"
-
-
-def test_tests_import_what_is_there() -> None:
-    """A test file that cannot be imported is taken for one without tests."""
-    for path in (PACKAGE.parent / "tests").rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if not isinstance(node, ast.ImportFrom) or node.module is None:
-                continue
-            top = node.module.partition(".")[0]
-            if top == "tests":
-                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-                assert any(Path(PACKAGE.parent, *name.split(".")).with_suffix(".py").exists() for name in names) or (
-                    Path(PACKAGE.parent, *node.module.split("."), "__init__.py").exists()
-                ), f"{path}: {node.module}"
-            elif top == PACKAGE.name and "triton" not in node.module:
-                module = import_module(node.module)
-                for alias in node.names:
-                    known = hasattr(module, alias.name) or f"{node.module}.{alias.name}" in MODULES
-                    assert known or alias.name == "*", f"{path}: {alias.name} of {node.module}"
