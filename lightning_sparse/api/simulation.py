@@ -10,9 +10,10 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.step import Context, GroupState
-from lightning_sparse.engine.metrics import Statistics, Step, local, norm_of, summarize
+from lightning_sparse.engine.metrics import Step, local, norm_of, summarize
 from lightning_sparse.engine.network import drive_ranks
 from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.engine.proposal import Proposed, spread_divisor
 from lightning_sparse.methods.density import DensitySchedule, as_schedule
 from lightning_sparse.methods.exchanges import Exchange, as_exchange
 from lightning_sparse.methods.memory import Memory, as_memory
@@ -137,10 +138,10 @@ def _run(
             )
             for rank in range(n)
         ]
-        states, statistics = (list(of_ranks) for of_ranks in zip(*drive_ranks(steps), strict=True))
+        states, proposed = (list(of_ranks) for of_ranks in zip(*drive_ranks(steps), strict=True))
         update = grads[0]
         density.observe(step, update)
-        yield _trace(ctx, update, states, statistics, memory, sparsifier)
+        yield _trace(ctx, update, states, proposed, memory, sparsifier)
 
 
 def _check_rows(
@@ -169,12 +170,12 @@ def _trace(
     ctx: Context,
     update: Tensor,
     states: Sequence[GroupState],
-    statistics: Sequence[Statistics],
+    proposed: Sequence[Proposed],
     memory: Memory,
     sparsifier: Sparsifier,
 ) -> StepTrace:
+    statistics = [one.statistics for one in proposed]
     first, numel = statistics[0], update.numel()
-    divisor = memory.divisor(states[0].memory)
     indices = torch.arange(numel, device="cpu") if first.indices is None else torch.unique(first.indices.cpu())
     indices = indices[indices < numel]
     thresholds = [s.threshold for s in statistics if s.threshold is not None]
@@ -190,7 +191,7 @@ def _trace(
         indices=indices,
         threshold=torch.stack(thresholds).cpu() if thresholds else None,
         update=update,
-        divisor=None if divisor is None else divisor[:-1].clone(),
+        divisor=None if proposed[0].divisor is None else spread_divisor(first.indices, proposed[0].divisor, numel),
         residual_norm=torch.tensor(norms, dtype=torch.float64, device="cpu"),
         quantities=quantities,
         bytes_sent=torch.tensor([s.bytes_sent for s in statistics], dtype=torch.float64, device="cpu"),

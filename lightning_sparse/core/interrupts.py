@@ -67,6 +67,17 @@ class Hold:
 
 
 @contextmanager
+def held() -> Iterator[None]:
+    """Hold back signals in this context; they are delivered when it ends."""
+    hold = Hold()
+    hold.start()
+    try:
+        yield
+    finally:
+        hold.end()
+
+
+@contextmanager
 def uninterrupted(optimizer: Optimizer) -> Iterator[Hold]:
     """Hold back signals while an optimizer steps in this context, but not while its closure runs.
 

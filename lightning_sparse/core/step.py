@@ -119,6 +119,19 @@ class Update(NamedTuple):
     """Whether the exchange has taken ``sent_values`` out of the accumulator already."""
 
 
+class Absorbed(NamedTuple):
+    """What a memory has made of a gradient; local to the rank."""
+
+    acc: Tensor
+    """(numel + 1,) accumulator, the last slot zero: the live residual of memories that have one. Read only."""
+    finite: Tensor
+    """() bool on the accumulator's device: whether all that came was finite."""
+    score: Tensor | None = None
+    """(numel,) vector that coordinates are selected by, the largest magnitudes first; None: the accumulator."""
+    second: Tensor | None = None
+    """(numel + 1,) vector whose mean over ranks is wanted wherever an average arrives; None: nothing more."""
+
+
 class GroupState(NamedTuple):
     """Everything of a group that survives a step, on one rank."""
 

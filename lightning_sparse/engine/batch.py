@@ -69,6 +69,7 @@ class Batches:
         on_stream: the stream of the groups.
         device: of the gradients.
         failing_together: within which errors are raised, given a place for a note.
+        changing: within which gradients are absorbed, given the names of their parameters.
     """
 
     def __init__(
@@ -79,10 +80,11 @@ class Batches:
         on_stream: ExchangeStream,
         device: torch.device,
         failing_together: Callable[[str], AbstractContextManager[None]],
+        changing: Callable[[Set[str]], AbstractContextManager[None]],
     ) -> None:
         self._comm, self._usage, self._executor = comm, usage, executor
         self._on_stream, self._device = on_stream, device
-        self._failing_together = failing_together
+        self._failing_together, self._changing = failing_together, changing
         self._members: list[Member] = []
         self._started: list[Started] = []
         """Groups whose local work is done; touched by the executor only."""
@@ -129,7 +131,7 @@ class Batches:
     def _steps_of(self, member: Member, unused: Set[str]) -> Steps[None]:
         with self._failing_together(f"in the exchange of group {member.group.plan.name!r}"):
             member.wait_for_gradients()
-            yield from member.group.exchange_steps(member.ctx, unused, member.scale, member.flush)
+            yield from member.group.exchange_steps(member.ctx, unused, member.scale, member.flush, self._changing)
 
     def _exchange(self, members: Sequence[Member], header: Header | None) -> None:
         with self._on_stream(), self._failing_together(f"in the exchange of {_named(members)}"):

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.console import say
+from lightning_sparse.core.layout import flattened
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.engine.copied import CopiedEngine
 from lightning_sparse.engine.flush import average_residuals
@@ -25,8 +26,8 @@ from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.optimizers.kinds import check_is_optimizer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.kept import Kept
+from lightning_sparse.engine.state.record import Averages, Counts
 from lightning_sparse.engine.state.schema import renamed
-from lightning_sparse.engine.state.versions import Counts
 from lightning_sparse.engine.view import EngineView
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
@@ -360,17 +361,20 @@ class Engine(EngineView):
             pending, sent = average_residuals(self.groups, self._parameters, self.comm, self._device, self.step)
             self.totals.add(sent, 0.0)
             emptied = dict.fromkeys(pending, 0.0)
-            with self._record.lock:
+            averages = [Averages({name: slice(0, x.numel())}, None, flattened(x)) for name, x in pending.items()]
+            with self._record.changing():
                 self._reducer.lengths.begin_step()
-                self._record.flush([group.version.scaled(emptied) for group in self.groups], pending.keys())
+                for group in self.groups:
+                    group.scale(emptied)
+                self._record.flush(averages, pending.keys())
         return pending
 
     @property
     def moment(self) -> Tensor:
-        """Which of the states that this rank holds belongs to its weights, for :meth:`state_dict`: int64.
+        """(1,) int64: how many exchanges have settled here, for :meth:`state_dict`.
 
-        Ranks may be asked at different moments, one before its optimizer's step and another one after it. What rank 0
-        has here is what all ranks have to save beside the weights of rank 0.
+        Ranks may be asked at different moments, one before the end of an exchange and another one after it. The states
+        of a checkpoint belong together if all ranks pass the largest of their moments.
         """
         return self._kept.moment
 
@@ -378,22 +382,26 @@ class Engine(EngineView):
         """All that this rank needs to go on exactly where it is: plain data and tensors on the CPU; copies.
 
         Every rank has its own: residuals differ. It may be taken at any moment, also in a signal handler and by another
-        thread, and is that of the last completed step: until an average is applied to a parameter, what is remembered
-        of it is that of before the exchange. Where an exchange has begun, averages of the one before count as applied.
-        Where the number of ranks has changed, see :func:`~lightning_sparse.merge_states`.
+        thread. Averages that an exchange has handed out and no optimizer has applied are in it, on rank 0, whose
+        weights are saved: whoever loads it has them in the residuals again. Within a backward, it holds the gradients
+        that have been absorbed so far. Where the number of ranks has changed, see
+        :func:`~lightning_sparse.merge_states`.
 
         Args:
-            moment: :attr:`moment` of the rank whose weights are saved; None: of this one.
+            moment: the largest :attr:`moment` of all ranks; None: that of this one.
 
         Returns:
             ``step``, ``void_steps``, ``rank``, ``world_size``, ``settings``; ``parameters`` and ``counters``: what is
-            remembered of each, by name; ``groups``: what sparsifiers and schedules have learned; ``rates``: latest
+            remembered of each, by name; ``spans``: which coordinates of each parameter, as first one, number, and
+            number of all; ``pending``: averages that are not applied; ``absorbed``: parameters of which a gradient was
+            absorbed that is not exchanged; ``groups``: what sparsifiers and schedules have learned; ``rates``: latest
             learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``: what gradients are
             clipped to in place of their averages; ``lengths``: see
             :class:`~lightning_sparse.engine.optimizers.scaled.Lengths`.
 
         Raises:
-            RuntimeError: if this rank has no state of the given moment any more, or not yet.
+            RuntimeError: if this rank is past the given moment, or does not get there; or if an error has ended a step
+                while residuals were being changed.
         """
         return self._kept.state(moment)
 

@@ -71,6 +71,8 @@ class Executor(Protocol):
 
     blocked_seconds: float
     """Time that backward was held up since this was last set to zero."""
+    failed: bool
+    """True if a job has raised an error that nobody has heard of yet."""
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run a job now or later."""
@@ -84,6 +86,8 @@ class Executor(Protocol):
 
 class Inline:
     """Inside the hook."""
+
+    failed = False
 
     def __init__(self) -> None:
         self.blocked_seconds = 0.0
@@ -111,6 +115,10 @@ class Threaded:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="sparse-exchange", daemon=True)
         self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
 
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)

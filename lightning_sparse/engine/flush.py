@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from lightning_sparse.core.layout import shaped
 from lightning_sparse.core.messages import AllGather, AllReduce, Message
-from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.group import Divided, GroupReducer
 from lightning_sparse.engine.network import TorchCollective, send
 
 
@@ -53,7 +53,8 @@ def average_residuals(
         if residual is None:
             residual = torch.zeros(group.plan.numel, device=device, dtype=group.wide)
         average = mean(residual)
-        group.memory.divide_all_(group.state.memory, average, mean, group.density(step))
+        by = group.memory.divide_all(group.state.memory, average, mean, group.density(step))
+        group.divided = None if by is None else Divided(None, by)
         group.handed = None  # nobody can have changed these
         for name, span in group.spans.items():
             parameter = parameters[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Agreement, Context, GroupState
 from lightning_sparse.engine.metrics import Statistics, norm_of
 from lightning_sparse.engine.optimizers.scaled import Handed
-from lightning_sparse.engine.pipeline import commit_group, exchange_group, init_group, sends_everything, takes_kernels
+from lightning_sparse.engine.pipeline import exchange_group, init_group, sends_everything, settle_group, takes_kernels
+from lightning_sparse.engine.proposal import Proposed, spread_divisor
 from lightning_sparse.methods.density import Constant
 from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.grouping import Group
@@ -54,9 +56,10 @@ class GroupReducer:
         self.device, self.dtype = example.device, example.dtype
         self.wide = torch.promote_types(self.dtype, torch.float32)
         """Dtype of what is remembered."""
-        self._formed: GroupState | Undecided = init_group(
+        self.state: GroupState = init_group(
             plan.numel, self.dtype, self.device, first, memory=self.memory, sparsifier=self.sparsifier
         )
+        """What survives a step; the memory's part changes in place."""
         self.statistics: Statistics | None = None
         """Statistics of the last step that exchanged the group, which need not be the latest step, see :attr:`ran`."""
         self.arrived: dict[str, Tensor] = {}
@@ -71,9 +74,12 @@ class GroupReducer:
         self._bounds = starts, stops
         self.handed: Handed | None = None
         """Some of the latest averages, where they are to be divided."""
+        self.divided: Divided | None = None
+        """By what the latest averages are divided, also those of a skipped step."""
         self.exchanged = False
         """Whether the group has run in this step."""
-        self._exchanged: _Exchanged | None = None
+        self.exchange_made: Exchanged | None = None
+        """The exchange of this step, until the next one begins."""
         self._rooms: dict[torch.dtype, Tensor] = {}
         """Vectors for data without room in the gradient's place, see
         :class:`~lightning_sparse.core.layout.Gradient`."""
@@ -83,26 +89,7 @@ class GroupReducer:
         if self.sparsified and not self.always_whole and static_shapes(self.device):
             grad = torch.empty(1, dtype=self.dtype, device=self.device)
             parts: dict[str, Any] = {"sparsifier": self.sparsifier, "exchange": self.exchange}
-            takes_kernels(grad, self._latest, ctx, memory=self.memory, **parts)
-
-    @property
-    def state(self) -> GroupState:
-        """What counts now; waits for the device where that decides whether the latest step counts."""
-        return self.version.state
-
-    @state.setter
-    def state(self, state: GroupState) -> None:
-        self._formed = state
-
-    @property
-    def _latest(self) -> GroupState:
-        """What the latest step has formed, whether it counts or not."""
-        return self._formed.after if isinstance(self._formed, Undecided) else self._formed
-
-    @property
-    def divisor(self) -> Tensor | None:
-        """As :meth:`~lightning_sparse.methods.memory.Memory.divisor`; of the latest step, also of a skipped one."""
-        return self.memory.divisor(self._latest.memory)
+            takes_kernels(grad, self.state, ctx, memory=self.memory, **parts)
 
     def lengthen_(self, lengths: Tensor) -> None:
         """Let the divisor follow what the latest averages were multiplied by.
@@ -112,14 +99,15 @@ class GroupReducer:
         """
         if self.handed is None or (not static_shapes(self.device) and bool((lengths == 1).all())):
             return
-        state, indices = self._latest.memory, self.handed.indices
-        if indices is None:
-            for span, length in zip(self.spans.values(), lengths, strict=True):
-                self.memory.lengthen_(state, span, length)
+        divided, spans = self.divided, list(self.spans.values())
+        assert divided is not None
+        if divided.indices is None:
+            for span, length in zip(spans, lengths, strict=True):
+                self.memory.lengthen_(divided.by[span], length)
             return
         _, stops = self._bounds
-        of_each = torch.cat([lengths, lengths.new_ones(1)])[torch.searchsorted(stops, indices, right=True)]
-        self.memory.lengthen_(state, indices, of_each)
+        of_each = torch.cat([lengths, lengths.new_ones(1)])[torch.searchsorted(stops, divided.indices, right=True)]
+        self.memory.lengthen_(divided.by, of_each)
 
     def selects(self, step: int) -> bool:
         """Whether not everything is sent at a step, as long as nothing is flushed."""
@@ -163,14 +151,9 @@ class GroupReducer:
             self.memory.carry_(self.state.memory, self.spans[name], old.memory, old.state.memory, old.spans[name])
 
     @property
-    def version(self) -> GroupVersion:
-        """What counts now."""
-        return GroupVersion(self, self._formed, self.density.learned)
-
-    @property
     def memory_bytes(self) -> int:
         """Bytes that the memory keeps, and vectors for what finds no room in the gradient's place."""
-        kept = [*tensors_in(self._latest.memory), *self._rooms.values()]
+        kept = [*tensors_in(self.state.memory), *self._rooms.values()]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
 
     def receive(self, name: str, piece: Tensor) -> None:
@@ -183,15 +166,21 @@ class GroupReducer:
         return len(self.arrived) == len(self.plan.parameters)
 
     def exchange_steps(
-        self, ctx: Context, unused: Set[str] = frozenset(), scale: Tensor | None = None, flush: bool = False
+        self,
+        ctx: Context,
+        unused: Set[str] = frozenset(),
+        scale: Tensor | None = None,
+        flush: bool = False,
+        changing: Callable[[Set[str]], AbstractContextManager[None]] = lambda names: nullcontext(),
     ) -> Steps[None]:
-        """Exchange the group; :meth:`after` says what then counts.
+        """Absorb and exchange; :meth:`settle` follows if the step counts.
 
         Args:
             ctx: the step.
             unused: parameters of the group that no rank used in this backward.
             scale: of the loss, see :func:`~lightning_sparse.engine.pipeline.exchange_group`.
             flush: send everything, this time.
+            changing: is entered, with the names of the parameters, while gradients are absorbed.
 
         Returns:
             A coroutine that works on the gradients in the buckets.
@@ -212,7 +201,8 @@ class GroupReducer:
         if ctx.parameters is not None:
             used_ones = [p for name, p in zip(self.spans, ctx.parameters, strict=True) if name not in unused]
             ctx = ctx._replace(parameters=used_ones)
-        after, statistics, void = yield from exchange_group(
+        used = self.spans.keys() - unused
+        proposed = yield from exchange_group(
             grad,
             self.state,
             ctx,
@@ -222,69 +212,71 @@ class GroupReducer:
             scale=scale,
             unused=spans,
             flush=flush,
+            changing=lambda: changing(used),
         )
-        places = None if static_shapes(self.device) else statistics.indices
-        self._exchanged = _Exchanged(ctx.step, after, void, grad, spans, places)
-        self.statistics = statistics
+        self.exchange_made = Exchanged(ctx.step, proposed, grad, spans)
+        self.statistics = statistics = proposed.statistics
         for span, values in zip(spans, old, strict=True):
             grad[span].copy_(values)
         if grad is not given:
             given.spread_(grad.runs[0])
-        if self.divisor is not None:
+        if proposed.divisor is not None:
+            self.divided = Divided(statistics.indices, proposed.divisor)
             pieces = [self.arrived[name] for name in self.spans]
             self.handed = Handed.of(self._bounds, pieces, statistics.indices, scale)
         self.exchanged = True
 
     def note_pause(self, paused: Stamp, resumed: Stamp) -> None:
         """The group, which has just been exchanged, waited in between for others to travel with."""
-        if self._exchanged is not None and self.statistics is not None:
+        if self.exchange_made is not None and self.statistics is not None:
             self.statistics = self.statistics._replace(pause=(paused, resumed))
 
     @property
     def void(self) -> Tensor | None:
         """() whether this group's gradient was not finite on some rank; None if no rank used it."""
-        return None if self._exchanged is None else self._exchanged.void
+        return None if self.exchange_made is None else self.exchange_made.proposed.void
 
-    def after(self, void: Tensor, heard: Callable[[], bool] | None = None) -> GroupVersion:
-        """What counts when all groups have run: if the step is void for any of them, it is for this one.
-
-        What counts now stays as it is until the next step begins. To ask twice changes nothing.
+    def settle(self, skipped: Tensor) -> None:
+        """Conclude the step when all groups have been exchanged: if one of them skips it, all do.
 
         Args:
-            void: () whether the step counts for nothing.
-            heard: the same for the host, which may wait for it; None: where shapes are static, the device decides.
+            skipped: () whether the step counts for nothing.
         """
-        step = self._exchanged
-        if step is None:
-            return self.version
-        state: GroupState | Undecided
-        if heard is not None and static_shapes(self.device):
-            state = Undecided(self.state, commit_group(self.state, step.after, False, self.memory, step.unused), heard)
-        else:
-            state = commit_group(self.state, step.after, void, self.memory, step.unused)
-        learned = self.density.learned
-        if static_shapes(self.device) or not void:
-            learned = self.density.observed(step.step, step.grad, void, step.places)
-        return GroupVersion(self, state, learned)
+        made = self.exchange_made
+        if made is None:
+            return
+        self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
+        if static_shapes(self.device) or not skipped:
+            places = None if static_shapes(self.device) else made.proposed.statistics.indices
+            self.density.learned = self.density.observed(made.step, made.grad, skipped, places)
 
-    def adapt(self, memory: Memory) -> GroupVersion:
-        """Go on with a memory of the same kind that has other settings; what counts now, for it."""
-        state = self.state
+    def adapt(self, memory: Memory) -> None:
+        """Go on with a memory of the same kind that has other settings."""
         before, self.memory = self.memory, memory
-        return self.version._replace(formed=state._replace(memory=memory.adapted(state.memory, before)))
+        memory.adapt_(self.state.memory, before)
 
     def rest(self) -> None:
         """Give back what it only works in, for as long as it is not exchanged."""
         if not self.memory.vectors(self.state.memory):
             self.state = self.state._replace(memory=None)
 
-    def adopt(self, version: GroupVersion) -> None:
-        """Go on with this version."""
-        self._formed, self.density.learned = version.formed, version.learned
+    def scale(self, factors: Mapping[str, float]) -> None:
+        """Multiply the residuals of parameters by factors, where there are any."""
+        spans = [(span, factors[name]) for name, span in self.spans.items() if name in factors]
+        self.memory.scale_(self.state.memory, spans)
+
+    @property
+    def divisor(self) -> Tensor | None:
+        """(numel,) numbers by which the latest averages are divided, 1 where none arrived; None: they are gradients."""
+        if not self.memory.needs_second:
+            return None
+        if self.divided is None:
+            return torch.ones(self.plan.numel, dtype=self.wide, device=self.device)
+        return spread_divisor(*self.divided, self.plan.numel)
 
     def end_step(self) -> None:
         """The pieces of the gradient are answered."""
-        self.arrived, self.exchanged, self._exchanged = {}, False, None
+        self.arrived, self.exchanged, self.exchange_made = {}, False, None
 
     def residual_norm(self) -> float:
         """Euclidean norm of this rank's residual; waits for the device."""
@@ -295,63 +287,24 @@ class GroupReducer:
         return Gradient.of((self.arrived[name] for name in self.spans), self._rooms)
 
 
-class Undecided:
-    """The states of a group before a step and after it, until the host knows whether the step counts.
-
-    So a step that counts costs no pass over what is remembered.
-
-    Args:
-        before: what counts if it is skipped.
-        after: what counts otherwise.
-        skipped: which of the two it is; may wait for the device.
-    """
-
-    def __init__(self, before: GroupState, after: GroupState, skipped: Callable[[], bool]) -> None:
-        self.before, self.after, self._skipped = before, after, skipped
-
-    @property
-    def state(self) -> GroupState:
-        """What counts."""
-        return self.before if self._skipped() else self.after
-
-
-class GroupVersion(NamedTuple):
-    """What counts of a group after a step; never changed, so that it can be read at any moment.
-
-    Its buffers are written to again in the step after the next one.
-    """
-
-    group: GroupReducer
-    formed: GroupState | Undecided
-    learned: Any
-    """What the density schedule has learned."""
-
-    @property
-    def state(self) -> GroupState:
-        """See :attr:`GroupReducer.state`."""
-        return self.formed.state if isinstance(self.formed, Undecided) else self.formed
-
-    def scaled(self, factors: Mapping[str, float]) -> GroupVersion:
-        """The residuals of parameters multiplied by factors, where there are any."""
-        group = self.group
-        if not factors.keys() & group.spans.keys():
-            return self
-        spans = [(span, factors.get(name, 1.0)) for name, span in group.spans.items()]
-        return self._replace(formed=self.state._replace(memory=group.memory.scale(self.state.memory, spans)))
-
-
-class _Exchanged(NamedTuple):
-    """A step of a group that has been exchanged and does not count yet."""
+class Exchanged(NamedTuple):
+    """A step of a group that has been exchanged."""
 
     step: int
-    after: GroupState
-    void: Tensor
+    proposed: Proposed
     grad: Gradient
     """The average."""
     unused: list[slice]
     """Where parameters lie that no rank used."""
-    places: Tensor | None
-    """Coordinates of the average, where the host knows them; None: all."""
+
+
+class Divided(NamedTuple):
+    """By what averages are divided to be steps of Adam."""
+
+    indices: Tensor | None
+    """(u,) int64 coordinates, in any order, with padding indices where shapes are static; None: all."""
+    by: Tensor
+    """(u,) numbers."""
 
 
 def tensors_in(state: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""The journey of a gradient, in order: accumulate, select, exchange, settle, scatter, commit.
+"""The journey of a gradient, in order: absorb, select, exchange, scatter; and settle, if the step counts.
 
 Everything between ranks is a message that a coroutine yields; :mod:`drivers <lightning_sparse.engine.network.drivers>`
 send it.
@@ -6,7 +6,8 @@ send it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -16,9 +17,10 @@ from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Meter, Steps, resolve
-from lightning_sparse.core.step import Agreement, Context, GroupState, Selection, Update
+from lightning_sparse.core.step import Absorbed, Agreement, Context, GroupState, Selection, Update
 from lightning_sparse.engine import fused
-from lightning_sparse.engine.metrics import Statistics, measure
+from lightning_sparse.engine.metrics import measure
+from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.memory import Memory
@@ -55,23 +57,21 @@ def reduce_group(
     memory: Memory,
     sparsifier: Sparsifier,
     exchange: Exchange,
-) -> Steps[tuple[GroupState, Statistics]]:
+) -> Steps[tuple[GroupState, Proposed]]:
     """Replace a group's gradient on this rank by the sparsified average over all ranks.
 
     Nothing is lost: ``n * update + sum_i residual_i(after) = sum_i (residual_i(before) + gradient_i)`` for every
-    coordinate. If a gradient is not finite on any rank, the step is void on all: the gradient becomes NaN everywhere,
-    and memory, selector and counts stay as they were.
+    coordinate. If a gradient is not finite on any rank, the step is skipped on all: the gradient becomes NaN
+    everywhere, selector and counts stay as they were, and finite coordinates wait in the residuals.
 
-    This is :func:`exchange_group`, which has the same arguments, and :func:`commit_group`, where no other group has a
+    This is :func:`exchange_group`, which has the same arguments, and :func:`settle_group`, where no other group has a
     say in whether the step counts.
 
     Returns:
-        A coroutine that ends with the next state and what happened.
+        A coroutine that ends with the next state and what was exchanged.
     """
-    after, statistics, void = yield from exchange_group(
-        grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange
-    )
-    return commit_group(state, after, void, memory), statistics
+    proposed = yield from exchange_group(grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange)
+    return settle_group(state, proposed, proposed.void, memory), proposed
 
 
 def exchange_group(
@@ -86,27 +86,28 @@ def exchange_group(
     unused: Sequence[slice] = (),
     flush: bool = False,
     kernels: bool = True,
-) -> Steps[tuple[GroupState, Statistics, Tensor]]:
-    """Exchange a group's gradient, and leave it to :func:`commit_group` whether the step counts.
+    changing: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Steps[Proposed]:
+    """Absorb a group's gradient and exchange; :func:`settle_group` follows if the step counts.
 
     At a density of 1, and where it is flushed, the group is exchanged as DDP does it: whatever the sparsifier and the
     exchange are, they are not asked and learn nothing.
 
     Args:
         grad: (numel,) of this rank, overwritten with the average; one run where shapes are static.
-        state: of this group on this rank.
+        state: of this group on this rank. Its memory absorbs the gradient, but for coordinates that are not finite.
         ctx: the step; ``counts``, ``union`` and ``disjoint`` are filled in here.
         memory: error feedback.
         sparsifier: who picks.
         exchange: how picks travel.
         scale: () factor that the loss was multiplied by; what is remembered is free of it, the average has it again.
-        unused: coordinates of parameters that no rank used: nothing of them is sent.
+        unused: coordinates of parameters that no rank used: nothing of them is absorbed or sent.
         flush: send everything, whatever the density is.
         kernels: whether :mod:`~lightning_sparse.engine.fused` may take the step over, where it can.
+        changing: is entered while what is remembered changes; no message is sent meanwhile.
 
     Returns:
-        A coroutine that ends with the state that a valid step leaves, what happened, and () whether a gradient of this
-        group was not finite on any rank.
+        A coroutine that ends with what the step would settle.
     """
     if isinstance(grad, Tensor):
         grad = Gradient([grad])
@@ -119,7 +120,9 @@ def exchange_group(
     if not unused and not whole and kernels:
         flat = grad.runs[0]
         if takes_kernels(flat, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange):
-            steps = fused.exchange_group(flat, state, ctx, memory=memory, sparsifier=sparsifier, scale=scale)
+            steps = fused.exchange_group(
+                flat, state, ctx, memory=memory, sparsifier=sparsifier, scale=scale, changing=changing
+            )
             return (yield from steps)
     if not static_shapes(grad.device):
         ctx = ctx._replace(candidates=state.candidates)
@@ -127,35 +130,29 @@ def exchange_group(
     if scale is not None:
         for run in grad.runs:
             run.div_(scale)
-    acc = memory.accumulate_(state.memory, grad, ctx)
-    score = memory.score_(state.memory, acc, grad, ctx)
-    score = acc[:-1] if score is None else score
-    for span in unused:  # what is remembered of them, and a decay, must not compete
-        acc[span].zero_()
-        score[span].zero_()
-    finite = all_finite(acc[:-1], ctx.candidates)
-    if static_shapes(grad.device):  # what is selected then counts for nothing, and nobody waits to know
-        ctx = ctx._replace(trouble=~finite)
-    elif not finite:  # a rank in trouble takes part in the survey like the others
-        acc.zero_()
-        score.zero_()
+    with changing(), _left_alone(memory, state, unused):
+        absorbed = memory.absorb_(state.memory, grad, ctx)
+    acc, score = _offered(absorbed, unused)
+    if static_shapes(grad.device):  # a rank in trouble offers NaN, and nobody waits to know
+        ctx = ctx._replace(trouble=~absorbed.finite)
+    elif not absorbed.finite:  # it takes part in the survey like the others
+        score = torch.zeros_like(score)
+        acc = torch.full_like(acc, float("nan"))
     selection, selector = yield from meter.watch(resolve(sparsifier.select(score, state.selector, ctx)))
-    ctx = ctx._replace(second=memory.second(state.memory))
+    ctx = ctx._replace(second=absorbed.second)
     selected = Stamp.now(grad.device)
-    selection = _raise_alarm(acc, selection, finite)
+    selection = _raise_alarm(acc, selection, absorbed.finite)
     update = yield from meter.watch(resolve(exchange(acc, selection, ctx)))
-    values, sent = _as_gradient(update.values, grad.dtype, scale)
+    values, handed = _as_gradient(update.values, grad.dtype, scale)
     void = ~all_finite(values if values.dtype == acc.dtype else update.values)  # narrow ones are held in their range
-    rounding = None if grad.dtype == acc.dtype else update.values - sent
-    memory.settle_(state.memory, update, rounding)
+    rounding = None if grad.dtype == acc.dtype else update.values - handed
+    divisor = memory.divisors(state.memory, update, ctx)
     _scatter_(grad, update, values, void, ctx.candidates)
     stamps = begin, selected, Stamp.now(grad.device)
-    numel = acc.numel() - 1
-    statistics = measure(grad.dtype, numel, agreement, selection, update, ctx, meter.bytes_sent, stamps)
-    if whole:
-        return state, statistics, void
+    statistics = measure(grad.dtype, grad.numel, agreement, selection, update, ctx, meter.bytes_sent, stamps)
     named = update.union if update.named is None else update.named
-    return GroupState(state.memory, selector, update.counts, named, state.candidates), statistics, void
+    after = state if whole else GroupState(state.memory, selector, update.counts, named, state.candidates)
+    return Proposed(update._replace(values=handed), rounding, after, statistics, void, divisor)
 
 
 def takes_kernels(
@@ -171,30 +168,57 @@ def sends_everything(sparsifier: Sparsifier, density: float, numel: int) -> bool
     return sparsifier.follows_density and count(density, numel) == numel
 
 
-def commit_group(
-    before: GroupState, after: GroupState, void: Tensor | bool, memory: Memory, unused: Sequence[slice] = ()
+def settle_group(
+    state: GroupState, proposed: Proposed, skipped: Tensor | bool, memory: Memory, unused: Sequence[slice] = ()
 ) -> GroupState:
-    """The state that counts: the one before the step if it is void, the one after it otherwise.
-
-    What ``before`` holds stays as it is until the next step begins.
+    """Return the state after a step: what was sent leaves the memory, in place, unless the step is skipped.
 
     Args:
-        before: what the step began with.
-        after: what :func:`exchange_group` gave; the memory's own state is one and the same object in both.
-        void: () whether the step counts for nothing, equal on all ranks; a bool where the host knows it.
-        memory: whose it is.
-        unused: coordinates of parameters that no rank used, as they were given there.
+        state: the step began with it.
+        proposed: the group's exchange.
+        skipped: () whether the step counts for nothing, equal on all ranks; a bool where the host knows it.
+        memory: of the group.
+        unused: coordinates of parameters that no rank used, as they were given to :func:`exchange_group`.
     """
-    remembered = memory.commit(before.memory, void, unused)
-    if isinstance(void, bool):
-        return (before if void else after)._replace(memory=remembered, candidates=before.candidates)
-    counts, union = before.counts, before.union
-    if counts is None and after.counts is not None and after.union is not None and static_shapes(void.device):
+    after, on_device = proposed.after, isinstance(skipped, Tensor) and static_shapes(skipped.device)
+    if not on_device and skipped:
+        return state
+    with _left_alone(memory, state, unused):
+        memory.settle_(state.memory, proposed.update, proposed.rounding, skipped if on_device else None)
+    if not isinstance(skipped, Tensor) or not on_device or after is state:
+        return after
+    counts, union = state.counts, state.union
+    if counts is None and after.counts is not None and after.union is not None:
         counts, union = torch.full_like(after.counts, -1), torch.full_like(after.union, -1)
-    old = GroupState(None, before.selector, counts, union)
+    old = GroupState(None, state.selector, counts, union)
     new = GroupState(None, after.selector, after.counts, after.union)
-    kept: GroupState = choose(void, old, new)
-    return kept._replace(memory=remembered, candidates=before.candidates)
+    kept: GroupState = choose(skipped, old, new)
+    return kept._replace(memory=state.memory, candidates=state.candidates)
+
+
+@contextmanager
+def _left_alone(memory: Memory, state: GroupState, unused: Sequence[slice]) -> Iterator[None]:
+    """Keep all that is remembered of unused parameters as it is."""
+    vectors = memory.vectors(state.memory).values() if unused else ()
+    kept = [(vector[span], vector[span].clone()) for vector in vectors for span in unused]
+    yield
+    for place, content in kept:
+        place.copy_(content)
+
+
+def _offered(absorbed: Absorbed, unused: Sequence[slice]) -> tuple[Tensor, Tensor]:
+    """Return the accumulator and the score that a step selects and sends from.
+
+    They are copies where there are unused parameters, which must not compete for the density.
+    """
+    acc, score = absorbed.acc, absorbed.score
+    if unused:
+        acc = acc.clone()
+    for span in unused:
+        acc[span].zero_()
+        if score is not None:
+            score[span].zero_()
+    return acc, acc[:-1] if score is None else score
 
 
 def _as_gradient(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -222,7 +246,6 @@ def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> Selection
         return selection._replace(count=selection.count + alone)
     if finite:
         return selection
-    acc.fill_(float("nan"))
     if selection.count > 0:
         return selection
     indices = selection.indices if selection.indices.numel() else selection.indices.new_zeros(1)

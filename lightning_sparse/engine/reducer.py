@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,19 +23,20 @@ from torch.nn import Parameter
 
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.clock import Stamp, Totals
+from lightning_sparse.core.interrupts import held
 from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.engine.batch import Batches
 from lightning_sparse.engine.executor import ExchangeStream, Inline, make_executor
-from lightning_sparse.engine.group import GroupReducer, GroupVersion
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.header import Header, digest_of
 from lightning_sparse.engine.network import TorchCollective, ring_all_reduce_bytes
 from lightning_sparse.engine.optimizers.clipping import GradientClipping
 from lightning_sparse.engine.optimizers.learning_rates import LearningRates
 from lightning_sparse.engine.optimizers.scaled import Lengths
-from lightning_sparse.engine.skip import SkipFlag, SkippedSteps, any_set
+from lightning_sparse.engine.skip import Decision, SkippedSteps, any_set
 from lightning_sparse.engine.sources.comm_hook import DenseBypass, PendingBucket, Positions
 from lightning_sparse.engine.sources.gradient_hooks import SparseGradients, Usage
-from lightning_sparse.engine.state.versions import Counts, History, Record
+from lightning_sparse.engine.state.record import Averages, Counts, Record
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import Memory
 
@@ -96,7 +98,9 @@ class Reducer:
         self._usage = Usage(parameters, comm) if watch_usage else None
         self._sparse_gradients = SparseGradients(parameters, lambda: self.failing_together("in backward"))
         self._executor = make_executor(settings.executor, device, comm.world_size, self.on_stream.host_knows)
-        self._batches = Batches(comm, self._usage, self._executor, self.on_stream, device, self.failing_together)
+        self._batches = Batches(
+            comm, self._usage, self._executor, self.on_stream, device, self.failing_together, self._absorbing
+        )
         self.messages: Messages = "group" if settings.messages == "group" else "step"
         """What travels together."""
         self._bypass = DenseBypass(comm, names)
@@ -111,7 +115,7 @@ class Reducer:
     @property
     def step(self) -> int:
         """Exchanges so far that counted; may wait for the device."""
-        return self.record.latest.counts.step
+        return self.record.counts.step
 
     @property
     def held_up_seconds(self) -> float:
@@ -149,8 +153,12 @@ class Reducer:
     def adopt(self, groups: list[GroupReducer], counts: Counts) -> None:
         """Go on with these groups, between two steps."""
         self.skipped.resolve()
+        with self.record.changing():
+            self._adopt(groups, counts)
+
+    def _adopt(self, groups: list[GroupReducer], counts: Counts) -> None:
         self.direct = False
-        self.record.restart([group.version for group in groups], self.rates.latest, self.rates.surplus, counts)
+        self.record.restart(counts)
         self._number = counts.step
         self.groups = groups
         self.adoptions += 1
@@ -181,7 +189,7 @@ class Reducer:
                 if direct:
                     running.rest()
                 groups.append(running)
-        self.adopt(groups, self.record.latest.counts)
+        self.adopt(groups, self.record.counts)
         self.messages, self.direct = messages, direct
 
     def remember_by(self, settings: SparsificationConfig) -> None:
@@ -193,9 +201,10 @@ class Reducer:
         """Go on with a memory of the same kind that has other settings, in a step that has just begun."""
         self.settings = replace(self.settings, memory=memory)
         self._digest = digest_of(self.settings, self._digest_of_plan)
-        with self.record.lock, self.on_stream.between_steps():
-            groups = [group.adapt(memory) if group.memory.needs_second else group.version for group in self.groups]
-            self.record.rescale(groups, self.rates.latest, self.rates.surplus)
+        with self.record.changing(), self.on_stream.between_steps():
+            for group in self.groups:
+                if group.memory.needs_second:
+                    group.adapt(memory)
 
     def receive(self, bucket: Any) -> Future[Tensor]:
         """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""
@@ -213,22 +222,38 @@ class Reducer:
             return average
         pending = PendingBucket(bucket, self._names)
         self._pending.append(pending)
+        with self._held_for(bucket):
+            begin = self._take(pending)
+            if bucket.is_last():
+                self._send_last()
+        if bucket.is_last():
+            self._finish(begin)
+        return pending.future
+
+    def _held_for(self, bucket: Any) -> AbstractContextManager[Any]:
+        """Let signals wait while the last job of a step is submitted.
+
+        When it is submitted, a handler may wait for the step to settle, as it has on another rank. A job that runs here
+        and now settles before signals are heard.
+        """
+        return held() if bucket.is_last() else nullcontext()
+
+    def _take(self, pending: PendingBucket) -> Stamp:
+        """Note the gradients of a bucket, and let groups begin that are complete; returns when they were here."""
         for name, gradient in pending.gradients():
             self.group_of[name].receive(name, gradient)
         begin = Stamp.now(self._device)
         for group in dict.fromkeys(self.group_of[name] for name in pending.spans):
             if group.complete:
                 self._submit(group)
-        if bucket.is_last():
-            self._finish(begin)
-        return pending.future
+        return begin
 
     def _begin(self) -> None:
         """The first gradients of a step are here."""
         self._begun = True
         self.skipped.begin_step()
         self._number = self.step
-        with self.record.lock:
+        with self.record.changing():
             self.record.begin_step()
             self.lengths.begin_step()
             for group in self.groups:
@@ -248,13 +273,12 @@ class Reducer:
         """Let residuals stand for the same steps when learning rates have changed."""
         if not self.rates.known:
             raise RuntimeError("lr_aware=True needs the optimizers: call engine.bind([optimizer]) before training.")
-        with self.record.lock, self.on_stream.between_steps():
-            self.record.begin_step()
+        with self.record.changing(), self.on_stream.between_steps():
             factors = self.rates.factors()
             densities = {name: self.group_of[name].density(self.step) for name in factors}
             self.rates.change(factors, self.step, densities)
-            groups = [group.version.scaled(factors) for group in self.groups]
-            self.record.rescale(groups, self.rates.latest, self.rates.surplus)
+            for group in self.groups:
+                group.scale(factors)
 
     def _submit(self, group: GroupReducer) -> None:
         """All gradients of a group are here: let it begin, now or on the thread."""
@@ -287,19 +311,29 @@ class Reducer:
                 comm.abort()
             raise
 
+    @contextmanager
+    def _absorbing(self, names: Set[str]) -> Iterator[None]:
+        """Gradients of these parameters are absorbed in this context."""
+        with self.record.changing():
+            self.record.absorb(names)
+            yield
+
     def _parameters_of(self, group: GroupReducer) -> list[tuple[slice, Tensor]]:
         return [(span, self._parameters[name].detach()) for name, span in group.spans.items()]
 
-    def _finish(self, begin: Stamp) -> None:
-        """The last bucket is here: backward has nothing left to compute, so nothing is lost by waiting."""
+    def _send_last(self) -> None:
+        """The last bucket is here: send what has not been sent, and settle when it is exchanged."""
         incomplete = [g.plan.name for g in self.groups if g.arrived and not g.complete]
         assert not incomplete, f"DDP delivered only some gradients of the groups {incomplete}"
-        pending, self._pending = self._pending, []
         if self.messages == "step":
             # Where all is dense, there is one sum, and nothing that a header could travel with.
             self._batches.send(None if self._all_dense else Header(self.step, self._flushes, self._digest))
+        self._executor.submit(partial(self._settle, self._pending))
+
+    def _finish(self, begin: Stamp) -> None:
+        """Backward has nothing left to compute, so nothing is lost by waiting."""
         self._executor.drain()
-        self._conclude(pending)
+        pending, self._pending = self._pending, []
         with self.on_stream():
             for bucket in pending:
                 bucket.answer()
@@ -312,9 +346,12 @@ class Reducer:
         sent = sum(statistics.bytes_sent for statistics in ran) + self.shared_bytes
         self.totals.add(sent, sum(statistics.dense_bytes for statistics in ran))
 
-    def _conclude(self, pending: Sequence[PendingBucket]) -> None:
-        """All groups have run: does the step count? What is not finite is so on all ranks, so that nothing is sent."""
-        with self.on_stream():
+    def _settle(self, pending: Sequence[PendingBucket]) -> None:
+        """All groups have been exchanged: does the step count? Then residuals lose what was sent.
+
+        A gradient that is not finite is so on all ranks by now, so that nothing is sent.
+        """
+        with self.on_stream(), self.failing_together("in settling the step"):
             skipped = self._any_not_finite()
             unused = {name for group in self.groups for name in group.untouched}
             if not self.on_stream.host_knows or skipped:
@@ -322,18 +359,24 @@ class Reducer:
                     bucket.fill_nan_(skipped, unused, self._positions)
             # On a device, with nonfinite="nan" and without a loss scale, nobody asks.
             asked = self.on_stream.host_knows or self.settings.nonfinite == "skip" or self._loss_scale() is not None
-            flag = SkipFlag(
+            decision = Decision(
                 skipped if asked else None, self.on_stream.stream, self._comm.wait_until, self._batches.headers
             )
-            groups = [group.after(skipped, flag.__bool__ if asked else None) for group in self.groups]
-        self._commit(groups, flag, {name for bucket in pending for name in bucket.spans} - unused)
+            names = {name for bucket in pending for name in bucket.spans} - unused
+            with self.record.changing():
+                averages = [made for group in self.groups if (made := _averages_of(group)) is not None]
+                for group in self.groups:
+                    group.settle(skipped)
+                self.record.settle(decision, names, averages)
+            self.skipped.note(decision, names)
 
     def _conclude_direct(self) -> None:
         """All averages are on their way; with a loss scale, the scaler looks whether they are finite."""
         names, skipped = self._bypass.end_step(self.settings.nonfinite == "skip" and self._loss_scale() is None)
         stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self._device)
-        flag = SkipFlag(skipped, stream, self._comm.wait_until)
-        self._commit([group.version for group in self.groups], flag, names)
+        decision = Decision(skipped, stream, self._comm.wait_until)
+        self.record.settle(decision, names, [])
+        self.skipped.note(decision, names)
         self.totals.add(self.direct_bytes, self.direct_bytes)
 
     @property
@@ -345,10 +388,6 @@ class Reducer:
         """() whether a gradient of any group was not finite on some rank; equal on all ranks."""
         flags = [group.void for group in self.groups if group.void is not None]
         return any_set(flags, self._device, self.on_stream.host_knows)
-
-    def _commit(self, groups: Sequence[GroupVersion], skipped: SkipFlag, names: Set[str]) -> None:
-        self.record.commit(groups, skipped, names)
-        self.skipped.note(skipped, names)
 
     def _end_step(self) -> None:
         self._begun = False
@@ -371,24 +410,22 @@ class Reducer:
         self.totals.expose(begin, end)
         return lambda: max(0.0, begin.until(end))
 
-    def soon(self) -> History:
-        """The history when the exchange is concluded that goes on; another rank has done so already.
+    def wait_for(self, number: int) -> None:
+        """Return when so many exchanges have settled here, as they have on another rank.
 
-        A signal handler may have come in between, on the thread that would conclude it.
+        A signal handler may have come in between, on the thread that waits for the exchange.
+
+        Raises:
+            RuntimeError: if that does not come.
         """
         deadline = time.monotonic() + PATIENCE
-        arrived = [group for group in self.groups if group.arrived]
-        if not arrived and not self.direct:  # the other rank is ahead by a flush
-            return self.record.history
-        while not all(group.exchanged for group in arrived):
-            if isinstance(self._executor, Inline) or time.monotonic() > deadline:
-                return self.record.history
+        while self.record.counts.number < number:
+            if isinstance(self._executor, Inline) or self._executor.failed or time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"Another rank has settled exchange {number}, and this one has only settled "
+                    f"{self.record.counts.number}. Save a moment later."
+                )
             time.sleep(0.001)
-        latest = self.record.latest
-        skipped = self._any_not_finite()
-        groups = tuple(group.after(skipped) for group in self.groups)
-        flag = SkipFlag(skipped, None, self._comm.wait_until)
-        return History(latest._replace(groups=groups, start=latest.counts, skipped=flag), latest)
 
     def close(self) -> None:
         """Stop the communication thread, give the process group back, stop looking at parameters and optimizers."""
@@ -398,3 +435,12 @@ class Reducer:
         if self._usage is not None:
             self._usage.close()
         self._comm.close()
+
+
+def _averages_of(group: GroupReducer) -> Averages | None:
+    """The averages of a group that its residual can take back; None: it has none, or was not exchanged."""
+    made = group.exchange_made
+    if made is None or group.memory.residual(group.state.memory) is None:
+        return None
+    update = made.proposed.update
+    return Averages(group.spans, update.indices, update.values)

@@ -1,4 +1,4 @@
-"""Steps that are skipped because a gradient is not finite: who knows it when, and what is kept from optimizers."""
+"""The decision whether a step counts, and gradients of skipped steps that are kept from optimizers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def _to_host(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu").copy_(x, non_blocking=True)
 
 
-class SkipFlag:
-    """Whether a step is skipped. On a CUDA stream it is copied to the host asynchronously: ``bool()`` waits for that.
+class Decision:
+    """True if a step is skipped, for all groups. A flag on a CUDA stream is copied to the host asynchronously.
+
+    ``bool()`` waits for that copy.
 
     The headers of all ranks come with it: ``bool()`` raises where they differ, see
     :func:`~lightning_sparse.engine.header.check`.
@@ -78,7 +80,7 @@ class SkippedSteps:
         self._names = names
         self._latest: Set[str] = frozenset()
         """Parameters that got a gradient in the latest step."""
-        self._flag: SkipFlag | None = None
+        self._flag: Decision | None = None
         """The flag of the latest step, until it is resolved."""
         self._invalid: Set[str] = frozenset()
         """Parameters whose gradient a skipped step has left NaN, as far as steps are resolved."""
@@ -89,7 +91,7 @@ class SkippedSteps:
         """Whether nobody has asked yet whether the latest step is skipped."""
         return self._flag is not None
 
-    def note(self, flag: SkipFlag, names: Set[str]) -> None:
+    def note(self, flag: Decision, names: Set[str]) -> None:
         """A step has ended that gave these parameters a gradient; the one before is resolved."""
         self._flag, self._latest = flag, names
 

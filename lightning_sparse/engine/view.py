@@ -15,7 +15,7 @@ from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import Step, summarize
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.engine.state.versions import Counts
+from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.ops.length import LengthChanges
 
@@ -48,34 +48,33 @@ class EngineView:
     @property
     def step(self) -> int:
         """Synchronised backward passes so far that counted; void ones do not, see :attr:`void`."""
-        return self._record.latest.counts.step
+        return self._record.counts.step
 
     @property
     def void_steps(self) -> int:
         """Exchanges so far that counted for nothing, because a gradient was not finite on some rank."""
-        return self._record.latest.counts.void
+        return self._record.counts.void
 
     @property
     def void_streak(self) -> int:
         """Exchanges that counted for nothing since the last one that counted."""
-        return self._record.latest.counts.streak
+        return self._record.counts.streak
 
     @property
     def known_counts(self) -> Counts:
         """Exchanges so far, of which the host has heard whether they counted; does not wait for a device."""
-        latest = self._record.latest
         unheard = self._skipped.unresolved and not self._reducer.on_stream.host_knows
-        return latest.start if unheard else latest.counts
+        return self._record.start if unheard else self._record.counts
 
     @property
     def void(self) -> bool:
         """Whether the latest exchange counted for nothing, because a gradient was not finite on some rank.
 
-        All ranks then hold NaN gradients, and residuals are as they were before. The optimizer must skip the step, as a
+        All ranks then hold NaN gradients, and finite ones wait in the residuals. The optimizer must skip the step, as a
         ``GradScaler`` does and as the strategies do with ``nonfinite="skip"``. On a device, asking waits for the
         exchange; with ``nonfinite="nan"`` and no loss scale, nobody asks, and the answer there is always False.
         """
-        return self._record.latest.void
+        return self._record.void
 
     @property
     def held(self) -> Set[str]:
@@ -93,7 +92,7 @@ class EngineView:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that this rank keeps for error feedback, of all groups; in :class:`Residual` 8 a float32 coordinate.
+        """Bytes that this rank keeps for error feedback, of all groups; in :class:`Residual` 4 a float32 coordinate.
 
         Of groups whose gradients do not lie in one run in DDP's buckets, room for scores and for copies, where some
         are needed, is counted from the first step on.

@@ -77,7 +77,8 @@ def go_on(engine: Engine, left: Left | None) -> str:
         return f"{anew}: the weights have changed since."
     remembered = {name: {} if name in changed else own for name, own in left.state["parameters"].items()}
     try:
-        lost = engine.take_over({**left.state, "parameters": remembered}, here)
+        pending = {name: own for name, own in left.state["pending"].items() if name not in changed}
+        lost = engine.take_over({**left.state, "parameters": remembered, "pending": pending}, here)
     except ValueError as error:
         return f"{anew}: {error}"
     if changed:

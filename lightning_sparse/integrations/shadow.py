@@ -143,7 +143,7 @@ class Shadow:
         flags = [group.void for group in groups if group.void is not None]
         void = any_set(flags, self._device, self._device.type == "cpu")
         for group in groups:
-            group.adopt(group.after(void))
+            group.settle(void)
             group.end_step()
         if bool(void):
             return None

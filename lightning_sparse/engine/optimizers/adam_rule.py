@@ -93,10 +93,11 @@ class AdamRule:
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         served = [(settings, list(self._served(settings, names))) for settings in optimizer.param_groups]
         self._follow_changes([one for _, ones in served for one in ones], scale)
+        divisors = {owner: owner.divisor for owner in {one.owner for _, ones in served for one in ones}}
         for settings, ones in served:
             moved = []
             for parameter, owner, name in ones:
-                divisor = owner.divisor
+                divisor = divisors[owner]
                 assert parameter.grad is not None and divisor is not None
                 moved.append(Moved(parameter, parameter.grad, shaped(divisor[owner.spans[name]], parameter)))
                 self._aside.append((parameter, parameter.grad))
@@ -140,7 +141,7 @@ class AdamRule:
         """Group and name of a parameter, given by its id, whose steps are taken here; else None."""
         name = self._name_of(key)
         group = None if name is None else self._group_of(name)
-        return None if name is None or group is None or group.divisor is None else (group, name)
+        return None if name is None or group is None or not group.memory.needs_second else (group, name)
 
     def after(self) -> None:
         """Give parameters their gradients back: a step has ended, or has failed."""

@@ -75,7 +75,7 @@ class OptimizerBinding:
             self.name_of, self._sparse_group, record.waiting, comm.world_size, reducer.lengths, warn, keeps
         )
         self._momentum = MomentumRule(
-            self.name_of, self._sparse_group, record.waiting, lambda: record.latest.skipped is None, self._spends
+            self.name_of, self._sparse_group, record.waiting, lambda: record.decision is None, self._spends
         )
         self._number = listen(self)
 
@@ -92,7 +92,7 @@ class OptimizerBinding:
         record = self._reducer.record
         self._reducer.clipping.before_step(
             id(optimizer),
-            lambda: record.latest.skipped is not None and self._has_averages(optimizer),  # no flush
+            lambda: record.decision is not None and self._has_averages(optimizer),  # no flush
         )
         self.adam.before(optimizer)
         self._momentum.before(optimizer)
@@ -142,7 +142,7 @@ class OptimizerBinding:
             self.suit(optimizers, begins=True)
         self._read = reducer.adoptions, decays
         if reducer.adoptions != adoptions:
-            with reducer.record.lock, reducer.on_stream.between_steps():
+            with reducer.record.changing(), reducer.on_stream.between_steps():
                 taken = [optimizer for optimizer in optimizers if self.adam.takes(optimizer)]
                 go_on_from_dense(reducer.groups, taken, self._parameters, self._comm, self._device)
 

@@ -33,7 +33,7 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.merging import merge_states
 from lightning_sparse.engine.state.plain import checksum
-from lightning_sparse.engine.state.schema import State, check_state
+from lightning_sparse.engine.state.schema import State, check_state, with_pending
 from lightning_sparse.engine.state.side_files import (
     Path,
     SideFile,
@@ -74,9 +74,9 @@ class SideFiles:
     ) -> Iterator[dict[str, Any]]:
         """Write this rank's side file, then let the checkpoint be written, then remove older side files.
 
-        All ranks must enter this together, but may be asked at different moments of a step: all of them save what
-        belongs to the weights that rank 0 has. What is in the way of one rank is an error on all of them, before the
-        checkpoint is touched.
+        All ranks must enter this together, but may be asked at different moments of a step: all of them save after the
+        newest exchange of any rank, and rank 0 adds the averages that its weights do not hold yet. A problem of one
+        rank is an error on all of them, before the checkpoint is touched.
 
         Args:
             path: of the checkpoint, the same on all ranks.
@@ -96,10 +96,10 @@ class SideFiles:
         own = SideFile(engine.comm.rank, engine.comm.world_size, engine.run_id, self._number)
         moment, counted = engine.moment, -1 if global_step is None else global_step
         if comm is not None:
-            agreed = comm.broadcast(
-                torch.cat([moment, torch.tensor([counted], device="cpu")]).to(engine.device), 0
+            on_ranks = comm.all_gather(
+                torch.cat([moment, torch.tensor([counted], device="cpu")]).to(engine.device)
             ).cpu()
-            moment, counted = agreed[:-1], int(agreed[-1])
+            moment, counted = on_ranks[:, :-1].amax(0), int(on_ranks[0, -1])
         facts = {"save": own.save, "global_step": counted}
         step, problem = self._write(facts, own.name, path, engine, moment, write)
         oldest = ""
@@ -240,7 +240,10 @@ def restore(
                 "written is lost. Expect a small dent in the curve.",
                 stacklevel=2,
             )
-        nothing: State = {"parameters": {}, "counters": {}, "groups": [], "rates": {}, "surplus": {}}
+        nothing: State = {
+            "parameters": {}, "counters": {}, "groups": [], "rates": {}, "surplus": {}, "spans": {}, "pending": {},
+            "absorbed": [],
+        }  # fmt: skip
         engine.load_state_dict({**engine.state_dict(), **nothing, "step": int(notes[0].fact or 0)})
         return
     if dropped and comm.rank == 0:
@@ -333,9 +336,10 @@ def _locate(path: Path, directory: str, file: SideFile) -> str:
 
 def _emptied(state: State, comm: TorchCollective) -> tuple[State, str]:
     """A merged state that remembers nothing, and a sentence that says what is lost."""
-    pending = [vectors["residual"] for vectors in state["parameters"].values() if "residual" in vectors]
+    whole = with_pending(state, 1)["parameters"]
+    pending = [vectors["residual"] for vectors in whole.values() if "residual" in vectors]
     norm = sum(float(residual.double().square().sum()) for residual in pending) ** 0.5
-    nothing: State = {"parameters": {name: {} for name in state["parameters"]}, "counters": {}}
+    nothing: State = {"parameters": {name: {} for name in state["parameters"]}, "counters": {}, "pending": {}}
     return {**state, **nothing}, (
         f"Training continues with {comm.world_size} ranks instead of {state['world_size']} and resize='zero': the "
         f"residuals, an update of norm {norm:.4g} that was still to be sent, are dropped."

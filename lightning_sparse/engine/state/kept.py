@@ -1,4 +1,4 @@
-"""The state of an engine as it is saved and loaded: which version is meant, and what waits for frozen parameters."""
+"""The state of an engine as it is saved and loaded, and what waits for frozen parameters."""
 
 from __future__ import annotations
 
@@ -42,25 +42,23 @@ class Kept:
     @property
     def moment(self) -> Tensor:
         """See :attr:`.Engine.moment`."""
-        record = self._reducer.record
-        return torch.tensor(record.numbers(record.history), device="cpu")
+        return torch.tensor([self._reducer.record.counts.number], device="cpu")
 
     def state(self, moment: Tensor | None) -> dict[str, Any]:
         """See :meth:`.Engine.state_dict`."""
         reducer, record = self._reducer, self._reducer.record
-        reducer.on_stream.synchronize()
+        if moment is not None:
+            reducer.wait_for(int(moment[0]))
         with record.lock:
-            history = record.history
-            numbers = record.numbers(history) if moment is None else moment.tolist()
-            if max(numbers) > history.latest.number:
-                history = reducer.soon()
-            algorithm = reducer.settings.algorithm
-            # What was asked for since a step began is for the next one, also where the weights are of before it.
-            clipping, latest = reducer.clipping, history.latest.number
-            clippings = clipping.in_place if numbers[0] == latest else clipping.began_in_place
-            chosen = zip(self._names, numbers[1:], strict=True)
-            lengths = reducer.lengths.state({name for name, number in chosen if number < latest})
-            return capture(history, numbers, self._names, self._parked, clippings, lengths, algorithm, self._comm)
+            reducer.on_stream.synchronize()
+            record.check_whole()
+            if moment is not None and record.counts.number > int(moment[0]):
+                raise RuntimeError(
+                    f"The state after exchange {int(moment[0])} is asked for, and this rank has settled "
+                    f"{record.counts.number}. All ranks save after the newest exchange of any rank: pass the largest "
+                    "of their moments."
+                )
+            return capture(reducer, self._names, self._parked, self._comm)
 
     def load(self, state: Mapping[str, Any], suit: Callable[[Mapping[str, Any]], None]) -> Draft:
         """See :meth:`.Engine.load_state_dict`; nothing changes before all ranks know that all of them can.
@@ -79,13 +77,14 @@ class Kept:
         except ValueError:
             if reducer.settings is not settings:
                 reducer.settings = settings
-                reducer.adopt(groups, reducer.record.latest.counts)
+                reducer.adopt(groups, reducer.record.counts)
             raise
-        counts = reducer.record.latest.counts._replace(step=state["step"], void=state["void_steps"])
+        counts = reducer.record.counts._replace(step=state["step"], void=state["void_steps"])
         if reducer.flush_at is not None:
             reducer.flush_at = counts.step if reducer.flush_at == reducer.step else None
         reducer.rates.load(state["rates"], state.get("surplus", {}))
         reducer.adopt(draft.groups, counts)
+        reducer.record.forget_averages()
         self._parked = parked(state, self._frozen)
         self.loads += 1
         reducer.on_stream.synchronize()
@@ -96,4 +95,4 @@ class Kept:
         plan = [group.plan for group in reducer.groups]
         with reducer.on_stream.between_steps():
             algorithm = reducer.settings.algorithm
-            return draft_of(state, plan, reducer.form, self._frozen, algorithm, self._comm.world_size)
+            return draft_of(state, plan, reducer.form, self._frozen, algorithm, self._comm)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import expect
-from lightning_sparse.engine.state.schema import State, check_state
+from lightning_sparse.engine.state.schema import STATE_FORMAT, State, check_state
 
 
 def merge_states(states: Iterable[State]) -> State:
@@ -52,11 +52,13 @@ def merge_states(states: Iterable[State]) -> State:
     sums: dict[str, dict[str, Tensor]] = {}
     dtypes: dict[tuple[str, str], torch.dtype] = {}
     ranks: list[int] = []
+    pending: State = {}
+    absorbed: list[str] = []
     for state in states:
         check_state(state)
         shapes = {name: {key: v.shape for key, v in vectors.items()} for name, vectors in state["parameters"].items()}
         if not ranks:
-            head = {key: value for key, value in state.items() if key not in ("parameters", "groups")}
+            head = {key: value for key, value in state.items() if key not in ("parameters", "groups", "pending")}
             sums = {
                 name: {key: torch.zeros(shape, dtype=torch.float64, device="cpu") for key, shape in vectors.items()}
                 for name, vectors in shapes.items()
@@ -69,6 +71,9 @@ def merge_states(states: Iterable[State]) -> State:
                 f"{head['rank']} and {state['rank']} differ in step, number of ranks or parameters."
             )
         ranks.append(state["rank"])
+        if state["rank"] == 0:  # whose weights were saved
+            pending = dict(state.get("pending", {}))
+            absorbed = list(state.get("absorbed", ()))
         for name, vectors in state["parameters"].items():
             for key, vector in vectors.items():
                 sums[name][key] += vector
@@ -80,4 +85,4 @@ def merge_states(states: Iterable[State]) -> State:
         name: {key: (total / len(ranks)).to(dtypes[name, key]) for key, total in vectors.items()}
         for name, vectors in sums.items()
     }
-    return {**head, "parameters": means, "groups": []}
+    return {**head, "format": STATE_FORMAT, "parameters": means, "groups": [], "pending": pending, "absorbed": absorbed}

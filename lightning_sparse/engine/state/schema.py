@@ -15,8 +15,11 @@ from lightning_sparse.core.checks import is_integer, is_number
 from lightning_sparse.engine.optimizers.clipping import ALGORITHMS
 from lightning_sparse.methods.memory import SecondMoment
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 """Version of the format of ``Engine.state_dict()``; changes when its meaning does."""
+READABLE = 1, 2
+"""Formats that are understood. In the first one, there is nothing pending: what was saved between an exchange and the
+optimizer's step is of before the exchange."""
 State = dict[str, Any]
 """The result of ``Engine.state_dict()``."""
 
@@ -59,6 +62,21 @@ LENGTH = Kind(
     "a list of a number from -1 on and one from 0 to 1",
     lambda x: _is_pair(x) and all(map(_is_number, x)) and x[0] >= -1 and 0 <= x[1] <= 1,
 )
+SPAN = Kind(
+    "a list of a start, a length and a number of coordinates",
+    lambda x: (
+        isinstance(x, (list, tuple)) and len(x) == 3 and all(_is_int(one, 0) for one in x) and x[0] + x[1] <= x[2]
+    ),
+)
+INDICES = Kind(
+    "a vector of ascending int32 coordinates",
+    lambda x: (
+        isinstance(x, Tensor)
+        and x.dtype == torch.int32
+        and x.dim() == 1
+        and (not len(x) or (int(x[0]) >= 0 and bool((x[1:] > x[:-1]).all())))
+    ),
+)
 NAMED = Kind("a dict with names as keys", lambda x: isinstance(x, dict) and all(isinstance(name, str) for name in x))
 LIST = Kind("a list", lambda x: isinstance(x, list))
 NAMES = Kind("a list of names", lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x))
@@ -88,7 +106,7 @@ def check_state(state: Any) -> None:
     Raises:
         ValueError: naming what is missing or not as expected.
     """
-    if not isinstance(state, Mapping) or not _is_int(found := state.get("format"), 0) or found != STATE_FORMAT:
+    if not isinstance(state, Mapping) or not _is_int(found := state.get("format"), 0) or found not in READABLE:
         raise ValueError(f"Expected a state of format {STATE_FORMAT}, as Engine.state_dict() gives it.")
     _check_fields(state, FIELDS, "the state's")
     if state["rank"] >= state["world_size"]:
@@ -107,6 +125,16 @@ def check_state(state: Any) -> None:
             raise ValueError(
                 f"Expected the surplus of {name} to be of step {state['step']} at most, but got {noted[1]}."
             )
+    _check(state.get("spans", {}), NAMED, "the state's spans")
+    for name, span in state.get("spans", {}).items():
+        _check(span, SPAN, f"the state's span of {name}")
+        for key, vector in state["parameters"].get(name, {}).items():
+            if vector.numel() != span[1]:
+                raise ValueError(f"Expected {span[1]} coordinates of {name} in {key}, but got {vector.numel()}.")
+    _check(state.get("pending", {}), NAMED, "the state's pending averages")
+    for name, pending in state.get("pending", {}).items():
+        _check_pending(state, name, pending)
+    _check(state.get("absorbed", []), NAMES, "the state's absorbed parameters")
     _check(state.get("lengths", {}), NAMED, "the state's lengths")
     for name, pair in state.get("lengths", {}).items():
         _check(pair, LENGTH, f"the state's length of {name}")
@@ -119,6 +147,46 @@ def check_state(state: Any) -> None:
         _check_fields(group, GROUP_FIELDS, f"in group {number} of the state the")
         _check(group.get("dense", False), FLAG, f"in group {number} of the state dense")
         _check(group["state"].get("density", MISSING), NAMED, f"the state's density of group {number}")
+
+
+def _check_pending(state: Mapping[str, Any], name: str, pending: Any) -> None:
+    _check(pending, NAMED, f"the state's pending averages of {name}")
+    values = pending.get("values", MISSING)
+    _check(values, VECTOR, f"the state's pending averages of {name}")
+    residual = state["parameters"].get(name, {}).get("residual", MISSING)
+    _check(residual, VECTOR, f"the state's residual of {name}, of which averages are pending,")
+    expected = residual.numel()
+    if "indices" in pending:
+        indices = pending["indices"]
+        _check(indices, INDICES, f"the state's coordinates of pending averages of {name}")
+        expected = indices.numel()
+        if expected and int(indices[-1]) >= residual.numel():
+            raise ValueError(
+                f"Expected an average below {residual.numel()} in {name}, but got {int(indices[-1])}."
+            )
+    if values.numel() != expected:
+        raise ValueError(f"Expected {expected} pending averages of {name}, but got {values.numel()}.")
+
+
+def with_pending(state: Mapping[str, Any], world_size: int) -> State:
+    """Return a state in which averages that nobody has applied have gone back into the residuals.
+
+    ``residual[indices] += n average`` on one rank of n leaves the sum over ranks as it was before the exchange.
+
+    Args:
+        state: checked; not modified.
+        world_size: n; 1 for a mean over ranks.
+    """
+    parameters = dict(state["parameters"])
+    for name, pending in state.get("pending", {}).items():
+        residual = parameters[name]["residual"].clone()
+        values = world_size * pending["values"].to(residual.dtype)
+        if "indices" in pending:
+            residual.index_add_(0, pending["indices"].long(), values)
+        else:
+            residual += values
+        parameters[name] = {**parameters[name], "residual": residual}
+    return {**state, "parameters": parameters, "pending": {}}
 
 
 def _check_fields(found: Mapping[str, Any], fields: Mapping[str, Kind], where: str) -> None:
@@ -165,7 +233,7 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> tuple[State, 
     """
     by_name = {
         field: {names[old]: value for old, value in state.get(field, {}).items() if old in names}
-        for field in ("parameters", "counters", "rates", "surplus", "lengths")
+        for field in ("parameters", "counters", "rates", "surplus", "lengths", "spans", "pending")
     }
     groups = [
         {**group, "parameters": [names[old] for old in group["parameters"]]}
@@ -179,9 +247,10 @@ def renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> tuple[State, 
     gone = [
         f"There is no parameter {old} any more."
         for old, vectors in state["parameters"].items()
-        if old not in names and any(bool(vector.any()) for vector in vectors.values())
+        if old not in names and (old in state.get("pending", {}) or any(bool(v.any()) for v in vectors.values()))
     ]
-    return {**state, **by_name, "groups": groups, "clippings": clippings}, gone
+    absorbed = [names[old] for old in state.get("absorbed", ()) if old in names]
+    return {**state, **by_name, "groups": groups, "clippings": clippings, "absorbed": absorbed}, gone
 
 
 def second_moment_in(settings: object) -> SecondMoment | None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
-from lightning_sparse.engine.group import GroupReducer, GroupVersion
+from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.optimizers.clipping import Clipping
+from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.plain import from_plain, to_plain
-from lightning_sparse.engine.state.schema import STATE_FORMAT, State, check_state, outline
-from lightning_sparse.engine.state.versions import History
+from lightning_sparse.engine.state.schema import STATE_FORMAT, State, check_state, outline, with_pending
 from lightning_sparse.methods.density import GroupDensity
 from lightning_sparse.methods.grouping import Group
 
@@ -22,61 +21,44 @@ Parked = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, float]]]
 """What is remembered of parameters that need no gradient now: vectors and counters, by name."""
 
 
-def capture(
-    history: History,
-    numbers: Sequence[int],
-    names: Sequence[str],
-    parked: Parked,
-    clippings: Sequence[tuple[Clipping, Set[str]]],
-    lengths: Mapping[str, Sequence[float]],
-    algorithm: str,
-    comm: TorchCollective,
-) -> State:
-    """The state of an engine: plain data and tensors on the CPU; copies.
+def capture(reducer: Reducer, names: Sequence[str], parked: Parked, comm: TorchCollective) -> State:
+    """The state of an engine after its newest exchange: plain data and tensors on the CPU; copies.
+
+    Rank 0, whose weights are saved, adds the averages that its optimizers have not applied.
 
     Args:
-        history: of the engine.
-        numbers: which version is meant, see :meth:`History.numbers`.
+        reducer: of the engine; nothing of it changes meanwhile.
         names: of all parameters, in order.
         parked: of the engine.
-        clippings: in place of averages, and the parameters of each.
-        lengths: of averages, by parameter.
-        algorithm: see :attr:`SparsificationConfig.algorithm`.
         comm: the ranks.
-
-    Raises:
-        RuntimeError: if a version that is meant is not there any more, or not yet.
     """
-    versions = {version.number: version for version in (history.before, history.latest) if version is not None}
-    if missing := set(numbers) - versions.keys():
-        raise RuntimeError(
-            f"The weights that are saved are those after exchange {min(missing)}, and this rank holds what it "
-            f"remembered after {' and '.join(map(str, sorted(versions)))} only. Save a moment later."
-        )
-    whole = versions[numbers[0]]
-    remembered: dict[str, dict[str, Tensor]] = {}
-    counters: dict[str, dict[str, float]] = {}
-    chosen = dict(zip(names, numbers[1:], strict=True))
-    for number, version in versions.items():
-        for group in version.groups:
-            meant = [name for name in group.group.spans if chosen[name] == number]
-            remembered |= {name: _remembered(group, name) for name in meant}
-            counters |= dict.fromkeys(meant, _counters(group) if meant else {})
+    record, group_of = reducer.record, reducer.group_of
+    remembered = {name: _remembered(group_of[name], name) for name in names}
+    counters = {group.plan.name: _counters(group) for group in reducer.groups}
+    pending = {name: averages.of(name) for name, averages in record.pending.items()}
+    lengths = reducer.lengths.state(pending.keys())
     return {
         "format": STATE_FORMAT,
-        "step": whole.counts.step,
-        "void_steps": whole.counts.void,
+        "step": record.counts.step,
+        "void_steps": record.counts.void,
         "rank": comm.rank,
         "world_size": comm.world_size,
-        "settings": algorithm,
-        "parameters": {name: remembered[name] for name in names}
-        | {name: dict(vectors) for name, (vectors, _) in parked.items()},
-        "counters": {name: counters[name] for name in names}
+        "settings": reducer.settings.algorithm,
+        "parameters": remembered | {name: dict(vectors) for name, (vectors, _) in parked.items()},
+        "spans": {name: [0, numel, numel] for name in names for numel in [_numel(group_of[name], name)]},
+        "pending": {
+            name: {"values": values} | ({} if indices is None else {"indices": indices.int()})
+            for name, (indices, values) in (pending.items() if comm.rank == 0 else ())
+        },
+        "absorbed": sorted(record.absorbed),
+        "counters": {name: counters[group_of[name].plan.name] for name in names}
         | {name: dict(counted) for name, (_, counted) in parked.items()},
-        "groups": [_plain_learned(group) for group in whole.groups],
-        "rates": dict(whole.rates),
-        "surplus": {name: list(noted) for name, noted in whole.surplus.items()},
-        "clippings": [{**clipping._asdict(), "parameters": sorted(held)} for clipping, held in clippings],
+        "groups": [_plain_learned(group) for group in reducer.groups],
+        "rates": dict(reducer.rates.latest),
+        "surplus": {name: list(noted) for name, noted in reducer.rates.surplus.items()},
+        "clippings": [
+            {**clipping._asdict(), "parameters": sorted(held)} for clipping, held in reducer.clipping.in_place
+        ],
         "lengths": dict(lengths),
     }
 
@@ -177,7 +159,7 @@ def draft_of(
     form: Form,
     frozen: Mapping[str, Any],
     algorithm: str,
-    world_size: int,
+    comm: TorchCollective,
 ) -> Draft:
     """The groups as they will be if all ranks can load their states.
 
@@ -187,9 +169,11 @@ def draft_of(
         form: makes them.
         frozen: parameters that need no gradient now, by name.
         algorithm: see :attr:`SparsificationConfig.algorithm`.
-        world_size: number of ranks.
+        comm: the ranks.
     """
-    misfits = Misfits([], [])
+    misfits, world_size = Misfits([], []), comm.world_size
+    if comm.rank == 0:
+        state = with_pending(state, world_size)
     holds = state["groups"] or any(state["parameters"].values())  # one device may have left nothing that must fit
     if state["settings"] != algorithm and holds:
         misfits.learned.append(f"The settings were {state['settings']}, and are {algorithm}.")
@@ -204,7 +188,9 @@ def draft_of(
         parts = {p.name: state["parameters"].get(p.name, {}) for p in one.parameters}
         remembers = any(bool(vector.any()) for vectors in parts.values() for vector in vectors.values())
         group = form(one, flush=remembers, step=state["step"])
-        misfits.remembered.extend(_fill(group, parts, {name: state["counters"].get(name, {}) for name in parts}))
+        spans = {name: state.get("spans", {}).get(name) for name in parts}
+        counters = {name: state["counters"].get(name, {}) for name in parts}
+        misfits.remembered.extend(_fill(group, parts, spans, counters))
         groups.append(group)
         learned.append(None)
         known = given.get(one.name)
@@ -226,26 +212,34 @@ def _anew(group: GroupReducer) -> str:
     return f"What was learned about the group {group.plan.name} starts anew"
 
 
-def _remembered(version: GroupVersion, name: str) -> dict[str, Tensor]:
+def _numel(group: GroupReducer, name: str) -> int:
+    span = group.spans[name]
+    return span.stop - span.start
+
+
+def _remembered(group: GroupReducer, name: str) -> dict[str, Tensor]:
     """What is remembered of a parameter: copies on the CPU, by name of the vector."""
-    group = version.group
-    vectors, span = group.memory.vectors(version.state.memory), group.spans[name]
+    vectors, span = group.memory.vectors(group.state.memory), group.spans[name]
     return {vector: buffer[span].to("cpu", copy=True) for vector, buffer in vectors.items()}
 
 
-def _counters(version: GroupVersion) -> dict[str, float]:
+def _counters(group: GroupReducer) -> dict[str, float]:
     """What is remembered of the group as a whole, and with it of each of its parameters."""
-    return {name: float(counter) for name, counter in version.group.memory.counters(version.state.memory).items()}
+    return {name: float(counter) for name, counter in group.memory.counters(group.state.memory).items()}
 
 
 def _fill(
-    group: GroupReducer, remembered: dict[str, dict[str, Tensor]], counters: dict[str, dict[str, float]]
+    group: GroupReducer,
+    remembered: Mapping[str, Mapping[str, Tensor]],
+    spans: Mapping[str, Sequence[int] | None],
+    counters: Mapping[str, Mapping[str, float]],
 ) -> list[str]:
     """Fill a group that has just been formed with what is remembered of its parameters.
 
     Args:
         group: is changed.
         remembered: of each parameter, see :func:`_remembered`.
+        spans: the first coordinate, how many there are, and how many the parameter has; None: all of it.
         counters: of each parameter, see :func:`_counters`; of different ones, the largest count.
 
     Returns:
@@ -255,12 +249,13 @@ def _fill(
     memory, state = group.memory, group.state.memory
     vectors = memory.vectors(state)
     for name, span in group.spans.items():
+        numel = span.stop - span.start
         for vector, values in remembered[name].items():
-            numel = span.stop - span.start
-            if vector in vectors and values.numel() == numel:
-                vectors[vector][span].copy_(values)
+            start, length, whole = spans[name] or (0, values.numel(), values.numel())
+            if vector in vectors and whole == numel:
+                vectors[vector][span][start : start + length].copy_(values)
             elif vector in vectors:
-                notes.append(f"{name} had {values.numel()} coordinates and has {numel}: its {vector} is dropped.")
+                notes.append(f"{name} had {whole} coordinates and has {numel}: its {vector} is dropped.")
             elif bool(values.any()):
                 notes.append(f"The memory keeps no {vector}: that of {name} is dropped.")
         memory.complete_(state, span, remembered[name].keys())
@@ -269,9 +264,9 @@ def _fill(
     return notes
 
 
-def _plain_learned(version: GroupVersion) -> dict[str, Any]:
+def _plain_learned(group: GroupReducer) -> dict[str, Any]:
     """What has been learned about a group, as plain data and tensors on the CPU."""
-    plan, state = version.group.plan, version.state
+    plan, state = group.plan, group.state
     return {
         "name": plan.name,
         "dense": plan.dense,
@@ -279,7 +274,7 @@ def _plain_learned(version: GroupVersion) -> dict[str, Any]:
         "numel": plan.numel,
         "state": {
             "selector": to_plain((state.selector, state.counts, state.union)),
-            "density": version.group.density.state_dict(version.learned),
+            "density": group.density.state_dict(group.density.learned),
         },
     }
 

@@ -34,9 +34,7 @@ class Exchange(ABC):
         """Exchange one group.
 
         Args:
-            acc: (numel + 1,) accumulator of this rank; the spare slot is zero. Read only, except for an exchange that
-                sends everything, where what it leaves there is not looked at, and one that takes out what was sent, and
-                says so (:attr:`Update.settled <lightning_sparse.core.step.Update.settled>`).
+            acc: (numel + 1,) accumulator of this rank; the spare slot is zero. Read only: it is the live residual.
             selection: what this rank picked.
             ctx: the step.
 
@@ -97,7 +95,12 @@ def reduce_at(acc: Tensor, indices: Tensor | None, ctx: Context) -> Steps[tuple[
     Returns:
         Two tensors of u values; None for the second one where there is none.
     """
-    values = acc[:-1] if indices is None else values_at(acc, indices, ctx)
+    if indices is None:
+        values = acc[:-1].clone()  # the sum takes the place of what is sent
+        if ctx.trouble is not None:
+            values[:1].masked_fill_(ctx.trouble, float("nan"))
+    else:
+        values = values_at(acc, indices, ctx)
     if ctx.second is None:
         total = yield AllReduce(values)
         return total / ctx.world_size, None

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import check_positive, check_share
 from lightning_sparse.core.layout import Gradient
-from lightning_sparse.core.step import Context
-from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
+from lightning_sparse.core.step import Absorbed, Context
+from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, advance_, pieces
+from lightning_sparse.ops import zeros
 
 
 @dataclass(frozen=True)
 class AdamState(CountedState):
-    """Two or three pairs, and the number of committed steps."""
+    """Two or three vectors, and the number of steps that counted."""
 
-    first: Pair | None
+    first: Tensor | None
     """None if ``beta1`` is 0: the first moment is then the gradient."""
-    second: Pair
+    second: Tensor
+    remembered: ClassVar[tuple[str, ...]] = ("residual", "first", "second")
 
 
 @MEMORIES.register
@@ -45,8 +47,8 @@ class AdamCorrection(CountedFeedback):
     A first moment is off by default: a residual averages over steps by itself, and ``beta1=0.9`` made it worse at both
     densities (56.0 and 90.6).
 
-    Costs four vectors of ``numel`` accumulator elements a rank, two more than :class:`Residual`, and another two with
-    a first moment, because a step writes to one half of them and reads the other; SGD keeps none where AdamW keeps two.
+    Costs two vectors of ``numel`` accumulator elements a rank, one more than :class:`Residual`, and another one with a
+    first moment; SGD keeps none where AdamW keeps two.
 
     The optimizer must be ``torch.optim.SGD(lr, momentum=0, weight_decay)``, which is checked when training starts. Its
     weight decay is AdamW's: it is added to a direction, not to a gradient. Start from the rate that AdamW has in dense
@@ -89,24 +91,29 @@ class AdamCorrection(CountedFeedback):
         check_positive(self.eps, "eps")
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> AdamState:
-        """Zero vectors of ``numel + 1`` slots: four, or six with a first moment."""
-        residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
-        first = Pair.zeros(numel, device, dtype) if self.beta1 else None
+        """Zero vectors of ``numel + 1`` slots: two, or three with a first moment."""
+        residual, second = (zeros(numel + 1, device, dtype) for _ in range(2))
+        first = zeros(numel + 1, device, dtype) if self.beta1 else None
         steps = torch.zeros((), device=device, dtype=torch.float64)
         return AdamState(residual, steps, first, second)
 
-    def accumulate_(self, state: AdamState, grad: Gradient, ctx: Context) -> Tensor:
-        """``acc = residual + direction``, by the next moments."""
-        residual, acc = state.residual
+    def absorb_(self, state: AdamState, grad: Gradient, ctx: Context) -> Absorbed:
+        """``residual += direction``, by the next moments."""
         steps = state.steps + 1
+        finite = []
         for piece, given in pieces(grad):
-            first, second = self._advance(state, given, piece)
-            first = first / (1 - torch.pow(self.beta1, steps))
-            second = second / (1 - torch.pow(self.beta2, steps))
-            direction = self._direction(first, second, ctx.world_size)
-            torch.add(residual[piece], direction, out=acc[piece])
-        acc[-1:].zero_()
-        return acc
+            vectors = [state.residual[piece], state.second[piece]]
+            wide = given.to(vectors[0].dtype)
+            second = torch.mul(vectors[1], self.beta2).addcmul_(wide, wide, value=1 - self.beta2)
+            first, moments = wide, [second]
+            if state.first is not None:
+                vectors.append(state.first[piece])
+                first = torch.mul(vectors[2], self.beta1).add_(wide, alpha=1 - self.beta1)
+                moments.append(first)
+            corrected = first / (1 - torch.pow(self.beta1, steps)), second / (1 - torch.pow(self.beta2, steps))
+            direction = self._direction(*corrected, ctx.world_size)
+            finite.append(advance_(vectors, [vectors[0] + direction, *moments]))
+        return Absorbed(state.residual, torch.stack(finite).all())
 
     def for_dense(self) -> Memory:
         """The same: the optimizer behind it is no Adam for dense groups either."""
@@ -116,16 +123,6 @@ class AdamCorrection(CountedFeedback):
     def averages(self) -> Literal["directions"]:
         """Adam's directions: the optimizer behind it has to apply them as they are."""
         return "directions"
-
-    def _advance(self, state: AdamState, grad: Tensor, piece: slice) -> tuple[Tensor, Tensor]:
-        """Form the next moments of a piece of the group, and return them."""
-        now, following = (moment[piece] for moment in state.second)
-        grad = grad.to(now.dtype)
-        second = torch.mul(now, self.beta2, out=following).addcmul_(grad, grad, value=1 - self.beta2)
-        if state.first is None:
-            return grad, second
-        now, following = (moment[piece] for moment in state.first)
-        return torch.mul(now, self.beta1, out=following).add_(grad, alpha=1 - self.beta1), second
 
     def _direction(self, first: Tensor, second: Tensor, n: int) -> Tensor:
         """From bias-corrected moments."""

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.layout import Gradient
-from lightning_sparse.core.step import Context, Update
+from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.methods.memory.base import Memory
-
-
-@dataclass(frozen=True)
-class AroundState:
-    """The state of the memory inside."""
-
-    numel: int
-    inner: Any
 
 
 class Around(Memory):
@@ -33,74 +25,70 @@ class Around(Memory):
     def change_(self, grad: Gradient, ctx: Context) -> None:
         """Change the gradient in place."""
 
-    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> AroundState:
-        """As the memory inside."""
-        return AroundState(numel, self.memory.init(numel, device, dtype))
+    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> Any:
+        """The state of the memory inside."""
+        return self.memory.init(numel, device, dtype)
 
-    def accumulate_(self, state: AroundState, grad: Gradient, ctx: Context) -> Tensor:
+    def absorb_(self, state: Any, grad: Gradient, ctx: Context) -> Absorbed:
         """Change the gradient and pass it on."""
         self.change_(grad, ctx)
-        return self.memory.accumulate_(state.inner, grad, ctx)
+        return self.memory.absorb_(state, grad, ctx)
 
-    def score_(self, state: AroundState, acc: Tensor, grad: Gradient, ctx: Context) -> Tensor | None:
-        """As the memory inside."""
-        return self.memory.score_(state.inner, acc, grad, ctx)
-
-    def second(self, state: AroundState) -> Tensor | None:
-        """As the memory inside."""
-        return self.memory.second(state.inner)
-
-    def divisor(self, state: AroundState) -> Tensor | None:
-        """As the memory inside."""
-        return self.memory.divisor(state.inner)
-
-    def lengthen_(self, state: AroundState, where: Tensor | slice, by: Tensor) -> None:
-        """As the memory inside."""
-        self.memory.lengthen_(state.inner, where, by)
-
-    def divide_all_(
-        self, state: AroundState, average: Tensor, mean: Callable[[Tensor], Tensor], density: float
+    def settle_(
+        self, state: Any, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
     ) -> None:
-        """As the memory inside."""
-        self.memory.divide_all_(state.inner, average, mean, density)
+        """Settle the memory inside."""
+        self.memory.settle_(state, update, rounding, skipped)
 
-    def complete_(self, state: AroundState, span: slice, names: Collection[str]) -> None:
-        """As the memory inside."""
-        self.memory.complete_(state.inner, span, names)
+    def give_back_(self, state: Any, span: slice, indices: Tensor | None, values: Tensor) -> None:
+        """Give back to the memory inside."""
+        self.memory.give_back_(state, span, indices, values)
 
-    def start_(self, state: AroundState, second: Tensor, spans: Sequence[slice], steps: float) -> None:
-        """As the memory inside."""
-        self.memory.start_(state.inner, second, spans, steps)
+    def divisors(self, state: Any, update: Update, ctx: Context) -> Tensor | None:
+        """Return those of the memory inside."""
+        return self.memory.divisors(state, update, ctx)
 
-    def settle_(self, state: AroundState, update: Update, rounding: Tensor | None = None) -> None:
-        """As the memory inside."""
-        self.memory.settle_(state.inner, update, rounding)
+    def divide_all(
+        self, state: Any, average: Tensor, mean: Callable[[Tensor], Tensor], density: float
+    ) -> Tensor | None:
+        """Return those of the memory inside."""
+        return self.memory.divide_all(state, average, mean, density)
 
-    def commit(self, state: AroundState, void: Tensor | bool, unused: Sequence[slice] = ()) -> AroundState:
-        """As the memory inside."""
-        return replace(state, inner=self.memory.commit(state.inner, void, unused))
+    def lengthen_(self, divisors: Tensor, by: Tensor) -> None:
+        """Multiply those of the memory inside."""
+        self.memory.lengthen_(divisors, by)
 
-    def scale(self, state: AroundState, factors: Sequence[tuple[slice, float]]) -> AroundState:
-        """As the memory inside."""
-        return replace(state, inner=self.memory.scale(state.inner, factors))
+    def complete_(self, state: Any, span: slice, names: Collection[str]) -> None:
+        """Complete the state of the memory inside."""
+        self.memory.complete_(state, span, names)
 
-    def vectors(self, state: AroundState) -> dict[str, Tensor]:
-        """As the memory inside."""
-        return self.memory.vectors(state.inner)
+    def start_(self, state: Any, second: Tensor, spans: Sequence[slice], steps: float) -> None:
+        """Start the memory inside."""
+        self.memory.start_(state, second, spans, steps)
 
-    def residual(self, state: AroundState) -> Tensor | None:
-        """As the memory inside."""
-        return self.memory.residual(state.inner)
+    def adapt_(self, state: Any, before: Memory) -> None:
+        """Adapt the memory inside."""
+        self.memory.adapt_(state, before.memory if isinstance(before, Around) else before)
 
-    def carry_(self, state: AroundState, target: slice, memory: Memory, other: Any, source: slice) -> None:
-        """As the memories inside."""
-        if isinstance(memory, Around):
-            memory, other = memory.memory, other.inner
-        self.memory.carry_(state.inner, target, memory, other, source)
+    def scale_(self, state: Any, factors: Sequence[tuple[slice, float]]) -> None:
+        """Scale the residual of the memory inside."""
+        self.memory.scale_(state, factors)
 
-    def counters(self, state: AroundState) -> dict[str, Tensor]:
-        """As the memory inside."""
-        return self.memory.counters(state.inner)
+    def vectors(self, state: Any) -> dict[str, Tensor]:
+        """Return those of the memory inside."""
+        return self.memory.vectors(state)
+
+    def residual(self, state: Any) -> Tensor | None:
+        """Return that of the memory inside."""
+        return self.memory.residual(state)
+
+    def carry_(self, state: Any, target: slice, memory: Memory, other: Any, source: slice) -> None:
+        """Carry between the memories inside."""
+        self.memory.carry_(state, target, memory.memory if isinstance(memory, Around) else memory, other, source)
+
+    def counters(self, state: Any) -> dict[str, Tensor]:
+        """Return those of the memory inside."""
+        return self.memory.counters(state)
 
     def for_dense(self) -> Memory:
         """Dense groups' gradients are changed in the same way."""

@@ -1,41 +1,54 @@
-"""What a memory is, and the pairs of buffers that most of them keep.
+"""The protocol of memories, and the residual that most of them keep.
 
-A step reads one buffer of each pair and writes the other one. When the step is committed, the two exchange their roles:
-what is remembered is never written to, and what was remembered before stays whole until the next step begins.
+There is one vector of each thing remembered. A step takes the gradient in at once (:meth:`Memory.absorb_`); when it is
+known that the step counts, what was sent leaves again (:meth:`Memory.settle_`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.registry import Registry
-from lightning_sparse.core.step import Context, Update
-from lightning_sparse.ops import copy_if_, put_, static_shapes, take, zeros
+from lightning_sparse.core.step import Absorbed, Context, Update
+from lightning_sparse.ops import all_finite, put_, static_shapes, subtract_at_, take, zeros
 
+OLD_NAMES = {
+    "accumulate_": "absorb_ adds the gradient to the residual in place and returns Absorbed",
+    "score_": "Absorbed.score",
+    "second": "Absorbed.second",
+    "commit": "a step that counts ends with settle_, a skipped one without",
+    "divisor": "divisors returns one value for each average",
+    "scale": "scale_ works in place",
+    "adapted": "adapt_ works in place",
+    "check_optimizer": "the properties averages and decays say what is averaged over ranks",
+    "has_momentum": "the properties averages and decays say what is averaged over ranks",
+}
+"""Methods of earlier versions, and what has taken their place."""
 HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 24
 """Elements worked on at once: what is only needed on the way stays in cache, or below 64 MiB."""
 
 
 class Memory(ABC):
-    """Turns gradients into accumulators and forgets what was sent. A frozen dataclass of settings, nothing else.
+    """Absorbs gradients and forgets what was sent. A frozen dataclass of settings, nothing else.
 
-    A step goes through :meth:`accumulate_`, :meth:`settle_` and :meth:`commit`, in this order. The first two change
-    nothing that is remembered; a step that is given up after them leaves no trace.
+    A step goes through :meth:`absorb_` and, if it counts, :meth:`settle_`. A step that is skipped ends after the first:
+    what it has absorbed stays, and is sent later.
     """
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        if old := {"check_optimizer", "has_momentum"} & vars(cls).keys():
+        if old := OLD_NAMES.keys() & vars(cls).keys():
+            advice = "; ".join(f"{name}: {OLD_NAMES[name]}" for name in sorted(old))
             raise TypeError(
                 f"Expected the memory {cls.__name__} not to define {' and '.join(sorted(old))}, which nobody calls any "
-                "more: say by the properties averages and decays what is averaged over ranks."
+                f"more. {advice}."
             )
 
     @property
@@ -68,75 +81,56 @@ class Memory(ABC):
         """State for one group, empty. ``dtype`` is the accumulator's, float32 or float64."""
 
     @abstractmethod
-    def accumulate_(self, state: Any, grad: Gradient, ctx: Context) -> Tensor:
-        """Form the accumulator of this step.
+    def absorb_(self, state: Any, grad: Gradient, ctx: Context) -> Absorbed:
+        """Take this rank's gradient in, in place.
+
+        A coordinate at which something would not be finite is left as it is.
 
         Args:
             state: this group's state.
-            grad: this rank's gradient, in runs. The average takes its place at the end of the step; a memory may
-                overwrite it before.
+            grad: this rank's gradient, in runs. From here on its place, and its :meth:`~.Gradient.room`, are scratch:
+                for a score, for instance. The average takes it at the end of the step.
             ctx: the step.
-
-        Returns:
-            acc, (numel + 1,), the last slot zero. The caller may change it until :meth:`settle_`.
-        """
-
-    def score_(self, state: Any, acc: Tensor, grad: Gradient, ctx: Context) -> Tensor | None:
-        """What coordinates are selected by: the larger the magnitude, the sooner they are sent.
-
-        Args:
-            state: this group's state, in a step that has been accumulated.
-            acc: what :meth:`accumulate_` gave.
-            grad: this rank's gradient; the score may take its place, or its :meth:`~.Gradient.room`.
-            ctx: the step.
-
-        Returns:
-            (numel,), or None: acc itself.
-        """
-        return None
-
-    def second(self, state: Any) -> Tensor | None:
-        """(numel + 1,) vector whose mean over ranks is wanted wherever an average arrives; None: nothing more."""
-        return None
-
-    @abstractmethod
-    def settle_(self, state: Any, update: Update, rounding: Tensor | None = None) -> None:
-        """Turn acc into what is to be remembered: take out what was sent.
-
-        Args:
-            state: this group's state.
-            update: what the ranks agreed on. Some exchanges have taken out of acc already what they sent
-                (:attr:`Update.settled <lightning_sparse.core.step.Update.settled>`); :func:`take_out_` knows.
-            rounding: (u,) what casting the average to the gradient's dtype lost, at the update's coordinates.
         """
 
     @abstractmethod
-    def commit(self, state: Any, void: Tensor | bool, unused: Sequence[slice] = ()) -> Any:
-        """The state after the step; the given one is still that of before, until the next step begins.
-
-        Args:
-            state: this group's state.
-            void: () whether the step counts for nothing; a bool where the host knows it.
-            unused: coordinates of parameters that no rank used: what is remembered of them stays as it was.
-        """
-
-    def divisor(self, state: Any) -> Tensor | None:
-        """(numel + 1,) what the latest averages have to be divided by to be steps of Adam; None: they are gradients."""
-        return None
-
-    def lengthen_(self, state: Any, where: Tensor | slice, by: Tensor) -> None:  # noqa: B027  # most divide nothing
-        """Multiply :meth:`divisor` as if gradients had been so many times longer.
-
-        Args:
-            state: this group's state.
-            where: (u,) int64 coordinates, or a range of them.
-            by: (u,) or (), at least 0.
-        """
-
-    def divide_all_(  # noqa: B027  # most divide nothing
-        self, state: Any, average: Tensor, mean: Callable[[Tensor], Tensor], density: float
+    def settle_(
+        self, state: Any, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
     ) -> None:
-        """Form :meth:`divisor` for averages at all coordinates, between two steps; collective.
+        """Let what was sent leave the residual, in place, when the step counts.
+
+        Args:
+            state: this group's state, which has absorbed the gradient.
+            update: what the ranks agreed on.
+            rounding: (u,) what casting the average to the gradient's dtype lost, at the update's coordinates.
+            skipped: () bool on a device, where the host does not know it: whether the step counts for nothing. Nothing
+                is changed then, and values may be NaN. None: the step counts.
+        """
+
+    def give_back_(self, state: Any, span: slice, indices: Tensor | None, values: Tensor) -> None:  # noqa: B027
+        """Add averages that nobody has applied to the residual, between two steps; all ranks do so.
+
+        Args:
+            state: this group's state.
+            span: the coordinates of a parameter.
+            indices: (u,) int64 different coordinates within it; None: all.
+            values: (u,) averages.
+        """
+
+    def divisors(self, state: Any, update: Update, ctx: Context) -> Tensor | None:
+        """Return the (u,) numbers that averages have to be divided by to be steps of Adam; None: they are gradients.
+
+        Args:
+            state: this group's state, which has absorbed the gradient.
+            update: what the ranks agreed on.
+            ctx: the step.
+        """
+        return None
+
+    def divide_all(
+        self, state: Any, average: Tensor, mean: Callable[[Tensor], Tensor], density: float
+    ) -> Tensor | None:
+        """As :meth:`divisors`, of averages at all coordinates, between two steps; collective.
 
         Args:
             state: this group's state.
@@ -144,15 +138,23 @@ class Memory(ABC):
             mean: over ranks, of a vector.
             density: that the next step would have.
         """
+        return None
 
-    def scale(self, state: Any, factors: Sequence[tuple[slice, float]]) -> Any:
-        """The state with the residual multiplied by factors; the given one is still that of before.
+    def lengthen_(self, divisors: Tensor, by: Tensor) -> None:  # noqa: B027  # most divide nothing
+        """Multiply :meth:`divisors`, in place, as if gradients had been so many times longer.
 
         Args:
-            state: this group's state, between two steps.
-            factors: for spans that cover all coordinates.
+            divisors: (u,) numbers.
+            by: (u,) or (), at least 0.
         """
-        return state
+
+    def scale_(self, state: Any, factors: Sequence[tuple[slice, float]]) -> None:  # noqa: B027  # most keep nothing
+        """Multiply the residual by factors, between two steps.
+
+        Args:
+            state: this group's state.
+            factors: of spans.
+        """
 
     @abstractmethod
     def vectors(self, state: Any) -> dict[str, Tensor]:
@@ -198,14 +200,13 @@ class Memory(ABC):
             steps: that they are of; where steps are known already, these count.
         """
 
-    def adapted(self, state: Any, before: Memory) -> Any:
-        """The state for this memory, as it was for one of its kind with other settings; the given one stays.
+    def adapt_(self, state: Any, before: Memory) -> None:  # noqa: B027  # most have nothing to change
+        """Go on with the state of a memory of the same kind that had other settings, between two steps.
 
         Args:
-            state: of a group, between two steps.
+            state: of a group.
             before: the other one.
         """
-        return state
 
     def counters(self, state: Any) -> dict[str, Tensor]:
         """What is remembered of the group as a whole, by name; the tensors themselves, to be filled at the start."""
@@ -232,19 +233,17 @@ class NoMemory(Memory):
         """One vector of ``numel + 1`` slots, scratch for acc."""
         return zeros(numel + 1, device, dtype)
 
-    def accumulate_(self, state: Tensor, grad: Gradient, ctx: Context) -> Tensor:
-        """``acc = grad``."""
+    def absorb_(self, state: Tensor, grad: Gradient, ctx: Context) -> Absorbed:
+        """``acc = grad``, finite or not."""
         for span, run in grad:
             state[span].copy_(run)
         state[-1:].zero_()
-        return state
+        return Absorbed(state, all_finite(state[:-1]))
 
-    def settle_(self, state: Tensor, update: Update, rounding: Tensor | None = None) -> None:
+    def settle_(
+        self, state: Tensor, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
+    ) -> None:
         """Nothing is remembered."""
-
-    def commit(self, state: Tensor, void: Tensor | bool, unused: Sequence[slice] = ()) -> Tensor:
-        """The same."""
-        return state
 
     def vectors(self, state: Tensor) -> dict[str, Tensor]:
         """None."""
@@ -254,98 +253,73 @@ class NoMemory(Memory):
         """Always None."""
 
 
-class Pair(NamedTuple):
-    """Two vectors of numel + 1 slots: what is remembered, and the one that a step writes."""
-
-    now: Tensor
-    following: Tensor
-    """Between steps, what was remembered before the latest one."""
-
-    @classmethod
-    def zeros(cls, numel: int, device: torch.device, dtype: torch.dtype) -> Pair:
-        """Both empty."""
-        return cls(*(zeros(numel + 1, device, dtype) for _ in range(2)))
-
-    def commit(self, void: Tensor | bool, unused: Sequence[slice]) -> Pair:
-        """What follows becomes what is remembered, unless the flag is set; see :meth:`Memory.commit`."""
-        if isinstance(void, Tensor) and static_shapes(void.device):
-            copy_if_(self.following, self.now, void)
-        elif void:
-            return self
-        for span in unused:
-            self.following[span].copy_(self.now[span])
-        return Pair(self.following, self.now)
-
-    def scale(self, factors: Sequence[tuple[slice, float]]) -> Pair:
-        """What is remembered times factors, see :meth:`Memory.scale`."""
-        for span, factor in factors:
-            torch.mul(self.now[span], factor, out=self.following[span])
-        return Pair(self.following, self.now)
-
-
 @dataclass(frozen=True)
 class FeedbackState:
-    """What is remembered of a group, in pairs; a commit makes a new one of the same buffers."""
+    """What is remembered of a group: vectors of numel + 1 slots, the last one zero, changed in place."""
 
-    residual: Pair
-    """What follows is acc, while a step goes on."""
-
-    @property
-    def pairs(self) -> dict[str, Pair]:
-        """Pairs of buffers by name."""
-        return {name: part for name, part in vars(self).items() if isinstance(part, Pair)}
+    residual: Tensor
+    remembered: ClassVar[tuple[str, ...]] = ("residual",)
+    """Names of the vectors."""
 
 
 class Feedback(Memory):
-    """What all memories with a residual have in common; they differ in :meth:`accumulate_`."""
+    """What all memories with a residual have in common; they differ in :meth:`absorb_`."""
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> FeedbackState:
-        """Two zero vectors of ``numel + 1`` slots."""
-        return FeedbackState(Pair.zeros(numel, device, dtype))
+        """One zero vector of ``numel + 1`` slots."""
+        return FeedbackState(zeros(numel + 1, device, dtype))
 
-    def settle_(self, state: FeedbackState, update: Update, rounding: Tensor | None = None) -> None:
-        """Leave in acc what did not travel.
+    def settle_(
+        self, state: FeedbackState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
+    ) -> None:
+        """Leave in the residual what did not travel.
 
         Each rank keeps the rounding error of the mean; over n ranks that is n times it, what the sum lost.
         """
-        take_out_(state.residual.following, update)
+        take_out_(state.residual, update, skipped)
         if rounding is not None:
-            give_back_(state.residual.following, update, rounding)
+            put_back_(state.residual, update, rounding, skipped)
 
-    def commit(self, state: FeedbackState, void: Tensor | bool, unused: Sequence[slice] = ()) -> FeedbackState:
-        """All pairs."""
-        return replace(state, **{name: pair.commit(void, unused) for name, pair in state.pairs.items()})
+    def give_back_(self, state: FeedbackState, span: slice, indices: Tensor | None, values: Tensor) -> None:
+        """``residual[indices] += values``."""
+        place = state.residual[span]
+        if indices is None:
+            place.add_(values)
+        else:
+            place.index_add_(0, indices, values)
 
-    def scale(self, state: FeedbackState, factors: Sequence[tuple[slice, float]]) -> FeedbackState:
+    def scale_(self, state: FeedbackState, factors: Sequence[tuple[slice, float]]) -> None:
         """The residual and nothing else."""
-        return replace(state, residual=state.residual.scale(factors))
+        for span, factor in factors:
+            state.residual[span].mul_(factor)
 
     def vectors(self, state: FeedbackState) -> dict[str, Tensor]:
         """All that there are."""
-        return {name: pair.now for name, pair in state.pairs.items()}
+        found = {name: getattr(state, name) for name in state.remembered}
+        return {name: vector for name, vector in found.items() if vector is not None}
 
     def residual(self, state: FeedbackState) -> Tensor:
         """(numel,) view."""
-        return state.residual.now[:-1]
+        return state.residual[:-1]
 
 
 @dataclass(frozen=True)
 class CountedState(FeedbackState):
-    """Pairs, and the number of committed steps."""
+    """A residual, and the number of steps that counted."""
 
     steps: Tensor
-    """() float64."""
+    """() float64, changed in place."""
 
 
 class CountedFeedback(Feedback):
-    """A residual, and moments that are corrected by the number of committed steps, as Adam's are."""
+    """A residual, and moments that are corrected by the number of steps that counted, as Adam's are."""
 
-    def commit(  # type: ignore[override]
-        self, state: CountedState, void: Tensor | bool, unused: Sequence[slice] = ()
-    ) -> CountedState:
-        """All pairs; steps that are void do not count."""
-        after = super().commit(state, void, unused)
-        return replace(after, steps=state.steps + (not void if isinstance(void, bool) else ~void))  # type: ignore[return-value, call-arg]
+    def settle_(  # type: ignore[override]
+        self, state: CountedState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
+    ) -> None:
+        """As of every residual; the step is counted."""
+        super().settle_(state, update, rounding, skipped)
+        state.steps.add_(1 if skipped is None else ~skipped)
 
     def carry_(self, state: CountedState, target: slice, memory: Memory, other: Any, source: slice) -> None:
         """Vectors, and the number of steps: the largest, where groups that become one have counted differently."""
@@ -358,31 +332,56 @@ class CountedFeedback(Feedback):
         return {"steps": state.steps}
 
 
+def advance_(vectors: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Replace vectors by values at the coordinates where all values are finite.
+
+    Args:
+        vectors: of one length, changed in place.
+        values: one for each vector, of its dtype.
+
+    Returns:
+        () bool: whether all values are finite.
+
+    Example:
+        >>> momentum, residual = torch.zeros(2, 2).unbind()
+        >>> advance_([momentum, residual], [torch.tensor([1.0, 2.0]), torch.tensor([3.0, torch.inf])])
+        tensor(False)
+        >>> momentum, residual
+        (tensor([1., 0.]), tensor([3., 0.]))
+    """
+    if not static_shapes(vectors[0].device) and all(map(all_finite, values)):
+        for vector, value in zip(vectors, values, strict=True):
+            vector.copy_(value)
+        return torch.ones((), dtype=torch.bool, device="cpu")
+    finite = torch.stack([value.isfinite() for value in values]).all(0)
+    for vector, value in zip(vectors, values, strict=True):
+        torch.where(finite, value, vector, out=vector)
+    return finite.all()
+
+
 def pieces(x: Gradient) -> Iterator[tuple[slice, Tensor]]:
     """To work on one after the other, so that what is only needed on the way stays in cache."""
     return x.cut(DEVICE_PIECE if static_shapes(x.device) else HOST_PIECE)
 
 
-def take_out_(acc: Tensor, update: Update) -> None:
-    """Set what was sent to zero, or to the rounding error of what was sent."""
-    if update.settled:
-        return
-    if update.sent is None:
-        if update.sent_values is None:
-            acc.zero_()
-        else:
-            acc[:-1].sub_(update.sent_values)
+def take_out_(acc: Tensor, update: Update, skipped: Tensor | None = None) -> None:
+    """Set what was sent to zero, or to the rounding error of what was sent; see :meth:`Memory.settle_`."""
+    if update.sent is not None:
+        subtract_at_(acc, update.sent, update.sent_values, skipped)
+    elif update.sent_values is None and skipped is None:
+        acc.zero_()
     elif update.sent_values is None:
-        put_(acc, update.sent, 0.0)
+        acc.masked_fill_(~skipped, 0.0)
     else:
-        put_(acc, update.sent, take(acc, update.sent) - update.sent_values)
+        acc[:-1].sub_(update.sent_values if skipped is None else update.sent_values.masked_fill(skipped, 0))
 
 
-def give_back_(acc: Tensor, update: Update, rounding: Tensor) -> None:
-    """Add what casting the average lost."""
+def put_back_(acc: Tensor, update: Update, rounding: Tensor, skipped: Tensor | None = None) -> None:
+    """Add what casting the average lost; see :meth:`Memory.settle_`."""
     if update.indices is None:
-        acc[:-1].add_(rounding)
+        acc[:-1].add_(rounding if skipped is None else rounding.masked_fill(skipped, 0))
         return
+    indices = update.indices if skipped is None else update.indices.masked_fill(skipped, acc.numel() - 1)
     # Not index_add_: a repeated coordinate carries the same value and must count once.
-    put_(acc, update.indices, take(acc, update.indices) + rounding)
+    put_(acc, indices, take(acc, indices) + rounding)
     acc[-1:].zero_()

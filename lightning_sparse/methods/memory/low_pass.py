@@ -9,8 +9,24 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import check_share
 from lightning_sparse.core.layout import Gradient
-from lightning_sparse.core.step import Context, Update
-from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState, give_back_, take_out_
+from lightning_sparse.core.step import Absorbed, Context, Update
+from lightning_sparse.methods.memory.base import (
+    MEMORIES,
+    Feedback,
+    FeedbackState,
+    advance_,
+    pieces,
+    put_back_,
+    take_out_,
+)
+from lightning_sparse.ops import zeros
+
+
+@dataclass(frozen=True)
+class LowPassState(FeedbackState):
+    """The residual, and the sum that a step sends from: the residual takes in a part of the gradient only."""
+
+    acc: Tensor
 
 
 @MEMORIES.register
@@ -51,18 +67,22 @@ class LowPass(Feedback):
     def __post_init__(self) -> None:
         check_share(self.beta, "beta")
 
-    def accumulate_(self, state: FeedbackState, grad: Gradient, ctx: Context) -> Tensor:
-        """``acc = residual + grad``."""
-        residual, acc = state.residual
-        for span, run in grad:
-            torch.add(run, residual[span], out=acc[span])
-        acc[-1:].zero_()
-        return acc
+    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> LowPassState:
+        """Two zero vectors of ``numel + 1`` slots."""
+        return LowPassState(*(zeros(numel + 1, device, dtype) for _ in range(2)))
 
-    def settle_(self, state: FeedbackState, update: Update, rounding: Tensor | None = None) -> None:
+    def absorb_(self, state: LowPassState, grad: Gradient, ctx: Context) -> Absorbed:  # type: ignore[override]
+        """``acc = residual + grad``; the residual follows in :meth:`settle_`."""
+        state.acc.copy_(state.residual)
+        finite = [advance_([state.acc[span]], [run + state.residual[span]]) for span, run in pieces(grad)]
+        return Absorbed(state.acc, torch.stack(finite).all())
+
+    def settle_(  # type: ignore[override]
+        self, state: LowPassState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
+    ) -> None:
         """``(1 - beta) residual + beta (acc - sent)``; what a cast of the mean lost was not sent either."""
-        residual, acc = state.residual
-        take_out_(acc, update)
-        torch.lerp(residual, acc, self.beta, out=acc)
+        take_out_(state.acc, update, skipped)
+        follows = torch.lerp(state.residual, state.acc, self.beta)
         if rounding is not None:
-            give_back_(acc, update, self.beta * rounding)
+            put_back_(follows, update, self.beta * rounding, skipped)
+        state.residual.copy_(follows if skipped is None else torch.where(skipped, state.residual, follows))

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import check_share
 from lightning_sparse.core.layout import Gradient
-from lightning_sparse.core.step import Context, Update
-from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState, Memory, Pair
+from lightning_sparse.core.step import Absorbed, Context, Update
+from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState, Memory, advance_, pieces
+from lightning_sparse.ops import zeros
 
 
 @dataclass(frozen=True)
 class MomentumState(FeedbackState):
-    """Two pairs."""
+    """The residual, and the velocity of this rank's gradients."""
 
-    momentum: Pair
+    momentum: Tensor
+    remembered: ClassVar[tuple[str, ...]] = ("residual", "momentum")
 
 
 @MEMORIES.register
@@ -36,8 +38,8 @@ class MomentumCorrection(Feedback):
     everything was sent (density 1, dense groups) it is left out: the result is momentum SGD. The weight decay of the
     optimizer is added to the averaged velocity and has no momentum.
 
-    Without masking nothing is lost: the velocities of all steps are ``sum_t m_t = sent + residual``. Costs four
-    vectors of ``numel`` accumulator elements a rank: a step writes to two of them and reads two.
+    Without masking nothing is lost: the velocities of all steps are ``sum_t m_t = sent + residual``. Costs two
+    vectors of ``numel`` accumulator elements a rank.
 
     Args:
         momentum: in [0, 1).
@@ -67,30 +69,29 @@ class MomentumCorrection(Feedback):
         check_share(self.momentum, "momentum", zero=True, one=False)
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> MomentumState:
-        """Four zero vectors of ``numel + 1`` slots."""
-        return MomentumState(*(Pair.zeros(numel, device, dtype) for _ in range(2)))
+        """Two zero vectors of ``numel + 1`` slots."""
+        return MomentumState(*(zeros(numel + 1, device, dtype) for _ in range(2)))
 
-    def accumulate_(self, state: MomentumState, grad: Gradient, ctx: Context) -> Tensor:
-        """``acc = residual + m`` with the next m."""
-        residual, acc = state.residual
-        now, following = state.momentum
-        for span, run in grad:
+    def absorb_(self, state: MomentumState, grad: Gradient, ctx: Context) -> Absorbed:  # type: ignore[override]
+        """``residual += m`` with the next m."""
+        finite = []
+        for span, run in pieces(grad):
+            residual, momentum = state.residual[span], state.momentum[span]
             if self.nesterov:
-                torch.add(now[span], run, out=following[span]).mul_(self.momentum)
+                velocity = torch.add(momentum, run).mul_(self.momentum)
+                finite.append(advance_([momentum, residual], [velocity, (residual + velocity).add_(run)]))
             else:
-                torch.add(run, now[span], alpha=self.momentum, out=following[span])
-            torch.add(residual[span], following[span], out=acc[span])
-            if self.nesterov:
-                acc[span].add_(run)
-        for vector in (following, acc):
-            vector[-1:].zero_()
-        return acc
+                velocity = torch.add(run, momentum, alpha=self.momentum)
+                finite.append(advance_([momentum, residual], [velocity, residual + velocity]))
+        return Absorbed(state.residual, torch.stack(finite).all())
 
-    def settle_(self, state: MomentumState, update: Update, rounding: Tensor | None = None) -> None:  # type: ignore[override]
+    def settle_(  # type: ignore[override]
+        self, state: MomentumState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
+    ) -> None:
         """What was sent leaves the residual and, with masking, the momentum."""
-        super().settle_(state, update, rounding)
+        super().settle_(state, update, rounding, skipped)
         if self.masking:
-            _mask_(state.momentum.following, update)
+            _mask_(state.momentum, update, skipped)
 
     def for_dense(self) -> Memory:
         """The same: the optimizer behind it has no momentum for dense groups either."""
@@ -102,7 +103,7 @@ class MomentumCorrection(Feedback):
         return "velocities"
 
 
-def _mask_(momentum: Tensor, update: Update) -> None:
+def _mask_(momentum: Tensor, update: Update, skipped: Tensor | None) -> None:
     """Clear it where something was sent, unless everything was."""
     if update.sent is None:
         return
@@ -114,6 +115,8 @@ def _mask_(momentum: Tensor, update: Update) -> None:
     numel = momentum.numel() - 1
     if update.sent.numel() >= numel:
         cleared &= ~_marked(update.sent, momentum)[:numel].all()
+    if skipped is not None:
+        cleared &= ~skipped
     momentum.index_copy_(0, update.sent, momentum[update.sent].masked_fill_(cleared, 0))
 
 

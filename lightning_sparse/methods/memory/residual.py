@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from lightning_sparse.core.checks import check_share
 from lightning_sparse.core.layout import Gradient
-from lightning_sparse.core.step import Context
+from lightning_sparse.core.step import Absorbed, Context
 from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState, Memory
 from lightning_sparse.ops import accumulate_
 
@@ -19,7 +17,7 @@ class Residual(Feedback):
     """Plain error feedback: ``acc = residual + gradient``; what was not sent is the next residual.
 
     Gradients enter unscaled by the learning rate ("raw" mode), which for SGD with a constant rate is identical to the
-    papers' ``residual + lr * gradient``. Costs two vectors of ``numel`` accumulator elements a rank.
+    papers' ``residual + lr * gradient``. Costs one vector of ``numel`` accumulator elements a rank.
 
     Args:
         decay: ``acc = decay * residual + gradient``, in (0, 1]. Below 1, what waits long is forgotten bit by bit, so
@@ -46,13 +44,10 @@ class Residual(Feedback):
     def __post_init__(self) -> None:
         check_share(self.decay, "decay")
 
-    def accumulate_(self, state: FeedbackState, grad: Gradient, ctx: Context) -> Tensor:
-        """``acc = decay * residual + grad``."""
-        residual, acc = state.residual
-        numel = acc.numel() - 1
-        acc[numel:].zero_()
-        accumulate_(acc[:numel], residual[:numel], grad.runs, self.decay, ctx.candidates)
-        return acc
+    def absorb_(self, state: FeedbackState, grad: Gradient, ctx: Context) -> Absorbed:
+        """``residual = decay * residual + grad``."""
+        acc = state.residual
+        return Absorbed(acc, accumulate_(acc[:-1], grad.runs, self.decay, ctx.candidates))
 
 
 def as_memory(memory: Memory | str | None) -> Memory:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,28 +13,23 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import check_positive, check_share
 from lightning_sparse.core.layout import Gradient
-from lightning_sparse.core.step import Context, Update
-from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, Pair, pieces
+from lightning_sparse.core.step import Absorbed, Context, Update
+from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, pieces
 from lightning_sparse.methods.memory.clip import joint_norm
-from lightning_sparse.ops import Weights, put_, sqrt_, static_shapes, weigh_
+from lightning_sparse.ops import Weights, sqrt_, static_shapes, weigh_, zeros
 from lightning_sparse.ops.device_second import form_, score_
 from lightning_sparse.ops.length import FOLLOWED, SIZE, measure
 
 
 @dataclass(frozen=True)
 class SecondMomentState(CountedState):
-    """Two pairs, what the latest averages are to be divided by, lengths, and the number of committed steps."""
+    """Two vectors, the number of steps that counted, and lengths."""
 
-    second: Pair
-    divisor: Tensor
-    """(numel + 1,) ``sqrt(v + (average / L)^2) + eps`` where the latest averages arrived, at other coordinates older
-    ones or 1. Not remembered: it belongs to the averages in the gradients."""
-    damping: Tensor
-    """() on the host, :func:`damping` in the step that goes on."""
+    second: Tensor
     lengths: Tensor
-    """(5,) float64: what is known of the length of this rank's gradients, see :func:`~.kernels.length.measure`."""
-    following: Tensor
-    """(5,) the same after the step that goes on."""
+    """(5,) float64: what is known of the length of this rank's gradients, see
+    :func:`~lightning_sparse.ops.length.measure`; changed in place."""
+    remembered: ClassVar[tuple[str, ...]] = ("residual", "second")
 
 
 MOST = 2.0**53
@@ -94,8 +89,8 @@ class SecondMoment(CountedFeedback):
     becomes with such an optimizer, with the optimizer's own beta2 and eps, from step to step as they are then.
 
     The average in the gradients is that of :class:`Residual`; nothing of it is lost but by these two factors. Costs
-    five vectors of ``numel`` accumulator elements a rank, three more than :class:`Residual`; Adam's own two are not
-    made for parameters that are sparsified.
+    two vectors of ``numel`` accumulator elements a rank, one more than :class:`Residual`; Adam's own two are not made
+    for parameters that are sparsified.
 
     Steps are counted for each group, not for each parameter as in torch: a parameter that is used for the first time at
     a late step T gets first steps that are longer by up to ``sqrt((1 - beta2^T) / (1 - beta2))``, as a row of an
@@ -141,42 +136,39 @@ class SecondMoment(CountedFeedback):
         return self.beta2
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> SecondMomentState:
-        """Five vectors of ``numel + 1`` slots."""
-        residual, second = (Pair.zeros(numel, device, dtype) for _ in range(2))
-        divisor = torch.ones(numel + 1, device=device, dtype=dtype)
+        """Two vectors of ``numel + 1`` slots."""
+        residual, second = (zeros(numel + 1, device, dtype) for _ in range(2))
         steps = torch.zeros((), device=device, dtype=torch.float64)
-        damping = torch.ones((), device="cpu", dtype=torch.float64)
-        lengths, following = torch.zeros(2, SIZE, device=device, dtype=torch.float64).unbind()
-        return SecondMomentState(residual, steps, second, divisor, damping, lengths, following)
+        return SecondMomentState(residual, steps, second, torch.zeros(SIZE, device=device, dtype=torch.float64))
 
-    def accumulate_(self, state: SecondMomentState, grad: Gradient, ctx: Context) -> Tensor:
-        """Form ``acc = carry residual + take grad``, and the next second moment, see :meth:`units`."""
-        residual, acc = state.residual
-        now, following = state.second
-        damp = damping(ctx.density)
-        state.damping.fill_(damp)
-        for vector in (following, acc):
-            vector[-1:].zero_()
+    def absorb_(self, state: SecondMomentState, grad: Gradient, ctx: Context) -> Absorbed:
+        """``residual = carry residual + take grad``, and the next second moment, see :meth:`units`.
+
+        Coordinates are selected by ``acc / (sqrt(v + (acc s / L)^2) + eps s)^(1/2)``, ``s = sqrt(1 - beta2^t)``: v is
+        not corrected for its start at 0.
+        """
+        acc, second, damp = state.residual, state.second, damping(ctx.density)
         units = self.units(state, grad.runs, ctx.density)
         if not static_shapes(acc.device):
             take, carry, _ = units.tolist()
             for run in grad.runs if take != 1 else ():
                 run.mul_(take)
             if carry != 1:
-                torch.mul(residual, carry, out=acc)
-                torch.mul(now, carry**2, out=following)
-                residual, now = acc, following
+                acc.mul_(carry)
+                second.mul_(carry**2)
         if ctx.candidates is not None:  # the score, too, in the same pass
             start = self._correction(state).sqrt().item()
             by = Weights(self.beta2, 1 - self.beta2, self.eps * start, start * damp)
-            vectors = acc[:-1], following[:-1], grad.room(acc.dtype), residual[:-1], now[:-1]
-            weigh_(*vectors, grad.runs, by, ctx.candidates)
-            return acc
+            score = grad.room(acc.dtype)
+            finite = weigh_(acc[:-1], second[:-1], score, grad.runs, by, ctx.candidates)
+            return Absorbed(acc, finite, score, second)
         if not static_shapes(acc.device):  # which has been multiplied by all of them
             units = units.new_tensor([1.0, 1.0, self.beta2])
-        for piece, run in pieces(grad):
-            form_(acc[piece], following[piece], residual[piece], now[piece], run, units, self.beta2)
-        return acc
+        found = [form_(acc[piece], second[piece], run, units, self.beta2) for piece, run in pieces(grad)]
+        score, power = grad.room(acc.dtype), self.power(state)
+        for piece, part in pieces(Gradient([score])):
+            score_(part, acc[piece], second[piece], power, self.eps, damp)
+        return Absorbed(acc, found[0] if len(found) == 1 else torch.stack(found).all(), score, second)
 
     def units(
         self, state: SecondMomentState, runs: Sequence[Tensor], density: float, scale: Tensor | None = None
@@ -184,22 +176,13 @@ class SecondMoment(CountedFeedback):
         """Return the factors of this step, (3,) float64, see :func:`~lightning_sparse.ops.length.measure`.
 
         Args:
-            state: of this group; what follows from the step is noted in it.
+            state: of this group; its lengths follow the gradient, in place.
             runs: of this rank's gradient.
             density: of the step. Where everything is sent, nothing is changed.
             scale: () that the gradient still has.
         """
         numel = sum(run.numel() for run in runs)
-        return measure(state.lengths, state.following, joint_norm(runs), scale, numel, self.beta2, density < 1)
-
-    def commit(  # type: ignore[override]
-        self, state: SecondMomentState, void: Tensor | bool, unused: Sequence[slice] = ()
-    ) -> SecondMomentState:
-        """Pairs, and what the step has told of lengths."""
-        after = super().commit(state, void, unused)
-        if isinstance(void, bool):
-            return after if void else replace(after, lengths=state.following.clone())  # type: ignore[return-value, call-arg]
-        return replace(after, lengths=torch.where(void, state.lengths, state.following))  # type: ignore[return-value, call-arg]
+        return measure(state.lengths, state.lengths, joint_norm(runs), scale, numel, self.beta2, density < 1)
 
     def counters(self, state: SecondMomentState) -> dict[str, Tensor]:  # type: ignore[override]
         """The number of steps, and what is known of lengths."""
@@ -211,51 +194,26 @@ class SecondMoment(CountedFeedback):
         if isinstance(other, type(state)):
             state.lengths.copy_(torch.maximum(state.lengths, other.lengths))
 
-    def score_(self, state: SecondMomentState, acc: Tensor, grad: Gradient, ctx: Context) -> Tensor:
-        """``acc / (sqrt(v + (acc s / L)^2) + eps s)^(1/2)``, ``s = sqrt(1 - beta2^t)``: v is not corrected."""
-        score = grad.room(acc.dtype)
-        if ctx.candidates is not None:
-            return score
-        second, power = state.second.following, self.power(state)
-        for piece, part in pieces(Gradient([score])):
-            score_(part, acc[piece], second[piece], power, self.eps, damping(ctx.density))
-        return score
-
-    def second(self, state: SecondMomentState) -> Tensor:
-        """This rank's second moment, including this step, not corrected for its start at 0."""
-        return state.second.following
-
-    def settle_(self, state: SecondMomentState, update: Update, rounding: Tensor | None = None) -> None:  # type: ignore[override]
-        """As :class:`Residual`; note what the averages are to be divided by."""
-        super().settle_(state, update, rounding)
+    def divisors(self, state: SecondMomentState, update: Update, ctx: Context) -> Tensor:
+        """``sqrt(v + (average / L)^2) + eps`` with the mean v of all ranks."""
         assert update.second is not None, "an exchange that does not carry second values"
-        divisor = self._divisor(update.second, self._correction(state), update.values, state.damping)
-        if update.indices is None:
-            state.divisor[: divisor.numel()].copy_(divisor)
-        else:
-            put_(state.divisor, update.indices, divisor)
+        return self._divisor(update.second, self._correction(state), update.values, damping(ctx.density))
 
-    def divisor(self, state: SecondMomentState) -> Tensor:
-        """``sqrt(v + (average / L)^2) + eps``."""
-        return state.divisor
-
-    def lengthen_(self, state: SecondMomentState, where: Tensor | slice, by: Tensor) -> None:
-        """The root, and not eps, which is in units of what the optimizer gets."""
-        root = state.divisor[where] - self.eps
-        state.divisor[where] = root.mul_(by.to(root.dtype)).add_(self.eps)
-
-    def divide_all_(
+    def divide_all(
         self, state: SecondMomentState, average: Tensor, mean: Callable[[Tensor], Tensor], density: float
-    ) -> None:
+    ) -> Tensor:
         """By the mean of what the ranks remember."""
         correction = 1 - torch.pow(self.beta2, state.steps.clamp(min=1))
-        second = mean(state.second.now[:-1])
-        state.divisor[:-1].copy_(self._divisor(second, correction, average, damping(density)))
+        return self._divisor(mean(state.second[:-1]), correction, average, damping(density))
+
+    def lengthen_(self, divisors: Tensor, by: Tensor) -> None:
+        """The root, and not eps, which is in units of what the optimizer gets."""
+        divisors.sub_(self.eps).mul_(by.to(divisors.dtype)).add_(self.eps)
 
     def complete_(self, state: SecondMomentState, span: slice, names: Collection[str]) -> None:
         """A residual without a second moment counts as one gradient of its size, so that steps start short."""
         if "second" not in names:
-            torch.square(state.residual.now[span], out=state.second.now[span]).mul_(1 - self.beta2)
+            torch.square(state.residual[span], out=state.second[span]).mul_(1 - self.beta2)
 
     def start_(self, state: SecondMomentState, second: Tensor, spans: Sequence[slice], steps: float) -> None:
         """Their correction is that of the group from now on."""
@@ -263,18 +221,18 @@ class SecondMoment(CountedFeedback):
             state.steps.fill_(steps)
         left = float(torch.pow(self.beta2, state.steps))
         for span in spans:
-            torch.mul(second[span], 1 - left, out=state.second.now[span])
+            torch.mul(second[span], 1 - left, out=state.second[span])
 
-    def adapted(self, state: SecondMomentState, before: Memory) -> SecondMomentState:
-        """As many steps, maybe no whole number, as with this beta2 leave what the steps so far have left of the start.
+    def adapt_(self, state: SecondMomentState, before: Memory) -> None:
+        """Count as many steps, maybe no whole number, as with this beta2 leave as much of the start.
 
         Their weights in v still add up to ``1 - beta2^t`` then.
         """
         assert isinstance(before, SecondMoment)
         if self.beta2 in (before.beta2, 0.0):  # with 0, nothing of the start is left after any number of steps
-            return state
+            return
         left = torch.pow(before.beta2, state.steps)
-        return replace(state, steps=(left.log() / math.log(self.beta2)).clamp(0.0, MOST))
+        state.steps.copy_((left.log() / math.log(self.beta2)).clamp(0.0, MOST))
 
     def power(self, state: SecondMomentState) -> Tensor:
         """() float64 ``beta2^t`` in the step that goes on, with t its number from 1."""
@@ -285,7 +243,7 @@ class SecondMoment(CountedFeedback):
         correction: Tensor = 1 - self.power(state)
         return correction
 
-    def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, damp: Tensor | float) -> Tensor:
+    def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, damp: float) -> Tensor:
         """By what averages are divided, from means of second moments at the same coordinates."""
         waited = average.abs().to(second.dtype).mul_(damp)
         # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.

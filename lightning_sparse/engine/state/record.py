@@ -1,0 +1,266 @@
+"""Counts of an engine's exchanges, and the averages that they have handed out.
+
+An exchange settles in backward, and its average is applied later, by an optimizer. In between the average is neither in
+the residuals nor in the weights: a state that is saved then holds it beside them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_sparse.core.interrupts import held
+from lightning_sparse.engine.optimizers.kinds import ids_of
+from lightning_sparse.engine.skip import Decision
+
+Surplus = Mapping[str, tuple[float, int]]
+"""What changes of learning rates have left in residuals, see
+:class:`~lightning_sparse.engine.optimizers.learning_rates`."""
+
+
+class Counts(NamedTuple):
+    """Numbers of exchanges so far."""
+
+    step: int = 0
+    """Exchanges that counted."""
+    void: int = 0
+    """Exchanges that were skipped."""
+    streak: int = 0
+    """Exchanges skipped since the last one that counted."""
+    flushes: int = 0
+    """Times that residuals were emptied between two steps."""
+
+    @property
+    def number(self) -> int:
+        """Exchanges and flushes that counted: equal on ranks whose states belong together."""
+        return self.step + self.flushes
+
+
+class Averages(NamedTuple):
+    """Averages of a group, as optimizers get them, but free of the loss scale."""
+
+    spans: Mapping[str, slice]
+    """Where parameters lie in the group."""
+    indices: Tensor | None
+    """(u,) int64 coordinates in any order, maybe repeated, maybe the padding index; None: all."""
+    values: Tensor
+    """(u,) averages."""
+
+    def of(self, name: str) -> tuple[Tensor | None, Tensor]:
+        """Return the coordinates within a parameter, ascending, each once, and the averages there; on the CPU.
+
+        Coordinates of None are all of them.
+        """
+        span = self.spans[name]
+        if self.indices is None:
+            return None, self.values[span].to("cpu", copy=True)
+        inside = (self.indices >= span.start) & (self.indices < span.stop)
+        places, values = (self.indices[inside] - span.start).cpu(), self.values[inside].cpu()
+        different, first = torch.unique(places, return_inverse=True)
+        return different, values.new_empty(len(different)).index_copy_(0, first, values)
+
+
+class Handout:
+    """The averages that an exchange has handed out, and who has applied them.
+
+    A parameter has taken its average when it was written to, or when an optimizer that holds it has finished a step.
+
+    Args:
+        parameters: those that got an average, by name.
+        averages: of groups whose residual can take them back.
+        decision: whether the exchange counted.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Parameter], averages: Sequence[Averages], decision: Decision | None
+    ) -> None:
+        self._parameters, self._decision = parameters, decision
+        self._averages = {name: each for each in averages for name in each.spans if name in parameters}
+        self._before = {name: parameter._version for name, parameter in parameters.items()}
+        self._stepped: Set[str] = frozenset()
+
+    def step(self, names: Set[str]) -> None:
+        """An optimizer that holds these has finished a step."""
+        self._stepped = self._stepped | names
+
+    def apply_all(self) -> None:
+        """All have been applied, or never will be."""
+        self.step(self._before.keys())
+
+    def absorb(self, names: Iterable[str]) -> None:
+        """A new gradient of these has been absorbed: averages that were still in ``.grad`` came with it."""
+        for name in names:
+            self._averages.pop(name, None)
+
+    def done(self, held: Set[str]) -> bool:
+        """Whether nobody can need the averages any more, whether the exchange counted or not; waits for nothing."""
+        return not self._left(held)
+
+    def waiting(self, held: Set[str]) -> dict[str, Averages]:
+        """Return the averages that have not been applied, by parameter; none, when no other one will be.
+
+        Args:
+            held: parameters that optimizers hold; empty: nobody knows yet.
+        """
+        return {} if self._decision is not None and self._decision else self._left(held)
+
+    def _left(self, held: Set[str]) -> dict[str, Averages]:
+        stepped, names = self._stepped, self._before.keys()
+        done = {name for name, p in self._parameters.items() if name in stepped or p._version != self._before[name]}
+        expected = names & held if held else names
+        if done and expected <= done:
+            return {}
+        return {name: each for name, each in list(self._averages.items()) if name not in done}
+
+
+class Record:
+    """Counts exchanges, keeps what they have handed out, and guards what is remembered while it changes.
+
+    Args:
+        parameters: by name.
+        names: of parameters, by id.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], names: Mapping[int, str]) -> None:
+        self._names = names
+        self._parameters = parameters
+        self.start = Counts()
+        """Counts before the latest exchange."""
+        self.decision: Decision | None = None
+        """Whether the latest exchange counts; None: there was none since :attr:`start`."""
+        self.lock = threading.RLock()
+        """Held while a state is read, and while what is remembered changes; never while a message is waited for."""
+        self.held: Set[str] = frozenset()
+        """Parameters that optimizers hold, as far as they have been seen."""
+        self.absorbed: Set[str] = frozenset()
+        """Parameters of which a gradient was absorbed whose exchange is not settled."""
+        self._whole = True
+        self._handouts: Sequence[Handout] = ()
+        self._number = 0
+        self._handed_out: dict[str, int] = {}
+        """The number of the handout in which a parameter got its latest average."""
+        self._seen: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """The number of handouts when an optimizer took its latest step."""
+
+    @property
+    def counts(self) -> Counts:
+        """Counts after the latest exchange; may wait for the device."""
+        step, void, streak, flushes = self.start
+        if self.decision is None:
+            return self.start
+        return Counts(step, void + 1, streak + 1, flushes) if self.decision else Counts(step + 1, void, 0, flushes)
+
+    @property
+    def void(self) -> bool:
+        """Whether the latest exchange counted for nothing; may wait for the device."""
+        return self.decision is not None and bool(self.decision)
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Let what is remembered change: nobody reads it meanwhile, and signals wait.
+
+        An error in between leaves some of it changed: states are refused from then on.
+        """
+        with held(), self.lock:
+            whole, self._whole = self._whole, False
+            yield
+            self._whole = whole
+
+    def check_whole(self) -> None:
+        """Raise if an error has ended a change of what is remembered half-way.
+
+        Raises:
+            RuntimeError: saying so.
+        """
+        if not self._whole:
+            raise RuntimeError(
+                "An error has ended a step while residuals were being changed: some of them are of before it and some "
+                "of after it. They cannot be saved; go on from an earlier checkpoint."
+            )
+
+    def restart(self, start: Counts) -> None:
+        """Other groups, between two steps, which remember what those before did."""
+        self.start, self.decision, self.absorbed = start, None, frozenset()
+
+    def forget_averages(self) -> None:
+        """Another state takes the place of the one that they belonged to."""
+        self._handouts = ()
+
+    def begin_step(self) -> None:
+        """The first gradients of a step are here."""
+        self._drop_applied()
+
+    def absorb(self, names: Set[str]) -> None:
+        """A new gradient of these parameters is absorbed, within :meth:`changing`."""
+        self.absorbed = self.absorbed | names
+        for handout in self._handouts:
+            handout.absorb(names)
+
+    def settle(self, decision: Decision, names: Set[str], averages: Sequence[Averages]) -> None:
+        """An exchange has settled, within :meth:`changing`.
+
+        Args:
+            decision: whether it counts.
+            names: of the parameters that got an average.
+            averages: of groups whose residual can take them back.
+        """
+        self.start, self.decision, self.absorbed = self.counts, decision, frozenset()
+        self._hand_out(names, averages, decision)
+
+    def flush(self, averages: Sequence[Averages], names: Set[str]) -> None:
+        """All residuals have been handed out as averages, and are empty; within :meth:`changing`."""
+        counts = self.counts
+        self.start, self.decision = counts._replace(flushes=counts.flushes + 1), None
+        self._hand_out(names, averages, None)
+
+    def _hand_out(self, names: Set[str], averages: Sequence[Averages], decision: Decision | None) -> None:
+        self._number += 1
+        self._handed_out.update(dict.fromkeys(names, self._number))
+        handout = Handout({name: self._parameters[name] for name in names}, averages, decision)
+        self._handouts = [*self._handouts, handout]
+
+    def hold(self, optimizer: Optimizer) -> Set[str]:
+        """An optimizer holds parameters; their names."""
+        names = {self._names[key] for key in ids_of(optimizer) & self._names.keys()}
+        if not names <= self.held:
+            self.held = self.held | names
+        return names
+
+    def applied(self, optimizer: Optimizer) -> None:
+        """An optimizer has finished a step: its averages count as applied, also where a later engine owns them."""
+        names = self.hold(optimizer)
+        self._seen[optimizer] = self._number
+        for handout in self._handouts if names else ():
+            handout.step(names)
+        self._drop_applied()
+
+    def count_as_applied(self) -> None:
+        """All that was handed out has been applied, or never will be."""
+        for handout in self._handouts:
+            handout.apply_all()
+        self._drop_applied()
+
+    def _drop_applied(self) -> None:
+        """Give the memory of averages free that nobody waits for."""
+        self._handouts = [each for each in self._handouts if not each.done(self.held)]
+
+    def waiting(self, optimizer: Optimizer) -> Set[str]:
+        """Parameters that got an average, also in an earlier exchange, since this optimizer has taken a step."""
+        seen = self._seen.get(optimizer, 0)
+        return {name for name, number in self._handed_out.items() if number > seen}
+
+    @property
+    def pending(self) -> dict[str, Averages]:
+        """Averages that have been handed out and not been applied, by parameter; may wait for the device."""
+        found: dict[str, Averages] = {}
+        for handout in self._handouts:
+            found |= handout.waiting(self.held)
+        return found
