@@ -46,7 +46,8 @@ def measure(
         lengths: (5,) float64: the running mean, how far it is corrected, u; steps in which a gradient was clipped, and
             in which what is remembered was measured anew.
         following: the same, overwritten with what follows.
-        norm: () float64 of the gradient. If it is 0 or not finite, nothing follows from it.
+        norm: () float64 of the gradient. If it is 0 or not finite, nothing follows from it; if it is not finite,
+            ``take`` is NaN, so that nothing of the gradient is absorbed.
         scale: () that the gradient still has; None: 1.
         numel: coordinates of the gradient.
         beta2: decay of the second moment.
@@ -87,4 +88,5 @@ def measure(
     carry = torch.where(anew, length / unit, 1.0)
     acted = lengths[3:] + torch.stack([clips, anew])
     torch.cat([goes_on, torch.where(moved, length, unit).view(1), acted], out=following)
-    return torch.stack([share.sqrt(), carry, beta2 * carry.square()])
+    take = share.sqrt().where(square.isfinite(), torch.nan)
+    return torch.stack([take, carry, beta2 * carry.square()])

@@ -46,7 +46,7 @@ def _measure(
     tl.store(following + 2, tl.where(moved, length, unit))
     tl.store(following + 3, tl.load(lengths + 3) + tl.where(clips, 1.0, 0.0))
     tl.store(following + 4, tl.load(lengths + 4) + tl.where(anew, 1.0, 0.0))
-    tl.store(units, tl.sqrt(share))
+    tl.store(units, tl.where(square < float("inf"), tl.sqrt(share), float("nan")))
     tl.store(units + 1, carry)
     tl.store(units + 2, (_number(1.0) * beta2 + rest) * (carry * carry))
 
