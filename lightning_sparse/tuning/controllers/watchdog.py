@@ -24,7 +24,7 @@ from lightning_sparse.tuning.unsuited import unsuited
 IN_A_ROW = 3
 """Checks in a row that must agree, since a single one may be an exception."""
 GROWN = (
-    "Residuals grow faster than they are sent, so that updates are old gradients. Raise the density, lower the learning "
+    "Residuals grow faster than they are sent, so updates are old gradients. Raise the density, lower the learning "
     "rate, clip gradients (memory=ls.ClipByNorm(...)) or forget old ones (memory=ls.Residual(decay=0.99))."
 )
 NAMED = 3
