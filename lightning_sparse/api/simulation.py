@@ -93,8 +93,8 @@ def simulate(
 
     Raises:
         ValueError: at the call, for an unknown name, a density outside (0, 1], gradients that are no iterable, or an
-            exchange that does not accept the sparsifier or does not carry what the memory needs; while iterating, for
-            gradients of a wrong shape, dtype or device.
+            exchange that does not accept the sparsifier or does not carry the memory's second moments; while iterating,
+            for gradients of a wrong shape, dtype or device.
 
     Example:
         >>> import torch, lightning_sparse as ls

@@ -165,7 +165,7 @@ class Constant(DensitySchedule):
         check_density(self.density)
 
     def __call__(self, step: int) -> float:
-        """Density at ``step``."""
+        """Return the density at ``step``."""
         return float(self.density)
 
 
@@ -204,7 +204,7 @@ class Warmup(DensitySchedule):
         check_integer(self.steps, "steps")
 
     def __call__(self, step: int) -> float:
-        """Density at ``step``."""
+        """Return the density at ``step``."""
         if step >= self.steps:
             return float(self.end)
         return float(self.start * (self.end / self.start) ** (step / self.steps))

@@ -58,7 +58,7 @@ QUANTITIES: Mapping[str, str] = {
     ),
     "bytes_sent": "bytes that a rank sends in a step under ring collectives, mean over ranks and steps",
 }
-"""The measures of a :class:`Row` and what they mean."""
+"""The measures of a :class:`Row` and their meanings."""
 
 
 class Row(NamedTuple):
@@ -87,7 +87,7 @@ class Row(NamedTuple):
 
 
 STREAMS = (*TASKS, "heavy_tail")
-"""Names that :func:`stream` knows."""
+"""Names of streams, see :func:`stream`."""
 
 
 def stream(name: str, *, ranks: int, steps: int, seed: int = 0, text: str | None = None) -> list[Tensor]:

@@ -32,12 +32,12 @@ class StayDense:
     """Switches to the averages of DDP's own buckets as soon as residuals are empty; for plans that are all dense."""
 
     def before_step(self, engine: Engine) -> None:
-        """Switch, unless the engine has switched."""
+        """Switch to DDP's buckets, unless the engine has."""
         if not engine.direct:
             engine.go_direct(for_good=True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class DenseFallback:
@@ -82,7 +82,7 @@ class DenseFallback:
             self._watch(taken, engine)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def _clock(self, engine: Engine) -> float | None:
         """Return the seconds since the previous call; waits for the device while both modes are compared."""

@@ -42,7 +42,7 @@ class Line:
         check_number(self.beta, "beta", "a finite number of seconds per unit of at least 0")
 
     def __call__(self, amount: float) -> float:
-        """Seconds for this much.
+        """Return the seconds for an amount.
 
         Raises:
             ValueError: if the amount is negative.
@@ -167,7 +167,7 @@ class Curve:
             check_number(value, "seconds")
 
     def __call__(self, amount: float) -> float:
-        """Seconds for this much.
+        """Return the seconds for an amount.
 
         Raises:
             ValueError: if the amount is negative.
@@ -217,7 +217,7 @@ class CostModel:
 
     References:
         Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs
-        (OMGS-SGD), INFOCOM 2020: equations 10 and 11, with message sizes from what is sent.
+        (OMGS-SGD), INFOCOM 2020: equations 10 and 11, with the sizes of sent messages.
     """
 
     exchange: Line
