@@ -35,8 +35,7 @@ class Exchange(ABC):
 
         Args:
             acc: (numel + 1,) accumulator of this rank; the spare slot is zero. Read only, except for an exchange that
-                sends everything, where what it leaves there is not looked at, and one that takes out what was sent, and
-                says so (:attr:`Update.settled <lightning_sparse.core.step.Update.settled>`).
+                sends everything, where what it leaves there is not looked at.
             selection: what this rank picked.
             ctx: the step.
 

@@ -365,8 +365,6 @@ def pieces(x: Gradient) -> Iterator[tuple[slice, Tensor]]:
 
 def take_out_(acc: Tensor, update: Update) -> None:
     """Set what was sent to zero, or to the rounding error of what was sent."""
-    if update.settled:
-        return
     if update.sent is None:
         if update.sent_values is None:
             acc.zero_()
