@@ -391,7 +391,7 @@ def test_large_numbers_in_a_run_that_is_not_aligned_are_finite(each_kernel: Call
 
 
 @hypothesis.settings(
-    deadline=None, max_examples=100, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=50, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 @hypothesis.given(
     numel=st.integers(1, 40), picks=st.lists(st.integers(0, 39), max_size=60), whole=st.booleans(),
