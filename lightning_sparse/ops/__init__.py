@@ -52,7 +52,7 @@ __all__ = [
     "above", "tail", "top_k", "top_k_of_blocks",
     "moments", "mean_and_maximum", "excess", "log_sum",
     "distinct", "add_up", "locate", "among", "take", "put_", "sqrt_", "pad",
-    "fill_if_", "copy_if_", "choose",
+    "fill_if_", "choose",
     # on the CPU only
     "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
     "places_of", "sums", "unite", "under", "put_in_runs_", "take_from_runs",
@@ -337,14 +337,6 @@ def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
     if not static_shapes(flag.device):
         return x.fill_(value) if flag else x
     return x if device_flags.fill_if_(x, flag, value) else x.masked_fill_(flag, value)
-
-
-def copy_if_(x: Tensor, source: Tensor, flag: Tensor) -> None:
-    """Copy all of a vector if the flag is set; the host does not wait for a flag on a device."""
-    if not static_shapes(flag.device):
-        x.copy_(source if flag else x)
-    elif not device_flags.copy_if_(x, source, flag):
-        torch.where(flag, source, x, out=x)
 
 
 def choose(flag: Tensor, yes: Any, no: Any) -> Any:
