@@ -7,65 +7,57 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_sparse.ops.triton.launch import TILE, Share, launch
-from lightning_sparse.ops.triton.second import _at, _put
+from lightning_sparse.ops.triton.second import TINY, _at, _put
 
 
 @triton.jit
 def _absorb(
-    acc, grad, scale, decay, i, numel,
+    acc, grad, scale, decay, i, left,
     SCALED: tl.constexpr, CLEAR: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """``acc = decay acc + grad / scale`` in a tile, where that is finite; return acc, and where it is."""
-    given = _at(grad, i, numel, WHOLE)
-    left = _at(acc, i, numel, WHOLE)
+    """``acc = decay acc + grad / scale`` in a tile, where that is finite; return acc, and what it would be."""
+    given = _at(grad, i, left, WHOLE)
+    before = _at(acc, i, left, WHOLE)
     if SCALED:
         given = tl.div_rn(given.to(tl.float32), tl.load(scale)).to(grad.dtype.element_ty)
-    x = left * decay + given.to(tl.float32)
-    finite = tl.abs(x) < float("inf")
-    x = tl.where(finite, x, left)
-    _put(acc, i, x, numel, WHOLE)
+    formed = before * decay + given.to(tl.float32)
+    x = tl.where(tl.abs(formed) < float("inf"), formed, before)
+    _put(acc, i, x, left, WHOLE)
     if CLEAR:
-        _put(grad, i, tl.zeros_like(given), numel, WHOLE)
-    return x, finite
+        _put(grad, i, tl.zeros_like(given), left, WHOLE)
+    return x, formed
 
 
 @triton.jit(do_not_specialize=["numel", "per"])
 def _form(
     acc, grad, words, counts, broken, bound, scale, decay, numel, per,
-    TILE: tl.constexpr, FORM: tl.constexpr, SCALED: tl.constexpr,
+    TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Form acc and clear the gradient; note which magnitudes reach the bound, and whether some are not finite.
+    """Form acc and clear the gradient; note which magnitudes reach the bound, and whether something is not finite.
 
-    Without FORM, acc is only looked at. A tile is 64 words of 32 lanes, so that a row of flags becomes a word.
+    A tile is 64 words of 32 lanes, so that a row of flags becomes a word. Places are counted from the start of a tile,
+    which takes fewer registers. Zeros, and so what lies behind the end, are never noted.
     """
     pid = tl.program_id(0)
     row = tl.arange(0, TILE // 32)
     lane = tl.arange(0, 32)
     places = row[:, None] * 32 + lane[None, :]
-    least = tl.load(bound)
-    tiles = tl.cdiv(numel, TILE)
+    least = tl.maximum(tl.load(bound), TINY)
     found = tl.zeros((TILE // 32, 32), tl.int32)  # added up behind the loop; what is not finite, in the upper half
-    for tile in range(pid * per, tl.minimum((pid + 1) * per, tiles)):
-        i = tile * TILE + places
-        inside = i < numel
-        if FORM:
-            if tile * TILE + TILE <= numel:  # without a mask: 128 bits at once
-                x, finite = _absorb(acc, grad, scale, decay, i, numel, SCALED, True, True)
-            else:
-                x, finite = _absorb(acc, grad, scale, decay, i, numel, SCALED, True, False)
+    for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
+        start = tile * TILE
+        left = numel - start
+        if left >= TILE:  # without a mask: 128 bits at once
+            x, formed = _absorb(acc + start, grad + start, scale, decay, places, left, SCALED, True, True)
         else:
-            if tile * TILE + TILE <= numel:  # noqa: SIM108
-                x = _at(acc, i, numel, True)
-            else:
-                x = _at(acc, i, numel, False)
-            finite = tl.abs(x) < float("inf")
-        reached = ((tl.abs(x) >= least) & inside).to(tl.int32)
+            x, formed = _absorb(acc + start, grad + start, scale, decay, places, left, SCALED, True, False)
+        reached = (tl.abs(x) >= least).to(tl.int32)
         tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
-        found += reached + ((finite.to(tl.int32) ^ 1) << 16)
+        found += reached + (((tl.abs(formed) < float("inf")).to(tl.int32) ^ 1) << 16)
     tl.store(counts + pid, tl.sum(found & 0xFFFF))
     if tl.max(found) > 0xFFFF:
         tl.store(broken, 1)
-    if FORM and pid == 0:
+    if pid == 0:
         tl.store(acc + numel, 0.0)
 
 
@@ -87,7 +79,8 @@ def accumulate_(
         grad: (numel,) or more, float32, bfloat16 or float16; the first numel become zero.
         decay: of acc.
         scale: () float32 that the gradient is divided by, in its own precision; None: nothing.
-        words: int32, a bit for each coordinate, rounded up to tiles: which magnitudes reach the bound.
+        words: int32, a bit for each coordinate, rounded up to tiles: which magnitudes reach the bound, but
+            for zeros.
         counts: (programs,) int32, how many do so, by program.
         broken: (1,) int32, set to 1 if something would not be finite, else left as it is.
         bound: () float32.
@@ -96,21 +89,23 @@ def accumulate_(
     share = Share.of(numel)
     launch(
         _form, share.programs, acc, grad, words, counts, broken, bound, bound if scale is None else scale,
-        decay, numel, share.per, TILE=TILE, FORM=True, SCALED=scale is not None,
+        decay, numel, share.per, TILE=TILE, SCALED=scale is not None,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["numel", "per"])
 def _add(acc, grad, finite, decay, numel, per, TILE: tl.constexpr):
     pid = tl.program_id(0)
+    i = tl.arange(0, TILE)
     trouble = tl.zeros((TILE,), tl.int32)
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
-        i = tile * TILE + tl.arange(0, TILE)
-        if tile * TILE + TILE <= numel:
-            _, here = _absorb(acc, grad, grad, decay, i, numel, False, False, True)
+        start = tile * TILE
+        left = numel - start
+        if left >= TILE:
+            _, x = _absorb(acc + start, grad + start, grad, decay, i, left, False, False, True)
         else:
-            _, here = _absorb(acc, grad, grad, decay, i, numel, False, False, False)
-        trouble |= here.to(tl.int32) ^ 1
+            _, x = _absorb(acc + start, grad + start, grad, decay, i, left, False, False, False)
+        trouble |= (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
     if tl.max(trouble) > 0:
         tl.store(finite, 0)
 
@@ -128,13 +123,32 @@ def add_(acc: Tensor, grad: Tensor, decay: float, finite: Tensor) -> None:
     launch(_add, share.programs, acc, grad, finite, decay, acc.numel(), share.per, TILE=TILE)
 
 
+@triton.jit(do_not_specialize=["numel", "per"])
+def _look(x, words, counts, broken, bound, numel, per, TILE: tl.constexpr):
+    pid = tl.program_id(0)
+    row = tl.arange(0, TILE // 32)
+    lane = tl.arange(0, 32)
+    places = row[:, None] * 32 + lane[None, :]
+    least = tl.load(bound)
+    found = tl.zeros((TILE // 32, 32), tl.int32)
+    for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
+        i = tile * TILE + places
+        if tile * TILE + TILE <= numel:  # noqa: SIM108
+            magnitude = tl.abs(_at(x, i, numel, True))
+        else:
+            magnitude = tl.abs(_at(x, i, numel, False))
+        reached = ((magnitude >= least) & (i < numel)).to(tl.int32)
+        tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
+        found += reached + (((magnitude < float("inf")).to(tl.int32) ^ 1) << 16)
+    tl.store(counts + pid, tl.sum(found & 0xFFFF))
+    if tl.max(found) > 0xFFFF:
+        tl.store(broken, 1)
+
+
 def look(x: Tensor, words: Tensor, counts: Tensor, broken: Tensor, bound: Tensor) -> None:
-    """Note what of (numel,) float32 reaches a bound, as :func:`accumulate_` does; 4 bytes a coordinate."""
+    """Note what of (numel,) float32 reaches a bound, also zeros, as :func:`accumulate_` does; 4 bytes a coordinate."""
     share = Share.of(x.numel())
-    launch(
-        _form, share.programs, x, x, words, counts, broken, bound, bound,
-        1.0, x.numel(), share.per, TILE=TILE, FORM=False, SCALED=False,
-    )  # fmt: skip
+    launch(_look, share.programs, x, words, counts, broken, bound, x.numel(), share.per, TILE=TILE)
 
 
 @triton.jit(do_not_specialize=["numel", "per"])

@@ -17,6 +17,8 @@ from lightning_sparse.ops.triton.launch import TILE, Share, launch
 
 MOST = tl.constexpr(3.4028234663852886e38)
 """The largest float32."""
+TINY = tl.constexpr(1.401298464324817e-45)
+"""The smallest above 0."""
 
 
 class Weighed(NamedTuple):
@@ -77,29 +79,29 @@ def _put(x, i, value, numel, WHOLE: tl.constexpr):
 
 @triton.jit
 def _moments(
-    acc, second, grad, scale, units, add, i, numel,
+    acc, second, grad, scale, units, add, i, left,
     SCALED: tl.constexpr, CLEAR: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Form a tile of the accumulator and of the second moment, where the former is finite; and tell where it is."""
-    given = _at(grad, i, numel, WHOLE)
+    """Form a tile of accumulator and second moment, where the former is finite; return both, and what it would be."""
+    given = _at(grad, i, left, WHOLE)
     if SCALED:
         given = tl.div_rn(given.to(tl.float32), tl.load(scale)).to(grad.dtype.element_ty)
     take = tl.load(units).to(grad.dtype.element_ty).to(tl.float32)
     given = (given.to(tl.float32) * take).to(grad.dtype.element_ty)
     wide = given.to(tl.float32)
-    left = _at(acc, i, numel, WHOLE)
-    kept = _at(second, i, numel, WHOLE)
-    x = wide + left * tl.load(units + 1)
-    moment = kept * tl.load(units + 2) + (wide * add) * wide
+    before = _at(acc, i, left, WHOLE)
+    formed = wide + before * tl.load(units + 1)
+    finite = tl.abs(formed) < float("inf")
+    x = tl.where(finite, formed, before)
+    _put(acc, i, x, left, WHOLE)
+    before = _at(second, i, left, WHOLE)
+    moment = before * tl.load(units + 2) + (wide * add) * wide
     moment = tl.where(moment > MOST, MOST, moment)  # squares overflow where gradients do not
-    finite = tl.abs(x) < float("inf")
-    x = tl.where(finite, x, left)
-    moment = tl.where(finite, moment, kept)
-    _put(acc, i, x, numel, WHOLE)
-    _put(second, i, moment, numel, WHOLE)
+    moment = tl.where(finite, moment, before)
+    _put(second, i, moment, left, WHOLE)
     if CLEAR:
-        _put(grad, i, tl.zeros_like(given), numel, WHOLE)
-    return x, moment, finite
+        _put(grad, i, tl.zeros_like(given), left, WHOLE)
+    return x, moment, formed
 
 
 @triton.jit(do_not_specialize=["numel", "per"])
@@ -111,25 +113,24 @@ def _weigh(
     pid = tl.program_id(0)
     row = tl.arange(0, TILE // 32)
     lane = tl.arange(0, 32)
-    places = row[:, None] * 32 + lane[None, :]
-    reach = tl.load(bound)
+    i = row[:, None] * 32 + lane[None, :]
+    reach = tl.maximum(tl.load(bound), TINY)
     least = _least(power, EPS)
     damp = _damp(power, damping)
-    found = 0
-    trouble = 0
+    found = tl.zeros((TILE // 32,), tl.int32)  # added up behind the loop; what is not finite, in the upper half
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
-        i = tile * TILE + places
-        if tile * TILE + TILE <= numel:
-            x, moment, finite = _moments(acc, second, grad, scale, units, add, i, numel, SCALED, True, True)
+        start = tile * TILE
+        left = numel - start
+        vectors = acc + start, second + start, grad + start
+        if left >= TILE:
+            x, moment, formed = _moments(*vectors, scale, units, add, i, left, SCALED, True, True)
         else:
-            x, moment, finite = _moments(acc, second, grad, scale, units, add, i, numel, SCALED, True, False)
-        magnitude = tl.abs(_score(x, moment, least, damp))
-        reached = ((magnitude >= reach) & (i < numel)).to(tl.int32)
+            x, moment, formed = _moments(*vectors, scale, units, add, i, left, SCALED, True, False)
+        reached = (tl.abs(_score(x, moment, least, damp)) >= reach).to(tl.int32)
         tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
-        found += tl.sum(reached)
-        trouble += tl.sum(finite.to(tl.int32) ^ 1)
-    tl.store(counts + pid, found)
-    if trouble > 0:
+        found += tl.sum(reached + (((tl.abs(formed) < float("inf")).to(tl.int32) ^ 1) << 16), axis=1)
+    tl.store(counts + pid, tl.sum(found & 0xFFFF))
+    if tl.max(found) > 0xFFFF:
         tl.store(broken, 1)
     if pid == 0:
         tl.store(acc + numel, 0.0)
@@ -166,7 +167,8 @@ def weigh_(
         beta2: decay of the second moment.
         eps: Adam's.
         damping: what sums are multiplied by before their squares are added, a number of float32.
-        words: int32, a bit for each coordinate, rounded up to tiles: which scores reach the bound.
+        words: int32, a bit for each coordinate, rounded up to tiles: which scores reach the bound, but for
+            zeros.
         counts: (programs,) int32, how many do so, by program.
         broken: (1,) int32, set to 1 if some of acc would not be finite, else left as it is.
         bound: () float32.
@@ -183,14 +185,17 @@ def weigh_(
 @triton.jit(do_not_specialize=["numel", "per"])
 def _form_moments(acc, second, grad, units, finite, add, numel, per, TILE: tl.constexpr):
     pid = tl.program_id(0)
+    i = tl.arange(0, TILE)
     trouble = tl.zeros((TILE,), tl.int32)
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
-        i = tile * TILE + tl.arange(0, TILE)
-        if tile * TILE + TILE <= numel:
-            _, _, here = _moments(acc, second, grad, grad, units, add, i, numel, False, False, True)
+        start = tile * TILE
+        left = numel - start
+        vectors = acc + start, second + start, grad + start
+        if left >= TILE:
+            _, _, x = _moments(*vectors, grad, units, add, i, left, False, False, True)
         else:
-            _, _, here = _moments(acc, second, grad, grad, units, add, i, numel, False, False, False)
-        trouble |= here.to(tl.int32) ^ 1
+            _, _, x = _moments(*vectors, grad, units, add, i, left, False, False, False)
+        trouble |= (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
     if tl.max(trouble) > 0:
         tl.store(finite, 0)
 
