@@ -123,10 +123,10 @@ class Ranks:
         grad = row.clone()
         ctx = Context(step=self.steps, density=self.density, rank=rank, world_size=self.n)
         exchange = self._watched(self.exchange)
-        state, statistics = yield from reduce_group(
+        state, proposed = yield from reduce_group(
             grad, self.states[rank], ctx, memory=self.memory, sparsifier=self.sparsifier, exchange=exchange
         )
-        return grad, state, statistics, self._seen.pop(rank)
+        return grad, state, proposed.statistics, self._seen.pop(rank)
 
     def _watched(self, exchange: Exchange) -> Any:
         """The same exchange; what it is given and gives is noted by rank."""
