@@ -61,7 +61,7 @@ def walk(gradients: Tensor) -> list[Tensor]:
     found = []
     for rows in gradients:
         outcome = ranks.step(rows.expand(2, -1).clone())
-        found.append(outcome.states[0].memory.residual.now[:-1].clone())
+        found.append(outcome.states[0].memory.residual[:-1].clone())
     return found
 
 
