@@ -115,8 +115,6 @@ class Update(NamedTuple):
     """() int64 different coordinates that the ranks named, where these may be more than ``union``."""
     second: Tensor | None = None
     """(u,) mean over ranks of :attr:`Context.second`, as far as it travels exactly, where it was given."""
-    settled: bool = False
-    """Whether the exchange has taken ``sent_values`` out of the accumulator already."""
 
 
 class Absorbed(NamedTuple):
