@@ -5,37 +5,20 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from lightning_sparse.ops import static
 from lightning_sparse.ops.on_cuda import compare, on_cuda
 
 MOST_NUMEL = (1 << 31) - (1 << 13)
 """Longest vector: indices of a tile behind the end must fit into 31 bits."""
-PIECE = 1 << 24
-"""Elements that torch works on at once, so that what is only needed on the way stays below 200 MiB."""
 FEW = 4099
 """Values on which the kernel is tried."""
 
 
 def accumulate_(acc: Tensor, grad: Tensor, decay: float) -> Tensor:
-    """``acc = decay acc + grad`` in place; a coordinate that would not be finite is left as it is.
-
-    Args:
-        acc: (numel,) float32 or float64.
-        grad: (numel,) of the same dtype, or bfloat16 or float16; not written to.
-        decay: of acc; both operations are rounded.
-
-    Returns:
-        () bool: whether all of acc is finite; the host does not wait for it.
-
-    Example:
-        >>> acc = torch.tensor([1.0, 2.0])
-        >>> accumulate_(acc, torch.tensor([0.5, torch.inf]), 1.0), acc
-        (tensor(False), tensor([1.5000, 2.0000]))
-    """
+    """As :func:`lightning_sparse.ops.accumulate_`, of one run, which is not written to."""
     return (_in_triton if _takes(acc, grad) else _in_torch)(acc, grad, decay)
 
 
@@ -65,11 +48,4 @@ def _in_triton(acc: Tensor, grad: Tensor, decay: float) -> Tensor:
 
 
 def _in_torch(acc: Tensor, grad: Tensor, decay: float) -> Tensor:
-    found = []
-    for kept, given in zip(acc.split(PIECE), grad.split(PIECE), strict=True):
-        # Each operation is rounded by itself, as in kernels; alpha= may round once.
-        total = kept + given if decay == 1 else torch.mul(kept, decay).add_(given)
-        finite = total.abs() < math.inf
-        torch.where(finite, total, kept, out=kept)
-        found.append(finite.all())
-    return found[0] if len(found) == 1 else torch.stack(found).all()
+    return static.accumulate_(acc, [grad], decay)

@@ -9,15 +9,9 @@ from lightning_sparse.ops.on_cuda import compare, on_cuda
 
 
 def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
-    """``x[indices] -= values``, or ``x[indices] = 0``, unless a flag is set; the host does not wait for it.
+    """As :func:`lightning_sparse.ops.subtract_at_`; coordinates may be int32, too.
 
-    Args:
-        x: (numel + 1,) float32 or float64, changed in place; the last slot is zero and stays zero.
-        indices: (u,) int64 or int32 coordinates, and maybe the padding index numel, at which values count for nothing.
-            A repeated coordinate carries the same value each time and counts once; where some are repeated, equal
-            ones must be neighbours.
-        values: (u,) in x's dtype; None: what is there. Where the flag is set, they may be NaN.
-        skipped: () bool on the device; None: it is not set.
+    Values at the padding index count for nothing, and where the flag is set, values may be NaN.
 
     Example:
         >>> x = torch.tensor([5.0, 6.0, 7.0, 0.0])

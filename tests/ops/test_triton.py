@@ -100,7 +100,7 @@ def test_a_gradient_is_taken_in_as_by_torch(dtype: torch.dtype, monkeypatch: pyt
     wide = torch.promote_types(dtype, torch.float32)
     acc, grad = values(TILE + 300, "normal", 1).to(wide), values(TILE + 300, "inf", 2).to(dtype)
     found, expected, given = acc.clone(), acc.clone(), grad.clone()
-    monkeypatch.setattr(device_dense, "PIECE", 1000)
+    monkeypatch.setattr(static, "PIECE", 1000)
     assert not device_dense._in_torch(expected, grad, 0.7)
     with in_triton() as chosen:
         assert not device_dense.accumulate_(found, grad, 0.7)
