@@ -87,7 +87,7 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
         yield "weigh_bf16", triton_second._weigh, adam | {"SCALED": True}, {"grad": "*bf16"}, 8
         yield "moments", triton_second._form_moments, tile, {}, 8
         yield "scores", triton_second._store_scores, adam, {}, 8
-        given = dict.fromkeys(("lengths", "following", "norm", "units"), "*fp64") | {"scale": "*fp32", "numel": "i32"}
+        given = dict.fromkeys(("lengths", "norm", "units"), "*fp64") | {"scale": "*fp32", "numel": "i32"}
         given |= dict.fromkeys(("beta2", "rest"), "fp32")
         constants = {"KEEP": 0.9, "LONG": 2.0, "FAR": 1.25, "ACTS": True, "SCALED": True}
         yield "measure", triton_length._measure, constants, given, 1

@@ -95,7 +95,14 @@ def walk(
             void = torch.stack([proposed.void for proposed in ends]).any()
             assert bool(void) == (step == VOID)
             for group, proposed in enumerate(ends):
-                state = states[group][rank] = settle_group(states[group][rank], proposed, void, memory)
+                before = states[group][rank]
+                absorbed = [x.clone() for x in _remembered(memory, before)]
+                state = states[group][rank] = settle_group(before, proposed, void, memory)
+                if step == VOID:  # it settles nothing
+                    assert all(map(torch.equal, _remembered(memory, state), absorbed))
+                    assert all(map(torch.equal, state.selector, before.selector))
+                    assert torch.equal(state.counts, before.counts)
+                    assert torch.equal(state.union, before.union)
                 left += _left_behind(grads[group][rank], state, proposed, memory, step == VOID)
     return left
 
@@ -106,10 +113,14 @@ def _gradients(n: int, numel: int, dtype: torch.dtype, generator: torch.Generato
     return [(grad * 256).round() / 256 for grad in grads]
 
 
+def _remembered(memory: ls.Memory, state: GroupState) -> list[Tensor]:
+    return [*memory.vectors(state.memory).values(), *memory.counters(state.memory).values()]
+
+
 def _left_behind(
     grad: Tensor, state: GroupState, proposed: Proposed, memory: ls.Memory, void: bool
 ) -> list[list[Tensor]]:
-    vectors = [*memory.vectors(state.memory).values(), *memory.counters(state.memory).values()]
+    vectors = _remembered(memory, state)
     assert all(bool(x.isfinite().all()) for x in vectors)
     assert state.counts is not None and state.union is not None
     left = [[*(x.clone() for x in (grad, *vectors)), *state.selector, state.counts, state.union]]

@@ -218,6 +218,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
         yield seen
 
 
+@pytest.mark.parametrize("memory", [RESIDUAL, ADAM], ids=["residual", "second moment"])
+def test_rounding_of_narrow_gradients_takes_two_launches_more(memory: ls.Memory, launched: list[Launch]) -> None:
+    parts, numel, counts = PARTS | {"memory": memory}, 1_000_000, []
+    for dtype in (torch.float32, torch.bfloat16):
+        [state] = groups(2, numel, 0.01, dtype, "meta", memory)[:1]
+        grad, ctx = torch.empty(numel, dtype=dtype, device="meta"), Context(0, 0.01, 0, 2)
+        launched.clear()
+        with no_waiting(), Counted() as counted:
+            proposed = drive(exchange_group(grad, state, ctx, **parts), Mirror(0, 2))
+            settle_group(state, proposed, proposed.void, memory)
+        counts.append(len(launched) + len(counted.names))
+        assert [launch.name for launch in launched].count("_subtract_at") == 1 + (dtype != torch.float32)
+    assert counts[1] == counts[0] + 2
+
+
 @pytest.mark.parametrize("density", [0.01, 0.001])
 @pytest.mark.parametrize("n", [2, 8, 64])
 @pytest.mark.parametrize("memory", [RESIDUAL, ADAM], ids=["residual", "second moment"])
