@@ -37,8 +37,9 @@ INLINE void in_steps(const float *values, const int32_t *levels, int64_t count, 
   }
 }
 
-// Values at the union in steps of powers of two; what travels is listed. With second values, parts of their tops, rounded down after `offset` is added, take the low bits; second and
-// tops are missing where there are none. The number of values that are not rounded to zero; -1 where an index is outside.
+// Values at the union in steps of powers of two; what travels is listed. With second values, parts of their tops, rounded
+// down after `offset` is added, take the low bits; second and tops are missing where there are none. The number of values
+// that are not rounded to zero; -1 where an index is outside.
 INLINE int64_t round_in_lanes(const float *x, const float *second, int64_t size, const int64_t *indices,
                               const int32_t *levels, const uint8_t *tops, int64_t n, int64_t lowest, int64_t raise_by,
                               const lanes_of by, float offset, int32_t *words, float *units, int64_t *sent,
