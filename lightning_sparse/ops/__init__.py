@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from torch import Tensor
 from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.layout import Span
 from lightning_sparse.ops import (
+    device_dense,
     device_flags,
     device_passes,
+    device_settle,
     host_arrays,
     host_choose,
     host_dense,
@@ -52,7 +55,7 @@ __all__ = [
     "above", "tail", "top_k", "top_k_of_blocks",
     "moments", "mean_and_maximum", "excess", "log_sum",
     "distinct", "add_up", "locate", "among", "take", "put_", "sqrt_", "pad",
-    "fill_if_", "copy_if_", "choose",
+    "fill_if_", "choose",
     # on the CPU only
     "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
     "places_of", "sums", "unite", "under", "put_in_runs_", "take_from_runs",
@@ -99,7 +102,9 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
         (tensor(False), tensor([4., 2.]))
     """
     if static_shapes(acc.device):
-        return static.accumulate_(acc, runs, decay)
+        parts = torch.split(acc, [len(run) for run in runs])
+        added = [device_dense.accumulate_(part, run, decay) for part, run in zip(parts, runs, strict=True)]
+        return reduce(torch.logical_and, added)
     if candidates is None or decay != 1:
         finite = host_dense.add_(acc, runs, decay)
     else:
@@ -322,8 +327,8 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
 
     Args:
         x: a float32 or float64 vector.
-        indices: int64; where a coordinate is repeated, so is its value, which counts once. Where shapes are static, the
-            padding index is that of the last slot of x, which is zero before and afterwards.
+        indices: int64; where a coordinate is repeated, so is its value, which counts once. Where shapes are static,
+            equal ones are neighbours, and the padding index is that of the last slot of x, which stays zero.
         values: of x's dtype; None: set what x has there to zero.
         skipped: () bool, the flag; None: it is not set.
 
@@ -332,15 +337,10 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
         >>> subtract_at_(x, torch.tensor([2, 0, 2]), torch.tensor([0.5, 1.0, 0.5])), x
         (None, tensor([0.0000, 2.0000, 2.5000]))
     """
-    if not static_shapes(x.device):
-        if skipped is None or not skipped:
-            put_(x, indices, 0.0 if values is None else take(x, indices) - values)
-        return
-    if skipped is not None:
-        indices = indices.masked_fill(skipped, x.numel() - 1)
-    put_(x, indices, 0.0 if values is None else take(x, indices) - values)
-    if values is not None:
-        x[-1:].zero_()
+    if static_shapes(x.device):
+        device_settle.subtract_at_(x, indices, values, skipped)
+    elif skipped is None or not skipped:
+        put_(x, indices, 0.0 if values is None else take(x, indices) - values)
 
 
 def sqrt_(x: Tensor) -> Tensor:
@@ -353,14 +353,6 @@ def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
     if not static_shapes(flag.device):
         return x.fill_(value) if flag else x
     return x if device_flags.fill_if_(x, flag, value) else x.masked_fill_(flag, value)
-
-
-def copy_if_(x: Tensor, source: Tensor, flag: Tensor) -> None:
-    """Copy all of a vector if the flag is set; the host does not wait for a flag on a device."""
-    if not static_shapes(flag.device):
-        x.copy_(source if flag else x)
-    elif not device_flags.copy_if_(x, source, flag):
-        torch.where(flag, source, x, out=x)
 
 
 def choose(flag: Tensor, yes: Any, no: Any) -> Any:

@@ -124,7 +124,7 @@ def journey(name: str, exchange: str | None, numel: int, density: float, n: int,
             *drive_ranks([recorded(each, [] if void else happened) for each in coroutines]), strict=True
         )
         happened += [bits(grad.nan_to_num(nan=7.0)) for grad in grads]
-        happened += [bits(state.memory.residual.now) for state in states]
+        happened += [bits(state.memory.residual) for state in states]
         happened += [bits(statistic.union) for statistic in statistics]
     return happened
 
