@@ -33,10 +33,10 @@ NOT_HERE = f" The strategies for Lightning alone know {', '.join(n for n in _str
 
 @dataclass(frozen=True, kw_only=True)
 class AttachArguments(SparsificationConfig):
-    """What :func:`attach` takes: the settings, and what strategies know from Lightning."""
+    """Arguments of :func:`attach`: the settings, and values that strategies get from Lightning."""
 
     scaler: torch.amp.GradScaler | None = None
-    """Scales the loss; residuals are then kept free of its factor."""
+    """Scaler of the loss; residuals are then kept without its factor."""
     profile: dict[str, Any] | None = None
     """The profile of an earlier run, see :attr:`~lightning_sparse.tuning.controllers.Planner.saved`; for groupings and
     densities that need one, if model, settings and ranks are the same."""
@@ -62,10 +62,10 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     arguments are keywords: the settings of :class:`~lightning_sparse.SparsificationConfig`, and ``scaler``, ``profile``
     and ``observers``.
 
-    The optimizer is not seen here: call ``engine.bind([optimizer])`` to have it checked, most of all with memories
-    that bring their own momentum, and for ``lr_aware``. Where neither ``nonfinite="nan"`` is set nor a ``scaler``
-    skips steps with gradients that are not finite, the caller has to: call ``engine.skip_void(optimizer)`` before
-    ``optimizer.step()``, or ask ``engine.void``.
+    The optimizer is not known here: call ``engine.bind([optimizer])`` to have it checked, most of all with memories
+    that have their own momentum, and for ``lr_aware``. Without ``nonfinite="nan"`` and without a ``scaler``, the
+    caller must skip steps with non-finite gradients: call ``engine.skip_void(optimizer)`` before
+    ``optimizer.step()``, or read ``engine.void``.
 
     Returns:
         The engine, for statistics and for :meth:`Engine.close`.
@@ -77,7 +77,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
         RuntimeError: on all ranks, if the ranks' settings or models differ; if the model has a communication hook
             already; on the other ranks, if settings are refused on some only.
     """
-    if not isinstance(getattr(ddp, "_orig_mod", ddp), DistributedDataParallel):  # torch.compile wraps what is wrapped
+    if not isinstance(getattr(ddp, "_orig_mod", ddp), DistributedDataParallel):  # torch.compile wraps it again
         raise TypeError(f"Expected a DistributedDataParallel model, but got {type(ddp).__name__}: wrap it first.")
     with failing_together(TorchCollective(ddp.process_group), ddp.device):
         arguments = from_keywords(AttachArguments, keywords, "attach", NOT_HERE)
@@ -94,7 +94,7 @@ def attach_config(
     profile: dict[str, Any] | None,
     observers: Sequence[StepObserver],
 ) -> Engine:
-    """:func:`attach` with settings that are checked already."""
+    """Do the work of :func:`attach` with checked settings."""
     ranks, device = TorchCollective(ddp.process_group), ddp.device
     with failing_together(ranks, device):
         _check_ddp(ddp)
@@ -103,7 +103,7 @@ def attach_config(
         cap = ddp.bucket_bytes_cap / MIB if config.bucket_cap_mb is None else float(config.bucket_cap_mb)
         if config.bucket_cap_mb is None and config.fallback is None and device.type == "cuda":
             cap = max(cap, CUDA_BUCKET_MB)
-        config = replace(config, bucket_cap_mb=cap)  # None means the same as this size
+        config = replace(config, bucket_cap_mb=cap)  # None means this size
         plan = make_plan(sizes, config.grouping, config.rules, cap)
         stays_dense = ranks.world_size == 1 and config.single_device == "dense"
         if stays_dense:
@@ -138,7 +138,7 @@ def attach_config(
             planner = None
             if stays_dense:
                 engine.go_direct()
-                engine.add_observer(StayDense())  # a state that is loaded may hold residuals, which are sent first
+                engine.add_observer(StayDense())  # a loaded state may hold residuals, which are sent first
             elif Planner.wanted(config.grouping, config):
                 planner = Planner(ddp, engine, sizes, config.grouping, config.rules, cap, delivery_mb(ddp), profile)
                 engine.add_observer(planner)
@@ -146,23 +146,23 @@ def attach_config(
                 engine.add_observer(DenseFallback(sizes, cap, planner))
             for observer in observers:
                 engine.add_observer(observer)
-            _register(ddp, engine)  # last: there is no way back
+            _register(ddp, engine)  # last: it cannot be undone
         undo.pop_all()
     return engine
 
 
 class _AllRanksDivide:
-    """Refuses ``join(divide_by_initial_world_size=False)``, which DDP keeps from communication hooks.
+    """Observer that refuses ``join(divide_by_initial_world_size=False)``, which DDP hides from communication hooks.
 
     Args:
-        ddp: not kept.
+        ddp: the model; kept as a weak reference.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
 
     def before_step(self, engine: Engine) -> None:
-        """Raise in the first step in which averages would be others than DDP's, also on ranks that have joined."""
+        """Raise in the first step in which averages would differ from DDP's, also on ranks that have joined."""
         if not getattr(self._ddp(), "_divide_by_initial_world_size", True):
             raise ValueError(
                 "join(divide_by_initial_world_size=False) divides by the ranks that still have data, and the "
@@ -170,7 +170,7 @@ class _AllRanksDivide:
             )
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing."""
 
 
 def _check_ddp(ddp: DistributedDataParallel) -> None:
@@ -196,7 +196,7 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
                 "backward instead of _apply_optimizer_in_backward()."
             )
     for name, module in ddp.module.named_modules():
-        # Other layers may mean anything by the word; what they make is looked at in the first backward.
+        # Other layers may use the word for anything; their gradients are checked in the first backward.
         if isinstance(module, Embedding | EmbeddingBag) and module.sparse:
             raise ValueError(
                 f"The gradients of {name or type(module).__name__!r} are sparse tensors (sparse=True), which cannot be "
@@ -205,7 +205,7 @@ def _check_ddp(ddp: DistributedDataParallel) -> None:
 
 
 def _parameters_of(ddp: DistributedDataParallel) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
-    """Parameters that need gradients, and those that do not; by name, in order of registration."""
+    """Return the trained and the frozen parameters, by name, in order of registration."""
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
     known = {name: p for name, p in ddp.module.named_parameters() if name not in ignored}
     for name, p in known.items():
@@ -235,19 +235,19 @@ def _register(ddp: DistributedDataParallel, engine: Engine) -> None:
 
 
 def delivery_mb(ddp: DistributedDataParallel) -> tuple[float, float]:
-    """MiB of the first bucket in which DDP hands over gradients, and of the others."""
+    """Return the MiB of DDP's first bucket of gradients, and of the others."""
     size = ddp.bucket_bytes_cap / MIB
-    # DDP cuts the first bucket short only where no size was given.
+    # DDP shortens the first bucket only if no size was given.
     return (1.0 if ddp.bucket_bytes_cap_default else size), size
 
 
 def sizes_of(parameters: dict[str, Parameter]) -> list[ParameterSize]:
-    """What plans need to know of parameters, by name."""
+    """Return the sizes of parameters, for plans."""
     return [ParameterSize.of(name, p) for name, p in parameters.items()]
 
 
 def _warn_if_nothing_is_left(plan: Sequence[Group], rules: Rules) -> None:
-    """Warn if the sizes of a model's parameters keep all of it dense; to name all of them is a decision."""
+    """Warn if the sizes of a model's parameters keep all of it dense; a user who names all of them means it."""
     parameters = [p for group in plan for p in group.parameters]
     named = Rules(rules.dense, dense_ndim=0, dense_numel=0)
     unnamed = [p for p in parameters if not named.keeps_dense(p.name, p.numel, p.ndim)]
@@ -260,7 +260,7 @@ def _warn_if_nothing_is_left(plan: Sequence[Group], rules: Rules) -> None:
 
 
 def refuse_two_orders(module: Module, executor: str, device: torch.device) -> None:
-    """Raise if a thread's messages could come in another order than those of SyncBatchNorm, from rank to rank.
+    """Raise if the order of a thread's messages and of SyncBatchNorm's could differ between ranks.
 
     Raises:
         ValueError: naming the layer.

@@ -1,4 +1,4 @@
-"""Let the optimizers take what was not sent yet."""
+"""Flush: an optimizer step with the residuals of all ranks."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from lightning_sparse.engine.optimizers.kinds import listed
 
 
 def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
-    """Take one dense step with what all ranks together have not sent yet, and forget it. All ranks must call this.
+    """Take one dense step with the residuals of all ranks, and clear them. All ranks must call this.
 
     The pending update ``(1/n) sum_i residual_i`` becomes the gradient, and the optimizers take a step. With SGD without
-    momentum, parameters are then where they would be if nothing had ever been held back, up to the ways in which later
-    gradients depend on earlier steps; momentum and weight decay act once more than without the flush; with Adam it is
-    one step of Adam, whose size is the learning rate's. The step uses the learning rates that the optimizers have now:
-    where a schedule has ended at 0, nothing moves. What gradients parameters held before, they hold afterwards.
+    momentum, parameters are then the same as without sparsification, except that later gradients depend on earlier
+    steps; momentum and weight decay act once more than without the flush; with Adam it is one step of Adam, whose size
+    is the learning rate's. The step uses the current learning rates of the optimizers: if a schedule has ended at 0,
+    nothing moves. Afterwards, parameters hold the same gradients as before.
 
-    Call this between two steps, for example before a model is exported. A parameter without anything pending is left
-    alone, so that at density 1 there is no step at all.
+    Call this between two steps, for example before a model is exported. A parameter without a pending update is left
+    alone, so that at density 1 there is no step.
 
     Args:
         what: an engine, or a Trainer or Fabric with one of this package's strategies.
         optimizers: all that apply the averages; None: those of the Trainer or Fabric.
 
     Returns:
-        Euclidean norm of the pending update; 0: there was none.
+        Euclidean norm of the pending update; 0 if there was none.
 
     Raises:
-        ValueError: if there is no engine in ``what``, an engine comes without optimizers, or they are no list of
+        ValueError: if ``what`` has no engine, if an engine comes without optimizers, or if they are no list of
             optimizers.
         RuntimeError: if an engine is closed.
 
@@ -80,13 +80,13 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
             parameter.grad = None
         for engine in engines:
             for name, pending in engine.take_pending().items():
-                if bool(pending.any()):  # no step at all is not the same as a step of size 0: there is momentum
+                if bool(pending.any()):  # a step with zeros would still apply momentum
                     engine.parameters[name].grad = pending
                     square += float(pending.double().square().sum())
         for optimizer in chosen if square else ():
             with uninterrupted(optimizer):
                 optimizer.step()
-        for engine in engines:  # also of what added up to nothing
+        for engine in engines:  # also if residuals added up to zero
             engine.count_as_applied()
     finally:
         for parameter, grad in zip(parameters, before, strict=True):
@@ -95,7 +95,7 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
 
 
 def engines_of(strategy: Any) -> list[Engine]:
-    """Those of a strategy of this package; none in any other."""
+    """Return the engines of a strategy of this package; none for any other strategy."""
     return list(getattr(strategy, "engines", ()))
 
 
@@ -107,6 +107,6 @@ def _inside(what: Any) -> tuple[list[Engine], list[Optimizer]]:
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:
-    """Not as Lightning wraps it, which would unscale gradients and count steps."""
+    """Return the optimizer without Lightning's wrapper, which would unscale gradients and count steps."""
     inner: Optimizer = optimizer.optimizer if hasattr(optimizer, "_strategy") else optimizer
     return inner

@@ -1,18 +1,19 @@
-"""n ranks in one process, on the code that trains: how to study a method without a cluster."""
+"""Simulation of n ranks in one process, with the code of training: to study a method without a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import expect
+from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context, GroupState
 from lightning_sparse.engine.metrics import Step, local, norm_of, summarize
 from lightning_sparse.engine.network import drive_ranks
-from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.engine.proposal import Proposed, spread_divisor
 from lightning_sparse.methods.density import DensitySchedule, as_schedule
 from lightning_sparse.methods.exchanges import Exchange, as_exchange
@@ -21,34 +22,34 @@ from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
 
 
 class StepTrace(NamedTuple):
-    """What one simulated step did."""
+    """Results of one simulated step."""
 
     step: int
     target_density: float
     counts: Tensor
-    """(n,) int64 picks per rank."""
+    """(n,) int64 number of selected indices per rank."""
     indices: Tensor
     """(u,) int64 coordinates of the update, ascending, without padding."""
     threshold: Tensor | None
-    """(n,) float64 magnitude that decided on each rank, or None."""
+    """(n,) float64 threshold of each rank, or None."""
     update: Tensor
-    """(numel,) mean over ranks of what was released."""
+    """(numel,) mean over ranks of the released values."""
     divisor: Tensor | None
-    """(numel,) what the update has to be divided by to be a step of Adam, where it arrived; None: it is a gradient."""
+    """(numel,) divisor that turns the update into a step of Adam, at its coordinates; None: it is a gradient."""
     residual_norm: Tensor
     """(n,) float64 Euclidean norms of the residuals after the step."""
     quantities: dict[str, float]
-    """What a Trainer logs: numbers of :data:`~lightning_sparse.engine.metrics.QUANTITIES` by name."""
+    """Numbers that a Trainer logs: :data:`~lightning_sparse.engine.metrics.QUANTITIES` by name."""
     bytes_sent: Tensor
     """(n,) float64 bytes each rank sends, see :meth:`~lightning_sparse.core.messages.Message.bytes_sent`."""
     partition: Tensor | None
     """(n, 2) int64 first and past-the-end coordinate of each rank's range, for methods with contiguous ranges."""
     ranks: tuple[Step, ...]
-    """What each rank did, without its coordinates: for :class:`~lightning_sparse.DensityError` and its like."""
+    """Statistics of each rank, without coordinates: for metrics such as :class:`~lightning_sparse.DensityError`."""
 
     @property
     def density(self) -> float:
-        """Share of the coordinates that are in the update, u / numel."""
+        """Share of coordinates in the update, u / numel."""
         return self.quantities["density"]
 
     @property
@@ -58,7 +59,7 @@ class StepTrace(NamedTuple):
 
     @property
     def padding_ratio(self) -> float:
-        """Longest selection over the mean one, n max_i k_i / sum_i k_i."""
+        """Longest over mean selection, n max_i k_i / sum_i k_i."""
         return self.quantities["padding_ratio"]
 
     @property
@@ -77,13 +78,13 @@ def simulate(
 ) -> Iterator[StepTrace]:
     """Run a sparsifier over a stream of gradients, all ranks side by side in this process.
 
-    The ranks run the same code as in training; only the network is replaced. Gradients are asked for one step at a time
-    and traces come one by one, so that a stream may be larger than memory, or be computed at parameters that the
-    previous trace has moved. All n and all group sizes work, n = 1 included.
+    The ranks run the same code as in training; only the network is replaced. Gradients are read and traces are yielded
+    one step at a time, so that a stream may be larger than memory, or be computed at parameters that the previous
+    trace has moved. All n and all group sizes work, n = 1 included.
 
     Args:
-        gradients: one (n, numel) tensor per step, all of one shape, float dtype and device; a (steps, n, numel) tensor
-            is one such iterable. They are not modified.
+        gradients: one (n, numel) tensor per step, all of one shape, float dtype and device, or a (steps, n, numel)
+            tensor. They are not modified.
         sparsifier: an instance or a name such as ``"topk"``.
         density: target in (0, 1], or a schedule.
         memory: error feedback, an instance or a name such as ``"low_pass"``; None: :class:`~lightning_sparse.Residual`.
@@ -94,8 +95,8 @@ def simulate(
 
     Raises:
         ValueError: at the call, for an unknown name, a density outside (0, 1], gradients that are no iterable, or an
-            exchange that does not accept the sparsifier or does not carry what the memory needs; while iterating, for
-            gradients of a wrong shape, dtype or device.
+            exchange that does not accept the sparsifier or does not carry the memory's second moments; while iterating,
+            for gradients of a wrong shape, dtype or device.
 
     Example:
         >>> import torch, lightning_sparse as ls
@@ -127,27 +128,25 @@ def _run(
             ]
         ctx = Context(step=step, density=density(step), rank=0, world_size=n)
         grads = [row.detach().clone() for row in rows]
-        steps = [
-            reduce_group(
-                grads[rank],
-                states[rank],
-                ctx._replace(rank=rank),
-                memory=memory,
-                sparsifier=sparsifier,
-                exchange=exchange,
-            )
-            for rank in range(n)
-        ]
+        parts: dict[str, Any] = {"memory": memory, "sparsifier": sparsifier, "exchange": exchange}
+        steps = [_step(grads[rank], states[rank], ctx._replace(rank=rank), parts) for rank in range(n)]
         states, proposed = (list(of_ranks) for of_ranks in zip(*drive_ranks(steps), strict=True))
         update = grads[0]
         density.observe(step, update)
         yield _trace(ctx, update, states, proposed, memory, sparsifier)
 
 
+def _step(
+    grad: Tensor, state: GroupState, ctx: Context, parts: Mapping[str, Any]
+) -> Steps[tuple[GroupState, Proposed]]:
+    proposed = yield from exchange_group(grad, state, ctx, **parts)
+    return settle_group(state, proposed, proposed.void, parts["memory"]), proposed
+
+
 def _check_rows(
     rows: Tensor, alike: tuple[torch.Size, torch.dtype, torch.device] | None
 ) -> tuple[torch.Size, torch.dtype, torch.device]:
-    """Shape, dtype and device of a step's gradients, which have to be those of the first step."""
+    """Return shape, dtype and device of a step's gradients; raise unless they equal those of the first step."""
     dense = isinstance(rows, Tensor) and rows.layout == torch.strided and not rows.is_meta
     if not dense or rows.dim() != 2 or 0 in rows.shape or not rows.is_floating_point():
         came = f"{tuple(rows.shape)} {rows.dtype}" if isinstance(rows, Tensor) else type(rows).__name__

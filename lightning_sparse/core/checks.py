@@ -1,4 +1,4 @@
-"""Checks of settings: what was expected and what came, in one sentence."""
+"""Checks of settings: the error names the expected and the given value, in one sentence."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TypeGuard
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether a value is an int; True and False are none."""
+    """Return True if a value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is an int or a float; True and False are none, nan is one."""
+    """Return True if a value is an int or a float and not a bool; nan is a number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -20,7 +20,7 @@ def expect(holds: bool, name: str, what: str, value: object, hint: str = "") -> 
     """Raise unless a condition holds; the hint ends the message.
 
     Raises:
-        ValueError: naming the setting, what it should be, and what came.
+        ValueError: naming the setting, the expected and the given value.
 
     Example:
         >>> expect(False, "port", "even", 7)
@@ -54,8 +54,8 @@ def check_share(value: float, name: str, *, zero: bool = False, one: bool = True
     Args:
         value: of the setting.
         name: of the setting.
-        zero: whether 0 is allowed.
-        one: whether 1 is.
+        zero: True if 0 is allowed.
+        one: True if 1 is allowed.
     """
     inside = is_number(value) and 0 <= value <= 1 and (zero or value != 0) and (one or value != 1)
     expect(inside, name, f"a number in {'[' if zero else '('}0, 1{']' if one else ')'}", value)

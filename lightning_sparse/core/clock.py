@@ -1,4 +1,4 @@
-"""How long something took, on a host or a device, and what all steps of a run took and sent together."""
+"""Time stamps on a host or a device, and totals of time and bytes over all steps of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Stamp(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> Stamp:
-        """This moment; on CUDA, the moment the current stream gets here."""
+        """Return a stamp of now; on CUDA, of the moment at which the current stream arrives here."""
         if device.type != "cuda" or not torch.cuda.is_available():
             return cls(time.perf_counter(), None)
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -25,7 +25,7 @@ class Stamp(NamedTuple):
         return cls(time.perf_counter(), event)
 
     def until(self, later: Stamp) -> float:
-        """Milliseconds between two stamps of one device; waits for the device."""
+        """Return the milliseconds between two stamps of one device; waits for the device."""
         if self.event is None or later.event is None:
             return 1e3 * (later.host - self.host)
         later.event.synchronize()
@@ -33,12 +33,12 @@ class Stamp(NamedTuple):
 
     @property
     def reached(self) -> bool:
-        """Whether the device has come so far; does not wait."""
+        """True if the device has reached the stamp; does not wait."""
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 class Totals:
-    """What this rank has sent in all steps so far, also in those that nobody logs, and how long that took."""
+    """Bytes that this rank has sent in all steps so far, logged or not, and the time that they took."""
 
     def __init__(self) -> None:
         self.sent_bytes = self.dense_bytes = 0.0
@@ -48,19 +48,19 @@ class Totals:
         self._measuring: list[tuple[Stamp, Stamp]] = []
 
     def add(self, sent_bytes: float, dense_bytes: float) -> None:
-        """Count what was sent, and what a dense ring all-reduce would have sent."""
+        """Count the bytes that were sent, and those that a dense ring all-reduce would have sent."""
         self.sent_bytes += sent_bytes
         self.dense_bytes += dense_bytes
 
     def expose(self, begin: Stamp, end: Stamp) -> None:
-        """Backward stood still in between; looked at when the device has got there, so that nobody waits."""
+        """Count the time between two stamps as blocked backward; read later, without a host synchronisation."""
         self._measuring.append((begin, end))
         while self._measuring and self._measuring[0][1].reached:
             self._exposed += max(0.0, Stamp.until(*self._measuring.pop(0))) / 1e3
 
     @property
     def exposed_seconds(self) -> float:
-        """How long backward waited; waits for the device."""
+        """Seconds that backward was blocked; waits for the device."""
         return self._exposed + sum(max(0.0, begin.until(end)) for begin, end in self._measuring) / 1e3
 
     @property
@@ -69,21 +69,21 @@ class Totals:
         return self._seconds + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def start(self) -> None:
-        """Let the clock run."""
+        """Start the clock."""
         self._since = self._since or time.perf_counter()
 
     def pause(self) -> None:
-        """Stop the clock, for a while."""
+        """Stop the clock until :meth:`go_on`."""
         self._paused = self._since is not None
         self._seconds, self._since = self.seconds, None
 
     def go_on(self) -> None:
-        """Let the clock run if it did when it was paused."""
+        """Start the clock again if it ran when it was paused."""
         if self._paused:
             self.start()
 
     def state_dict(self) -> dict[str, float]:
-        """Plain numbers, for a checkpoint."""
+        """Return the totals as plain numbers, for a checkpoint."""
         return {
             "sent_bytes": self.sent_bytes,
             "dense_bytes": self.dense_bytes,
@@ -92,7 +92,7 @@ class Totals:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on counting from there."""
+        """Continue from the totals of a checkpoint."""
         self.sent_bytes, self.dense_bytes = state["sent_bytes"], state["dense_bytes"]
         self._seconds, self._exposed, self._measuring = state["seconds"], state["exposed_seconds"], []
         self._since = None if self._since is None else time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a terminal shows: lines on rank zero, pages to read on, and tables, which are markdown elsewhere."""
+"""Terminal output: lines on rank zero, paths of documentation pages, and tables, which files get as markdown."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOGGER = logging.getLogger("lightning_sparse")
 """Its level decides whether the lines appear; they are written by Lightning's own logger, and look like its lines."""
 
 PAGES = next((folder / "docs" for folder in Path(__file__).parents[1:3] if (folder / "docs").is_dir()), Path("docs"))
-"""Where the documentation is on this machine: within the package where that is installed, beside it in a clone."""
+"""Folder of the documentation on this machine: within the installed package, or beside it in a clone."""
 
 WIDTH = 100
-"""Columns that a table needs; lines of narrower terminals break."""
+"""Columns that a table needs; narrower terminals break its lines."""
 
 
 def say(sentence: str) -> None:
@@ -29,16 +29,16 @@ def say(sentence: str) -> None:
 
 
 def page(name: str) -> str:
-    """Where to read a page of the documentation, for a message, which is to be complete without it."""
+    """Return the path of a documentation page, for a message. The message must be complete without the page."""
     return str(PAGES / f"{name}.md")
 
 
 def plain(x: float, digits: int = 3) -> str:
-    """A number as people write it: digits that count, and all of those before the point.
+    """Format a number with a few significant digits and all digits before the point.
 
     Args:
-        x: to write.
-        digits: that count, at least.
+        x: the number.
+        digits: least number of significant digits.
 
     Example:
         >>> plain(1350.4), plain(0.04321), plain(999.7), plain(9999.6, 4)
@@ -48,7 +48,7 @@ def plain(x: float, digits: int = 3) -> str:
 
 
 class Table(NamedTuple):
-    """A title, a header and rows of text; columns hold numbers, which are aligned to the right, unless in ``left``."""
+    """A title, a header and rows of text; columns are aligned to the right for numbers, unless listed in ``left``."""
 
     title: str
     header: Sequence[str]
@@ -56,13 +56,13 @@ class Table(NamedTuple):
     left: Sequence[int] = (0,)
 
     def markdown(self) -> str:
-        """The table under a heading."""
+        """Return the table as markdown, under a heading."""
         rule = ["---" if column in self.left else "---:" for column in range(len(self.header))]
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, rule, *self.rows)]
         return "\n".join([f"### {self.title}", "", *lines, ""])
 
     def show(self) -> None:
-        """Print it with rich, which knows the width of the terminal; plain text where rich is missing."""
+        """Print the table with rich, which knows the width of the terminal; as plain text if rich is missing."""
         try:
             from rich.box import SIMPLE_HEAD
             from rich.console import Console

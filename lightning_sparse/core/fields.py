@@ -1,11 +1,11 @@
-"""A dataclass as the only list of a function's keywords: for people's editors, type checkers and jsonargparse alike.
+"""A dataclass as the only list of a function's keywords, for editors, type checkers and jsonargparse.
 
 ``attach`` and the strategies accept the same settings, and each has a few arguments of its own. Written as signatures,
 the settings would stand in three places and in as many docstrings. Here they are the fields of a dataclass, and
 :func:`keywords_of` gives a function the signature of its constructor: by ``ParamSpec`` for mypy and Pyright, which then
 complete names and refuse misspelt ones, and as ``__signature__`` and docstring for ``help()``, IPython and
-jsonargparse. The alternatives were a ``TypedDict`` to unpack, which is a second list; a stub file, which has to be
-generated and kept; and ``**settings`` alone, of which editors know nothing.
+jsonargparse. The alternatives are worse: a ``TypedDict`` to unpack is a second list; a stub file has to be generated
+and kept; editors know nothing of ``**settings`` alone.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Resolved(Generic[Accepted, Kept]):
 
     Args:
         default: of the field, as a caller would write it.
-        resolve: from what is accepted to what is kept, which it must accept, too, for ``dataclasses.replace``; None:
-            left to ``__post_init__``.
+        resolve: converts an accepted value to the kept one, and must accept kept values, too, for
+            ``dataclasses.replace``; None: left to ``__post_init__``.
 
     Example:
         >>> from dataclasses import dataclass
@@ -62,7 +62,7 @@ class Resolved(Generic[Accepted, Kept]):
     @overload
     def __get__(self, instance: object, owner: type) -> Kept: ...
     def __get__(self, instance: object | None, owner: type) -> Accepted | Kept:
-        """The value; of the class the default, which is where a dataclass looks for it."""
+        """Return the value; for the class, the default, which a dataclass looks up there."""
         return self._default if instance is None else vars(instance)[self._name]
 
     def __set__(self, instance: object, value: Accepted) -> None:
@@ -74,7 +74,7 @@ def keywords_of(
 ) -> Callable[[Callable[Concatenate[First, ...], Result]], Callable[Concatenate[First, Keywords], Result]]:
     """Decorate a function ``f(first, /, **keywords)``: its keywords are the fields of a dataclass.
 
-    The function passes what it gets to :func:`from_keywords`. Its docstring gets the fields as ``Args``.
+    The function passes its keywords to :func:`from_keywords`. Its docstring gets the fields as ``Args``.
 
     Args:
         dataclass: with keyword-only fields.
@@ -94,7 +94,7 @@ def keywords_of(
 
 
 def documented(dataclass: type[Made]) -> type[Made]:
-    """Decorate a dataclass: ``help()`` shows what its constructor accepts, and the docstrings below its fields."""
+    """Decorate a dataclass: ``help()`` shows the types that its constructor accepts, and its fields' docstrings."""
     init: Any = dataclass.__init__
     own = inspect.signature(init)
     init.__signature__ = own.replace(parameters=[own.parameters["self"], *_parameters(dataclass)])
@@ -103,13 +103,13 @@ def documented(dataclass: type[Made]) -> type[Made]:
 
 
 def _parameters(dataclass: Any) -> list[inspect.Parameter]:
-    """Those of the constructor, with the types that it accepts."""
+    """Return the parameters of the constructor, with the types that it accepts."""
     accepted = hints_of(dataclass)
     return [p.replace(annotation=accepted[p.name]) for p in inspect.signature(dataclass).parameters.values()]
 
 
 def _with_arguments(text: str, dataclass: Any) -> str:
-    """A docstring with the fields of a dataclass as ``Args``, before its other sections."""
+    """Return a docstring with the fields of a dataclass as ``Args``, before its other sections."""
     told = docstrings_of(dataclass)
     names = inspect.signature(dataclass).parameters
     lines = [f"    {name}: {textwrap.indent(told.get(name, ''), ' ' * 8).strip()}" for name in names]
@@ -123,13 +123,13 @@ def from_keywords(dataclass: Callable[..., Made], keywords: Mapping[str, Any], w
     """Make a dataclass from the keywords that a function was called with.
 
     Args:
-        dataclass: what :func:`keywords_of` was told.
+        dataclass: the same as for :func:`keywords_of`.
         keywords: by name.
-        who: was called, for the message.
-        note: what else to say of unknown names.
+        who: name of the function that was called, for the message.
+        note: end of the message.
 
     Raises:
-        TypeError: for an unknown name, with the one that is close to it.
+        TypeError: for an unknown name; the message has the closest known one.
     """
     known = list(inspect.signature(dataclass).parameters)
     for name in keywords:
@@ -141,13 +141,13 @@ def from_keywords(dataclass: Callable[..., Made], keywords: Mapping[str, Any], w
 
 
 def hints_of(dataclass: Any) -> dict[str, Any]:
-    """What the constructor accepts, by field."""
+    """Return the types that the constructor accepts, by field."""
     hints = get_type_hints(dataclass)
     return {name: get_args(hint)[0] if get_origin(hint) is Resolved else hint for name, hint in hints.items()}
 
 
 def docstrings_of(dataclass: Any) -> dict[str, str]:
-    """The docstrings below the fields of a dataclass and of its bases; empty where there is no source.
+    """Return the docstrings below the fields of a dataclass and of its bases; none if there is no source.
 
     Example:
         >>> from lightning_sparse.config import SparsificationConfig
@@ -162,7 +162,7 @@ def docstrings_of(dataclass: Any) -> dict[str, str]:
 
 @cache  # of the text alone: a syntax tree is ten thousand objects for the garbage collector
 def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
-    """The docstrings below the fields of a module's classes, by class and field."""
+    """Return the docstrings below the fields of a module's classes, by class and field."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError):

@@ -1,9 +1,9 @@
-"""What a step asks of the other ranks: messages, and coroutines that yield them.
+"""Messages between ranks, and coroutines that yield them.
 
 An exchange, and a sparsifier that needs the other ranks while it selects, never sees the network. It is a generator
-that *yields* a message and gets back what all ranks have shared; a driver in :mod:`lightning_sparse.engine.network`
-sends it. So one and the same code runs between processes, with the messages of several groups joined, for n ranks in
-one process, and without any network to count bytes.
+that *yields* a message and gets the answer back; a driver in :mod:`lightning_sparse.engine.network` sends it. The same
+code thus runs between processes, with joined messages of several groups, for n ranks in one process, and without any
+network to count bytes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Message(ABC):
-    """What this rank gives. All ranks ask for the same kinds in the same order, with equal shapes and dtypes.
+    """One collective operation. All ranks yield the same kinds in the same order, with equal shapes and dtypes.
 
-    The asking coroutine must not read ``x`` afterwards, and owns what it gets: nobody else writes to it. An answer may
-    be a part of a longer one, in which others' answers lie: each row of an all-gather or an all-to-all is contiguous,
+    The coroutine must not read ``x`` afterwards. It owns the answer: no other code writes to it. An answer may be a
+    view of a longer tensor that holds other answers, too: each row of an all-gather or an all-to-all is contiguous,
     and the rows may lie apart (``answer.stride(0)``).
     """
 
@@ -34,9 +34,9 @@ class Message(ABC):
 
     @abstractmethod
     def bytes_sent(self, n: int) -> float:
-        """Bytes that this rank sends with n ranks under ring algorithms, as the papers assume.
+        """Return the bytes that this rank sends with n ranks under ring algorithms, as the papers assume.
 
-        What a library really sends can differ (trees, shared memory).
+        The real number can differ between libraries (trees, shared memory).
         """
 
 
@@ -47,30 +47,30 @@ class AllGather(Message):
     kind = "all_gather"
 
     def bytes_sent(self, n: int) -> float:
-        """What each rank brings passes through the n - 1 others."""
+        """Return ``(n - 1) b``: the part of each rank passes through the n - 1 others."""
         return float((n - 1) * self.x.nbytes)
 
 
 class AllReduce(Message):
-    """Sum over ranks, for which x may be overwritten; each rank sends ``2 (n - 1) / n b`` bytes."""
+    """Sum over ranks; x may be overwritten. Each rank sends ``2 (n - 1) / n b`` bytes."""
 
     __slots__ = ()
     kind = "all_reduce"
 
     def bytes_sent(self, n: int) -> float:
-        """See :func:`ring_all_reduce_bytes`."""
+        """Return :func:`ring_all_reduce_bytes` of x."""
         return ring_all_reduce_bytes(self.x.nbytes, n)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Broadcast(Message):
-    """What rank ``src`` gave, on all ranks, for which x may be overwritten; ``(n - 1) / n b`` bytes on average."""
+    """The tensor of rank ``src``, on all ranks; x may be overwritten. ``(n - 1) / n b`` bytes on average."""
 
     src: int
     kind = "broadcast"
 
     def bytes_sent(self, n: int) -> float:
-        """The mean over ranks: all but the last one in the ring pass it on."""
+        """Return the mean over ranks: all but the last one in the ring pass x on."""
         return (n - 1) / n * self.x.nbytes
 
 
@@ -81,16 +81,16 @@ class AllToAll(Message):
     kind = "all_to_all"
 
     def bytes_sent(self, n: int) -> float:
-        """All rows but the own one."""
+        """Return the bytes of all rows but the own one."""
         return (n - 1) / n * self.x.nbytes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SendRecv(Message):
-    """Give x to rank ``to`` and get what rank ``source`` gives to this one; each another rank, or None.
+    """Transfer of x to rank ``to``, and of x of rank ``source`` to this one; each another rank, or None.
 
-    All ranks ask for it, also those that neither give nor take; who gives and who takes must fit together. Without a
-    source, the answer is an empty tensor. A rank that gives sends b bytes.
+    All ranks yield it, also those that neither send nor receive; senders and receivers must match. Without a source,
+    the answer is an empty tensor. A rank with a receiver sends b bytes.
     """
 
     to: int | None
@@ -98,7 +98,7 @@ class SendRecv(Message):
     kind = "send_recv"
 
     def bytes_sent(self, n: int) -> float:
-        """All of x, where there is somebody who takes it."""
+        """Return the bytes of x, or 0 without a receiver."""
         return 0.0 if self.to is None else float(self.x.nbytes)
 
 
@@ -107,12 +107,12 @@ Steps = Generator[Message, Tensor, T]
 
 
 def resolve(result: T | Steps[T]) -> Steps[T]:
-    """What a part returned, or what the coroutine that it returned ends with."""
+    """Return the given value, or run the given coroutine and return its value."""
     return (yield from result) if isinstance(result, Generator) else result
 
 
 def started(steps: Steps[T]) -> Steps[T]:
-    """Run a coroutine up to its first message, now, and give what goes on from there.
+    """Run a coroutine up to its first message now, and return a coroutine that continues from there.
 
     Example:
         >>> import torch
@@ -140,7 +140,7 @@ def _from(message: Message, steps: Steps[T]) -> Steps[T]:
 
 
 class Meter:
-    """Counts the bytes of the messages that pass by.
+    """Counter of the bytes of messages.
 
     Args:
         world_size: number of ranks.
@@ -152,7 +152,7 @@ class Meter:
         """Bytes sent by this rank, see :meth:`Message.bytes_sent`."""
 
     def watch(self, steps: Steps[T]) -> Steps[T]:
-        """The same coroutine, with its bytes counted."""
+        """Run a coroutine and count the bytes of its messages."""
         try:
             message = next(steps)
             while True:
@@ -163,7 +163,7 @@ class Meter:
 
 
 def ring_all_reduce_bytes(payload_bytes: float, world_size: int) -> float:
-    """Bytes that each rank sends in a ring all-reduce: ``2 (n - 1) / n`` times the payload.
+    """Return the bytes that each rank sends in a ring all-reduce: ``2 (n - 1) / n`` times the payload.
 
     Example:
         >>> ring_all_reduce_bytes(1000, 4)

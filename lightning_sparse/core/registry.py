@@ -1,4 +1,4 @@
-"""Classes by name, as settings and strategy names write them; a name that is not known is answered with close ones."""
+"""Classes by name, as in settings and strategy names; the error for an unknown name lists the closest known ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Classes of one family by snake-case name; looked up without regard to case and underscores.
+    """Classes of one family by snake-case name; the look-up ignores case, hyphens and underscores.
 
     Args:
-        kind: what the family is called in error messages.
+        kind: name of the family in error messages.
         base: their common base class.
     """
 
@@ -25,21 +25,21 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
 
     def register(self, cls: type[T]) -> type[T]:
-        """Class decorator: known from now on as its ``name`` attribute, or its class name in snake case."""
+        """Register the decorated class by its ``name`` attribute, or by its class name in snake case."""
         name = cls.__dict__.get("name") or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         self._classes[name] = cls
         return cls
 
     def items(self) -> Iterator[tuple[str, type[T]]]:
-        """(name, class) pairs in order of registration."""
+        """Iterate over (name, class) pairs in order of registration."""
         return iter(self._classes.items())
 
     def name_of(self, instance: T) -> str:
-        """Registered name of an instance's class; its class name if it was never registered."""
+        """Return the registered name of an instance's class; its class name if it was never registered."""
         return next((name for name, cls in self.items() if cls is type(instance)), type(instance).__name__)
 
     def resolve(self, given: T | str | None) -> T:
-        """An instance from an instance or from a name (then with the class's defaults).
+        """Return the given instance, or one of the named class with its defaults.
 
         Raises:
             ValueError: for an unknown name (the closest known ones are listed), a name of a class that needs arguments,
@@ -71,7 +71,7 @@ def _key(name: str) -> str:
 
 
 def unknown(kind: str, given: str, known: Collection[str]) -> ValueError:
-    """The error for a name that is not known, with the names that are close to it.
+    """Return the error for an unknown name, with the closest known names.
 
     Example:
         >>> raise unknown("colour", "gren", ["blue", "green"])

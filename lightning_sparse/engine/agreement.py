@@ -13,19 +13,19 @@ import torch
 from lightning_sparse.engine.network import LostRankError, TorchCollective
 
 REASON_CHARACTERS = 300
-"""Length at which the text of an error is cut: those of file systems can be very long."""
+"""Length at which the text of an error is cut; file systems write very long ones."""
 SHOWN = 8
 """Number of reasons that a message lists."""
 VALUE_CHARACTERS = 120
 """Length at which a value is cut in a message."""
 CONTEXT = 30
-"""Characters of it that are shown before the first difference."""
+"""Characters of a value that are shown before the first difference."""
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 """The address of an object in its ``repr``."""
 
 
 def check_equal_on_ranks(facts: Mapping[str, Any], comm: TorchCollective, device: torch.device) -> None:
-    """Raise on all ranks if they were not given the same; collective.
+    """Raise on all ranks unless they were given equal values; collective.
 
     Args:
         facts: by name, the same names on all ranks; compared by their ``repr``.
@@ -33,7 +33,7 @@ def check_equal_on_ranks(facts: Mapping[str, Any], comm: TorchCollective, device
         device: for the messages.
 
     Raises:
-        RuntimeError: on all ranks, naming what differs, where, and two of the values.
+        RuntimeError: on all ranks, with the names that differ, the ranks, and two of the values.
     """
     texts = {name: repr(value) for name, value in facts.items()}
     own = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
@@ -65,12 +65,12 @@ def check_equal_on_ranks(facts: Mapping[str, Any], comm: TorchCollective, device
 def failing_together(
     comm: TorchCollective, device: torch.device, abort: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """An error within the block, on any rank, is raised on all of them; collective at the end of the block.
+    """Raise an error of the block on all ranks if any rank has one; collective at the end of the block.
 
     Args:
         comm: the ranks; must not be used within the block.
         device: for the messages.
-        abort: called first where the block fails, to wake up ranks that wait for this one within it.
+        abort: called first if the block fails, to wake up ranks that wait for this one within it.
 
     Raises:
         RuntimeError: on ranks without an error of their own, naming a rank that has one, and its error.
@@ -81,7 +81,7 @@ def failing_together(
     except Exception as error:
         failed = error
         abort()
-    # A rank that only lost another one is not the one to look at.
+    # The error of a rank that only lost another one is not the cause.
     kind = 0 if failed is None else 1 if isinstance(failed, LostRankError) else 2
     outcomes = comm.all_gather_object((kind, "" if failed is None else f"{type(failed).__name__}: {failed}"), device)
     worst = max(kinds := [kind for kind, _ in outcomes])
@@ -94,7 +94,7 @@ def failing_together(
 
 
 def _from_difference(one: str, other: str) -> tuple[str, str]:
-    """Both texts from shortly before the first character that differs, cut to what a message can show."""
+    """Return both texts from shortly before the first difference, cut to the length that a message can show."""
     common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     start = 0 if max(len(one), len(other)) <= VALUE_CHARACTERS else max(0, common - CONTEXT)
     cut = [text[start : start + VALUE_CHARACTERS] for text in (one, other)]
@@ -106,16 +106,16 @@ def _from_difference(one: str, other: str) -> tuple[str, str]:
 
 
 class Note(NamedTuple):
-    """What a rank tells the others."""
+    """A message of a rank to the others."""
 
     fact: str
     """One line."""
     problem: str
-    """Empty: none."""
+    """Empty if there is none."""
 
 
 def by_reason(notes: Sequence[Note]) -> str:
-    """Which ranks have which problem; empty if none has one."""
+    """List the problems with the ranks that have them; empty if there are none."""
     ranks: dict[str, list[int]] = {}
     for rank, note in enumerate(notes):
         if note.problem:
@@ -126,7 +126,7 @@ def by_reason(notes: Sequence[Note]) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as words for a message.
+    """Return ranks as words for a message.
 
     Example:
         >>> name_ranks([1]), name_ranks([0, 2])
@@ -136,6 +136,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def reason(error: Exception, *plain: type[Exception]) -> str:
-    """One line, not too long for a note; without the type of an error whose text says it all, one of ``plain``."""
+    """Return an error as one short line, with its type unless that is one of ``plain``, whose texts suffice."""
     text = " ".join((str(error) if isinstance(error, plain) else f"{type(error).__name__}: {error}").split())
     return text if len(text) <= REASON_CHARACTERS else f"{text[:REASON_CHARACTERS]} ..."

@@ -1,4 +1,4 @@
-"""When and where groups run: inside DDP's hook or on a communication thread, on a CUDA stream of their own."""
+"""Executors of groups: inside DDP's hook or on a communication thread, on a CUDA stream of their own."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream for groups, so that they run beside backward; None where a device has no streams."""
+    """Return a stream for groups, so that they overlap with backward; None if a device has no streams."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 class ExchangeStream:
-    """The stream of the groups; where a device has none, they run where they are called.
+    """The stream of the groups; if a device has none, they run where they are called.
 
     Args:
         device: of the gradients.
@@ -30,19 +30,19 @@ class ExchangeStream:
 
     @property
     def host_knows(self) -> bool:
-        """Whether there is no stream, so that the host knows what was computed."""
+        """True if there is no stream, so that results are on the host at once."""
         return self.stream is None
 
     def __call__(self) -> AbstractContextManager[Any]:
-        """On the stream."""
+        """Return a context in which work is queued on the stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """On the stream, after all that the caller's stream was given so far and before what it is given next.
+        """Queue work on the stream, after all earlier work of the caller's stream and before its later work.
 
-        The caller's stream may still look at residuals. What groups give back must not be handed out again, to either
-        stream, while the other one uses it.
+        The caller's stream may still read residuals. Memory that groups free must not be reused on either stream while
+        the other one uses it.
         """
         if self.stream is None:
             yield
@@ -54,38 +54,38 @@ class ExchangeStream:
         caller.wait_stream(self.stream)
 
     def ready(self) -> Callable[[], None]:
-        """Let the stream wait, when this is called, for all that the caller's stream was given so far."""
+        """Return a function that makes the stream wait for all work of the caller's stream up to now."""
         if (stream := self.stream) is None:
             return lambda: None
         event = torch.cuda.current_stream(self._device).record_event()
         return lambda: stream.wait_event(event)
 
     def synchronize(self) -> None:
-        """Return when all is done."""
+        """Wait until all work is done."""
         if self.stream is not None:
             self.stream.synchronize()
 
 
 class Executor(Protocol):
-    """Decides when and where groups run; always one after another, in the order in which they were submitted."""
+    """Interface of executors: they run groups one after another, in the order of submission."""
 
     blocked_seconds: float
-    """Time that backward was held up since this was last set to zero."""
+    """Time that backward was blocked since this was last set to zero."""
     failed: bool
-    """True if a job has raised an error that nobody has heard of yet."""
+    """True if a job has raised an error that has not been raised in :meth:`drain` yet."""
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run a job now or later."""
 
     def drain(self) -> None:
-        """Return when all jobs have run; raise what a job raised."""
+        """Return when all jobs have run; raise the error of a job that failed."""
 
     def close(self) -> None:
-        """End."""
+        """End the executor."""
 
 
 class Inline:
-    """Inside the hook."""
+    """Executor inside the hook."""
 
     failed = False
 
@@ -105,7 +105,7 @@ class Inline:
 
 
 class Threaded:
-    """On one communication thread, while autograd goes on."""
+    """Executor on one communication thread, while autograd continues."""
 
     def __init__(self, device: torch.device) -> None:
         self.blocked_seconds = 0.0
@@ -151,22 +151,22 @@ class Threaded:
 
 
 class Gate:
-    """Where one thread waits for another one, and goes on handling signals."""
+    """Gate at which one thread waits for another one, and still handles signals."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
 
     def wait(self) -> None:
-        """Return when it is open."""
+        """Wait until the gate is open."""
         self._lock.acquire()
 
     def open(self) -> None:
-        """Let the other one go on."""
+        """Open the gate for the other thread."""
         self._lock.release()
 
 
 def make_executor(chosen: str, device: torch.device, world_size: int, host_knows: bool) -> Executor:
-    """By the setting's name; "auto" is a thread between ranks on CPUs, see :attr:`ExchangeStream.host_knows`."""
+    """Make an executor by the setting's name; "auto": a thread if ranks have no streams and are more than one."""
     threaded = chosen == "thread" or (chosen == "auto" and host_knows and world_size > 1)
     return Threaded(device) if threaded else Inline()

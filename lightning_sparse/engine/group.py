@@ -265,14 +265,26 @@ class GroupReducer:
         spans = [(span, factors[name]) for name, span in self.spans.items() if name in factors]
         self.memory.scale_(self.state.memory, spans)
 
-    @property
-    def divisor(self) -> Tensor | None:
-        """(numel,) numbers by which the latest averages are divided, 1 where none arrived; None: they are gradients."""
-        if not self.memory.needs_second:
-            return None
-        if self.divided is None:
-            return torch.ones(self.plan.numel, dtype=self.wide, device=self.device)
-        return spread_divisor(*self.divided, self.plan.numel)
+    def divisors(self) -> Mapping[str, tuple[Tensor | None, Tensor]]:
+        """Return by what the latest averages of each parameter are divided, and where they arrived in it.
+
+        The coordinates are ascending on a CPU; None: the divisors are of all coordinates, and 1 where none arrived.
+        """
+        numel, divided = self.plan.numel, self.divided
+        if divided is None:  # groups are new, and nothing has arrived yet
+            divided = Divided(None, torch.ones(numel, dtype=self.wide, device=self.device))
+        indices, by = divided
+        if indices is None or static_shapes(self.device):
+            every = spread_divisor(indices, by, numel)
+            return {name: (None, every[span]) for name, span in self.spans.items()}
+        if bool((indices[1:] < indices[:-1]).any()):
+            indices, order = indices.sort()
+            by = by[order]
+        first, last = (torch.searchsorted(indices, bounds).tolist() for bounds in self._bounds)
+        return {
+            name: (indices[start:stop] - span.start, by[start:stop])
+            for (name, span), start, stop in zip(self.spans.items(), first, last, strict=True)
+        }
 
     def end_step(self) -> None:
         """The pieces of the gradient are answered."""

@@ -1,16 +1,16 @@
 """The header of a step: sent with its first message, so that ranks notice that they have drifted apart.
 
-It says at which step a rank is, whether it flushes, and what its settings and groups are. Where one of these differs,
-messages mean different things on different ranks, though their shapes may fit: all ranks raise an error that says what
-differs, on the CPU before anything of the step counts, on a device when the host hears whether the step is skipped
-(with ``nonfinite="nan"`` and without a loss scale it does not ask, and headers are not looked at there).
+It holds a rank's step, its flush flag, and a digest of its settings and groups. If one of these differs, messages mean
+different things on different ranks, though their shapes may match. All ranks then raise an error that names the
+difference: on the CPU before any result of the step is used; on a device when the host learns if the step is skipped
+(with ``nonfinite="nan"`` and without a loss scale, the host does not ask, and headers are not checked).
 
-The header travels with other messages. Where what differs makes these differ in length, as for a rank that flushes
-alone, it need not arrive: the network fails, or waits until the timeout, before anybody can compare.
+The header travels with other messages. If the difference changes their length, as for a rank that flushes alone, the
+header may not arrive: the network fails, or waits until the timeout.
 
-Whether gradients are finite is not in it: a rank that has some that are not sends NaN among its values (see
-:func:`~lightning_sparse.engine.pipeline.exchange_group`), so that all ranks find it in the averages, before anything
-counts.
+The header does not cover non-finite gradients: a rank that has some sends NaN among its values (see
+:func:`~lightning_sparse.engine.pipeline.exchange_group`), so that all ranks find it in the averages before these are
+used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Header(NamedTuple):
 
     step: int
     flush: bool
-    """Whether everything is sent."""
+    """True if everything is sent."""
     digest: int
     """62 bits, see :func:`digest_of`."""
 
@@ -43,21 +43,21 @@ class Header(NamedTuple):
         """Share the header with all ranks.
 
         Returns:
-            A coroutine that ends with the headers of all ranks, (n, 4) int32 words for :func:`check`; on the CPU they
-            are checked.
+            A coroutine that returns the headers of all ranks, (n, 4) int32 words for :func:`check`; on the CPU it
+            checks them.
         """
         low = (1 << BITS) - 1
         words = [self.step & low, int(self.flush), self.digest >> BITS, self.digest & low]
         pin = device.type == "cuda"
         own = torch.tensor(words, dtype=torch.int32, device="cpu", pin_memory=pin).to(device, non_blocking=True)
-        headers = (yield AllGather(own)).clone()  # of the few words alone, not of all that has travelled with them
+        headers = (yield AllGather(own)).clone()  # so that joined messages can be freed
         if not static_shapes(device):
             check(headers)
         return headers
 
 
 def digest_of(*facts: Any) -> int:
-    """62 bits of what things are, by their ``repr``."""
+    """Return 62 bits of a hash of the facts, by their ``repr``."""
     return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "big") >> 2
 
 
@@ -68,7 +68,7 @@ def check(headers: Tensor) -> None:
         headers: (n, 4) int32 on the CPU, see :meth:`Header.compare`.
 
     Raises:
-        RuntimeError: naming the ranks that differ from rank 0, and in what.
+        RuntimeError: with the ranks that differ from rank 0, and the differences.
     """
     rows: list[list[int]] = headers.tolist()
     others = [rank for rank, row in enumerate(rows) if row != rows[0]]

@@ -1,8 +1,8 @@
 """Every logged quantity, each defined by one function.
 
-:func:`measure` notes what a group step did, without waiting for a device; :func:`summarize` turns the notes of a step
-into the logged numbers, on the steps that log. A new quantity is one more function here, with :func:`quantity` above
-it: the Trainer, Fabric and :func:`~lightning_sparse.simulate` give all of :data:`QUANTITIES`.
+:func:`measure` records the statistics of a group step, without waiting for a device; :func:`summarize` turns those of a
+step into the logged numbers, on the steps that log. A new quantity is one more function here, decorated by
+:func:`quantity`: the Trainer, Fabric and :func:`~lightning_sparse.simulate` give all of :data:`QUANTITIES`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOST = attrgetter("host")
 
 
 class Statistics(NamedTuple):
-    """What one group step did, on this rank. Tensors stay on the device until someone logs."""
+    """Statistics of one group step on this rank. Tensors stay on the device until they are logged."""
 
     numel: int
     target: int
@@ -40,7 +40,7 @@ class Statistics(NamedTuple):
     sparse: bool
     """False for groups that are kept dense."""
     counts: Tensor
-    """(n,) picks per rank."""
+    """(n,) number of selected indices per rank."""
     indices: Tensor | None
     """(u,) coordinates of the update, as in :class:`~lightning_sparse.core.step.Update`."""
     union: Tensor
@@ -48,11 +48,11 @@ class Statistics(NamedTuple):
     threshold: Tensor | None
     bytes_sent: float
     dense_bytes: float
-    """What a dense ring all-reduce would have sent."""
+    """Bytes that a dense ring all-reduce would have sent."""
     stamps: tuple[Stamp, Stamp, Stamp]
     """Start, end of the selection, end."""
     pause: tuple[Stamp, Stamp] | None = None
-    """When the group began and ended to wait for others, with which its messages travelled."""
+    """Begin and end of the time in which the group waited for others, with which its messages travelled."""
 
 
 def measure(
@@ -65,7 +65,7 @@ def measure(
     bytes_sent: float,
     stamps: tuple[Stamp, Stamp, Stamp],
 ) -> Statistics:
-    """Note what a group step did."""
+    """Return the statistics of a group step."""
     sparse = agreement is not Agreement.EVERYTHING
     return Statistics(
         numel=numel,
@@ -84,25 +84,25 @@ def measure(
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What all groups of a step did on this rank, or one of them."""
+    """Statistics of all groups of a step on this rank, or of one of them."""
 
     groups: Sequence[Statistics]
     residual_norms: Sequence[float]
     """Euclidean norm of each group's residual on this rank."""
     exposed_ms: float | None = None
-    """Milliseconds that this rank's backward waited; None: unknown, as for a single group."""
+    """Milliseconds that this rank's backward was blocked; None: unknown, as for a single group."""
     skipped_steps: int | None = None
     """So far; None for a single group."""
     direct: bool = False
-    """Whether DDP averaged everything by itself."""
+    """True if DDP averaged everything by itself."""
     shared_bytes: float = 0.0
     """Bytes of messages that belong to no single group."""
     totals: Totals | None = None
-    """Of all steps so far; None for a single group, and where nobody adds up."""
+    """Of all steps so far; None for a single group, and if they are not counted."""
     warnings: int | None = None
     """Of the watchdog, so far; None for a single group."""
     length_changes: LengthChanges | None = None
-    """On this rank, so far; None where no memory follows the length of gradients."""
+    """On this rank, so far; None if no memory follows the length of gradients."""
     means: Mapping[str, float] = field(default_factory=dict)
     """Quantities that were averaged over ranks, for those that derive from them."""
 
@@ -116,13 +116,13 @@ class Step:
         totals: Totals | None = None,
         warnings: int | None = None,
     ) -> Step:
-        """A step in which DDP averaged everything by itself; no clock was read.
+        """Return the statistics of a step in which DDP averaged everything by itself; no clock was read.
 
         Args:
             numel: coordinates of the model.
-            dense_bytes: what a dense ring all-reduce sends.
+            dense_bytes: bytes of a dense ring all-reduce.
             residual_norms: Euclidean norm of each group's residual on this rank.
-            skipped_steps: so far, but for those of such steps, which nobody checks.
+            skipped_steps: so far, without such steps, which are not checked.
             totals: of all steps so far.
             warnings: of the watchdog, so far.
         """
@@ -133,7 +133,7 @@ class Step:
 
     @cached_property
     def sparse(self) -> list[Statistics]:
-        """The sparsified groups; all where none is."""
+        """The sparsified groups; all groups if none is sparsified."""
         return [group for group in self.groups if group.sparse] or list(self.groups)
 
     @cached_property
@@ -153,9 +153,9 @@ class Step:
 
     @cached_property
     def milliseconds(self) -> tuple[float, float] | tuple[None, None]:
-        """Of selections and of exchanges; what groups did together, after their pauses, counts once.
+        """Milliseconds of selections and of exchanges; work of groups together, after their pauses, counts once.
 
-        None where no clock was read. Waits for the device.
+        None if no clock was read. Waits for the device.
         """
         if self.direct:
             return None, None
@@ -167,7 +167,7 @@ class Step:
                 select, exchange = select + begin.until(selected), exchange + selected.until(end)
                 continue
             paused, resumed = group.pause
-            local = min(selected, paused, key=_HOST)  # what asks other ranks ends to select after the pause
+            local = min(selected, paused, key=_HOST)  # a selection with messages ends after the pause
             select, exchange = select + begin.until(local), exchange + local.until(paused)
             together.setdefault(resumed, []).append(group)
         for resumed, groups in together.items():
@@ -183,34 +183,34 @@ class Quantity(NamedTuple):
     unit: str
     meaning: str
     good: str
-    """The value to wish for."""
+    """The best value."""
     averaged: bool
-    """Whether ranks have values of their own, whose mean is logged; the others are equal on all ranks."""
+    """True if each rank has its own value and the mean is logged; other quantities are equal on all ranks."""
     over_run: str
-    """What sums a run up, in the words of W&B's ``define_metric``: "last", "mean", "max", or several with commas."""
+    """Summary of a run, in the words of W&B's ``define_metric``: "last", "mean", "max", or several with commas."""
     compute: Callable[[Step], float | None]
-    """The number of a step, or None where it has none: then it is not logged."""
+    """Computes the number of a step, or None: then nothing is logged."""
 
 
 QUANTITIES: dict[str, Quantity] = {}
 """Logged quantities by name, under ``sparse/``; all but traffic and times over the sparsified groups only."""
 
 TOTALS = ("traffic/total_mb", "traffic/dense_total_mb", "time/total_s")
-"""Those that add up over steps: axes for what is validated, beside which they are logged, too."""
+"""Quantities that add up over steps: also logged at validations, as axes for validation results."""
 Compute = Callable[[Step], float | None]
 
 
 def quantity(
     good: str = "", *, part: str = "", unit: str = "", averaged: bool = False, over_run: str = "mean"
 ) -> Callable[[Compute], Compute]:
-    """Log what the decorated function computes from a :class:`Step`, by its name; its docstring says what it is.
+    """Log the number that the decorated function computes from a :class:`Step`; its docstring is the meaning.
 
     Args:
-        good: the value to wish for.
+        good: the best value.
         part: of the logs, before the name: ``traffic`` makes ``traffic/<name>``.
         unit: of the number.
         averaged: log the mean over ranks. Needed where ranks have values of their own.
-        over_run: what sums a run up, see :attr:`Quantity.over_run`.
+        over_run: summary of a run, see :attr:`Quantity.over_run`.
     """
 
     def register(compute: Compute) -> Compute:
@@ -230,7 +230,7 @@ def density(step: Step) -> float:
 
 @quantity()
 def target_density(step: Step) -> float:
-    """What the schedule asks for at this step."""
+    """Density that the schedule asks for at this step."""
     return sum(group.numel * group.target_density for group in step.sparse) / step.numel
 
 
@@ -242,7 +242,7 @@ def density_error(step: Step) -> float:
 
 @quantity("1", over_run="mean,max")
 def padding_ratio(step: Step) -> float:
-    """`f(t) = n max_i k_i / sum_i k_i`; 1 when all ranks pick equally many."""
+    """`f(t) = n max_i k_i / sum_i k_i`; 1 if all ranks select equally many."""
     counts = [group.counts for group in step.sparse]
     longest, picks = sum(int(one.max()) for one in counts), sum(int(one.sum()) for one in counts)
     return len(counts[0]) * longest / picks if picks else 1.0
@@ -250,13 +250,13 @@ def padding_ratio(step: Step) -> float:
 
 @quantity("1", over_run="mean,max")
 def build_up(step: Step) -> float:
-    """`|union| / k`; up to n for picks that are independent, such as Top-k's."""
+    """`|union| / k`; up to n for independent selections, such as Top-k's."""
     return step.union / step.k
 
 
 @quantity(unit="gradient", over_run="last")
 def threshold(step: Step) -> float | None:
-    """Magnitude that decided, in units of the accumulated gradient; mean over the groups that have one."""
+    """Threshold of selection, in units of the accumulated gradient; mean over the groups that have one."""
     found = [float(group.threshold) for group in step.sparse if group.threshold is not None]
     return sum(found) / len(found) if found else None
 
@@ -269,39 +269,39 @@ def residual_norm(step: Step) -> float:
 
 @quantity("steady", over_run="last")
 def threshold_over_residual(step: Step) -> float | None:
-    """`threshold / residual_norm`: both move together where the threshold follows what waits."""
+    """`threshold / residual_norm`: both move together if the threshold follows the residual."""
     decided, norm = threshold(step), step.means["residual_norm"]
     return decided / norm if decided is not None and norm else None
 
 
 @quantity(part="traffic", unit="MB", averaged=True)
 def sent_mb(step: Step) -> float:
-    """What a rank sends in a step under ring collectives, mean over ranks; dense groups included."""
+    """MB that a rank sends in a step under ring collectives, mean over ranks; dense groups included."""
     return (sum(group.bytes_sent for group in step.groups) + step.shared_bytes) / MB
 
 
 @quantity(part="traffic", unit="MB", averaged=True, over_run="last")
 def total_mb(step: Step) -> float | None:
-    """What a rank has sent so far, before a checkpoint and in earlier fits, too; mean over ranks; flushes included."""
+    """MB that a rank has sent so far, before a checkpoint and in earlier fits, too; mean over ranks; with flushes."""
     return None if step.totals is None else step.totals.sent_bytes / MB
 
 
 @quantity(part="traffic", unit="MB", over_run="last")
 def dense_total_mb(step: Step) -> float | None:
-    """What dense ring all-reduces in the gradients' dtype would have sent in these steps."""
+    """MB that dense ring all-reduces in the gradients' dtype would have sent in these steps."""
     return None if step.totals is None else step.totals.dense_bytes / MB
 
 
 @quantity("large", part="traffic")
 def ratio(step: Step) -> float:
-    """What a dense ring all-reduce sends / what is sent, in this step; 1 where nothing is sent."""
+    """Bytes of a dense ring all-reduce / bytes sent, in this step; 1 if nothing is sent."""
     sent = MB * step.means["traffic/sent_mb"]
     return sum(group.dense_bytes for group in step.groups) / sent if sent else 1.0
 
 
 @quantity(part="time", unit="ms", averaged=True)
 def select_ms(step: Step) -> float | None:
-    """From the gradient to the selection, what ranks ask each other included; mean over ranks."""
+    """From the gradient to the selection, with messages of the selection; mean over ranks."""
     return step.milliseconds[0]
 
 
@@ -313,25 +313,25 @@ def exchange_ms(step: Step) -> float | None:
 
 @quantity("0", part="time", unit="ms", averaged=True, over_run="mean,max")
 def exposed_ms(step: Step) -> float | None:
-    """How long backward waits for the exchange, not how much it slows down beside it; mean over ranks."""
+    """Time that backward waits for the exchange, not its slow-down by overlap; mean over ranks."""
     return step.exposed_ms
 
 
 @quantity(part="time", unit="s", averaged=True, over_run="last")
 def total_s(step: Step) -> float | None:
-    """Wall clock of training so far, counted on like megabytes; without validation; mean over ranks."""
+    """Wall clock of training so far, as in `total_mb` with earlier fits; without validation; mean over ranks."""
     return None if step.totals is None else step.totals.seconds
 
 
 @quantity("0 and up", part="steps", unit="steps", over_run="last")
 def void(step: Step) -> float | None:
-    """Steps so far that all ranks left out, residuals as before, because a gradient was not finite on some rank."""
+    """Steps so far that all ranks skipped, residuals as before, because a gradient was not finite on some rank."""
     return step.skipped_steps
 
 
 @quantity("0 or 1", part="steps")
 def direct(step: Step) -> float:
-    """1 where gradients are averaged as DDP does, because `fallback="dense"` found that faster; then without times."""
+    """1 if gradients are averaged as DDP does, because `fallback="dense"` found that faster; then without times."""
     return float(step.direct)
 
 
@@ -343,7 +343,7 @@ def clipped(step: Step) -> float | None:
 
 @quantity(part="lengths", averaged=True, over_run="last")
 def measured_anew(step: Step) -> float | None:
-    """Times so far that what a group remembers was multiplied by a new length; Adam's; mean over ranks."""
+    """Times so far that a group's residual was rescaled to a new length; Adam's; mean over ranks."""
     return None if step.length_changes is None else step.length_changes.measured_anew
 
 
@@ -354,13 +354,13 @@ def warnings(step: Step) -> float | None:
 
 
 def local(step: Step) -> dict[str, float]:
-    """Values of this rank: the quantities that are averaged over ranks, without those that the step does not have."""
+    """Return this rank's values of the quantities that are averaged over ranks and that the step has."""
     values = {name: one.compute(step) for name, one in QUANTITIES.items() if one.averaged}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def summarize(step: Step, mean_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """The logged quantities of a step, equal on all ranks.
+    """Return the logged quantities of a step, equal on all ranks.
 
     Args:
         step: on this rank.
@@ -377,12 +377,12 @@ def summarize(step: Step, mean_over_ranks: Callable[[Tensor], Tensor]) -> dict[s
 
 
 def totals_of(totals: Totals) -> dict[str, float]:
-    """The quantities of :data:`TOTALS`, on this rank."""
+    """Return the quantities of :data:`TOTALS`, on this rank."""
     step = Step([], [], totals=totals)
     found = {name: QUANTITIES[name].compute(step) for name in TOTALS}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def norm_of(residual: Tensor | None) -> float:
-    """Euclidean norm of a residual, summed in float64; 0 where nothing is remembered. Waits for the device."""
+    """Return the Euclidean norm of a residual, summed in float64; 0 without a residual. Waits for the device."""
     return 0.0 if residual is None else float(torch.linalg.vector_norm(residual, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""What a step sends, counted without a network: the real pipeline on tensors that have shapes and no content."""
+"""Messages of a step, counted by a dry run: the real pipeline without a network, on tensors without content."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ META = torch.device("meta")
 
 
 class Traffic(NamedTuple):
-    """What a step of one group sends."""
+    """Messages and bytes of a step of one group."""
 
     messages: tuple[tuple[str, int], ...]
-    """Name of the operation (a method of :class:`~lightning_sparse.engine.network.TorchCollective`) and bytes that a
-    rank brings to it, in order. Who only takes part in an operation without giving is counted as if it gave."""
+    """Name of the operation (a method of :class:`~lightning_sparse.engine.network.TorchCollective`) and bytes of a
+    rank's tensor, in order. A rank that only receives is counted as if it sent."""
     bytes_sent: float
     """Bytes that a rank sends under ring algorithms, mean over ranks."""
 
@@ -39,20 +39,20 @@ def count_bytes(
     memory: Memory | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Traffic:
-    """Count the messages of a step of one group.
+    """Count the messages of a step of one group, by a dry run.
 
-    The group's step runs as on CUDA, where the length of every message is known beforehand, on tensors without
-    content. There the result is exact, in every step.
+    The group's step runs as on CUDA, where the length of every message is known beforehand. There the result is exact,
+    in every step.
 
-    On the CPU, messages are as long as what was found:
+    On the CPU, the length of messages follows from the selection:
 
     - Top-k, SharedTopK, UnionTopK (its first 64 steps), StripedTopK, CLT-k, Random-k, gTop-k and all dense exchanges:
-      exact with the sparsifier's natural exchange; where a union is formed of Top-k's, it is shorter by what ranks
-      agree on, and the result an upper bound.
+      exact with the sparsifier's natural exchange; an upper bound where Top-k selections are united, since the union
+      is shorter by the coordinates that ranks share.
     - MiCRO, ExDyna: an upper bound, as if one rank had twice its share.
-    - DGC, RedSync, GaussianK, SIDCo: an upper bound, as if as much was found as fits into a message on CUDA.
+    - DGC, RedSync, GaussianK, SIDCo: an upper bound, as if a message was as long as on CUDA.
     - hard-threshold, Ok-Topk with other exchanges than its own, and the published variants: no bound, since nothing
-      limits on the CPU what reaches their thresholds.
+      limits on the CPU how many coordinates reach their thresholds.
 
     Selections whose length differs from rank to rank take one more all-gather of 8 bytes on the CPU, not counted here.
 
@@ -62,7 +62,7 @@ def count_bytes(
         world_size: number of ranks n.
         density: target density.
         exchange: an instance, a name, or None for the sparsifier's natural one.
-        memory: error feedback; only whether it has second moments averaged matters.
+        memory: error feedback; it matters only if it has second moments averaged.
         dtype: of the gradients.
 
     Raises:
@@ -90,7 +90,7 @@ def count_bytes(
         return drive_mirrored(steps, world_size)[1]
 
     ranks = [messages_of(0)]
-    if any(isinstance(message, SendRecv) for message in ranks[0]):  # some ranks give more than others
+    if any(isinstance(message, SendRecv) for message in ranks[0]):  # some ranks send more than others
         ranks += [messages_of(rank) for rank in range(1, world_size)]
     sent = sum(message.bytes_sent(world_size) for messages in ranks for message in messages)
     return Traffic(tuple((message.kind, message.x.nbytes) for message in ranks[0]), sent / len(ranks))

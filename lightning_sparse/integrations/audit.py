@@ -1,4 +1,4 @@
-"""The callback that looks into residuals: how much waits there, and for how long."""
+"""Callback that logs the norm of residuals and the ages of their coordinates."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ AUDITED: dict[str, tuple[str, str]] = {
     "age_p99": ("steps", "The same, 99 % quantile"),
     "never_sent": ("", "Share of coordinates that were not sent since the audit began"),
 }
-"""Unit and meaning of what is logged, under ``sparse/residual/``."""
+"""Unit and meaning of the logged quantities, under ``sparse/residual/``."""
 
 
 class ResidualAuditMixin:
-    """Log how long coordinates wait in residuals, and how many were never sent.
+    """Log the ages of coordinates in residuals, and the share that was never sent.
 
     Logs ``sparse/residual/<quantity>`` for every quantity of :data:`AUDITED` on the Trainer's logging steps, and at the
     end of fit the distribution of ages: a histogram in Weights & Biases and TensorBoard, JSON in the folders of others.
-    Only sparsified groups count, and a coordinate counts as sent when it is in the update, whichever rank named it.
+    Only sparsified groups count, and a coordinate counts as sent if it is in the update, selected by any rank.
 
-    Keeps 4 bytes for each coordinate, and writes to those of the update in every step. On other steps than those that
-    log nothing waits for the device. Counts from the start of fit, or of a resumed one.
+    The callback keeps 4 bytes for each coordinate, and writes to those of the update in every step. It waits for the
+    device on logging steps only. It counts from the start of fit, or of a resumed one.
 
     Example:
         >>> import lightning_sparse as ls
@@ -46,14 +46,14 @@ class ResidualAuditMixin:
         self._seen: dict[int, Statistics] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin anew; say so if there is nothing to look into."""
+        """Reset the audit; warn if there are no residuals."""
         self._ages, engine = Ages(), engine_of(trainer)
         self._seen = {} if engine is None else _latest(engine)
         if engine is None:
             warn_that_nothing_is_sparse(trainer, "ResidualAudit", "log")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Note what was sent; log, if this is a step that logs."""
+        """Record the update; log on logging steps."""
         engine = engine_of(trainer)
         if engine is None or engine.direct:
             return
@@ -67,9 +67,9 @@ class ResidualAuditMixin:
                 pl_module.log(f"sparse/residual/{name}", value, on_step=True, on_epoch=False)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the distribution."""
+        """Log the distribution of ages."""
         counts = self._ages.counts() if trainer.is_global_zero else None
-        self._ages, self._seen = Ages(), {}  # which hold groups and what these did
+        self._ages, self._seen = Ages(), {}  # which hold groups and their statistics
         if counts is None or not counts.sum():
             return
         data = {"ages": list(range(len(counts))), "coordinates": counts.tolist()}
@@ -80,7 +80,7 @@ class ResidualAuditMixin:
 
 
 def _latest(engine: Engine) -> dict[int, Statistics]:
-    """What each group did when it was last exchanged, by identity: new ones in every exchange; waits for no device."""
+    """Return the latest statistics of each group by identity, new ones in every exchange; waits for no device."""
     return {id(group.statistics): group.statistics for group in engine.groups if group.statistics is not None}
 
 
@@ -97,7 +97,7 @@ class Ages:
         self._last: dict[GroupReducer, Tensor] = {}
 
     def note(self, engine: Engine) -> None:
-        """A step was taken. On a CPU, void ones do not count; on devices nobody waits to know."""
+        """Record a step. Skipped ones do not count on a CPU; on devices they do, to avoid a host synchronisation."""
         groups = [group for group in engine.groups if not group.plan.dense]
         if list(self._last) != groups:
             self._last = _carried(self._last, groups)
@@ -113,21 +113,21 @@ class Ages:
                 self._last[group].index_fill_(0, group.statistics.indices, self._steps)
 
     def counts(self) -> Tensor | None:
-        """(steps,) coordinates by their age, int64 on the CPU, without those that were never sent; None before a step.
+        """Return (steps,) numbers of coordinates by age, int64 on the CPU, without never sent ones; None before a step.
 
-        Waits for the device.
+        It waits for the device.
         """
         return None if not self._steps else self._by_age()[:-1]
 
     def _by_age(self) -> Tensor:
-        """(steps + 1,) coordinates by their age; of the last one those that were never sent."""
+        """Return (steps + 1,) numbers of coordinates by age; the last one is of those that were never sent."""
         total = torch.zeros(self._steps + 1, dtype=torch.int64, device="cpu")
         for last in self._last.values():
             total += torch.bincount(self._steps - last[:-1], minlength=self._steps + 1).cpu()
         return total
 
     def quantities(self) -> dict[str, float]:
-        """Numbers by the names of :data:`AUDITED`, but for the norm."""
+        """Return the quantities of :data:`AUDITED` by name, except the norm."""
         if not self._steps:
             return {}
         by_age = self._by_age()
@@ -144,7 +144,7 @@ class Ages:
 
 
 def _carried(before: Mapping[GroupReducer, Tensor], groups: Sequence[GroupReducer]) -> dict[GroupReducer, Tensor]:
-    """What is known of parameters, in other groups; with a spare slot each."""
+    """Move the steps of parameters to other groups; each group has a spare slot."""
     known = {name: last[span] for group, last in before.items() for name, span in group.spans.items()}
     found = {}
     for group in groups:
@@ -157,7 +157,7 @@ def _carried(before: Mapping[GroupReducer, Tensor], groups: Sequence[GroupReduce
 
 
 def draw(counts: Tensor) -> Any:
-    """Coordinates by age, as a staircase; both axes logarithmic."""
+    """Draw coordinates by age, as a staircase; both axes logarithmic."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -15,11 +15,11 @@ __all__ = ["BuildUp", "DensityError", "PaddingRatio", "Traffic"]
 
 
 class _MeanOverSteps(Metric):
-    """The mean of a quantity over the steps that it was given, and over ranks.
+    """The mean of a quantity over the given steps, and over ranks.
 
-    ``update`` takes what :meth:`Engine.latest_step <lightning_sparse.Engine.latest_step>` gives, and waits for the
-    device; ``metric(step)`` gives the value of that step, too. All else is as in ``torchmetrics``: keywords, ``reset``,
-    ``plot``, use as an attribute of a module or in a ``MetricCollection``.
+    ``update`` takes the result of :meth:`Engine.latest_step <lightning_sparse.Engine.latest_step>`, and waits for the
+    device; ``metric(step)`` also returns the value of that step. The rest is as in ``torchmetrics``: keywords,
+    ``reset``, ``plot``, use as an attribute of a module or in a ``MetricCollection``.
     """
 
     is_differentiable = False
@@ -45,16 +45,16 @@ class _MeanOverSteps(Metric):
             self.steps += 1
 
     def compute(self) -> Tensor:
-        """() the mean; NaN where there was no step."""
+        """Return the mean, (); NaN without a step."""
         return self.total / self.steps
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """A figure and axes with the mean, or with the values that are given; needs matplotlib."""
+        """Return a figure and axes with the mean, or with given values; needs matplotlib."""
         return self._plot(val, ax)
 
 
 class DensityError(_MeanOverSteps):
-    """How far the density of updates is from its target, ``| |union| - k | / numel``: mean over steps.
+    """Distance of the density of updates from its target, ``| |union| - k | / numel``: mean over steps.
 
     Example:
         >>> import torch, lightning_sparse as ls
@@ -77,16 +77,16 @@ class PaddingRatio(_MeanOverSteps):
 
 
 class BuildUp(_MeanOverSteps):
-    """Coordinates in the update over those that the target asks for, ``|union| / k``: mean over steps."""
+    """Coordinates in the update over their target, ``|union| / k``: mean over steps."""
 
     quantity = "build_up"
 
 
 class Traffic(Metric):
-    """What a rank sends: MB (1e6 bytes), mean over ranks, and how much more a dense exchange sends.
+    """MB (1e6 bytes) that a rank sends, mean over ranks, and the ratio to a dense exchange.
 
-    Steps of an engine count all that was sent up to them, whether they were given or not, as ``traffic/total_mb``.
-    Steps of a simulation count for themselves.
+    A step of an engine has the totals of all steps up to it, given or not, as ``traffic/total_mb``. A step of a
+    simulation has its own traffic only.
 
     Example:
         >>> import torch, lightning_sparse as ls
@@ -120,15 +120,15 @@ class Traffic(Metric):
         self.dense += sum(group.dense_bytes for group in step.groups)
 
     def compute(self) -> dict[str, Tensor]:
-        """``total_mb``, ``dense_total_mb`` and ``ratio``, which is 1 where nothing was sent; () each."""
+        """Return ``total_mb``, ``dense_total_mb`` and ``ratio``, which is 1 if nothing was sent; () each."""
         ratio = torch.where(self.sent > 0, self.dense / self.sent, 1.0)
         return {"total_mb": self.sent / MB, "dense_total_mb": self.dense / MB, "ratio": ratio}
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """A figure and axes with what :meth:`compute` gives, or with the values that are given; needs matplotlib."""
+        """Return a figure and axes with the results of :meth:`compute`, or with given values; needs matplotlib."""
         return self._plot(val, ax)
 
 
 def _check_step(given: Any) -> None:
-    """Raise a ValueError unless there was a step."""
+    """Raise a ValueError unless this is a step."""
     expect(isinstance(given, Step), "step", "what Engine.latest_step() gives after a step", given)

@@ -1,4 +1,4 @@
-"""What the strategies for Trainer and for Fabric have in common: settings, and what becomes of them."""
+"""Common base of the strategies for Trainer and for Fabric: settings, and their application to engines."""
 
 from __future__ import annotations
 
@@ -27,50 +27,50 @@ from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from lightning_sparse.tuning.controllers import Planner
 
 NAME = "sparse_ddp"
-"""The strategy's name, with which those of its variants begin."""
+"""The strategy's name, and the prefix of its variants' names."""
 CHECKPOINT_KEY = "lightning_sparse"
-"""Where checkpoints keep what belongs to this package."""
+"""Key of this package's entry in checkpoints."""
 DELIVERIES = 32
-"""Buckets in which DDP hands over a large model, where exchanges go on beside backward: more cost more calls."""
+"""DDP's buckets of a large model if exchanges overlap with backward: more of them cost more calls."""
 TIMEOUT = timedelta(minutes=10)
 """PyTorch's default for NCCL; Lightning's is half an hour."""
 TWINS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
-"""The two packages that each strategy is made for."""
+"""The two packages for which each strategy exists."""
 OTHERS = " Other keywords of DistributedDataParallel would be ignored or conflict with the sparsified exchange."
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyConfig
-    """What a strategy takes: its settings, and what Lightning's ``DDPStrategy`` takes.
+    """Arguments of a strategy: its settings, and the arguments of Lightning's ``DDPStrategy``.
 
-    Of DistributedDataParallel's keywords, only those are passed on that go together with the sparsified exchange.
+    Of DistributedDataParallel's keywords, only those that are compatible with the sparsified exchange are passed on.
     """
 
     find_unused_parameters: bool = False
-    """As in ``DistributedDataParallel``."""
+    """Argument of ``DistributedDataParallel``."""
     static_graph: bool = False
-    """As in ``DistributedDataParallel``."""
+    """Argument of ``DistributedDataParallel``."""
     gradient_as_bucket_view: bool = False
-    """As in ``DistributedDataParallel``."""
+    """Argument of ``DistributedDataParallel``."""
     broadcast_buffers: bool = True
-    """As in ``DistributedDataParallel``."""
+    """Argument of ``DistributedDataParallel``."""
     forward_sync_buffers: bool | None = None
-    """As in ``DistributedDataParallel`` from torch 2.13 on, which deprecates ``broadcast_buffers`` for it."""
+    """Argument of ``DistributedDataParallel`` from torch 2.13 on, which deprecates ``broadcast_buffers`` for it."""
     accelerator: Any = None
     """Filled in by Lightning."""
     parallel_devices: Any = None
     """Filled in by Lightning."""
     cluster_environment: Any = None
-    """As in Lightning's ``DDPStrategy``."""
+    """Argument of Lightning's ``DDPStrategy``."""
     checkpoint_io: Any = None
-    """As in Lightning's ``DDPStrategy``."""
+    """Argument of Lightning's ``DDPStrategy``."""
     process_group_backend: str | None = None
-    """As in Lightning's ``DDPStrategy``; None: by device."""
+    """Argument of Lightning's ``DDPStrategy``; None: by device."""
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
-    """How Lightning starts the processes."""
+    """Method by which Lightning starts the processes."""
 
     def for_lightning(self) -> dict[str, Any]:
-        """Keywords for Lightning's strategy, without defaults, so that no version must know all of them."""
+        """Return keywords for Lightning's strategy, without defaults, so that no version must know all of them."""
         ours = {field.name for field in fields(StrategyConfig)} - {"bucket_cap_mb"}
         given = [(field, getattr(self, field.name)) for field in fields(self) if field.name not in ours]
         told = {field.name: value for field, value in given if value != field.default}
@@ -83,10 +83,10 @@ class SparseStrategy:
     package: ClassVar[str]
     """The Lightning package that takes this class."""
     host: ClassVar[str]
-    """What of that package does."""
+    """The class of that package that takes it."""
     config: StrategyConfig
     """The settings; for a logger, ``config.as_dict()``."""
-    # Of Lightning's strategies:
+    # Attributes of Lightning's strategies:
     checkpoint_io: Any
     root_device: torch.device
     _ddp_kwargs: dict[str, Any]
@@ -95,12 +95,12 @@ class SparseStrategy:
     def _choose(
         self, arguments: type[StrategyArguments], given: tuple[Any, ...], keywords: dict[str, Any]
     ) -> dict[str, Any]:
-        """Check the settings and keep them.
+        """Check and keep the settings.
 
         Args:
-            arguments: of this strategy.
-            given: by position: nothing, or an error.
-            keywords: that it was given.
+            arguments: class of this strategy's arguments.
+            given: positional arguments, which must be empty.
+            keywords: of the constructor.
 
         Returns:
             The keywords for Lightning's strategy.
@@ -124,7 +124,7 @@ class SparseStrategy:
         return chosen.for_lightning()
 
     def __repr__(self) -> str:
-        """Lightning prints this when its Trainer or Fabric is of the other package: say what to import instead."""
+        """Name the class to import instead: Lightning prints this if its Trainer or Fabric is of the other package."""
         other = (TWINS | {twin: package for package, twin in TWINS.items()})[self.package]
         name, where = type(self).__name__, f"lightning_sparse.integrations.{other.partition('.')[0]}"
         return (
@@ -138,9 +138,9 @@ class SparseStrategy:
         raise NotImplementedError
 
     def _check_model(self, model: Any) -> None:
-        """Raise on all ranks for a model that DDP cannot wrap, or if their models differ.
+        """Raise on all ranks for a model that DDP cannot wrap, or if the models differ.
 
-        Within DDP's constructor, rank 0 would wait for the others.
+        In DDP's constructor, rank 0 would wait for the others.
         """
         shapes = [
             (name, None if is_lazy(p) else tuple(p.shape), p.dtype, p.requires_grad)
@@ -157,19 +157,19 @@ class SparseStrategy:
 
     @property
     def _default_bucket_mb(self) -> float:
-        """Size of groups that are cut by bucket. A fallback to dense exchanges DDP's own buckets."""
+        """Size in MiB of groups that are cut by bucket. A fallback to dense exchanges DDP's own buckets."""
         on_cuda = self.root_device.type == "cuda"
         return CUDA_BUCKET_MB if on_cuda and self.config.fallback is None else DDP_BUCKET_MB
 
     @contextmanager
     def _small_deliveries(self, model: Any) -> Iterator[None]:
-        """Where exchanges can begin beside backward, let DDP hand gradients over in small buckets.
+        """Make DDP's buckets small within the block, if exchanges can overlap with backward.
 
-        On CUDA, groups that are cut by bucket are worked on in DDP's buckets, which then are equal to them.
+        On CUDA, groups that are cut by bucket are processed in DDP's buckets, which are then equal to them.
         """
         given = self._ddp_kwargs
         beside = self.config.executor != "inline" or self.root_device.type == "cuda"
-        # A fallback to dense exchanges DDP's buckets as they are: large ones are faster then.
+        # A fallback to dense exchanges DDP's buckets: large ones are faster then.
         if beside and self.config.bucket_cap_mb is None and self.config.fallback is None:
             size = sum(p.nbytes for p in model.parameters() if p.requires_grad) / MIB
             cap = min(DDP_BUCKET_MB, max(1.0, size / DELIVERIES))
@@ -187,22 +187,22 @@ class SparseStrategy:
         return attach_config(ddp, config, getattr(precision, "scaler", None), profile, self.observers)
 
     def _go_on(self, engine: Engine, left: Left | None) -> None:
-        """Let an engine go on where the one before was, and warn on rank zero of what was dropped."""
+        """Let an engine continue from the one before, and warn on rank zero of dropped state."""
         if told := go_on(engine, left):
             rank_zero_warn(told)
 
     def _follow_together(self, engine: Engine, optimizers: Sequence[Any]) -> None:
-        """Let an engine check the optimizers; what one rank refuses, all do."""
+        """Bind the optimizers to an engine; an error on one rank is raised on all."""
         with failing_together(engine.comm, engine.device):
             engine.bind(optimizers)
 
     def _clips_locally(self, optimizer: Any, limit: Any, algorithm: str, known: bool = False) -> bool:
-        """Let an engine clip each rank's gradients from the next step on, where that is better than clipping averages.
+        """Let an engine clip each rank's gradients from the next step on, if that is better than clipping averages.
 
-        Where several engines share the optimizer's parameters, none knows the norm of all.
+        If several engines share the optimizer's parameters, none knows the norm of all.
 
         Returns:
-            Whether the gradients of this step were clipped so already, and their averages are to be left alone.
+            True if the gradients of this step were clipped so already, and their averages must not be clipped.
         """
         held = ids_of(optimizer)
         engines = [engine for engine in self.engines if any(id(p) in held for p in engine.parameters.values())]
@@ -216,12 +216,12 @@ class SparseStrategy:
         return dict(zip(numbers, means.tolist(), strict=True))
 
     def _restore(self, engine: Engine, path: Any, own: dict[str, Any] | None) -> None:
-        """Let an engine go on with the residuals of a checkpoint.
+        """Let an engine continue with the residuals of a checkpoint.
 
         Args:
             engine: before its first step, or between two.
-            path: that side files are beside.
-            own: what strategies of this package have written into it; None: none has.
+            path: of the checkpoint, beside which side files are.
+            own: this package's entry in the checkpoint; None: there is none.
         """
         config, marker = self.config, None if own is None else own.get("residuals")
         restore(engine, path, marker, self._load_side_file, config.resize, config.strict_resume, dense=own is None)
@@ -230,12 +230,12 @@ class SparseStrategy:
         return self.checkpoint_io.load_checkpoint(path, weights_only=True)
 
     def _skip_void(self, optimizer: Any, precision: Any, *, drop: bool = False) -> None:
-        """Let the optimizer skip a void step, where no loss scaler does so.
+        """Let the optimizer skip a step with non-finite gradients, if no loss scaler does so.
 
         Args:
             optimizer: that steps next.
             precision: Lightning's plugin, which may have a scaler.
-            drop: leave no gradients of such a step, whatever the optimizer could do with them.
+            drop: remove the gradients of such a step, for any optimizer.
         """
         scaler = getattr(precision, "scaler", None)
         if self.config.nonfinite != "skip" or (scaler is not None and scaler.is_enabled()):
@@ -255,19 +255,19 @@ class SparseStrategy:
 
 
 def profile_of(engine: Engine | None) -> dict[str, Any] | None:
-    """What was measured for groups and densities, a :class:`~lightning_sparse.tuning.performance.Profile`; or None."""
+    """Return the measured :class:`~lightning_sparse.tuning.performance.Profile` for groups and densities, or None."""
     planners = [observer for observer in engine.observers if isinstance(observer, Planner)] if engine else []
     return planners[0].saved if planners else None
 
 
 class Names(list[str]):
-    """The names in a Lightning registry; Lightning refuses a strategy's name that is not among them."""
+    """The names in a Lightning registry; Lightning refuses other names of strategies."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether the name is known.
+        """Return True if the name is known.
 
         Raises:
-            ValueError: as Lightning would, for a name that is not known and close to one of ours.
+            ValueError: that of Lightning, for an unknown name that is close to one of ours.
         """
         if super().__contains__(name) or not isinstance(name, str):
             return super().__contains__(name)
@@ -278,7 +278,7 @@ class Names(list[str]):
 
 
 def register(registry: Any, strategy: type) -> None:
-    """Make the strategy known by name, in all the variants that DDP has.
+    """Register the strategy by name, in all variants that DDP has.
 
     ``sparse_ddp`` and ``sparse_ddp_<sparsifier>``, each with ``_spawn``, ``_fork`` or ``_notebook`` and with
     ``_find_unused_parameters_true`` or ``_false``.

@@ -1,4 +1,4 @@
-"""The callback that shows how gradients are distributed, and which laws fit them."""
+"""Callback that shows the distribution of gradients, and fitted laws."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from lightning_sparse.integrations.timing import engine_of, loss_scale
 from lightning_sparse.methods.laws import fit_laws
 
 SAMPLE = 1 << 17
-"""Coordinates of a group that are looked at, evenly spread."""
+"""Sampled coordinates of a group, evenly spread."""
 BINS = 80
 WHOLE = "model"
-"""All parameters, where no engine has groups."""
+"""Name of the group of all parameters, without an engine with groups."""
 
 
 class GradientDistributionMixin:
-    """Show how the magnitudes that are selected from are distributed, with fitted laws and the threshold.
+    """Show the distribution of the magnitudes that sparsifiers select from, with fitted laws and the threshold.
 
-    On rank zero, every so many steps: histograms of the largest groups; exponential, gamma and generalised Pareto laws
+    Logged on rank zero at intervals: histograms of the largest groups; exponential, gamma and generalised Pareto laws
     (:mod:`lightning_sparse.methods.laws`) with their Kolmogorov-Smirnov distances; the threshold, for methods that have
-    one. Weights & Biases and TensorBoard get a histogram and, where matplotlib is installed, a figure; all others get
-    JSON in ``sparse/gradient_distribution/`` of their folder. At most 131,072 coordinates of a group are looked at,
-    zeros left out. With a strategy that does not sparsify, the gradients of the whole model are shown.
+    one. Weights & Biases and TensorBoard get a histogram and, if matplotlib is installed, a figure; all others get
+    JSON in ``sparse/gradient_distribution/`` of their folder. At most 131,072 coordinates of a group are sampled,
+    without zeros. With a strategy that does not sparsify, the gradients of the whole model are shown.
 
-    Steps that are not shown cost nothing; one that is shown copies this rank's gradients and residuals of these groups.
+    Other steps cost nothing; a shown step copies this rank's gradients and residuals of these groups.
 
     Args:
-        every: steps from one that is shown to the next, at least 1.
-        what: "accumulated" for residual plus gradient, which is what sparsifiers look at with ``Residual``; "gradient"
-            for this rank's gradient alone.
-        most: groups that are shown, the largest first, at least 1.
+        every: steps from one shown step to the next, at least 1.
+        what: "accumulated" for residual plus gradient, the input of sparsifiers with ``Residual``; "gradient" for this
+            rank's gradient alone.
+        most: largest number of shown groups, the largest groups first, at least 1.
 
     Raises:
-        ValueError: for a number outside its range, or another word.
+        ValueError: for a number outside its range, or another value of ``what``.
 
     Example:
         >>> import lightning_sparse as ls
@@ -64,11 +64,11 @@ class GradientDistributionMixin:
         self._gradients: LocalGradients | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count from here."""
+        """Start to count steps."""
         self._steps, self._gradients = 0, None
 
     def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Look at this step, if it is one that is shown."""
+        """Start to copy gradients, if this step is shown."""
         if self._steps % self.every or not trainer.is_global_zero or self._gradients is not None:
             return
         engine = engine_of(trainer)
@@ -85,7 +85,7 @@ class GradientDistributionMixin:
         self._gradients.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Show what was looked at."""
+        """Show the distribution of the copied gradients."""
         if trainer.fit_loop._should_accumulate():
             return
         self._steps += 1
@@ -119,17 +119,17 @@ def _thresholds(engine: Engine | None) -> dict[str, float]:
 
 
 def sample_of(flat: Tensor) -> Tensor:
-    """Ascending magnitudes of an even sample on the CPU, float64, without zeros and what is not finite."""
+    """Return ascending magnitudes of an even sample, float64 on the CPU, without zeros and non-finite values."""
     sample = flat[:: -(-flat.numel() // SAMPLE)].detach().cpu().double().abs()
     return sample[(sample > 0) & sample.isfinite()].sort().values
 
 
 def describe(magnitudes: Tensor, threshold: float | None) -> dict[str, Any] | None:
-    """A histogram, the laws that fit, and the threshold, as plain data; None where nothing can be fitted.
+    """Return a histogram, fitted laws, and the threshold, as plain data; None if nothing can be fitted.
 
     Args:
         magnitudes: (m,) float64 on the CPU, positive and ascending.
-        threshold: that decided.
+        threshold: of the selection, or None.
     """
     if magnitudes.numel() < 2 or magnitudes[0] == magnitudes[-1]:
         return None
@@ -151,7 +151,7 @@ def describe(magnitudes: Tensor, threshold: float | None) -> dict[str, Any] | No
 
 
 def draw(data: Mapping[str, Any]) -> Any:
-    """A figure of what :func:`describe` gave: bars, a line for each law with its name, the threshold."""
+    """Draw the result of :func:`describe`: bars, a line for each law with its name, the threshold."""
     from matplotlib.figure import Figure
 
     edges = data["edges"]

@@ -1,4 +1,4 @@
-"""What one fit leaves to the next: residuals belong to weights, and go on for as long as those are the same."""
+"""State that one fit passes to the next: residuals belong to weights, and continue while these are the same."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ SHOWN = 5
 
 
 class Left(NamedTuple):
-    """What an engine leaves behind, without the engine."""
+    """State of an engine, without the engine."""
 
     state: State
     parameters: dict[str, Parameter]
-    """Those that the state is about."""
+    """Parameters of the state."""
     changed: list[str]
-    """Those of them whose weights somebody has changed since."""
+    """Names of parameters whose weights have changed since."""
 
     @classmethod
     def by(cls, engine: Engine) -> Left:
-        """All that it remembers now."""
+        """Return the current state of an engine."""
         return cls(engine.state_dict(), _parameters_of(engine), [])
 
 
 class EarlierFit:
-    """Keeps the engine of a fit that ends, and looks at its weights.
+    """Keeps the engine of a fit that ends, and checksums of its weights.
 
     Args:
-        engine: when the last step has been taken.
+        engine: after the last step.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -43,7 +43,7 @@ class EarlierFit:
         self._checksums = _checksums(_parameters_of(engine))
 
     def leave(self) -> Left | None:
-        """What it leaves to a fit that begins now; None if it has taken no step."""
+        """Return the state for a fit that begins now; None if the engine has taken no step."""
         if self._engine.step == 0:
             return None
         left = Left.by(self._engine)
@@ -52,14 +52,14 @@ class EarlierFit:
 
 
 def go_on(engine: Engine, left: Left | None) -> str:
-    """Let an engine go on where another one was, with the parameters that both have; on all ranks or on none.
+    """Let an engine continue from the state of another one, with common parameters; on all ranks or on none.
 
     Args:
         engine: before its first step; its ranks call this together.
-        left: by the other one; None: there was none.
+        left: state of the other one; None: there was none.
 
     Returns:
-        What does not go on, for the user; empty where all does.
+        A sentence on the dropped state, for the user; empty if all continues.
     """
     now = {id(p) for p in _parameters_of(engine).values()}
     here = {} if left is None else {name: p for name, p in left.parameters.items() if id(p) in now}
@@ -92,5 +92,5 @@ def _parameters_of(engine: Engine) -> dict[str, Parameter]:
 
 
 def _checksums(parameters: Mapping[str, Parameter]) -> dict[str, int]:
-    """One number for the weights of each parameter, and no copy of them."""
+    """Return a checksum of the weights of each floating-point parameter."""
     return {name: int(weights_checksum(p)) for name, p in parameters.items() if p.is_floating_point()}

@@ -1,7 +1,7 @@
-"""The strategy for Fabric, whichever Lightning package it is of.
+"""The strategy for Fabric of either Lightning package.
 
-Fabric wraps each module in DDP by itself, any number of them, and knows no communication hooks: every module gets an
-engine of its own. The class translates between Fabric and the engines and decides nothing.
+Fabric wraps each module in its own DDP, any number of them, and has no communication hooks: every module gets its own
+engine. The class translates between Fabric and the engines and decides nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_sparse.integrations.earlier import Left
 from lightning_sparse.tuning.controllers import Planner
 from lightning_sparse.tuning.controllers.announcer import Announcer
 
-if TYPE_CHECKING:  # at run time the class of each package brings its own
+if TYPE_CHECKING:  # at run time the class of each package has its own base
     from lightning_fabric.strategies.ddp import DDPStrategy as Base
 else:
     Base = object
@@ -38,7 +38,7 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class FabricArguments(StrategyArguments):  # type: ignore[misc]  # see StrategyConfig
-    """What the strategies for Fabric take."""
+    """Arguments of the strategies for Fabric."""
 
     precision: Any = None
     """Filled in by Fabric."""
@@ -49,10 +49,10 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
 
     Everything else is Fabric's ``DDPStrategy``: launchers, cluster environments, ``fabric.no_backward_sync``. Clipping
     acts on each rank's gradients with AdamW, and on averages otherwise (``docs/training.md``). Each module that is set
-    up has an engine of its own; see :attr:`engines`. One device has nobody to send to, and trains as plain DDP does,
-    unless ``single_device="sparse"`` rehearses the method.
+    up has its own engine; see :attr:`engines`. A single device trains as plain DDP does, unless
+    ``single_device="sparse"`` applies the method there, too.
 
-    ``fabric.save`` writes what each rank remembers beside every checkpoint whose state holds a module and an optimizer;
+    ``fabric.save`` writes each rank's residuals beside every checkpoint whose state holds a module and an optimizer;
     ``fabric.load`` into such a state lets the engines continue.
 
     All arguments are keywords: the settings of :class:`~lightning_sparse.config.StrategyConfig`, and those of
@@ -81,21 +81,21 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
     def __init__(self, *given: Any, **keywords: Any) -> None:
         for_lightning = self._choose(FabricArguments, given, keywords)
         self.optimizers: list[Optimizer] = []
-        """Those that were set up."""
+        """Optimizers that were set up."""
         self._late: list[Optimizer] = []
-        """Those that were set up after the first step."""
+        """Optimizers that were set up after the first step."""
         self._wrapped: list[tuple[Any, Engine]] = []
         self._waiting: list[tuple[Module, Any, dict[str, Any] | None]] = []
         super().__init__(**for_lightning)
 
     @property
     def engines(self) -> list[Engine]:
-        """One for each module, in the order in which they were set up."""
+        """The engines, one for each module, in the order of their set-up."""
         return [engine for _, engine in self._wrapped]
 
     @property
     def engine(self) -> Engine | None:
-        """The only one; None before a module is set up.
+        """The only engine; None before a module is set up.
 
         Raises:
             RuntimeError: if there are several.
@@ -106,11 +106,11 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         return engines[0] if engines else None
 
     def engine_of(self, module: Module) -> Engine | None:
-        """That of a module, as it was set up or as DDP wraps it."""
+        """Return the engine of a module, given plain or wrapped by DDP."""
         return next((engine for ddp, engine in self._wrapped if module in (ddp, ddp.module)), None)
 
     def setup_module(self, module: Module) -> Any:
-        """As in Fabric; the engine of a module that is set up again goes on where the one before was."""
+        """Wrap a module as Fabric does, and attach an engine; at a second set-up it continues from the one before."""
         before, profile, totals = self.engine_of(module), None, Totals()
         left = None
         if before is not None:
@@ -139,7 +139,7 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         return ddp
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """As in Fabric; then the engines have a look at it.
+        """Set up an optimizer as Fabric does, and bind it to the engines.
 
         Raises:
             ValueError: if it does not go with the memory or with ``lr_aware``.
@@ -161,12 +161,12 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
             by_others = (ids for other, ids in replaced.items() if other is not kind)
             if held.difference(*by_others):
                 applying.insert(0, one)
-            if any(one is late for late in self._late):  # takes the place of what was set up before, of another kind
+            if any(one is late for late in self._late):  # replaces earlier ones of another kind
                 replaced.setdefault(kind, set()).update(held)
         self._follow_together(engine, applying)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """As in Fabric; a void step is left out where no loss scaler does so.
+        """Take a step as Fabric does; skip it after non-finite gradients if no loss scaler does so.
 
         Signals wait while the optimizer updates parameters.
         """
@@ -184,10 +184,10 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
             return super().optimizer_step(optimizer, closure=then_skip, **kwargs)
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Fabric; where no loss scaler does so, a void step is left out before its norm is looked at.
+        """Clip as Fabric does; drop non-finite gradients before the norm is computed if no loss scaler skips the step.
 
-        Where :meth:`.Engine.clip_in_place_of_averages` does so, each rank's gradients are clipped from the next step
-        on, before the exchange, and averages are left as they are.
+        If :meth:`.Engine.clip_in_place_of_averages` applies, each rank's gradients are clipped from the next step on,
+        before the exchange, and averages are not clipped.
         """
         self._skip_void(optimizer, self.precision, drop=True)
         given = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
@@ -198,7 +198,7 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         return super().clip_gradients_norm(*given.args, **given.kwargs)
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any) -> None:
-        """As in Fabric, or as :meth:`clip_gradients_norm`."""
+        """Clip as Fabric does, or each rank's gradients as in :meth:`clip_gradients_norm`."""
         if self._clips_locally(optimizer, clip_val, "value"):
             self.precision.unscale_gradients(optimizer)
         else:
@@ -207,10 +207,10 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """As in Fabric, with every rank's residuals beside it if there is an optimizer in it.
+        """Save a checkpoint as Fabric does, with every rank's residuals beside it if its state has an optimizer.
 
         Raises:
-            ValueError: if the state uses the key under which checkpoints say where residuals are.
+            ValueError: if the state uses the key of this package's entry.
             RuntimeError: on all ranks, if residuals could not be written.
         """
         if CHECKPOINT_KEY in state:
@@ -234,12 +234,12 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
             super().save_checkpoint(path, {**state, **kept}, storage_options, filter)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As in Fabric; engines of modules in the state go on if there is an optimizer in it, too.
+        """Load a checkpoint as Fabric does; engines of modules in the state continue if it has an optimizer, too.
 
-        A module that has not been set up yet goes on when it is.
+        The engine of a module that has not been set up yet continues when it is.
 
         Raises:
-            RuntimeError: on all ranks, with ``strict_resume``, if there are no residuals that fit.
+            RuntimeError: on all ranks, with ``strict_resume``, if there are no matching residuals.
         """
         for key, engine in self._engines_in(state if isinstance(state, Mapping) else {}).items():
             if engine is None:  # Fabric changes its precision later: weights in float64 would be rounded before
@@ -262,13 +262,13 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         return rest
 
     def _resume(self, engine: Engine, place: str, found: dict[str, Any] | None) -> None:
-        """Let an engine go on where the one was that a checkpoint tells of; None: it tells of none."""
+        """Let an engine continue from a checkpoint's entry; None: there is none."""
         self._restore(engine, place, found)
         if found and "totals" in found:
             engine.totals.load_state_dict(found["totals"])
 
     def _engines_in(self, state: Mapping[str, Any]) -> dict[str, Engine | None]:
-        """Engines of the modules in a state, by key; none where it is no training state, but weights alone."""
+        """Return the engines of the modules in a state, by key; none if the state has no optimizer."""
         if not any(isinstance(value, Optimizer) for value in state.values()):
             return {}
         return {key: self.engine_of(value) for key, value in state.items() if isinstance(value, Module)}
@@ -281,10 +281,10 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         self._side_files.sweep()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no engines until modules are set up."""
+        """Return the state of a copy, which has no engines until modules are set up."""
         return {**vars(self), "_wrapped": []}
 
 
 def _place(path: Any, key: str, modules: int) -> str:
-    """Where the side files of a module are written beside: all are within the directory of the checkpoint."""
+    """Return the path beside which a module's side files are; with several modules, in the checkpoint's directory."""
     return str(path) if modules <= 1 else f"{side_directory(path)}/{quote(key, safe='')}"

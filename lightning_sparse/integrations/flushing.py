@@ -1,4 +1,4 @@
-"""The callback that flushes residuals at the end of training, for the Trainers of both Lightning packages."""
+"""Callback that flushes residuals at the end of training, for the Trainers of both Lightning packages."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from lightning_sparse.integrations.timing import warn_that_nothing_is_sparse
 
 
 class FlushResidualMixin:
-    """Take one dense step with what was not sent yet, at the end of training; see :func:`~lightning_sparse.flush`.
+    """Take one dense step with the residuals, at the end of training; see :func:`~lightning_sparse.flush`.
 
-    In the last epoch that ``max_epochs`` or ``max_steps`` allows, the flush follows the last batch: validation and all
-    checkpoints of the end see its result. Where training is stopped otherwise, by ``EarlyStopping`` or a time limit, it
-    follows at the end of that epoch: after validation, and before the checkpoints that ``ModelCheckpoint`` writes then;
-    or in ``on_train_end``, where that was decided later. A checkpoint that was written before a flush does not contain
-    it: the residuals lie beside it, and nothing is lost to a run that is resumed from it. After an exception, nothing
-    is flushed.
+    In the last epoch of ``max_epochs`` or ``max_steps``, the flush follows the last batch: the last validation and
+    checkpoints include its result. If training is stopped otherwise, by ``EarlyStopping`` or a time limit, it follows
+    at the end of that epoch: after validation, and before the checkpoints that ``ModelCheckpoint`` writes then; or in
+    ``on_train_end``, if the stop was decided later. A checkpoint from before a flush does not contain it: the residuals
+    are beside it, and a run that is resumed from it loses nothing. After an exception, nothing is flushed.
 
-    The step uses the learning rates of the latest step: schedulers that end at 0 have moved on by then. It is no step
-    of the Trainer's: ``global_step`` does not count it, and nothing is clipped.
+    The step uses the learning rates of the latest step, because schedulers that end at 0 have reached it by then. It is
+    no step of the Trainer: ``global_step`` does not count it, and nothing is clipped.
 
     Args:
-        every_n_epochs: also flush after the last batch of every so many epochs, at least 1; None: only at the end.
+        every_n_epochs: also flush after the last batch of every n-th epoch, at least 1; None: only at the end.
 
     Raises:
-        ValueError: for other numbers.
+        ValueError: for other values.
 
     Example:
         >>> import lightning_sparse as ls
@@ -46,13 +45,13 @@ class FlushResidualMixin:
         self._flushed: list[tuple[int, int]] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Say so if there is nothing to flush."""
+        """Warn if there is nothing to flush."""
         self._rates, self._flushed = {}, []
         if not engines_of(trainer.strategy):
             warn_that_nothing_is_sparse(trainer, "FlushResidual", "do")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Note the learning rates of this step."""
+        """Record the learning rates of this step."""
         self._rates[id(optimizer)] = [copy.deepcopy(group["lr"]) for group in optimizer.param_groups]
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
@@ -62,12 +61,12 @@ class FlushResidualMixin:
             self._flush(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Flush where training is stopped, before checkpoints are written."""
+        """Flush if training is stopped, before checkpoints are written."""
         if trainer.should_stop:
             self._flush(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Flush what is left."""
+        """Flush the remaining residuals."""
         self._flush(trainer)
 
     def _ends_with_this_epoch(self, trainer: Any) -> bool:
@@ -77,7 +76,7 @@ class FlushResidualMixin:
 
     def _flush(self, trainer: Any) -> None:
         now = [(engine.step, engine.loads) for engine in engines_of(trainer.strategy)]
-        if now != self._flushed:  # else nothing was exchanged or loaded since, and nothing is left
+        if now != self._flushed:  # else residuals are empty: nothing was exchanged or loaded since
             with self._latest_rates(trainer.optimizers):
                 flush(trainer)
             self._flushed = now

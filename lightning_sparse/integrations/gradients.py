@@ -1,4 +1,4 @@
-"""This rank's own gradients, before they are averaged: copies for those who look on."""
+"""Copies of this rank's own gradients, before they are averaged, for observers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class LocalGradients:
 
     @property
     def started(self) -> bool:
-        """Whether gradients are being copied."""
+        """True if gradients are being copied."""
         return bool(self._hooks)
 
     def start(self) -> None:
-        """Copy the gradients of the backward that comes next."""
+        """Copy the gradients of the next backward."""
         self._hooks = self._hooks or [
             p.register_post_accumulate_grad_hook(partial(self._copy, name))  # type: ignore[no-untyped-call]
             for name, p in self._parameters.items()
@@ -44,10 +44,10 @@ class LocalGradients:
             self._found[name] = flattened(parameter.grad).clone()
 
     def take(self, scale: Tensor | None = None) -> dict[str, Tensor]:
-        """What was copied, flat, by name; without parameters that had no gradient. Stops copying.
+        """Stop copying and return the copies, flat, by name, without parameters that had no gradient.
 
         Args:
-            scale: () factor that the loss was multiplied by, to be divided out.
+            scale: () factor of the loss, to be divided out.
         """
         for hook in self._hooks:
             hook.remove()
@@ -56,5 +56,5 @@ class LocalGradients:
 
 
 def trained_parameters(module: Module) -> dict[str, Parameter]:
-    """Floating-point parameters that need a gradient, by name."""
+    """Return floating-point parameters that need a gradient, by name."""
     return {n: p for n, p in module.named_parameters() if p.requires_grad and p.is_floating_point() and p.numel()}

@@ -1,7 +1,7 @@
-"""What goes to loggers besides numbers: settings, texts, tables, figures, alerts; each logger gets what it can show.
+"""Logging of settings, texts, tables, figures and alerts, in the form that each logger can show.
 
-Weights & Biases, TensorBoard and MLflow by their own means; all others get files in their folder. Everything here is
-for rank zero.
+Weights & Biases, TensorBoard and MLflow get their own formats; all others get files in their folder. Everything here
+is for rank zero.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lightning_sparse.core.console import Table
 from lightning_sparse.engine.metrics import QUANTITIES
 
 AXIS = "trainer/global_step"
-"""What W&B draws quantities against unless told otherwise."""
+"""W&B's default axis of quantities."""
 PREFIX = "sparse/"
 
 
 def kind_of(logger: Any) -> str:
-    """One of "wandb", "tensorboard" and "mlflow"; empty for all others."""
+    """Return "wandb", "tensorboard" or "mlflow"; empty for all others."""
     kinds = {"WandbLogger": "wandb", "TensorBoardLogger": "tensorboard", "MLFlowLogger": "mlflow"}
     return next((kinds[one.__name__] for one in type(logger).__mro__ if one.__name__ in kinds), "")
 
@@ -34,10 +34,10 @@ def log_settings(logger: Any, settings: Mapping[str, Mapping[str, Any]]) -> None
     """Log hyper-parameters, by part and name, and no metric with them."""
     given = {part: dict(values) for part, values in settings.items()}
     match kind_of(logger):
-        case "tensorboard":  # which else makes up a metric, hp_metric
+        case "tensorboard":  # which else adds a metric, hp_metric
             logger.log_hyperparams(given, metrics={})
             _write_settings_again(logger)
-        case "mlflow":  # which refuses to change what an earlier fit has logged
+        case "mlflow":  # which refuses to change values of an earlier fit
             known = logger.experiment.get_run(logger.run_id).data.params
             if new := {name: value for name, value in _by_path(given) if name not in known}:
                 logger.log_hyperparams(new)
@@ -46,7 +46,7 @@ def log_settings(logger: Any, settings: Mapping[str, Mapping[str, Any]]) -> None
 
 
 def _by_path(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings by names with slashes; a dict whose keys MLflow refuses in names, such as patterns, as text."""
+    """Yield nested settings by names with slashes; as text if keys are no names for MLflow, such as patterns."""
     for name, value in settings.items():
         if not isinstance(value, Mapping):
             yield f"{above}{name}", value
@@ -57,14 +57,14 @@ def _by_path(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str
 
 
 def _write_settings_again(logger: Any) -> None:
-    """``hparams.yaml`` of Lightning's TensorBoardLogger, which it writes once, before these settings are known."""
+    """Rewrite ``hparams.yaml`` of Lightning's TensorBoardLogger, which it writes once, too early."""
     if name := getattr(logger, "NAME_HPARAMS_FILE", None):
         Path(logger.log_dir, name).unlink(missing_ok=True)
         logger.save()
 
 
 def define_axes(logger: Any) -> None:
-    """In W&B: the steps as axis of all quantities, and what sums up a run; totals can be chosen as axes."""
+    """Set steps as the axis of all quantities in W&B, and the summaries of a run; totals can be chosen as axes."""
     if kind_of(logger) != "wandb":
         return
     define = logger.experiment.define_metric
@@ -75,7 +75,7 @@ def define_axes(logger: Any) -> None:
 
 
 def log_warning(logger: Any, kind: str, sentence: str, step: int) -> None:
-    """An alert in W&B, a text in TensorBoard, a tag in MLflow, a line in ``sparse/warnings.txt`` elsewhere."""
+    """Log an alert in W&B, a text in TensorBoard, a tag in MLflow, else a line in ``sparse/warnings.txt``."""
     match kind_of(logger):
         case "wandb":
             logger.experiment.alert(title=f"lightning-sparse: {kind}", text=sentence, level="WARN")
@@ -90,7 +90,7 @@ def log_warning(logger: Any, kind: str, sentence: str, step: int) -> None:
 
 
 def log_table(logger: Any, name: str, table: Table, step: int) -> None:
-    """A W&B table, a text in TensorBoard, a markdown artifact in MLflow, ``sparse/<name>.csv`` elsewhere."""
+    """Log a table in W&B, a text in TensorBoard, a markdown artifact in MLflow, else ``sparse/<name>.csv``."""
     match kind_of(logger):
         case "wandb":
             rows = [
@@ -116,15 +116,15 @@ def log_figure(
     step: int,
     histogram: Tensor | None = None,
 ) -> None:
-    """An image where a logger shows images and matplotlib is there; what is drawn as JSON in a file elsewhere.
+    """Log an image if the logger shows images and matplotlib is installed; else the data as a JSON file.
 
     Args:
         logger: of Lightning.
         name: under ``sparse/``.
-        data: what the figure shows: numbers, texts, lists.
+        data: of the figure: numbers, texts, lists.
         draw: makes a figure of matplotlib.
         step: of the Trainer.
-        histogram: values whose histogram W&B and TensorBoard show beside it.
+        histogram: values for a histogram beside the figure in W&B and TensorBoard.
     """
     kind, key = kind_of(logger), f"{PREFIX}{name}"
     if histogram is not None and kind == "tensorboard":
@@ -154,15 +154,15 @@ def log_figure(
 
 
 def _bins(values: Tensor) -> tuple[Any, Any]:
-    """Counts in 64 equal bins, and their edges; made here, because W&B needs equal ones."""
+    """Return counts in 64 equal bins, and their edges; made here, because W&B needs equal bins."""
     counts, edges = torch.histogram(values.double(), 64)
     return counts.numpy(), edges.numpy()
 
 
 def _file(logger: Any, name: str) -> Path | None:
-    """Where a logger keeps files; None where that is not on this machine."""
+    """Return the path of a file in a logger's folder; None if the folder is not on this machine."""
     folder = getattr(logger, "log_dir", None) or getattr(logger, "save_dir", None)
-    if not isinstance(folder, (str, Path)) or "://" in str(folder):  # that of fast_dev_run answers with functions
+    if not isinstance(folder, (str, Path)) or "://" in str(folder):  # the logger of fast_dev_run returns functions
         return None
     path = Path(folder) / PREFIX / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,6 +170,6 @@ def _file(logger: Any, name: str) -> Path | None:
 
 
 def _number(cell: str) -> float | None:
-    """W&B sorts numbers as such, and takes None for one that is not there."""
+    """Convert a cell to a number, which W&B sorts as such; None for an empty cell."""
     plain = cell.replace(",", "")
     return (float(plain) if "." in plain or "e" in plain else int(plain)) if plain else None

@@ -1,4 +1,4 @@
-"""The callback that logs what the exchange does, for the Trainers of both Lightning packages."""
+"""Callback that logs quantities of the exchange, for the Trainers of both Lightning packages."""
 
 from __future__ import annotations
 
@@ -22,31 +22,30 @@ from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
 
 
 class SparsityMonitorMixin:
-    """Log what the sparsified exchange does, on the Trainer's logging steps.
+    """Log quantities of the sparsified exchange, on the Trainer's logging steps.
 
     Logs ``sparse/<quantity>`` for every quantity of :data:`lightning_sparse.engine.metrics.QUANTITIES`, averaged or
     combined over ranks, to all loggers of the Trainer; the density also on the progress bar. Numbers are those of the
-    latest step, totals those of all steps. They are in the same rows as what ``training_step`` logs, and totals in
-    those of validation, too, so that a loss can be drawn against megabytes or seconds. In Weights & Biases the
+    latest step, totals those of all steps. They are in the same rows as values that ``training_step`` logs, and totals
+    in those of validation, too, so that a loss can be drawn against megabytes or seconds. In Weights & Biases the
     quantities get the optimizer step as their own axis. At the start of fit, rank zero prints a table of the groups,
-    which loggers get, too. Steps that do not log cost nothing.
+    which loggers get, too. Other steps cost nothing.
 
-    With ``shadow``, sparsifiers look on while training goes on without them, with ``strategy="ddp"`` or any other: what
-    they would have selected and sent is logged as ``sparse/shadow/<name>/<quantity>``, see
-    :data:`lightning_sparse.integrations.shadow.SHADOWED`. The gradients that train stay as they are, bit for bit.
+    With ``shadow``, sparsifiers run on copies of the gradients of any strategy, such as ``strategy="ddp"``: the
+    coordinates and bytes that they would send are logged as ``sparse/shadow/<name>/<quantity>``, see
+    :data:`lightning_sparse.integrations.shadow.SHADOWED`. The gradients of the training stay the same, bit for bit.
     Without it and with a strategy that does not sparsify, the monitor warns once and does nothing.
 
     Args:
         groups: also log every group, as ``sparse/group/<name>/<quantity>``.
         table: print the table of groups at the start.
-        shadow: sparsifiers that look on, names or instances.
-        every: steps from one that they are shown to the next, at least 1; each costs the local work and the messages of
-            all of them. Their residuals know these steps only.
-        density: at which they look on, in (0, 1] or a schedule; groups and rules are those of the strategy, if it
-            sparsifies.
+        shadow: sparsifiers to run on copies, names or instances.
+        every: steps from one of their steps to the next, at least 1; each costs the local work and the messages of all
+            of them. Their residuals have the gradients of these steps only.
+        density: of the shadow, in (0, 1] or a schedule; groups and rules are those of the strategy, if it sparsifies.
 
     Raises:
-        ValueError: for an unknown sparsifier, a number outside its range, or something else than True or False.
+        ValueError: for an unknown sparsifier, a number outside its range, or a flag that is not True or False.
 
     Example:
         >>> import lightning_sparse as ls
@@ -77,7 +76,7 @@ class SparsityMonitorMixin:
         self.metrics = {"density_error": DensityError(), "padding_ratio": PaddingRatio(), "build_up": BuildUp()}
         """Means over the logged steps of this fit: ``monitor.metrics["padding_ratio"].compute()``, or ``.plot()``."""
         self.traffic = Traffic()
-        """What a rank has sent up to the latest logged step, as ``traffic/total_mb``."""
+        """Traffic of a rank up to the latest logged step, as ``traffic/total_mb``."""
         self._logged_step = 0
         self._plan: list[Any] = []
         self._shadow: Shadow | None = None
@@ -85,7 +84,7 @@ class SparsityMonitorMixin:
         self._steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Print the table, give the quantities an axis in W&B, set the shadow up."""
+        """Print the table, set the axes in W&B, set up the shadow."""
         engine = engine_of(trainer)
         self._start_shadow(trainer)
         for metric in (*self.metrics.values(), self.traffic):
@@ -107,7 +106,7 @@ class SparsityMonitorMixin:
         self.log_plan(trainer, engine)
 
     def log_plan(self, trainer: Any, engine: Engine) -> None:
-        """Let loggers have the table of groups, if it is another one than before."""
+        """Log the table of groups, if it has changed."""
         if self._plan == engine.plan:
             return
         self._plan = engine.plan
@@ -115,15 +114,15 @@ class SparsityMonitorMixin:
             log_table(logger, "plan", plan_table(engine), trainer.global_step)
 
     def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Look at the gradients of this step, if it is one that is shown."""
+        """Start to copy gradients for the shadow, if it runs in this step."""
         if self._gradients is not None and self._steps % self.every == 0:
             self._gradients.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Log, if this is a step that logs and gradients were exchanged since the last time."""
+        """Log on logging steps, if gradients were exchanged since the last time."""
         self._show_shadow(trainer)
         engine = engine_of(trainer)
-        # In this order: asking for the step may wait for a device.
+        # In this order: to read the step may wait for a device.
         if not is_logging_step(trainer):
             return
         if self._shadow is not None:
@@ -134,7 +133,7 @@ class SparsityMonitorMixin:
             return
         self._logged_step = engine.step
         step = engine.latest_step()
-        if step is None:  # it used no parameter, or groups have just been replaced
+        if step is None:  # no parameter was used, or groups have just been replaced
             return
         summary = summarize(step, engine.mean_over_ranks)
         summary |= {name: float(metric(step)) for name, metric in self.metrics.items()}
@@ -148,7 +147,7 @@ class SparsityMonitorMixin:
         self.log_plan(trainer, engine)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log the totals beside what was validated during fit."""
+        """Log the totals beside the results of validation during fit."""
         engine = engine_of(trainer)
         if engine is None or trainer.sanity_checking or trainer.state.fn != "fit":
             return
@@ -156,7 +155,7 @@ class SparsityMonitorMixin:
             pl_module.log(f"sparse/{name}", value, on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Give the shadow's memory back."""
+        """Free the shadow's memory."""
         self._shadow = self._gradients = None
 
     def _start_shadow(self, trainer: Any) -> None:

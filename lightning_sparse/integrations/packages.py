@@ -1,4 +1,4 @@
-"""Which of the two Lightning packages to serve: ``pytorch_lightning`` or ``lightning.pytorch``."""
+"""Choice between the two Lightning packages, ``pytorch_lightning`` and ``lightning.pytorch``."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import sys
 PYTORCH_LIGHTNING = "pytorch_lightning"
 LIGHTNING = "lightning.pytorch"
 
-# Looked at once, now: registering the strategies imports both.
+# Evaluated once, now: registering the strategies imports both.
 _loaded_before = [name for name in (PYTORCH_LIGHTNING, LIGHTNING) if sys.modules.get(name)]
 
 
 def installed() -> list[str]:
-    """The packages that can be imported."""
+    """Return the packages that can be imported."""
     tops = {PYTORCH_LIGHTNING: "pytorch_lightning", LIGHTNING: "lightning"}
     return [name for name, top in tops.items() if importlib.util.find_spec(top) is not None]
 
 
 def preferred() -> str:
-    """The package whose classes ``lightning_sparse.SparseDDPStrategy`` and ``SparsityMonitor`` are made for.
+    """Return the package of ``lightning_sparse.SparseDDPStrategy`` and ``SparsityMonitor``.
 
-    The one that the program imported before lightning_sparse, if it was only one; else ``pytorch_lightning`` where it
-    is installed.
+    It is the one that the program imported before lightning_sparse, if it was only one; else ``pytorch_lightning`` if
+    it is installed.
 
     Raises:
         ImportError: if neither is installed.

@@ -1,4 +1,4 @@
-"""The callback that draws which rank looks at which coordinates over time."""
+"""Callback that draws the ranks' ranges of coordinates over time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADER = ("step", "group", "rank", "begin", "end", "picks")
 
 
 class Range(NamedTuple):
-    """What one rank looked at in one step: coordinates from ``begin`` to before ``end``, of which it picked some."""
+    """Range of one rank in one step: coordinates from ``begin`` to before ``end``, of which it selected ``picks``."""
 
     step: int
     group: str
@@ -30,15 +30,15 @@ class Range(NamedTuple):
 
 
 class PartitionMapMixin:
-    """Record and draw the ranges that ExDyna and MiCRO give to ranks, over time.
+    """Record and draw the ranks' ranges of ExDyna and MiCRO, over time.
 
-    At the end of fit, rank zero gives all loggers a table ``sparse/partition_map`` (a CSV file where a logger shows no
-    tables) and, with matplotlib, a figure: ranges of coordinates against steps, one shade for each rank. Steps that are
-    not recorded cost nothing; one that is waits for the device.
+    At the end of fit, rank zero gives all loggers a table ``sparse/partition_map`` (a CSV file if a logger shows no
+    tables) and, with matplotlib, a figure: ranges of coordinates against steps, one shade for each rank. A recorded
+    step waits for the device; other steps cost nothing.
 
     Args:
-        every: steps from one that is recorded to the next, at least 1.
-        most: groups that are recorded, the largest first, at least 1.
+        every: steps from one recorded step to the next, at least 1.
+        most: largest number of recorded groups, the largest groups first, at least 1.
 
     Raises:
         ValueError: for a number outside its range.
@@ -55,11 +55,11 @@ class PartitionMapMixin:
         check_integer(most, "most")
         self.every, self.most = every, most
         self.rows: list[Range] = []
-        """What was recorded in this fit."""
+        """Recorded ranges of this fit."""
         self._recorded = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin anew; say so if there is nothing to record."""
+        """Clear the record; warn if there is nothing to record."""
         self.rows, self._recorded = [], 0
         engine = engine_of(trainer)
         if engine is None or not has_ranges(engine):
@@ -69,7 +69,7 @@ class PartitionMapMixin:
             )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Record, if it is time to."""
+        """Record the ranges, if it is due."""
         engine = engine_of(trainer)
         if engine is None or not trainer.is_global_zero or trainer.fit_loop._should_accumulate():
             return
@@ -78,7 +78,7 @@ class PartitionMapMixin:
             self.rows += ranges_of(engine, self.most)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Give loggers what was recorded."""
+        """Log the recorded ranges."""
         if not self.rows or not trainer.is_global_zero:
             return
         table = Table("Ranges of ranks", HEADER, [[str(cell) for cell in row] for row in self.rows], left=(1,))
@@ -89,7 +89,7 @@ class PartitionMapMixin:
 
 
 def has_ranges(engine: Engine) -> bool:
-    """Whether the sparsifier gives ranks ranges; looks at states that are there before the first step, too."""
+    """Return True if the sparsifier has ranges; works before the first step, too."""
     return any(_ranges(engine, group) is not None for group in engine.groups if not group.plan.dense)
 
 
@@ -100,7 +100,7 @@ def _ranges(engine: Engine, group: Any) -> Any:
 
 
 def ranges_of(engine: Engine, most: int) -> list[Range]:
-    """The ranges of the latest step, of the largest groups."""
+    """Return the ranges of the latest step, of the largest groups."""
     found = []
     groups = [] if engine.direct else [group for group in engine.groups if not group.plan.dense and group.ran]
     for group in sorted(groups, key=lambda group: -group.plan.numel)[:most]:
@@ -116,7 +116,7 @@ def ranges_of(engine: Engine, most: int) -> list[Range]:
 
 
 def draw(rows: Sequence[Range]) -> Any:
-    """A panel for each group: ranges of coordinates against steps, one shade for each rank."""
+    """Draw a panel for each group: ranges of coordinates against steps, one shade for each rank."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 

@@ -12,10 +12,10 @@ LONGEST = 40
 
 
 def plan_table(engine: Engine, longest: int | None = None) -> Table:
-    """Groups with their sizes, what is selected, how it travels, and MB of a dense ring.
+    """Return the groups of an engine with sizes, densities, exchange, and MB of a dense ring.
 
     Args:
-        engine: whose groups.
+        engine: with the groups.
         longest: number of groups that are listed one by one; None: all.
     """
     settings, n = engine.settings, engine.comm.world_size

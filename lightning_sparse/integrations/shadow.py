@@ -1,4 +1,4 @@
-"""Sparsifiers that look on: what they would select and send of the gradients of a run that does not use them."""
+"""Shadow sparsifiers: they run on copies of the gradients of a training that does not use them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from lightning_sparse.tuning.performance.microbenchmark import Recorder
 from lightning_sparse.tuning.performance.network import measure_network
 
 DENSE = "dense"
-"""Beside the sparsifiers: what DDP sends, and how long the network needs for that."""
+"""Name beside those of the sparsifiers, for DDP's traffic and its time on the network."""
 SECONDS = 2.0
-"""About how long measuring the network may take, once."""
+"""Approximate time of the measurement of the network, once."""
 SHADOWED: dict[str, tuple[str, str]] = {
     "density": ("", "Coordinates that would be in the update / coordinates"),
     "energy": ("", "Share of the squared norm of residual and gradient that would be sent, all ranks together"),
@@ -38,19 +38,19 @@ SHADOWED: dict[str, tuple[str, str]] = {
         "Local work as measured on the slowest rank, and messages by prices of the measured network",
     ),
 }
-"""Unit and meaning of what is logged of each, under ``sparse/shadow/<name>/``; of ``dense`` the last two."""
+"""Unit and meaning of the logged quantities of each, under ``sparse/shadow/<name>/``; for ``dense`` the last two."""
 
 
 class Shadow:
-    """Runs sparsifiers on copies of a run's gradients; nothing of it comes back to the run.
+    """Runs sparsifiers on copies of a training's gradients, without any effect on the training.
 
-    Each has error feedback of its own (8 bytes for each float32 coordinate and sparsifier), and its messages travel
-    between the real ranks. Residuals know the gradients of the steps that they were shown, and no others.
+    Each has its own error feedback (8 bytes for each float32 coordinate and sparsifier), and its messages travel
+    between the real ranks. Residuals have the gradients of the shadow's steps only.
 
     Args:
         parameters: by name.
         sparsifiers: instances or names.
-        settings: density, grouping and rules; the rest is that of each sparsifier.
+        settings: density, grouping and rules; other settings are those of each sparsifier.
         comm: the ranks.
 
     Raises:
@@ -82,10 +82,10 @@ class Shadow:
         self._network: Network | None = None
         self._steps = 0
         self.quantities: dict[str, float] = {}
-        """The latest step's, by ``<name>/<quantity>``, see :data:`SHADOWED`; equal on all ranks."""
+        """Quantities of the latest step, by ``<name>/<quantity>``, see :data:`SHADOWED`; equal on all ranks."""
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Show a step's gradients to all of them; collective.
+        """Run all sparsifiers on a step's gradients; collective.
 
         Args:
             gradients: of this rank, flat, by name; a parameter without one counts as zeros. Not modified.
@@ -95,7 +95,7 @@ class Shadow:
             dtype = next(iter(self._parameters.values())).dtype
             self._network = measure_network(self._comm, self._device, dtype, most, SECONDS)
         rows = {name: self._run(method, gradients, self._network) for name, method in self._methods.items()}
-        if any(row is None for row in rows.values()):  # not finite: for all of them, on all ranks
+        if any(row is None for row in rows.values()):  # not finite: skipped for all of them, on all ranks
             return
         self._steps += 1
         found = {name: row for name, row in rows.items() if row is not None}
@@ -119,7 +119,7 @@ class Shadow:
         }
 
     def _run(self, method: _Method, gradients: Mapping[str, Tensor], network: Network) -> _Row | None:
-        """What a method would do; None if the step is void."""
+        """Run a method on a step's gradients and return its numbers; None if the step is skipped."""
         groups, comm = method.groups, self._comm
         model_numel = sum(group.plan.numel for group in groups if not group.plan.dense) or None
         before = 0.0
@@ -168,7 +168,7 @@ class _Row(NamedTuple):
 def _row(method: _Method, before: float, seconds: float, network_seconds: float) -> _Row:
     step = Step([group.statistics for group in method.groups if group.statistics is not None], [])
     selected = float(step.union)
-    if method.config.sparsifier.agreement is Agreement.INDEPENDENT:  # each rank picks k by itself
+    if method.config.sparsifier.agreement is Agreement.INDEPENDENT:  # each rank selects k
         selected = sum(float(one.counts.double().mean()) for one in step.sparse)
     left = sum(g.residual_norm() ** 2 for g in method.groups if not g.plan.dense)
     sent = sum(one.bytes_sent for one in step.groups)
@@ -176,13 +176,13 @@ def _row(method: _Method, before: float, seconds: float, network_seconds: float)
 
 
 def _acc_square(group: GroupReducer) -> float:
-    """Squared norm of residual and gradient, which is what a sparsifier looks at."""
+    """Return the squared norm of residual plus gradient, the input of a sparsifier."""
     residual = group.memory.residual(group.state.memory)
     gradient = torch.cat([group.arrived[name] for name in group.spans]).to(group.wide)
     return norm_of(gradient if residual is None else gradient.add_(residual)) ** 2
 
 
 def _bucket_bytes(parameters: Mapping[str, Parameter]) -> list[int]:
-    """Bytes of buckets of DDP's size, as if all were full."""
+    """Return the bytes of buckets of DDP's size, as if all were full."""
     most, every = int(DDP_BUCKET_MB * 2**20), sum(p.nbytes for p in parameters.values())
     return [most] * (every // most) + ([every % most] if every % most else [])

@@ -1,4 +1,4 @@
-"""What a run of the Trainer tells without any callback: two lines, its settings and its warnings to all loggers."""
+"""Logs of a Trainer's run without any callback: two lines, and settings and warnings to all loggers."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from lightning_sparse.tuning.controllers.announcer import MORE, at_end, at_start
 
 
 class Telling:
-    """Follows the engines of a strategy from fit to fit."""
+    """Logger of the engines of a strategy, from fit to fit."""
 
     def __init__(self) -> None:
         self.totals = Totals()
-        """Of all fits."""
+        """Totals of all fits."""
         self._warnings: list[str] = []
         self._trainer: Any = None
         self._before: dict[str, float] = {}
         self._steps = self._skipped = 0
 
     def follow(self, engine: Engine, trainer: Any) -> None:
-        """An engine goes on where the one before was."""
+        """Let an engine continue with the totals and warnings of the one before."""
         self._trainer = trainer
         engine.totals, engine.warnings, engine.on_warning = self.totals, self._warnings, self._pass_on
 
     def start(self, engine: Engine, config: SparsificationConfig) -> None:
-        """Fit begins: all is known that the first step begins with."""
+        """Log the start of fit, when the settings of the first step are known."""
         trainer = self._trainer
         self._before = self.totals.state_dict()
         self._steps, self._skipped = engine.step, engine.void_steps
@@ -51,7 +51,7 @@ class Telling:
             log_settings(logger, {"sparse_ddp": settings_of(engine, config)})
 
     def end(self, engine: Engine) -> None:
-        """Fit ends, after all callbacks, of which one may flush: says what was sent, and logs totals."""
+        """Log the end of fit and the totals, after all callbacks, of which one may flush."""
         self.totals.pause()
         own = self.totals.state_dict()
         ranks = [json.loads(told) for told in engine.comm.leave(json.dumps([own, self._before]))]
@@ -70,7 +70,7 @@ class Telling:
         return any(hasattr(callback, "log_plan") for callback in self._trainer.callbacks)
 
     def _log(self, numbers: Mapping[str, float]) -> None:
-        """Totals of steps that were not logged, and of a flush, in the row that validation would be in now."""
+        """Log the final totals, with unlogged steps and a flush, in the row of a validation at this moment."""
         totals = Totals()
         totals.load_state_dict(numbers)
         step = self._trainer.fit_loop.epoch_loop._batches_that_stepped - 1  # Lightning's own, without a public name
@@ -83,16 +83,16 @@ class Telling:
             log_warning(logger, kind, sentence, self._trainer.global_step)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy counts anew."""
+        """Return the state of a copy, whose counts start at zero."""
         return {**vars(self), "totals": Totals(), "_warnings": [], "_trainer": None}
 
 
 def settings_of(engine: Engine, config: SparsificationConfig) -> dict[str, Any]:
-    """The settings for a logger: plain values, by which runs can be filtered.
+    """Return the settings for a logger: plain values, by which runs can be filtered.
 
-    Objects are there by their names, as in ``sparsifier="exdyna"``; with their own settings beside that, as in
-    ``sparsifier_settings={"class": "ExDyna", "alpha": 1.1, ...}``. Also the number of ranks, the version of this
-    package, parameters in all and those that are sparsified, and MB that a rank keeps.
+    Objects are given by name, as in ``sparsifier="exdyna"``, and by their settings, as in
+    ``sparsifier_settings={"class": "ExDyna", "alpha": 1.1, ...}``. Further values are the number of ranks, the version
+    of this package, the numbers of all and of sparsified parameters, and the MB that a rank keeps.
     """
     now = engine.settings
     objects: dict[str, tuple[Any, Registry[Any]]] = {

@@ -1,4 +1,4 @@
-"""The strategy for the Trainer, whichever Lightning package it is of.
+"""The strategy for the Trainer of either Lightning package.
 
 Lightning registers communication hooks on CUDA only; here the engine is attached on every device. The class translates
 between Lightning and the engine and decides nothing.
@@ -26,7 +26,7 @@ from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, S
 from lightning_sparse.integrations.earlier import EarlierFit, Left
 from lightning_sparse.integrations.telling import Telling
 
-if TYPE_CHECKING:  # at run time the class of each package brings its own
+if TYPE_CHECKING:  # at run time the class of each package has its own base
     from pytorch_lightning.strategies import DDPStrategy as Base
 else:
     Base = object
@@ -37,30 +37,30 @@ UNUSED_PARAMETERS = (
     "in strategy=SparseDDPStrategy(find_unused_parameters=True), or add it to the strategy's name, as in "
     "strategy='sparse_ddp_find_unused_parameters_true'."
 )
-"""Instead of Lightning's sentence, which names strategies that exchange everything."""
+"""Replaces Lightning's sentence, which names dense strategies."""
 TRAINED_ELSEWHERE = (
     "This checkpoint holds weights alone. They were trained by processes that fit has started and ended: what these "
     "had not sent, the states of their optimizers and their numbers of steps ended with them. A run that is resumed "
     "from it starts anew with these weights. To keep all of it, save within fit: by a ModelCheckpoint, or by "
     "trainer.save_checkpoint in on_train_end. The callback lightning_sparse.FlushResidual sends what is left before."
 )
-"""Instead of residuals where a fit was forked or spawned: Lightning brings back weights and metrics."""
+"""Warning instead of residuals if a fit was forked or spawned: Lightning returns weights and metrics only."""
 SECOND_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
-"""What Lightning's ``DDPStrategy`` takes for a communication hook of the user's."""
+"""Arguments of Lightning's ``DDPStrategy`` for a communication hook of the user."""
 
 
 class ClipBeforeTheExchange:
-    """Stands for ``clip_gradients`` of a precision plugin, in which all ends that asks Lightning to clip.
+    """Replaces ``clip_gradients`` of a precision plugin, which all of Lightning's clipping calls.
 
     Args:
-        strategy: whose plugin it is.
+        strategy: of the plugin.
     """
 
     def __init__(self, strategy: SparseDDPMixin) -> None:
         self._strategy = strategy
 
     def __call__(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """As in Lightning, unless this step's gradients were clipped before they were exchanged."""
+        """Clip as Lightning does, unless this step's gradients were clipped before the exchange."""
         algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
         if not self._strategy._clips_locally(getattr(optimizer, "optimizer", optimizer), clip_val, algorithm):
             plugin: Any = self._strategy.precision_plugin
@@ -68,7 +68,7 @@ class ClipBeforeTheExchange:
 
 
 def _has_own_clipping(module: Any) -> bool:
-    """Whether a ``configure_gradient_clipping`` of the user decides what is clipped."""
+    """Return True if the user has overridden ``configure_gradient_clipping``."""
     name = "configure_gradient_clipping"
     of_lightning = next(vars(kind)[name] for kind in reversed(type(module).__mro__) if name in vars(kind))
     return getattr(getattr(module, name), "__func__", None) is not of_lightning
@@ -76,7 +76,7 @@ def _has_own_clipping(module: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments(StrategyArguments):  # type: ignore[misc]  # see StrategyConfig
-    """What the strategies for the Trainer take."""
+    """Arguments of the strategies for the Trainer."""
 
     precision_plugin: Any = None
     """Filled in by the Trainer."""
@@ -85,8 +85,8 @@ class TrainerArguments(StrategyArguments):  # type: ignore[misc]  # see Strategy
 class SparseDDPMixin(SparseStrategy, Base):
     """DDP whose gradient all-reduce is a sparsified exchange with error feedback.
 
-    Everything else is Lightning's ``DDPStrategy``: launchers, cluster environments, SyncBatchNorm, accumulation. One
-    device has nobody to send to, and trains as plain DDP does, unless ``single_device="sparse"`` rehearses the method.
+    Everything else is Lightning's ``DDPStrategy``: launchers, cluster environments, SyncBatchNorm, accumulation. A
+    single device trains as plain DDP does, unless ``single_device="sparse"`` applies the method there, too.
 
     All arguments are keywords: the settings of :class:`~lightning_sparse.config.StrategyConfig`, and those of
     Lightning's ``DDPStrategy`` in :class:`TrainerArguments`.
@@ -122,7 +122,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._telling = Telling()
         self._shown: list[Any] = []
         self.engine: Engine | None = None
-        """At work during fit; counts such as ``step`` can still be read afterwards."""
+        """Open during fit; counts such as ``step`` can still be read afterwards."""
         super().__init__(**for_lightning)
 
     @property
@@ -131,16 +131,16 @@ class SparseDDPMixin(SparseStrategy, Base):
         return [] if self.engine is None else [self.engine]
 
     def _setup_model(self, model: Any) -> Any:
-        """As in Lightning; DDP hands gradients over in small buckets where exchanges can begin beside backward."""
+        """Wrap the model as Lightning does, with small DDP buckets if exchanges can overlap with backward."""
         self._check_model(model)
         with self._small_deliveries(model):
             return super()._setup_model(model)
 
     def _register_ddp_hooks(self) -> None:
-        """Lightning calls this right after it wrapped the model; its own version does nothing on a CPU."""
+        """Attach the engine. Lightning calls this after it wrapped the model; its version does nothing on a CPU."""
         profile = self._profile or self.profile  # from a checkpoint, or from an earlier fit
         left, self._left = self._left, None
-        if self._earlier is not None and self._resume is None:  # a checkpoint knows better
+        if self._earlier is not None and self._resume is None:  # a checkpoint takes precedence
             left = self._earlier.leave()
         self._close_engine()
         self.engine = self._earlier = None  # frees their buffers
@@ -154,24 +154,24 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._continue()
 
     def _continue(self) -> None:
-        """Give the engine the residuals of the checkpoint that was loaded last, once."""
+        """Load the residuals of the checkpoint that was loaded last into the engine, once."""
         resume, self._resume = self._resume, None
         if resume is not None and self.engine is not None and not self.engine.closed:
             self._restore(self.engine, *resume)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """As in Lightning, which changes the model's precision later: weights in float64 would be rounded before."""
+        """Load weights as Lightning does, but after the change of precision, which would else round float64 weights."""
         module: Any = self.lightning_module
         self.precision_plugin.convert_module(module)
         super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """As in Lightning; residuals go with optimizers, also where a callback goes back to a checkpoint within fit."""
+        """Load optimizers as Lightning does, and residuals, also if a callback loads a checkpoint within fit."""
         super().load_optimizer_state_dict(checkpoint)
         self._continue()
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """As in Lightning; then the engine has a look at the optimizers.
+        """Set up optimizers as Lightning does, and bind them to the engine.
 
         Raises:
             ValueError: if one does not go with the memory or with ``lr_aware``.
@@ -187,7 +187,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._follow_optimizers(self.engine)
 
     def _clip_before_the_exchange(self, trainer: Any) -> None:
-        """Clip each rank's gradients, and not their averages, where that is better; from the first step on."""
+        """Clip each rank's gradients instead of their averages, if that is better; from the first step on."""
         algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm"
         module: Any = self.lightning_module
         by_trainer = module.automatic_optimization and not _has_own_clipping(module)
@@ -196,31 +196,31 @@ class SparseDDPMixin(SparseStrategy, Base):
         vars(self.precision_plugin)["clip_gradients"] = ClipBeforeTheExchange(self)
 
     def on_train_start(self) -> None:
-        """As in Lightning; says what is sparsified, and lets loggers know the settings."""
+        """Call Lightning's hook; then log the first line and the settings."""
         super().on_train_start()
         if self.engine is not None:
             self._telling.start(self.engine, self.config)
 
     def on_validation_start(self) -> None:
-        """As in Lightning; its time does not count as training."""
+        """Call Lightning's hook; then pause the clock of training."""
         super().on_validation_start()
         self._telling.totals.pause()
 
     def on_validation_end(self) -> None:
-        """As in Lightning; training goes on."""
+        """Call Lightning's hook; then continue the clock of training."""
         super().on_validation_end()
         self._telling.totals.go_on()
 
     def on_train_end(self) -> None:
-        """As in Lightning; says what was sent."""
+        """Call Lightning's hook; then log the last line and the totals."""
         super().on_train_end()
         if self.engine is not None:
             self._telling.end(self.engine)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """As in Lightning; a void step is left out where no loss scaler does so.
+        """Take a step as Lightning does; skip it after non-finite gradients if no loss scaler does so.
 
-        Signals wait while the optimizer updates parameters. Those that ask for a checkpoint wait from the end of
+        Signals wait while the optimizer updates parameters. Those that request a checkpoint wait from the end of
         backward on, so that ranks save the same step; Ctrl-C does not, because callbacks run in between.
         """
         self._follow_others()  # before the step's hooks; it forms gradients where optimization is automatic
@@ -235,19 +235,19 @@ class SparseDDPMixin(SparseStrategy, Base):
             return super().optimizer_step(optimizer, then_skip, model, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Lightning; what was frozen, unfrozen or given to other optimizers since the last step is looked at."""
+        """Follow changes of frozen parameters and of optimizers since the last step, then call Lightning's step."""
         if self._membership_changed():
             self._wrap_again()
         self._follow_others()
         return super().training_step(*args, **kwargs)
 
     def _follow_others(self) -> None:
-        """Follow the optimizers that have taken the place of those that the engine was shown here."""
+        """Bind the current optimizers, if they have changed since the last binding."""
         if self.engine is not None and not self.engine.closed and not _are(self._shown, self.optimizers):
             self._follow_optimizers(self.engine)
 
     def _follow_optimizers(self, engine: Engine) -> None:
-        """Let the engine have a look at those that step now."""
+        """Bind the current optimizers to the engine."""
         self._follow_together(engine, self.optimizers)
         self._shown = list(self.optimizers)
         module: Any = self.lightning_module
@@ -259,11 +259,11 @@ class SparseDDPMixin(SparseStrategy, Base):
             return False
         thawed = any(p.requires_grad for p in engine.frozen.values())
         if self._ddp_kwargs.get("find_unused_parameters", False):
-            return thawed  # what is frozen is unused, for as long as it is
+            return thawed  # frozen parameters count as unused
         return thawed or not all(p.requires_grad for p in engine.parameters.values())
 
     def _wrap_again(self) -> None:
-        """A new DDP, for the parameters that need gradients now; what is remembered of all of them moves on."""
+        """Wrap the model in a new DDP, for the parameters that need gradients now, and keep all residuals."""
         assert self.engine is not None
         self.engine.count_as_applied()
         self._left = Left.by(self.engine)
@@ -271,37 +271,37 @@ class SparseDDPMixin(SparseStrategy, Base):
         wrapped: Any = self.model
         model, self.model, self.engine = wrapped.module, None, None
         del wrapped
-        gc.collect()  # the old reducer hears of every backward until it is gone
+        gc.collect()  # the old reducer takes part in every backward until it is freed
         self.model = self._setup_model(model)
         self._register_ddp_hooks()
         assert self.engine is not None
         self._follow_optimizers(self.engine)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As in Lightning; remembers where a fit that follows finds residuals, and what an earlier one measured."""
+        """Load a checkpoint as Lightning does, and keep its path for residuals, its profile and its totals."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         own: dict[str, Any] | None = checkpoint.get(CHECKPOINT_KEY)
         self._profile, self._totals = (None if own is None else own.get(name) for name in ("profile", "totals"))
         residuals = None if own is None else own.get("residuals")
-        if own and residuals and "global_step" in residuals:  # as the checkpoint says now: side files must agree
+        if own and residuals and "global_step" in residuals:  # the checkpoint's current value: side files must match it
             own = {**own, "residuals": {**residuals, "global_step": checkpoint.get("global_step")}}
         self._resume = checkpoint_path, own
         return checkpoint
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As in Lightning, with the profile in it if there is one, and with every rank's residuals beside it."""
+        """Save a checkpoint as Lightning does, with the profile in it, and every rank's residuals beside it."""
         own = {} if self.profile is None else {"profile": self.profile}
         with self._residuals_beside(checkpoint, filepath, storage_options) as marker:
             if marker is not None:
                 own["residuals"] = marker
             if self.engine is not None and "optimizer_states" in checkpoint:
                 own["totals"] = self._totals_now()
-            if own or "optimizer_states" in checkpoint:  # without this, a checkpoint is one of a dense training
+            if own or "optimizer_states" in checkpoint:  # a checkpoint without this entry is of a dense training
                 checkpoint[CHECKPOINT_KEY] = own
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _totals_now(self) -> dict[str, float]:
-        """What a rank has sent so far: the mean over ranks, unless others may not come."""
+        """Return the totals so far: the mean over ranks, or this rank's own if other ranks may not take part."""
         module: Any = self.lightning_module
         own = self._telling.totals.state_dict()
         return own if module.trainer.interrupted else self._mean_over_ranks(own)
@@ -319,9 +319,9 @@ class SparseDDPMixin(SparseStrategy, Base):
         module: Any = self.lightning_module
         trainer, step = module.trainer, checkpoint.get("global_step")
         batches = trainer.fit_loop.epoch_loop.batch_progress.current
-        if batches.ready == batches.processed:  # whether all of its optimizers have taken a step is the user's business
+        if batches.ready == batches.processed:  # even if not all of its optimizers have taken a step
             self.engine.count_as_applied()
-        # After an error, Lightning lets callbacks save on the ranks that had it; others may not come.
+        # After an error, Lightning lets callbacks save on the failed ranks; others may not take part.
         if trainer.interrupted:
             return self._side_files.beside(path, self.engine, write, None, step)
         # Names may hold metrics, which may differ from rank to rank: the checkpoint is where rank 0 writes it.
@@ -329,7 +329,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         return self._side_files.beside(path, self.engine, write, TorchCollective(), step)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """As in Lightning, with the residuals beside it."""
+        """Remove a checkpoint as Lightning does, and the residuals beside it."""
         super().remove_checkpoint(filepath)
         self._side_files.remove(filepath, self.global_rank, self.world_size)
 
@@ -354,9 +354,9 @@ class SparseDDPMixin(SparseStrategy, Base):
             self.engine.close()
 
     def on_exception(self, exception: BaseException) -> None:
-        """As in Lightning; advice on unused parameters leads to this strategy, not to one that is dense.
+        """Call Lightning's hook; let advice on unused parameters name this strategy instead of a dense one.
 
-        Lightning asks all ranks in each step whether they were told to end: where one has gone, that may fail first.
+        Lightning has a collective in each step for signals to end: if a rank has gone, that may fail first.
         """
         super().on_exception(exception)
         if is_loss(exception) and not isinstance(exception, LostRankError):
@@ -367,21 +367,21 @@ class SparseDDPMixin(SparseStrategy, Base):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """As in Lightning; a copy has no engine until it is set up."""
+        """Return Lightning's state of a copy, which has no engine until it is set up."""
         state: dict[str, Any] = super().__getstate__()
         return {**state, "engine": None, "_earlier": None, "_shown": []}
 
 
 def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether these are the same objects in the same order."""
+    """Return True if these are the same objects in the same order."""
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def refuse_second_hook(keywords: dict[str, Any]) -> None:
-    """Raise if there is a communication hook among the keywords; leave out what says that there is none.
+    """Raise if there is a communication hook among the keywords; remove keywords that are None.
 
     Raises:
-        ValueError: naming what was given.
+        ValueError: with the keywords of the hook.
     """
     names = [name for name in SECOND_HOOK if keywords.pop(name, None) is not None]
     if names:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.layout import in_pieces
+from lightning_sparse.core.layout import fills_memory, flattened, in_pieces, shaped
+from lightning_sparse.ops import put_, take
 from lightning_sparse.ops.addresses import Addresses
 from lightning_sparse.ops.on_cuda import compare, on_cuda
 
@@ -39,13 +40,26 @@ class Step(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What a step is taken of; shapes and strides are the same."""
+    """A parameter that is stepped; shapes and strides are the same."""
 
     parameter: Tensor
     """(...), overwritten."""
     grad: Tensor
     divisor: Tensor
     """float32, or float64 for float64."""
+    indices: Tensor | None = None
+    """(u,) int64 coordinates in memory order at which the gradient counts, for a divisor of as many values; elsewhere
+    it counts as 0. None: all. On the CPU only."""
+
+    def everywhere(self) -> Moved:
+        """Return the same with a divisor of all coordinates."""
+        if self.indices is None:
+            return self
+        flat = torch.ones(self.parameter.numel(), dtype=self.divisor.dtype, device=self.divisor.device)
+        put_(flat, self.indices, self.divisor)
+        arrived = torch.zeros_like(flat, dtype=torch.bool).index_fill_(0, self.indices, True)
+        grad = self.grad.where(shaped(arrived, self.parameter), 0)
+        return Moved(self.parameter, grad, shaped(flat, self.parameter))
 
 
 class Steps:
@@ -87,13 +101,13 @@ def _serves(one: Moved, by: Step) -> bool:
     if (
         not on_cuda.takes(one.parameter)
         or not one.parameter.numel()
-        or any(x.device != one.parameter.device for x in [*one, *numbers])
+        or any(x.device != one.parameter.device for x in [*one[:3], *numbers])
     ):
         return False
     if one.divisor.dtype != torch.float32 or not {one.parameter.dtype, one.grad.dtype} <= set(DTYPES):
         return False
     formats = [torch.contiguous_format, *([torch.channels_last] if one.parameter.dim() == 4 else [])]
-    return any(all(x.is_contiguous(memory_format=form) for x in one) for form in formats)
+    return any(all(x.is_contiguous(memory_format=form) for x in one[:3]) for form in formats)
 
 
 def _form(by: Step) -> tuple[bool, ...]:
@@ -104,20 +118,28 @@ def _form(by: Step) -> tuple[bool, ...]:
 
 def _on_host(one: Moved, by: Step) -> None:
     """In place, where all are numbers."""
-    parameter, grad, divisor = one
+    parameter, grad, divisor, indices = one
     rate, keep, scale, skip = by
-    numbers = scale is None and skip is None
-    if numbers and not isinstance(rate, Tensor) and parameter.dtype == grad.dtype == divisor.dtype:
-        if keep != 1:
-            parameter.mul_(keep)
+    numbers = scale is None and skip is None and not isinstance(rate, Tensor)
+    if not numbers or parameter.dtype != grad.dtype or grad.dtype != divisor.dtype:
+        _in_torch([one.everywhere()], by)
+        return
+    if indices is not None and not (fills_memory(parameter) and parameter.stride() == grad.stride()):
+        _on_host(one.everywhere(), by)
+        return
+    if keep != 1:
+        parameter.mul_(keep)
+    if indices is None:
         parameter.addcdiv_(grad, divisor, value=-rate)
-    else:
-        _in_torch([one], by)
+        return
+    flat = flattened(parameter)
+    put_(flat, indices, take(flat, indices).addcdiv_(take(flattened(grad), indices), divisor, value=-rate))
+    torch.autograd.graph.increment_version(parameter)
 
 
 def _in_torch(ones: Sequence[Moved], by: Step) -> None:
     """Few launches for many parameters; what is only needed on the way takes as much as :data:`PIECE` elements do."""
-    for piece in in_pieces(ones, PIECE):
+    for piece in in_pieces([one[:3] for one in ones], PIECE):
         _at_once([Moved(*part) for part in piece], by)
 
 
@@ -148,7 +170,7 @@ def _in_triton(addresses: Addresses, what: Any, ones: Sequence[Moved], by: Step)
     """One launch for many parameters."""
     from lightning_sparse.ops.triton import adam as triton_adam
 
-    parameters, grads, divisors = zip(*ones, strict=True)
+    parameters, grads, divisors, _ = zip(*ones, strict=True)
     table = addresses.table(what, (parameters, grads, divisors), aligned=2)
     scale = None if by.scale is None else by.scale.float()
     triton_adam.step_(table, parameters[0].dtype, grads[0].dtype, by.rate, by.keep, scale, by.skip)

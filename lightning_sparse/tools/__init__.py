@@ -1,1 +1,1 @@
-"""Programs around a training: advice before it, comparison of methods, reports of runs. Nothing imports them."""
+"""Programs around a training: advice before it, comparison of methods, reports of runs. No other part imports them."""

@@ -1,7 +1,7 @@
-"""How all figures look: readable in grey and for eyes of all kinds, names at the lines, no squashed curves.
+"""Style of all figures: readable in grey and by colour-blind readers, names at the lines, ranges without outliers.
 
 Lines differ in colour, dash and marker at once. matplotlib is imported when something is drawn; the report's plotly
-page uses the same looks, ranges and places of labels.
+page uses the same looks, ranges and label positions.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000"]
-"""Okabe and Ito's colours without yellow, which is too pale for lines; in grey, dashes and markers tell lines apart."""
+"""Okabe and Ito's colours without yellow, which is too pale for lines; in grey, dashes and markers tell them apart."""
 DASHES = ["-", "--", "-.", ":"]
 MARKERS = ["o", "s", "^", "D", "v", "P", "X", "<", ">"]
 INK, PALE = "#333333", "#BBBBBB"
-"""Of texts and reference lines, and of what stands behind the curves."""
+"""Colours of texts and reference lines, and of lines behind the curves."""
 FEW = 8
-"""Lines that have their names at their ends on a page that can be filtered; more are named in one list."""
+"""Most lines with their names at their ends on a page that can be filtered; more are named in one list."""
 
 
 class Look(NamedTuple):
-    """How a line is drawn; no two of the first 28 share a colour and a dash."""
+    """Style of a line; no two of the first 28 share a colour and a dash."""
 
     colour: str
     dash: str
@@ -43,7 +43,7 @@ class Look(NamedTuple):
 
 
 def look(place: int) -> Look:
-    """The look of the line at a place, from 0 on.
+    """Return the look of the line at a place, from 0 on.
 
     Example:
         >>> look(0).dash, look(7).dash, look(7).colour == look(0).colour
@@ -53,19 +53,19 @@ def look(place: int) -> Look:
 
 
 class Range(NamedTuple):
-    """What an axis shows."""
+    """Range of an axis."""
 
     low: float
     high: float
     outside: int
-    """Points that it does not show."""
+    """Number of points outside."""
     lowest: float
     highest: float
     """Of all points."""
 
 
 def wants_log(values: ArrayLike) -> bool:
-    """Whether values are positive and spread over so much that small ones need a logarithmic axis."""
+    """Return True if values are positive and small ones need a logarithmic axis."""
     x = _finite(values)
     if not len(x) or x.min() <= 0:
         return False
@@ -74,14 +74,14 @@ def wants_log(values: ArrayLike) -> bool:
 
 
 def robust_range(values: ArrayLike, log: bool = False) -> Range:
-    """A range that a few outliers do not take over.
+    """Return a range that a few outliers do not dominate.
 
     Points more than three interquartile ranges beyond the quartiles are left outside if they are fewer than a tenth
     and the range without them is less than half as long.
 
     Args:
-        values: of all lines of a panel; what is not finite is left out, and on a logarithmic axis what is not positive.
-        log: whether lengths are those of logarithms.
+        values: of all lines of a panel; non-finite ones are left out, and non-positive ones on a logarithmic axis.
+        log: True for a logarithmic axis.
 
     Example:
         >>> robust_range([1.0, 2.0, 3.0] * 10 + [1e6]).outside
@@ -112,15 +112,15 @@ def _finite(values: ArrayLike) -> NDArray[np.float64]:
 
 
 def place_labels(ends: Sequence[tuple[float, float]], gap: float, width: float = 0.25) -> list[float]:
-    """Heights for labels of lines, so that none lies on another.
+    """Return heights for labels of lines, so that none overlaps another.
 
     Args:
         ends: of the lines, across and up, in shares of the panel.
         gap: between two heights.
-        width: of a label; those that end further apart than that do not meet.
+        width: of a label; labels of lines that end further apart do not overlap.
 
     Returns:
-        Heights in the order of ``ends``, in the panel where there is room for all.
+        Heights in the order of ``ends``, within the panel if there is room for all.
 
     Example:
         >>> place_labels([(1.0, 0.5), (1.0, 0.5), (0.2, 0.5)], gap=0.1)
@@ -142,7 +142,7 @@ def place_labels(ends: Sequence[tuple[float, float]], gap: float, width: float =
 
 
 def _apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Ascending heights, moved as little as it takes: blocks that meet become one, around their common middle."""
+    """Move ascending heights apart as little as possible: blocks that meet become one, around their common middle."""
     blocks: list[tuple[float, int]] = []  # middle, labels
     for height in heights:
         block = (height, 1)
@@ -160,7 +160,7 @@ def _apart(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def panels(count: int, columns: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    """A figure without pyplot, which would keep it, and look for a screen.
+    """Make a figure without pyplot, which would keep it and look for a screen.
 
     Args:
         count: of panels.
@@ -185,9 +185,9 @@ def panels(count: int, columns: int, width: float, height: float) -> tuple[Figur
 def label_ends(
     panel: Axes, size: float = 8, bold: Sequence[str] = (), names: Sequence[tuple[Line2D, str]] | None = None
 ) -> None:
-    """Write the names of a panel's lines at their ends, and take care that they do not meet.
+    """Write the names of a panel's lines at their ends, without overlap.
 
-    Lines without points get none. To be called when limits and scales are set.
+    Lines without points get none. Call this after limits and scales are set.
 
     Args:
         panel: with its lines.
@@ -245,7 +245,7 @@ def plain_numbers(axis: Any) -> None:
 
 
 def common_legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """One list for all panels, where what it names is not a line with an end."""
+    """Draw one legend for all panels, for entries that are not lines with ends."""
     entries: dict[str, Any] = {}
     for panel in panels:
         for handle, name in zip(*panel.get_legend_handles_labels(), strict=True):
@@ -254,7 +254,7 @@ def common_legend(figure: Figure, panels: Sequence[Axes]) -> None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure, by the end of its name as SVG with texts that can be searched, or as PNG.
+    """Write a figure as SVG with searchable texts, or as PNG, by the suffix of its name.
 
     The same figure gives the same SVG.
     """

@@ -1,4 +1,4 @@
-"""Optimizers that train worse behind error feedback: which they are, what it costs, and what to set instead."""
+"""Detection of optimizers that train worse behind error feedback, with measured costs and remedies."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ BY_NAME = {
         "ranks may stop after different numbers of evaluations, and then wait for each other until timeout"
     ),
 }
-"""Optimizers that are known by part of the names of classes: what happens to them."""
+"""Descriptions of the problem, by part of the class name of an optimizer."""
 ROOTS = ("rmsprop", "adagrad", "adadelta", "adafactor")
-"""The same, of those that divide by second moments and may have no first one."""
+"""Parts of class names of optimizers that divide by second moments and may have no first one."""
 
 
 class Unsuited(NamedTuple):
@@ -43,19 +43,19 @@ class Unsuited(NamedTuple):
     """Name of the class."""
     kind: str
     """Key of :data:`BY_NAME`; ``"first moment"`` or ``"momentum"``, which it keeps; ``"roots"``: of :data:`ROOTS`;
-    ``"unknown"``: it keeps something else."""
+    ``"unknown"``: it keeps another state."""
     beta1: float | None = None
     """Of the first moment, or the momentum."""
     beta2: float | None = None
-    """None where the optimizer has no setting of this kind."""
+    """None if the optimizer has no such setting."""
 
     @property
     def by_choice(self) -> bool:
-        """Whether somebody who has chosen a memory may have meant it so: rates may be searched again."""
+        """True if a user who has chosen a memory may intend this: learning rates can be tuned for it."""
         return self.kind in ("momentum", "roots", "unknown")
 
     def remedy(self) -> str:
-        """Sentences: what is wrong, what it costs, and what to set."""
+        """Return sentences on the problem, its cost, and the settings that avoid it."""
         more = page("momentum") if self.kind == "momentum" else page("adam")
         return f"{self.optimizer} {self._sentences()} More: {more}."
 
@@ -104,13 +104,13 @@ class Unsuited(NamedTuple):
 
 
 def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | None:
-    """What is wrong with an optimizer for some parameters; None if nothing is known to be.
+    """Return the problem of an optimizer for some parameters; None if none is known.
 
-    Whether one that nobody knows keeps something of parameters is seen once it has taken a step.
+    The state of an unknown optimizer is known after its first step.
 
     Args:
         optimizer: of any package.
-        parameters: ids of those that matter.
+        parameters: ids of the parameters to check.
 
     Example:
         >>> import torch
@@ -145,13 +145,13 @@ def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | No
 
 
 def _keeps(optimizer: Optimizer, parameters: Collection[int]) -> bool:
-    """Whether an optimizer keeps more than numbers of some parameters."""
+    """Return True if an optimizer keeps more than scalars for some parameters."""
     states = (state for parameter, state in optimizer.state.items() if id(parameter) in parameters)
     return any(isinstance(part, Tensor) and part.numel() > 1 for state in states for part in state.values())
 
 
 def _averaging(group: Mapping[str, Any], optimizer: Optimizer) -> tuple[float | None, float | None, float | None]:
-    """First and second decay of an Adam, and momentum, of a parameter group."""
+    """Return first and second decay of an Adam, and momentum, of a parameter group."""
     betas = group.get("betas")
     given = (group.get("beta1"),) if betas is None else betas if isinstance(betas, Sequence) else (betas,)
     first, second = (_number(beta) for beta in (*given, None, None)[:2])
@@ -164,18 +164,18 @@ def _averaging(group: Mapping[str, Any], optimizer: Optimizer) -> tuple[float | 
 
 
 def _is(kind: str, optimizer: Optimizer) -> bool:
-    """By a whole word of a name, as in ``FusedLion8bit`` and ``lion``, not in ``Medallion``."""
+    """Return True if the kind is a whole word of a name, as in ``FusedLion8bit`` and ``lion``, not ``Medallion``."""
     words = f"{kind.title()}|{kind.upper()}|^{kind}|_{kind}"
     return any(re.search(words, name) for name in _names(optimizer))
 
 
 def _names(optimizer: Optimizer) -> list[str]:
-    """Of its class and the classes that it is derived from."""
+    """Return the names of its class and of all base classes."""
     return [base.__name__ for base in type(optimizer).__mro__]
 
 
 def _number(beta: Any) -> float | None:
-    """None for whatever else another package's optimizer may keep there."""
+    """Return a decay as a float, or None for any other value of another package's optimizer."""
     try:
         return float(beta)
     except (TypeError, ValueError, RuntimeError):

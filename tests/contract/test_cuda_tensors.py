@@ -20,7 +20,7 @@ from lightning_sparse.engine.network import drive, drive_together
 from lightning_sparse.engine.optimizers.adam_rule import AdamRule
 from lightning_sparse.engine.optimizers.clipping import Clipping
 from lightning_sparse.engine.optimizers.scaled import Lengths
-from lightning_sparse.engine.pipeline import commit_group, exchange_group, init_group
+from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.engine.skip import any_set
 from lightning_sparse.methods.grouping import Group, ParameterSize
 from tests.contract.cases import CASES, MEMORIES, PAIRS, Case, fit
@@ -49,9 +49,9 @@ def steps(case: Case, exchange: str, memory: ls.Memory, dtype: torch.dtype, rank
             steps = exchange_group(
                 grad, state, ctx._replace(step=step), **parts, exchange=ls.EXCHANGES.resolve(exchange), scale=scale
             )
-            after, statistics, void = drive(steps, Mirror(rank, 4, CUDA))
-            state = commit_group(state, after, void, memory)
-            assert {grad.device, void.device, statistics.union.device, state.counts.device} == {CUDA}
+            made = drive(steps, Mirror(rank, 4, CUDA))
+            state = settle_group(state, made, made.void, memory)
+            assert {grad.device, made.void.device, made.statistics.union.device, state.counts.device} == {CUDA}
 
 
 @pytest.mark.parametrize(("case", "exchange"), NATURAL, ids=lambda part: getattr(part, "name", part))
@@ -112,10 +112,9 @@ def test_groups_that_travel_together_stay_on_the_device() -> None:
         flags = [one.void for one in groups if one.void is not None]
         skipped = any_set(flags, CUDA, host_knows=False)
         for one in groups:
-            for heard in (None, lambda: False, lambda: True):
-                one.adopt(one.after(skipped, heard))
-                assert one.state.memory is not None
-        assert {skipped.device, groups[0].divisor.device} == {CUDA}
+            one.settle(skipped)
+            assert one.state.memory is not None
+        assert {skipped.device, *(by.device for _, by in groups[0].divisors().values())} == {CUDA}
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
@@ -134,7 +133,7 @@ def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> N
         one = group("a", 1000, dtype, memory=ls.SecondMoment())
         drive(one.exchange_steps(Context(0, 0.05, 1, 4)), Mirror(1, 4, CUDA))
         assert one.void is not None
-        one.adopt(one.after(one.void, _waited))
+        one.settle(one.void)
         parameters = {name: nn.Parameter(torch.zeros(500, dtype=dtype, device=CUDA)) for name in one.spans}
         names = {id(parameter): name for name, parameter in parameters.items()}
         optimizer = ls.AdamW(parameters.values())
@@ -150,9 +149,6 @@ def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> N
         assert costs.operations["_foreach_copy_" if scaled else "_foreach_sub_"] == 1
         assert not optimizer.state
 
-
-def _waited() -> bool:
-    raise HostWaitsError("a step of Adam asks whether the exchange counts")
 
 
 def on_device(*shape: int) -> Tensor:

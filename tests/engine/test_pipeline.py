@@ -9,7 +9,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context, Selection, Update
 from lightning_sparse.engine.network import TorchCollective, drive
-from lightning_sparse.engine.pipeline import commit_group, exchange_group, init_group, reduce_group
+from lightning_sparse.engine.pipeline import exchange_group, init_group, reduce_group, settle_group
 from tests.lockstep import Ranks, equal_states, noise
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def test_finite_gradients_whose_sum_is_not_make_the_step_void(exchange: str) -> 
     before = ranks.step(noise(2, 8, dtype=torch.float32))
     void = ranks.step(torch.full((2, 8), 3e38))
     assert bool(torch.isnan(void.averages).all())
-    assert equal_states(tuple(void.after), tuple(before.after))
+    assert equal_states(tuple(void.after), tuple(before.after))  # else each later step would be void as well
     assert equal_states(void.states[0].counts, before.states[0].counts)
 
 
@@ -74,20 +74,18 @@ def test_a_step_is_void_in_the_units_of_a_scaled_loss_and_residuals_are_not() ->
     ctx = ALONE._replace(density=0.5)
     for scale, expected in ((1024.0, [3072.0, 0.0]), (2.0, [6.0, 0.0]), (0.5, [1.5, 0.0])):
         grad = torch.tensor([3.0, 1.0]) * scale
-        after, _, void = drive(exchange_group(grad, state, ctx, scale=torch.tensor(scale), **parts), TorchCollective())
-        assert not void
-        state = commit_group(state, after, void, ls.Residual())
+        made = drive(exchange_group(grad, state, ctx, scale=torch.tensor(scale), **parts), TorchCollective())
+        assert not made.void
+        state = settle_group(state, made, made.void, ls.Residual())
         assert grad.tolist() == expected
     assert ls.Residual().residual(state.memory).tolist() == [0.0, 3.0]
     # 2e38 fits into float32, and so does the average; four times as much does not.
     steps = exchange_group(torch.tensor([2e38, 0.0]), state, ctx, scale=torch.tensor(1.0), **parts)
-    *_, void = drive(steps, TorchCollective())
-    assert not void
+    assert not drive(steps, TorchCollective()).void
     state = init_group(2, torch.float32, CPU, ALONE, memory=ls.Residual(), sparsifier=ls.TopK())
     ls.Residual().residual(state.memory).fill_(2e38)
     steps = exchange_group(torch.tensor([1.0, 0.0]), state, ctx, scale=torch.tensor(4.0), **parts)
-    *_, void = drive(steps, TorchCollective())
-    assert void
+    assert drive(steps, TorchCollective()).void
 
 
 def test_the_feedback_that_a_sparsifier_sees_are_the_counts_of_the_step_before() -> None:
@@ -129,7 +127,8 @@ def test_what_a_narrow_gradient_of_a_scaled_loss_rounds_off_stays(dtype: torch.d
     state = init_group(4, dtype, torch.device("cpu"), ctx, memory=parts["memory"], sparsifier=parts["sparsifier"])
     grad = (wide * scale).to(dtype)
     offered = (grad / torch.tensor(scale)).float()  # what the loss scale leaves of it, in its own dtype
-    _, _, void = drive(exchange_group(grad, state, ctx, scale=torch.tensor(scale), **parts), TorchCollective())
-    left = parts["memory"].commit(state.memory, void).residual.now[:4]
-    assert not void
+    made = drive(exchange_group(grad, state, ctx, scale=torch.tensor(scale), **parts), TorchCollective())
+    assert not made.void
+    settle_group(state, made, made.void, parts["memory"])
+    left = state.memory.residual[:4]
     torch.testing.assert_close(left.double() + grad.double() / scale, offered.double(), rtol=1e-6, atol=1e-12)

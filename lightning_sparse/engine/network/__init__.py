@@ -1,4 +1,4 @@
-"""The network: what one rank sees of it, the process groups of a training, and the drivers that use them."""
+"""The network: the process groups of a training, and the drivers that send messages through them."""
 
 from lightning_sparse.core.messages import ring_all_reduce_bytes
 from lightning_sparse.engine.network.drivers import drive, drive_mirrored, drive_ranks, drive_together, send, together

@@ -1,9 +1,9 @@
-"""Drivers: they run coroutines that ask for messages, and are all that ever uses the network.
+"""Drivers: they run coroutines that yield messages, and are the only code that uses the network.
 
 - :func:`drive`: one coroutine on this rank; each message is one collective.
 - :func:`drive_together`: several on this rank, the groups of a step; messages of a kind travel as one.
 - :func:`drive_ranks`: the coroutines of n ranks in one process, side by side.
-- :func:`drive_mirrored`: one coroutine without a network; all ranks bring the same.
+- :func:`drive_mirrored`: a dry run of one coroutine without a network, as if all ranks had the same tensors.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightning_sparse.engine.network.process_group import TorchCollective
 
 T = TypeVar("T")
 LARGE = 4 << 20
-"""Bytes from which on a message is sent by itself: joining copies it, and saves a latency that is small beside it."""
+"""Bytes from which on a message is sent by itself: its copy would cost more than the latency that joining saves."""
 
 Send = Callable[[Message, TorchCollective], Tensor]
-"""Sends a message, and gives the answer."""
+"""Sends a message and returns the answer."""
 
 
 def send(message: Message, comm: TorchCollective) -> Tensor:
-    """Carry out one message between the real ranks."""
+    """Send one message between the real ranks and return the answer."""
     match message:
         case AllGather(x):
             return comm.all_gather(x)
@@ -49,10 +49,10 @@ def drive(steps: Steps[T], comm: TorchCollective, send: Send = send) -> T:
     Args:
         steps: the coroutine; all ranks run the same one.
         comm: the ranks.
-        send: what sends a message; another one may look at it on its way.
+        send: sends a message; may be replaced to observe messages.
 
     Returns:
-        What the coroutine returned.
+        The value of the coroutine.
     """
     return _run(steps, lambda message: send(message, comm))
 
@@ -67,7 +67,7 @@ def _run(steps: Steps[T], answer: Callable[[Message], Tensor]) -> T:
 
 
 def drive_together(steps: Sequence[Steps[T]], comm: TorchCollective, send: Send = send) -> list[T]:
-    """Run several coroutines on this rank with as few collectives as there are rounds and kinds, see :func:`together`.
+    """Run several coroutines on this rank, with one collective per round and kind, see :func:`together`.
 
     Args:
         steps: the coroutines; all ranks run the same ones in the same order.
@@ -75,23 +75,23 @@ def drive_together(steps: Sequence[Steps[T]], comm: TorchCollective, send: Send 
         send: see :func:`drive`.
 
     Returns:
-        What each coroutine returned.
+        The value of each coroutine.
     """
     return drive(together(steps), comm, send)
 
 
 def together(steps: Sequence[Steps[T]]) -> Steps[list[T]]:
-    """Several coroutines as one, whose messages travel together.
+    """Join several coroutines to one, whose messages travel together.
 
-    In each round, all coroutines move to their next message. Messages of one kind and dtype (and source, for a
-    broadcast) become one, which is asked for once; each coroutine gets its slice of the answer. A message that is
-    alone is passed on as it is, without a copy, and so are messages of 4 MiB and more. Messages from rank to rank
-    (:class:`~lightning_sparse.core.messages.SendRecv`) are passed on one by one, because which of them have equal
-    partners differs from rank to rank. The order depends on nothing but the order of the coroutines and the kinds of
-    their messages, and is therefore equal on all ranks.
+    In each round, all coroutines run to their next message. Messages of one kind and dtype (and source, for a
+    broadcast) become one; each coroutine gets its slice of the answer. A message that is alone is passed on without a
+    copy, and so are messages of 4 MiB and more. Messages from rank to rank
+    (:class:`~lightning_sparse.core.messages.SendRecv`) are passed on one by one, because the pairs with equal partners
+    differ from rank to rank. The order depends only on the order of the coroutines and the kinds of their messages, so
+    that it is equal on all ranks.
 
-    Sums of floating-point numbers may differ from separate ones in the last bits, as a library adds up the parts of a
-    buffer in an order that depends on where they lie. They are equal on all ranks.
+    Sums of floating-point numbers may differ from separate ones in the last bits, because a library adds up parts of a
+    buffer in an order that depends on their position. They are equal on all ranks.
 
     Args:
         steps: the coroutines, which may end in different rounds.
@@ -123,14 +123,14 @@ def together(steps: Sequence[Steps[T]]) -> Steps[list[T]]:
 
 
 def _batch_of(message: Message, index: int) -> Hashable:
-    """Equal for messages that can travel as one."""
+    """Return a key that is equal for messages that can travel as one."""
     if isinstance(message, SendRecv) or message.x.nbytes >= LARGE:
         return index
     return message.kind, message.x.dtype, getattr(message, "src", None)
 
 
 def _share(messages: Sequence[Message]) -> Steps[list[Tensor]]:
-    """The answers to messages of one batch, by one message."""
+    """Send the messages of one batch as one, and return their answers."""
     first = messages[0]
     if len(messages) == 1:
         return [(yield first)]
@@ -147,18 +147,18 @@ def _share(messages: Sequence[Message]) -> Steps[list[Tensor]]:
 def drive_ranks(steps: Sequence[Steps[T]]) -> list[T]:
     """Run the coroutines of n ranks side by side in this process, without a network and without threads.
 
-    All ranks move to their next message, which is then carried out; sums are formed once, in the order of ranks. With
-    :func:`together` for each rank, this serves several groups as well.
+    All ranks run to their next message, which is then answered; sums are formed once, in the order of ranks. With
+    :func:`together` for each rank, this works for several groups as well.
 
     Args:
         steps: the coroutine of each rank.
 
     Returns:
-        What each of them returned.
+        The value of each coroutine.
 
     Raises:
-        RuntimeError: if ranks ask for different things, which a real network would answer with a hang or with garbage;
-            the error of a rank that fails is raised as it is.
+        RuntimeError: if ranks ask for different messages, on which a real network would hang or return garbage; the
+            error of a rank that fails is raised as it is.
 
     Example:
         >>> def mean(x: Tensor, n: int) -> Steps[Tensor]:
@@ -186,7 +186,7 @@ def drive_ranks(steps: Sequence[Steps[T]]) -> list[T]:
 
 
 def _between(messages: Sequence[Message]) -> list[Tensor]:
-    """Carry out one message of each rank; nobody shares memory with another one afterwards."""
+    """Answer one message of each rank; the answers share no memory."""
     asked = {(m.kind, getattr(m, "src", None), tuple(m.x.shape), m.x.dtype) for m in messages}
     if len(asked) > 1:
         raise RuntimeError(f"Expected all ranks to ask for one thing, but they ask for {sorted(asked, key=str)}.")
@@ -206,7 +206,7 @@ def _between(messages: Sequence[Message]) -> list[Tensor]:
 
 
 def _sources(messages: Sequence[Message]) -> list[int | None]:
-    """From whom each rank takes."""
+    """Return the source of each rank."""
     routes = [(m.to, m.source) for m in messages if isinstance(m, SendRecv)]
     given = {(rank, to) for rank, (to, _) in enumerate(routes) if to is not None}
     taken = {(source, rank) for rank, (_, source) in enumerate(routes) if source is not None}
@@ -219,12 +219,12 @@ def _sources(messages: Sequence[Message]) -> list[int | None]:
 
 
 def drive_mirrored(steps: Steps[T], world_size: int) -> tuple[T, list[Message]]:
-    """Run a coroutine without a network, as one of n ranks that all bring what this one brings.
+    """Make a dry run of a coroutine without a network, as if all n ranks had the same tensors as this one.
 
-    On tensors of the "meta" device, which have shapes and no content, this costs next to nothing.
+    On tensors of the "meta" device, which have shapes and no content, this costs almost nothing.
 
     Returns:
-        What the coroutine returned, and the messages that it asked for.
+        The value of the coroutine, and its messages.
     """
     messages: list[Message] = []
 

@@ -22,28 +22,28 @@ LOST = (
     *("broken pipe", "socket closed", "timed out waiting", "application timeout"),  # gloo
     *("ncclremoteerror", "communicator was aborted", "collective operation timeout"),
 )
-"""What libraries say where another rank is gone or late. They raise the same type where memory runs out, shapes do not
-fit or two ranks share a GPU."""
+"""Error texts of libraries if another rank is gone or late. The type of the error is the same if memory runs out, if
+shapes do not match or if two ranks share a GPU."""
 BATCHES = "Where no rank has failed, ranks had different numbers of batches."
 PAUSE = 5e-5
-"""Seconds between two looks at whether a device is done."""
+"""Seconds between two queries of a device."""
 LISTEN = 1.0
 """Seconds of waiting after which the store is asked whether another rank has failed."""
 LEAVE = timedelta(seconds=5)
-"""How long a rank that has nothing more to exchange waits for the others."""
+"""Time that a rank with nothing more to exchange waits for the others."""
 
 T = TypeVar("T")
 
 
 class LostRankError(RuntimeError):
-    """Another rank ended, failed or did not come in time, so that this one cannot go on."""
+    """Another rank ended, failed or did not come in time, so that this one cannot continue."""
 
 
 class TorchCollective:
     """A ``torch.distributed`` process group; with one rank, no group is needed and nothing is sent.
 
-    All n ranks call the same operations in the same order with equal shapes. What an operation gives to several ranks
-    is equal on all of them, bit for bit.
+    All n ranks call the same operations in the same order with equal shapes. A result that several ranks get is equal
+    on all of them, bit for bit.
 
     Args:
         group: process group, or None for the default one (a single rank where none is initialised).
@@ -52,9 +52,9 @@ class TorchCollective:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.timeout: timedelta | None = None
-        """How long this rank waits for the others; None: the group's default."""
+        """Time that this rank waits for the others; None: the group's default."""
         self._asked: timedelta | None = None
-        """The same for groups that are still to be made beside a shared one."""
+        """Timeout of groups that are made later beside a shared one."""
         self._owned = self._given_back = False
         self._keys = ""
         self._averages: bool | None = None
@@ -66,17 +66,17 @@ class TorchCollective:
     def over(
         cls, group: dist.ProcessGroup | None, timeout: timedelta | None, device: torch.device, threaded: bool
     ) -> TorchCollective:
-        """The ranks of DDP's group, beside DDP's own messages. All its ranks must call this.
+        """Return a collective over the ranks of DDP's group. All its ranks must call this.
 
-        NCCL does not promise that kernels of two groups that wait at the same time go on: what is sent inside hooks on
-        CUDA goes through the given group, in one order with the messages of SyncBatchNorm and of DDP itself. A thread
-        has no such order, and gets a group of its own, as exchanges between CPUs do.
+        NCCL does not promise progress if kernels of two groups wait at the same time. Messages that are sent inside
+        hooks on CUDA therefore use the given group, in one order with those of SyncBatchNorm and of DDP itself. A
+        thread has no such order, and gets a group of its own, as do exchanges between CPUs.
 
         Args:
             group: DDP's.
             timeout: of a group of its own.
             device: of the gradients.
-            threaded: whether messages come from a thread of their own.
+            threaded: True if messages come from a thread of their own.
         """
         shared = device.type == "cuda" and not threaded and dist.is_initialized() and dist.get_backend(group) != "gloo"
         if not shared:
@@ -89,7 +89,7 @@ class TorchCollective:
     def of_its_own(
         cls, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, backend: str | None = None
     ) -> TorchCollective:
-        """A new group over the same ranks, free of other traffic. All its ranks must call this.
+        """Make a new group over the same ranks, free of other traffic. All its ranks must call this.
 
         Args:
             group: whose ranks; None: the default group's.
@@ -108,9 +108,9 @@ class TorchCollective:
         return made
 
     def between_hosts(self) -> TorchCollective:
-        """The same ranks for small messages of CPU tensors, which wait for no device. All ranks must call this.
+        """Return a collective for small messages of CPU tensors, which wait for no device. All ranks must call this.
 
-        This one, where it serves; else a group of its own over gloo, to be closed.
+        It is this one if its backend is gloo or it has one rank; else a new group over gloo, which the caller closes.
         """
         if self._world_size == 1 or dist.get_backend(self.group) == "gloo":
             return self
@@ -118,8 +118,8 @@ class TorchCollective:
 
     @contextmanager
     def _together(self, operation: str) -> Iterator[None]:
-        """Say what it means when a collective fails because of another rank; other errors are this rank's own."""
-        if self._given_back:  # no group would mean the default one
+        """Explain the error of a collective that fails because of another rank; pass other errors on."""
+        if self._given_back:  # None would be the default group
             raise RuntimeError(f"The exchange has ended on this rank, which cannot take part in {operation} any more.")
         try:
             yield
@@ -136,7 +136,7 @@ class TorchCollective:
         )
 
     def listen(self, name: str) -> None:
-        """Let :meth:`abort` and :meth:`leave` tell other ranks, by keys in the group's store.
+        """Let :meth:`abort` and :meth:`leave` notify other ranks by keys in the group's store.
 
         Args:
             name: equal on all ranks, and never used before.
@@ -151,11 +151,11 @@ class TorchCollective:
         return None if group is None else group.get_group_store()
 
     def wait_until(self, done: Callable[[], bool], what: str) -> None:
-        """Wait for a device, whose messages may never end where another rank is gone.
+        """Wait for a device; its messages may never end if another rank is gone.
 
         Args:
-            done: whether it is; must not wait.
-            what: is waited for.
+            done: returns True if the device is done; must not wait.
+            what: the operation, for the message.
 
         Raises:
             LostRankError: if another rank has called :meth:`abort`.
@@ -172,32 +172,32 @@ class TorchCollective:
                 raise self._lost(what, f"Rank {failed} has failed.")
 
     def abort(self) -> None:
-        """Let the others know at once that this rank cannot go on, instead of waiting for it.
+        """Notify the others at once that this rank cannot continue, so that they do not wait for it.
 
-        Between CPUs, their collectives fail, because the connections of a group of its own end, see :meth:`of_its_own`.
-        NCCL does not pass that on: ranks that wait in :meth:`wait_until` find the key in the store, others wait until
-        their timeout. A shared group stays as it is.
+        Between CPUs, their collectives fail, because the connections of a group of :meth:`of_its_own` end. NCCL does
+        not report that: ranks that wait in :meth:`wait_until` find the key in the store, others wait until their
+        timeout. A shared group stays as it is.
         """
         store = self._store
         if store is not None:
-            with suppress(RuntimeError):  # it lives on a rank that may have ended
-                store.compare_set(f"{self._keys}/failed", "", str(self.rank))  # who is first
+            with suppress(RuntimeError):  # its rank may have ended
+                store.compare_set(f"{self._keys}/failed", "", str(self.rank))  # the first rank stays
         if self._owned and self.group is not None and dist.is_initialized():
             if "nccl" in dist.get_backend_config(self.group):  # maybe beside gloo, for tensors on the CPU
-                self.group.abort()  # would otherwise be waited for
+                self.group.abort()  # destroy_process_group would wait for it
             self.close()
 
     def leave(self, fact: str) -> list[str]:
-        """What each rank says that has nothing more to exchange, in order of ranks.
+        """Collect a fact of each rank, when this one has nothing more to exchange.
 
-        Through the group's store, because in a collective this rank would wait for those that have more batches. They
-        fail when this rank's processes or groups end, as with plain DDP.
+        The facts go through the group's store, because in a collective this rank would wait for ranks with more
+        batches. These fail when this rank's processes or groups end, as with plain DDP.
 
         Args:
             fact: of this rank.
 
         Returns:
-            That of this rank alone, where the others have not come within some seconds.
+            The facts in order of ranks; that of this rank alone if the others have not come within some seconds.
         """
         store = self._store
         if store is None or self.world_size == 1:
@@ -207,16 +207,16 @@ class TorchCollective:
             store.set(keys[self.rank], fact)
             store.wait(keys, LEAVE)
             return [store.get(key).decode() for key in keys]
-        except RuntimeError:  # which may also say that the store has ended with its rank
+        except RuntimeError:  # maybe because the store has ended with its rank
             self.close()
             return [fact]
 
     def close(self) -> None:
-        """Take part in nothing more; give the group back if it was made by :meth:`of_its_own`."""
+        """Stop taking part; destroy the group if it was made by :meth:`of_its_own`."""
         if self._owned and dist.is_initialized():
             dist.destroy_process_group(self.group)
-        # Its threads live as long as it is referred to. They abort a process that ends before them, and a fork, which
-        # has none of them, waits for them for ever when it frees the group.
+        # Threads of a group live as long as there is a reference to it. They abort a process that ends before them. A
+        # fork has no such threads, and waits for them for ever when it frees the group.
         self.group, self._owned, self._given_back = None, False, True
 
     @property
@@ -230,7 +230,7 @@ class TorchCollective:
         return self._world_size
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """``(*shape)`` of each rank to ``(n, *shape)`` on all."""
+        """Gather ``(*shape)`` of each rank to ``(n, *shape)`` on all."""
         if self.world_size == 1:
             return x.unsqueeze(0)
         x = x.contiguous()
@@ -240,18 +240,18 @@ class TorchCollective:
         return out.view(self.world_size, *x.shape)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, in place: do not read x afterwards."""
+        """Sum over ranks and return the result; x is overwritten."""
         if self.world_size > 1:
             with self._together("all_reduce"):
                 dist.all_reduce(x, group=self.group)
         return x
 
     def start_average(self, x: Tensor, wait: bool = False) -> Future[Tensor]:
-        """Mean over ranks, in place, while the caller goes on; the future holds x.
+        """Start the mean over ranks, in place; the future holds x.
 
         Args:
             x: is overwritten.
-            wait: on a CPU, go on when it is done: spares the change of threads where there is nothing else to do.
+            wait: on a CPU, return when it is done; saves a change of threads if there is no other work.
         """
         future: Future[Tensor] = Future(devices=[x.device] if x.is_cuda else None)
         if self.world_size == 1:
@@ -269,7 +269,7 @@ class TorchCollective:
         return started.then(lambda _: x)
 
     def _can_average(self, x: Tensor) -> bool:
-        """Whether the backend divides by itself, which spares a pass; not all versions of gloo do."""
+        """Return True if the backend divides by itself, which saves a pass; not all versions of gloo do."""
         try:
             dist.all_reduce(x.new_zeros(1), dist.ReduceOp.AVG, self.group)
         except RuntimeError:
@@ -277,14 +277,14 @@ class TorchCollective:
         return True
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
-        """What rank ``src`` gave, on all ranks; in place."""
+        """Return x of rank ``src`` on all ranks; in place."""
         if self.world_size > 1:
             with self._together("broadcast"):
                 dist.broadcast(x, group=self.group, group_src=src)
         return x
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """``(n, *shape)``: row j of rank i becomes row i of rank j."""
+        """Exchange rows of ``(n, *shape)``: row j of rank i becomes row i of rank j."""
         if self.world_size == 1:
             return x
         out = torch.empty_like(x)
@@ -293,13 +293,13 @@ class TorchCollective:
         return out
 
     def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
-        """Give x to rank ``to`` and take what rank ``source`` gives to this one, both other ranks or None.
+        """Send x to rank ``to`` and receive x of rank ``source``, both other ranks or None.
 
-        All ranks call it, also those that neither give nor take. Who gives and who takes must fit together. Both are
-        started together, so that rings and swaps do not lock up.
+        All ranks call it, also those that neither send nor receive. Senders and receivers must match. Both operations
+        are started together, so that rings and swaps do not deadlock.
 
         Returns:
-            What ``source`` gave, of x's shape and dtype; None without a source.
+            The tensor of ``source``, of x's shape and dtype; None without a source.
         """
         x = x.contiguous()
         out = None if source is None else torch.empty_like(x)
@@ -314,11 +314,11 @@ class TorchCollective:
         return out
 
     def all_gather_object(self, what: T, device: torch.device) -> list[T]:
-        """What each rank gives, on all ranks; picklable, and small.
+        """Return the objects of all ranks, in order of ranks; they must be picklable and small.
 
         Args:
-            what: of this rank.
-            device: that messages of NCCL go through.
+            what: object of this rank.
+            device: used by messages of NCCL.
         """
         if self.world_size == 1:
             return [what]
@@ -328,7 +328,7 @@ class TorchCollective:
         return given
 
     def broadcast_object(self, what: T, src: int, device: torch.device) -> T:
-        """What rank ``src`` gives, on all ranks; see :meth:`all_gather_object`."""
+        """Return the object of rank ``src`` on all ranks; see :meth:`all_gather_object` for the arguments."""
         if self.world_size == 1:
             return what
         given = [what]
@@ -338,12 +338,12 @@ class TorchCollective:
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a CUDA device the current one, through which torch sends objects."""
+    """Return a context with a CUDA device as the current one, which torch uses to send objects."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether a collective of torch failed because of another rank."""
+    """Return True if a collective of torch failed because of another rank."""
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
     said = str(error).lower()

@@ -93,13 +93,15 @@ class AdamRule:
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         served = [(settings, list(self._served(settings, names))) for settings in optimizer.param_groups]
         self._follow_changes([one for _, ones in served for one in ones], scale)
-        divisors = {owner: owner.divisor for owner in {one.owner for _, ones in served for one in ones}}
+        divisors = {owner: owner.divisors() for owner in {one.owner for _, ones in served for one in ones}}
         for settings, ones in served:
             moved = []
             for parameter, owner, name in ones:
-                divisor = divisors[owner]
-                assert parameter.grad is not None and divisor is not None
-                moved.append(Moved(parameter, parameter.grad, shaped(divisor[owner.spans[name]], parameter)))
+                indices, divisor = divisors[owner][name]
+                assert parameter.grad is not None
+                if indices is None:
+                    divisor = shaped(divisor, parameter)
+                moved.append(Moved(parameter, parameter.grad, divisor, indices))
                 self._aside.append((parameter, parameter.grad))
                 parameter.grad = None
                 if not self._keeps_moments:  # of dense steps, or of one without a backward

@@ -36,7 +36,10 @@ class Clipping(NamedTuple):
         expect(self.algorithm in ALGORITHMS, "algorithm", "'norm' or 'value'", self.algorithm)
 
     def apply_(self, pieces: Sequence[Tensor], world_size: int, share: float, scale: Tensor | None) -> None:
-        """Clip this rank's gradients in place; gradients that are not finite are left to be found later.
+        """Clip this rank's gradients in place.
+
+        If their norm is not finite, all of them become NaN: nobody can say how long the finite ones should be, and none
+        is absorbed.
 
         Args:
             pieces: that are clipped together.
@@ -54,7 +57,7 @@ class Clipping(NamedTuple):
                 piece.copy_(torch.where(piece.isfinite(), piece.clamp(-bound, bound), piece))
             return
         whole = joint_norm(pieces)
-        shrink = torch.where(whole.isfinite(), (limit * math.sqrt(share) / whole).clamp(max=1.0), 1.0)
+        shrink = torch.where(whole.isfinite(), (limit * math.sqrt(share) / whole).clamp(max=1.0), float("nan"))
         for piece in pieces:
             piece.mul_(shrink.to(piece.dtype))
 

@@ -1,4 +1,4 @@
-"""How much to send."""
+"""Densities: the share of coordinates to send, and its schedules."""
 
 from lightning_sparse.methods.density.accordion import Accordion, AccordionDensity
 from lightning_sparse.methods.density.schedules import (

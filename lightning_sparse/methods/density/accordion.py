@@ -1,4 +1,4 @@
-"""Accordion: a density that follows how fast gradients change, group by group."""
+"""Accordion: a density for each group that follows the rate of change of its gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_sparse.ops import take_from_runs
 
 @dataclass(frozen=True)
 class Accordion(DensitySchedule):
-    """Send more while gradients change fast, and less while they do not; decided for each group by itself.
+    """Send more while gradients change fast, and less otherwise; decided for each group by itself.
 
     After every ``interval`` steps, the norm of the group's summed updates over the interval is compared with that of
     the interval before. The next interval is *critical*, with density ``high``, if ``|now - before| >= threshold *
@@ -27,15 +27,15 @@ class Accordion(DensitySchedule):
     are the ``interval`` steps from each milestone on, for which the paper takes the steps where the learning rate is
     lowered.
 
-    The sum of updates stands in for the summed gradients of the paper: error feedback makes the two equal up to what is
-    still in the residuals, and the updates are equal on all ranks, so that nothing is sent to agree on the decision.
-    Residuals take up more when the density falls, so that only intervals of equal density are compared; a group stays
-    in a new regime for two intervals at least. The released code looks at a single mini-batch of rank 0 instead. Costs
-    one vector of the group's size, and on a device one wait per interval.
+    The sum of updates replaces the summed gradients of the paper: error feedback makes the two equal up to the
+    residuals, and the updates are equal on all ranks, so that the decision needs no messages. Residuals grow when the
+    density falls, so that only intervals of equal density are compared; a group stays in a new regime for two
+    intervals at least. The released code uses a single mini-batch of rank 0 instead. The cost is one vector of the
+    group's size, and on a device one wait per interval.
 
     Args:
         low: density while gradients are calm, in (0, 1].
-        high: density while they are not, in (0, 1], at least ``low``.
+        high: density while they change fast, in (0, 1], at least ``low``.
         interval: steps between decisions, at least 1. The paper decides every 10 epochs.
         threshold: relative change of the norm that counts as fast, above 0.
         milestones: steps at which the learning rate drops.
@@ -78,32 +78,32 @@ class Accordion(DensitySchedule):
             raise ValueError(f"Expected threshold to be a positive number, but got {self.threshold!r}.")
 
     def __call__(self, step: int) -> float:
-        """Density at a step of which no updates have been seen: ``high``."""
+        """Return the density before any update: ``high``."""
         return float(self.high)
 
     def for_group(self) -> AccordionDensity:
-        """One group's regime."""
+        """Return the regime of one group."""
         return AccordionDensity(self)
 
 
 class Interval(NamedTuple):
-    """What Accordion knows of a group."""
+    """State of Accordion for a group in an interval."""
 
     number: int = 0
     seen: frozenset[float] = frozenset()
-    """Densities of the updates of this interval: two, if a milestone came in between."""
+    """Densities of the updates of this interval: two if a milestone is within it."""
     before: Mapping[float, float] = {}
     """Norm of the sum of the interval before, by its density."""
     critical: bool = True
     total: Tensor | None = None
-    """(numel,) sum of the updates of this interval so far, but for what ``latest`` says; none of them in a ``fresh``
-    interval, whatever the tensor holds."""
+    """(numel,) sum of the updates of this interval so far, before ``latest`` is applied; of no meaning in a ``fresh``
+    interval, where the sum is zero."""
     fresh: bool = False
     latest: tuple[Tensor, Tensor] | None = None
-    """Coordinates of the latest update, and what the sum is there after it."""
+    """Coordinates of the latest update, and the values of the sum there after it."""
 
     def sum_in(self, total: Tensor) -> Tensor:
-        """The sum of all updates of the interval in a tensor that holds ``total``. To do it twice changes nothing."""
+        """Write the sum of all updates of the interval into a tensor that holds ``total``; idempotent."""
         if self.fresh:
             total.zero_()
         return total if self.latest is None else total.index_copy_(0, *self.latest)
@@ -124,7 +124,7 @@ class AccordionDensity(GroupDensity):
         self.learned = Interval()
 
     def __call__(self, step: int) -> float:
-        """``high`` in a critical interval or after a milestone, else ``low``."""
+        """Return ``high`` in a critical interval or after a milestone, else ``low``."""
         if (number := step // self.schedule.interval) != self.learned.number:
             self.learned = self._decided()._replace(number=number)
         milestones = sorted(self.schedule.milestones)
@@ -135,7 +135,7 @@ class AccordionDensity(GroupDensity):
     def observed(
         self, step: int, update: Gradient, void: Tensor | None = None, places: Tensor | None = None
     ) -> Interval:
-        """Add the update up."""
+        """Return the interval with the update added to the sum."""
         density, now = self(step), self.learned
         total = now.total
         if total is None:
@@ -152,13 +152,13 @@ class AccordionDensity(GroupDensity):
         return now._replace(seen=seen, total=total, latest=(places, after))
 
     def take_in(self) -> None:
-        """Bring the sum up to date."""
+        """Apply the latest update to the sum."""
         if self.learned.total is not None:
             self.learned.sum_in(self.learned.total)
             self.learned = self.learned._replace(fresh=False, latest=None)
 
     def state_dict(self, learned: Interval) -> dict[str, Any]:
-        """The interval so far, and what the next one will be compared with."""
+        """Return the interval so far, and the norms for its comparison."""
         return {
             "total": None if learned.total is None else learned.sum_in(learned.total.to("cpu", copy=True)),
             "number": learned.number,
@@ -168,7 +168,7 @@ class AccordionDensity(GroupDensity):
         }
 
     def load_state_dict(self, state: Mapping[str, Any], numel: int, device: torch.device) -> None:
-        """Go on within an interval."""
+        """Continue within an interval."""
         total, number, critical = (state.get(field) for field in ("total", "number", "critical"))
         try:
             seen = frozenset(float(density) for density in state["seen"])
@@ -182,7 +182,7 @@ class AccordionDensity(GroupDensity):
         self.learned = Interval(number, seen, before, critical, total)
 
     def _decided(self) -> Interval:
-        """After a comparison of the interval that is over with the one before it."""
+        """Compare the interval that is over with the one before it, and return the next one."""
         now = self.learned
         if now.total is None:
             return now

@@ -19,7 +19,7 @@ def check_density(density: float, name: str = "density") -> float:
     """Return ``density`` if it lies in (0, 1], else raise.
 
     Raises:
-        ValueError: if it is no real number in (0, 1].
+        ValueError: unless it is a real number in (0, 1].
     """
     what = "a number in (0, 1], the share of coordinates that is sent"
     meant = _share_in(density)
@@ -29,7 +29,7 @@ def check_density(density: float, name: str = "density") -> float:
 
 
 def _share_in(given: object) -> float | None:
-    """The share that a text such as "0.01" or "1 %" stands for; None: it stands for none."""
+    """Return the share that a text such as "0.01" or "1 %" means, or None."""
     if not isinstance(given, str):
         return None
     number, percent, rest = given.strip().partition("%")
@@ -41,11 +41,11 @@ def _share_in(given: object) -> float | None:
 
 
 def count(density: float, numel: int) -> int:
-    """Number of coordinates k that a density stands for in a group: ``max(1, floor(density * numel))``.
+    """Return the number of coordinates k of a density in a group: ``max(1, floor(density * numel))``.
 
-    k is what *each rank* picks in independent methods (Top-k, hard-threshold) and what *all ranks together* pick in
-    exclusive ones (MiCRO, ExDyna), as in the papers. A product that misses an integer by rounding alone is taken as
-    that integer.
+    k counts the selected indices of *each rank* in independent methods (Top-k, hard-threshold) and those of *all ranks
+    together* in exclusive ones (MiCRO, ExDyna), as in the papers. A product that misses an integer by rounding alone
+    is taken as that integer.
 
     Example:
         >>> count(0.01, 12_345), count(0.001, 10), count(1.0, 7), count(0.29, 100)
@@ -55,7 +55,7 @@ def count(density: float, numel: int) -> int:
 
 
 LAST_STEP = 2**31
-"""A step that is far away."""
+"""A step beyond the end of any warm-up."""
 
 
 class DensitySchedule(ABC):
@@ -63,84 +63,84 @@ class DensitySchedule(ABC):
 
     @abstractmethod
     def __call__(self, step: int) -> float:
-        """Density in (0, 1] for a step, counted in synchronised backward passes from 0."""
+        """Return the density in (0, 1] for a step, counted in synchronised backward passes from 0."""
 
     needs_profile = False
-    """Whether the first steps are profiled, to :meth:`assign` densities."""
+    """True if the first steps are profiled, to :meth:`assign` densities."""
     separate_messages = False
-    """Whether ``messages="auto"`` means "group", whatever a profile predicts."""
+    """True if ``messages="auto"`` always means "group", for any profile."""
 
     @property
     def final(self) -> float:
-        """The density when warm-ups are over."""
+        """The density after warm-ups."""
         return self(LAST_STEP)
 
     @property
     def tried(self) -> list[float]:
-        """The densities at which a profile measures what groups cost."""
+        """The densities at which a profile measures the cost of groups."""
         return [self.final]
 
     def assign(self, plan_at: Callable[[float], Any], profile: Any) -> Any:
-        """The groups to use when the first steps have been profiled, with densities of their own where they get any.
+        """Return the groups to use after the first steps have been profiled, maybe with densities of their own.
 
         Args:
-            plan_at: the groups (:class:`~lightning_sparse.methods.grouping.Group`) that would be used at a density.
+            plan_at: returns the groups (:class:`~lightning_sparse.methods.grouping.Group`) for a density.
             profile: a :class:`~lightning_sparse.tuning.performance.Profile`.
 
         Raises:
-            ValueError: if no density does what is asked for.
+            ValueError: if no density meets the request.
         """
         return plan_at(self.final)
 
     def for_group(self) -> GroupDensity:
-        """What decides for one group on one rank; the schedule itself, unless it watches the updates."""
+        """Return the density of one group on one rank; it follows the schedule alone, unless overridden."""
         return GroupDensity(self)
 
 
 class GroupDensity:
-    """The density of one group. Equal on all ranks, because it sees nothing but what is equal on all ranks.
+    """The density of one group. Equal on all ranks, because it depends only on values that are equal on all ranks.
 
     Args:
-        schedule: decides by the step alone.
+        schedule: gives the density by the step alone.
     """
 
     def __init__(self, schedule: DensitySchedule) -> None:
         self.schedule = schedule
         self.learned: Any = None
-        """What has been learned from the updates; replaced by :meth:`observed` and never changed."""
+        """State learned from the updates; replaced by the result of :meth:`observed` and never changed in place."""
 
     def __call__(self, step: int) -> float:
-        """Density in (0, 1] at a step."""
+        """Return the density in (0, 1] at a step."""
         return self.schedule(step)
 
     def observe(self, step: int, update: Tensor, void: Tensor | None = None) -> None:
-        """Take note of a step's update, (numel,); the arguments are those of :meth:`observed`."""
+        """Learn from a step's update, (numel,); the arguments are those of :meth:`observed`."""
         self.learned = self.observed(step, Gradient([update]), void)
         self.take_in()
 
     def observed(self, step: int, update: Gradient, void: Tensor | None = None, places: Tensor | None = None) -> Any:
-        """What has been learned after a step, for :attr:`learned`; what was before stays valid until :meth:`take_in`.
+        """Return the state after a step, for :attr:`learned`; the state before it stays valid until :meth:`take_in`.
 
         Args:
             step: its number.
             update: the average in the gradient's place, NaN throughout if this group's gradient was not finite.
-            void: () whether the step counts for nothing; None: only if the update is NaN.
+            void: () True if the step is skipped; None: only if the update is NaN.
             places: coordinates of the update, which is zero elsewhere; None: all.
         """
         return self.learned
 
     def take_in(self) -> None:
-        """What was learned before the latest step is not needed any more."""
+        """Release the state before the latest step."""
 
     def state_dict(self, learned: Any) -> dict[str, Any]:
-        """What has been learned, as plain data and tensors on the CPU."""
+        """Return a learned state as plain data and tensors on the CPU."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], numel: int, device: torch.device) -> None:
-        """Go on where another one of the same schedule and group, of ``numel`` coordinates, was.
+        """Continue from a state of the same schedule and group, of ``numel`` coordinates.
 
         Raises:
-            ValueError: if it was none, with nothing changed.
+            ValueError: if it is no such state; nothing is changed.
         """
 
 
@@ -165,13 +165,13 @@ class Constant(DensitySchedule):
         check_density(self.density)
 
     def __call__(self, step: int) -> float:
-        """Density at ``step``."""
+        """Return the density at ``step``."""
         return float(self.density)
 
 
 @dataclass(frozen=True)
 class Warmup(DensitySchedule):
-    """Go from one density to another geometrically, then stay there.
+    """A density that goes geometrically from one value to another, then stays there.
 
     ``density(t) = start * (end / start) ** (t / steps)`` for ``t < steps``, ``end`` afterwards. Early gradients change
     fast, and a residual of early steps is stale when it is sent; DGC therefore starts dense and lowers the density
@@ -204,7 +204,7 @@ class Warmup(DensitySchedule):
         check_integer(self.steps, "steps")
 
     def __call__(self, step: int) -> float:
-        """Density at ``step``."""
+        """Return the density at ``step``."""
         if step >= self.steps:
             return float(self.end)
         return float(self.start * (self.end / self.start) ** (step / self.steps))
@@ -214,6 +214,6 @@ def as_schedule(density: float | DensitySchedule) -> DensitySchedule:
     """Turn a number into a :class:`Constant`; leave schedules as they are.
 
     Raises:
-        ValueError: if it is neither a number in (0, 1] nor a :class:`DensitySchedule`.
+        ValueError: unless it is a number in (0, 1] or a :class:`DensitySchedule`.
     """
     return density if isinstance(density, DensitySchedule) else Constant(check_density(density))

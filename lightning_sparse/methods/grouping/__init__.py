@@ -1,4 +1,4 @@
-"""Which parameters are exchanged together: names and sizes in, groups out; no tensors."""
+"""Groups of parameters that are exchanged together, made from names and sizes; no tensors."""
 
 from lightning_sparse.methods.grouping.groupings import (
     GROUPINGS,

@@ -13,7 +13,7 @@ from lightning_sparse.core.registry import Registry
 
 
 class ParameterSize(NamedTuple):
-    """What a plan needs to know of a parameter."""
+    """Name and size of a parameter, for plans."""
 
     name: str
     numel: int
@@ -26,18 +26,18 @@ class ParameterSize(NamedTuple):
 
     @classmethod
     def of(cls, name: str, p: Any) -> ParameterSize:
-        """Of a parameter of torch."""
+        """Return the size of a torch parameter."""
         return cls(name, p.numel(), p.element_size(), f"{p.dtype}.{p.device}".removeprefix("torch."), p.dim())
 
 
 MIB = 1 << 20
 DDP_BUCKET_MB = 25
-"""Size of DDP's buckets in MiB, where none is given."""
+"""Default size of DDP's buckets in MiB."""
 CUDA_BUCKET_MB = 100
-"""Least size in MiB of groups that are cut by bucket, where none is given, on CUDA. By a model and not measured: the
-host takes about a millisecond to launch the local step of a group of any size, a device a third of it for this one."""
+"""Default least size in MiB of groups that are cut by bucket, on CUDA. By a model, not measured: the host takes about a
+millisecond to launch the local step of a group of any size, a device a third of it for this one."""
 LARGEST_GROUP = 2**31 - 2
-"""Coordinates: indices travel as 32-bit words, and one of them stands for none."""
+"""Coordinates: indices travel as 32-bit words, and one word is reserved for padding."""
 
 Cut = list[tuple[str, list[ParameterSize]]]
 """Named runs of parameters."""
@@ -55,27 +55,27 @@ class Grouping(ABC):
             bucket_cap_mb: size of DDP's buckets in MiB.
 
         Returns:
-            Names, different ones, and the parameters of each group; all of them, in order.
+            Unique names, and the parameters of each group; all of them, in order.
         """
 
     needs_profile = False
-    """Whether the first steps are profiled before the groups are final; then :meth:`cut_by` decides."""
+    """True if the first steps are profiled before the groups are final; then :meth:`cut_by` decides."""
     separate_messages = False
-    """Whether ``messages="auto"`` means "group", whatever a profile predicts."""
+    """True if ``messages="auto"`` always means "group", for any profile."""
 
     @property
     def profiled_steps(self) -> tuple[int, int]:
-        """Steps that warm up, and steps that are timed, where the first steps are profiled."""
+        """Numbers of warm-up steps and of timed steps, if the first steps are profiled."""
         return 5, 10
 
     def cut_by(self, profile: Any, density: float, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
-        """Cut a run of parameters when the first steps have been profiled; as :meth:`cut` unless overridden.
+        """Cut a run of parameters after the first steps have been profiled; by :meth:`cut` unless overridden.
 
         Args:
             profile: a :class:`~lightning_sparse.tuning.performance.Profile` of these parameters.
             density: at which they are exchanged.
             parameters: as for :meth:`cut`.
-            bucket_cap_mb: as there.
+            bucket_cap_mb: size of DDP's buckets in MiB.
         """
         return self.cut(parameters, bucket_cap_mb)
 
@@ -119,10 +119,10 @@ class Layer(Grouping):
 @GROUPINGS.register
 @dataclass(frozen=True)
 class Model(Grouping):
-    """Everything together: SLGS-SGD."""
+    """One group for all parameters: SLGS-SGD."""
 
     def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
-        """One group, if there is anything."""
+        """Return one group, or none without parameters."""
         return [("model", list(parameters))] if parameters else []
 
 
@@ -131,11 +131,11 @@ class Model(Grouping):
 class MergeBelow(Grouping):
     """Layers, merged with their neighbours until a group has enough coordinates: MGS-SGD.
 
-    Small layers cost a message each and hold little to choose from; large ones stay alone, and their exchange overlaps
-    with backward. See :func:`~lightning_sparse.methods.grouping.merge_below`.
+    Small layers cost a message each and have few coordinates to select from; large ones stay alone, and their exchange
+    overlaps with backward. See :func:`~lightning_sparse.methods.grouping.merge_below`.
 
     Args:
-        numel: coordinates that close a group, at least 0. 0: a group for each layer; infinity: one for all.
+        numel: coordinates that close a group, at least 0. 0: one group per layer; infinity: one group for all.
 
     Raises:
         ValueError: if ``numel`` is negative or no number.
@@ -158,14 +158,14 @@ class MergeBelow(Grouping):
         expect(is_number(self.numel) and self.numel >= 0, "numel", "a number of coordinates of at least 0", self.numel)
 
     def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
-        """Merge modules; a group is named after its first and last one."""
+        """Merge modules; name a group after its first and last one."""
         layers = Layer().cut(parameters, bucket_cap_mb)
         merged = merge_below([sum(p.numel for p in members) for _, members in layers], self.numel)
         return join(layers, merged)
 
 
 def merge_below(numels: Sequence[int], threshold: float) -> list[list[int]]:
-    """Layers merged until a group has enough coordinates, by their positions; what is left at the end is a group, too.
+    """Merge layers, given by position, until a group has enough coordinates; the last group may be smaller.
 
     Example:
         >>> merge_below([5000, 5000, 9000, 10, 20], 8192)
@@ -183,7 +183,7 @@ def merge_below(numels: Sequence[int], threshold: float) -> list[list[int]]:
 
 
 def join(layers: Cut, groups: Sequence[Sequence[int]]) -> Cut:
-    """Merge neighbours; a group is named after its first and last layer."""
+    """Merge neighbours; name a group after its first and last layer."""
     return [
         (
             layers[group[0]][0] + (f"..{layers[group[-1]][0]}" if len(group) > 1 else ""),

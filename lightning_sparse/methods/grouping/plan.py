@@ -1,8 +1,8 @@
 """Cut a model's parameters into groups.
 
-Groups are a function of the model alone, not of DDP's buckets: those change after the first iteration, and state that
-belongs to a group must not. Parameters are taken in reverse order of registration, roughly the order in which backward
-finishes them, so that the first groups are complete while backward still runs.
+Groups are a function of the model alone, not of DDP's buckets: these change after the first iteration, and a group's
+state must not. Parameters are taken in reverse order of registration, roughly the order in which backward finishes
+them, so that the first groups are complete while backward still runs.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from lightning_sparse.methods.grouping.groupings import DDP_BUCKET_MB, GROUPINGS
 from lightning_sparse.methods.grouping.rules import Rules, as_rules
 
 Messages = Literal["group", "step"]
-"""What travels together: the messages of each group, or those of all groups of a step, when the last one is ready."""
+"""Messages that travel together: those of each group, or those of all groups of a step, when the last one is ready."""
 
 
 class Group(NamedTuple):
-    """Parameters whose gradients are looked at together, as one flat vector in this order."""
+    """Parameters whose gradients form one flat vector, in this order."""
 
     name: str
     parameters: tuple[ParameterSize, ...]
     dense: bool
     """True if the group is averaged as DDP would, without sparsification."""
     density: float | None = None
-    """Density of this group alone, in (0, 1]; None: what the schedule says. None for dense groups."""
+    """Density of this group alone, in (0, 1]; None: the schedule's. None for dense groups."""
 
     @property
     def numel(self) -> int:
@@ -35,7 +35,7 @@ class Group(NamedTuple):
         return sum(p.numel for p in self.parameters)
 
     def offsets(self) -> dict[str, slice]:
-        """Where each parameter lies in the flat vector."""
+        """Return the span of each parameter in the flat vector."""
         spans, start = {}, 0
         for p in self.parameters:
             spans[p.name] = slice(start, start + p.numel)
@@ -43,12 +43,12 @@ class Group(NamedTuple):
         return spans
 
     def picks(self, density: float) -> int:
-        """The count k at this density; see :func:`~lightning_sparse.methods.density.count`."""
+        """Return the count k at a density, see :func:`~lightning_sparse.methods.density.count`."""
         return self.numel if self.dense else count(self.density or density, self.numel)
 
 
 def bucket_numels(sizes: Sequence[ParameterSize], delivery_mb: float, first_mb: float = 1.0) -> tuple[float, float]:
-    """Coordinates of DDP's first bucket, which is cut short, and of the others."""
+    """Return the coordinates of DDP's first bucket, which is shorter, and of the others."""
     element = sizes[0].element_size
     return min(first_mb, delivery_mb) * MIB / element, delivery_mb * MIB / element
 
@@ -64,8 +64,8 @@ def make_plan(
     """Cut parameters into groups, in the order in which backward is expected to finish them.
 
     Parameters with a density of their own are cut apart from the others, by the same grouping, into groups such as
-    ``density0.001.bucket0``; dense ones by bucket, whatever the grouping, into groups such as ``dense.bucket0``, which
-    come last. Parameters without elements are in no group.
+    ``density0.001.bucket0``; dense ones always by bucket, into groups such as ``dense.bucket0``, which come last.
+    Parameters without elements are in no group.
 
     Args:
         parameters: in order of registration, as ``named_parameters()`` gives them.
@@ -77,7 +77,7 @@ def make_plan(
         bucket_cap_mb: size of a bucket in MiB.
         profile: a :class:`~lightning_sparse.tuning.performance.Profile` of these parameters, for groupings that use
         one.
-        density: at which groups without a density of their own are exchanged; groupings that use a profile ask for it.
+        density: of groups without a density of their own, for groupings that use a profile.
 
     Raises:
         ValueError: for an unknown grouping, a pattern that matches no parameter, a parameter that is to be dense and
@@ -96,14 +96,14 @@ def make_plan(
     sizes = isinstance(parameters, Iterable) and all(isinstance(p, ParameterSize) for p in ordered)
     expect(sizes, "parameters", "a ParameterSize for each parameter", parameters)
     rules.check([p.name for p in ordered])
-    ordered = [p for p in ordered if p.numel]  # of others there is nothing to exchange
+    ordered = [p for p in ordered if p.numel]  # others have nothing to exchange
     apart: dict[tuple[bool, float | None, Hashable], list[ParameterSize]] = {}
     for p in ordered:
         keep_dense = rules.keeps_dense(p.name, p.numel, p.ndim)
         apart.setdefault((keep_dense, rules.density_of(p.name), p.kind), []).append(p)
     kinds = list(dict.fromkeys(p.kind for p in ordered))
     plan = []
-    # First what follows the schedule, then own densities, then what is dense; otherwise in the order of backward.
+    # First groups of the schedule, then of own densities, then dense ones; otherwise in the order of backward.
     for keep_dense, own, kind in sorted(apart, key=lambda key: (key[0], key[1] is not None, kinds.index(key[2]))):
         prefix = "dense." if keep_dense else "" if own is None else f"density{own}."
         prefix += f"{kind}." if len(kinds) > 1 else ""
@@ -118,5 +118,5 @@ def make_plan(
 
 
 def dense_plan(parameters: Iterable[ParameterSize], bucket_cap_mb: float) -> list[Group]:
-    """All parameters dense, in groups by bucket; the arguments are those of :func:`make_plan`."""
+    """Cut all parameters into dense groups by bucket; the arguments are those of :func:`make_plan`."""
     return make_plan(parameters, "bucket", Rules(dense=["*"]), bucket_cap_mb)

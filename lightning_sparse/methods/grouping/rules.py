@@ -1,4 +1,4 @@
-"""Which parameters are sparsified, and which have a density of their own."""
+"""Rules that select the parameters to sparsify, and those with a density of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_sparse.methods.density import check_density
 
 @dataclass(frozen=True)
 class Rules:
-    """Which parameters stay dense, and which are sent at a density of their own.
+    """Rules that select the parameters to keep dense, and those with a density of their own.
 
     By default, parameters with fewer than 2 dimensions (biases, scales of normalisation layers) and parameters with
     fewer than 256 coordinates stay dense: they are a small share of the bytes, and training is sensitive to them.
@@ -24,10 +24,10 @@ class Rules:
 
     Args:
         dense: patterns of parameters that stay dense.
-        sparse: patterns of parameters that are sparsified whatever their size.
+        sparse: patterns of parameters that are sparsified at any size.
         densities: densities in (0, 1] by pattern, for parameters that do not follow the schedule; the first pattern
-            that matches counts. They are sparsified whatever their size, also at 1.0, where every coordinate goes
-            through the sparsifier.
+            that matches counts. They are sparsified at any size, also at 1.0, where every coordinate goes through the
+            sparsifier.
         dense_ndim: parameters with fewer dimensions stay dense, at least 0; 0 switches this off.
         dense_numel: parameters with fewer coordinates stay dense, at least 0; 0 switches this off.
 
@@ -57,11 +57,11 @@ class Rules:
             check_integer(getattr(self, name), name, least=0)
 
     def also_dense(self, patterns: Sequence[str]) -> Rules:
-        """The same rules, with more patterns of parameters that stay dense."""
+        """Return these rules with more patterns of parameters that stay dense."""
         return replace(self, dense=(*self.dense, *_patterns("dense", patterns)))
 
     def keeps_dense(self, name: str, numel: int, ndim: int) -> bool:
-        """Whether a parameter stays dense."""
+        """Return True if a parameter stays dense."""
         if _first_match(name, self.dense) is not None:
             return True
         if _first_match(name, [*self.sparse, *self.densities]) is not None:
@@ -69,7 +69,7 @@ class Rules:
         return ndim < self.dense_ndim or numel < self.dense_numel
 
     def density_of(self, name: str) -> float | None:
-        """The density of its own that a parameter has, in (0, 1]; None: what the schedule says."""
+        """Return a parameter's own density, in (0, 1]; None: the schedule's."""
         pattern = _first_match(name, self.densities)
         return None if pattern is None else self.densities[pattern]
 
@@ -96,7 +96,7 @@ class Rules:
                     )
 
     def reasons(self) -> str:
-        """Why parameters stay dense under these rules, in words; empty if none does.
+        """Return the reasons for which parameters stay dense, in words; empty if none does.
 
         Example:
             >>> Rules(dense=["*.scale"]).reasons()
@@ -109,10 +109,10 @@ class Rules:
 
 
 def as_rules(rules: Rules | None, dense: Sequence[str] = ()) -> Rules:
-    """The rules, None being the default ones, with more patterns of parameters that stay dense.
+    """Return the rules (None: the default ones) with more patterns of parameters that stay dense.
 
     Raises:
-        ValueError: if these are no rules, or no patterns.
+        ValueError: unless these are rules and patterns.
     """
     if rules is None:
         rules = Rules()
@@ -126,7 +126,7 @@ def _first_match(name: str, patterns: Sequence[str] | Mapping[str, Any]) -> str 
 
 
 def _patterns(setting: str, given: Any) -> tuple[str, ...]:
-    """A single pattern stands for itself, not for its letters."""
+    """Return patterns as a tuple; a single text is one pattern."""
     patterns = (given,) if isinstance(given, str) else given
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(

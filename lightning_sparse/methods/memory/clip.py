@@ -62,9 +62,10 @@ class ClipByNorm(Around):
         check_inside(self.memory)
 
     def change_(self, grad: Gradient, ctx: Context) -> None:
-        """Scale the gradient in place."""
-        scale = (self.max_norm / math.sqrt(ctx.world_size) / norm(grad.flat())).clamp(max=1)
-        for run in grad.runs if static_shapes(grad.device) or scale < 1 else ():
+        """Scale the gradient in place; if its norm is not finite, all of it becomes NaN, and none is absorbed."""
+        whole = norm(grad.flat())
+        scale = (self.max_norm / math.sqrt(ctx.world_size) / whole).clamp(max=1).where(whole.isfinite(), float("nan"))
+        for run in grad.runs if static_shapes(grad.device) or scale != 1 else ():
             run.mul_(scale)
 
 

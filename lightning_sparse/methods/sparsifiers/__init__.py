@@ -1,4 +1,4 @@
-"""Who picks which coordinates: one file per method."""
+"""Sparsifiers, which select the coordinates to send: one file per method."""
 
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.methods.sparsifiers.clt_k import CLTk

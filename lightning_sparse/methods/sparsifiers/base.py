@@ -1,8 +1,8 @@
-"""What a sparsifier is.
+"""Interface of sparsifiers.
 
-A sparsifier looks at one rank's accumulator and picks coordinates. It never touches the accumulator. Of other ranks it
-knows the counts of the previous step, which are in the context, and what it asks them for: a sparsifier that needs
-others while it selects is a generator that yields :mod:`messages <lightning_sparse.core.messages>`.
+A sparsifier reads one rank's accumulator and selects coordinates. It never writes to the accumulator. Of other ranks it
+knows the counts of the previous step, which are in the context. A sparsifier that needs more from them while it selects
+is a generator that yields :mod:`messages <lightning_sparse.core.messages>`.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from lightning_sparse.core.registry import Registry
 from lightning_sparse.core.step import Agreement, Context, Selection
 
 Selected = tuple[Selection, Any]
-"""The picks of this rank, and the next state of the sparsifier."""
+"""The selection of this rank, and the next state of the sparsifier."""
 
 
 class Sparsifier(ABC):
-    """Picks coordinates of a group. A frozen dataclass of hyper-parameters, nothing else: what evolves is the state."""
+    """Base class of sparsifiers: a frozen dataclass of hyper-parameters; anything that changes is in the state."""
 
     agreement: ClassVar[Agreement]
-    """How the picks of different ranks relate."""
+    """Relation between the selections of different ranks."""
     exchange: ClassVar[str]
-    """Name of the natural exchange, used where the user asks for none."""
+    """Name of the natural exchange, the default."""
     follows_density: ClassVar[bool] = True
-    """Whether a density of 1 means everything. The sparsifier is then not asked, and the group is exchanged as DDP does
-    it, whatever the exchange: see :func:`~lightning_sparse.engine.pipeline.exchange_group`."""
+    """True if a density of 1 means all coordinates. The sparsifier is then not called, and the group is averaged as by
+    DDP, for any exchange: see :func:`~lightning_sparse.engine.pipeline.exchange_group`."""
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> Any:
-        """State for one group of ``numel`` coordinates before its first step; None if there is none.
+        """Return the state for one group of ``numel`` coordinates before its first step; None if there is none.
 
         Args:
             numel: coordinates of the group.
             world_size: number of ranks n.
             density: target density at the first step.
-            device: where the group's tensors are.
+            device: of the group's tensors.
 
         Raises:
             ValueError: if the method cannot serve such a group.
@@ -48,19 +48,19 @@ class Sparsifier(ABC):
 
     @abstractmethod
     def select(self, acc: Tensor, state: Any, ctx: Context) -> Selected | Steps[Selected]:
-        """Pick.
+        """Select coordinates.
 
         Args:
             acc: (numel,) finite accumulator of this rank; read only.
-            state: what :meth:`init` or the previous call returned; not modified.
+            state: result of :meth:`init` or of the previous call; not modified.
             ctx: the step.
 
         Returns:
-            The picks and the next state, or a coroutine that asks for messages and ends with these.
+            The selection and the next state, or a coroutine that yields messages and returns these.
         """
 
     def ranges(self, numel: int, state: Any, ctx: Context) -> Tensor | None:
-        """(n, 2) first and past-the-end coordinate that each rank looked at, for methods that give ranks ranges.
+        """Return (n, 2) first and past-the-end coordinate of each rank's range, for methods with ranges.
 
         Args:
             numel: coordinates of the group.

@@ -1,4 +1,4 @@
-"""Pieces of methods that try a threshold, count what reaches it, and try another one (DGC, RedSync, GaussianK)."""
+"""Search for a threshold by trials and counts, for DGC, RedSync and GaussianK."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from lightning_sparse.core.step import Selection
 from lightning_sparse.ops import above, largest, largest_of, many_of_largest, reached, reaching_of, static_shapes, take
 
 CAPACITY = 4
-"""Device slots, in multiples of k, where a rule picks all that a threshold lets through."""
+"""Device slots, in multiples of k, if a rule selects all coordinates above a threshold."""
 
 Number = Tensor | float
-"""() float64 on a device; a number of Python's on the CPU, which takes a tenth of the time."""
+"""() float64 on a device; a Python number on the CPU, which takes a tenth of the time."""
 
 
 class Bracket(NamedTuple):
-    """What is known of the threshold that is looked for. It is found where both bounds are equal."""
+    """Bounds of the threshold that is searched for. It is found if both bounds are equal."""
 
     low: Number
-    """Enough coordinates reach it; 0 before the first such trial."""
+    """Largest trial that enough coordinates reach; 0 before the first one."""
     high: Number
-    """Not too many coordinates reach it; infinite before the first such trial."""
+    """Smallest trial that not too many coordinates reach; infinite before the first one."""
 
 
 def number(x: Tensor) -> Number:
-    """A () tensor as a :data:`Number`."""
+    """Convert a () tensor to a :data:`Number`."""
     return x if static_shapes(x.device) else float(x)
 
 
 def either(flag: Tensor | bool, yes: Number, no: Number) -> Number:
-    """``yes if flag else no``."""
+    """Return ``yes if flag else no``."""
     return torch.where(flag, yes, no) if isinstance(flag, Tensor) else yes if flag else no
 
 
 def root(x: Number) -> Number:
-    """The square root."""
+    """Return the square root."""
     return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
 
 
 def lesser(x: Number, y: Number) -> Number:
-    """The smaller one."""
+    """Return the smaller number."""
     return torch.minimum(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else min(x, y)
 
 
 class Survivors:
     """The coordinates that reach a threshold.
 
-    On the CPU, trials count among a few of the largest, more than ``most`` of them: what all these reach is reached by
-    too many. They are collected by the pass that forms the accumulator, or else by one pass over it. On a device, the
-    largest magnitudes are found once, and all trials look at these.
+    On the CPU, trials count among some of the largest magnitudes, more than ``most``: a threshold that all of them
+    reach is reached by too many. They are collected by the pass that forms the accumulator, or else by one pass over
+    it. On a device, the largest magnitudes are found once, and all trials use these.
 
     Args:
         acc: (numel,) finite accumulator.
-        most: counts above this are not told apart.
+        most: counts above this are not distinguished.
         candidates: of the group.
     """
 
@@ -69,11 +69,11 @@ class Survivors:
             self._indices, self._magnitudes = largest(acc, most + 1)
             return
         self._indices, self._magnitudes = many_of_largest(acc, most + 1, candidates=candidates)
-        # What reaches this is known, if there is more than that.
+        # Counts of thresholds above this are known.
         self._bound = float(self._magnitudes.min()) if self._magnitudes.numel() < acc.numel() else 0.0
 
     def count(self, threshold: Number) -> Any:
-        """Number of coordinates that reach a threshold, compared in the accumulator's precision.
+        """Return the number of coordinates that reach a threshold, compared in the accumulator's precision.
 
         More than ``most`` may count as any larger number.
         """
@@ -82,19 +82,19 @@ class Survivors:
         return self.acc.numel() if threshold <= self._bound else reached(self._magnitudes, threshold)
 
     def beyond(self, threshold: Number, k: int, phase: int) -> Selection:
-        """Pick everything strictly above a threshold, on a device at most ``CAPACITY * k``, thinned evenly."""
+        """Select all coordinates strictly above a threshold, on a device at most ``CAPACITY * k``, thinned evenly."""
         if isinstance(threshold, Tensor):
             indices, picks = above(self.acc, _next_above(threshold, self.acc.dtype), capacity=CAPACITY * k, phase=phase)
             return Selection(indices, picks, threshold, aligned=True)
         return self._reaching(float(next_above(threshold, self.acc.dtype)), threshold)
 
     def trim(self, bracket: Bracket, k: int, most: int) -> Selection:
-        """Pick what reaches the lower bound; where these are more than ``most``, the k largest of them.
+        """Select the coordinates that reach the lower bound; the k largest if these are more than ``most``.
 
         Args:
-            bracket: where the search ended.
-            k: picks where the bracket is still open, at most ``most``.
-            most: picks that are allowed, as they were told apart.
+            bracket: result of the search.
+            k: number to select if the bracket is still open, at most ``most``.
+            most: largest number to select, at most :attr:`most`.
         """
         if isinstance(bracket.low, Tensor):
             return self._trim_static(bracket, k, min(most, self.acc.numel()))
@@ -120,14 +120,14 @@ class Survivors:
 
 
 def narrow(survivors: Survivors, propose: Callable[[Bracket], Number], fewest: int, most: int, rounds: int) -> Bracket:
-    """Look for a threshold that ``fewest`` to ``most`` coordinates reach.
+    """Search for a threshold that ``fewest`` to ``most`` coordinates reach.
 
     Args:
-        survivors: who counts.
-        propose: the next trial, within the bracket. Proposing the same again ends the search.
-        fewest: coordinates that are enough.
-        most: coordinates that are not too many, at least ``fewest``.
-        rounds: trials at most; on a device, all of them are made.
+        survivors: counts coordinates.
+        propose: returns the next trial, within the bracket. The same trial again ends the search.
+        fewest: least number of coordinates.
+        most: largest number of coordinates, at least ``fewest``.
+        rounds: largest number of trials; on a device, all of them are made.
     """
     low = torch.zeros((), dtype=torch.float64, device=survivors.acc.device)
     bracket = Bracket(low, torch.full_like(low, math.inf)) if survivors.static else Bracket(0.0, math.inf)
@@ -146,7 +146,7 @@ def narrow(survivors: Survivors, propose: Callable[[Bracket], Number], fewest: i
 
 
 def next_above(threshold: Number, dtype: torch.dtype) -> Number:
-    """Smallest number of ``dtype`` above a threshold: ``x > threshold`` is ``x >= next_above``."""
+    """Return the smallest number of ``dtype`` above a threshold: ``x > threshold`` is ``x >= next_above``."""
     if not isinstance(threshold, Tensor):
         threshold = torch.tensor(threshold, dtype=torch.float64, device="cpu")
     return number(_next_above(threshold, dtype))
@@ -162,6 +162,6 @@ def _scalar(x: float) -> Tensor:
 
 
 def picked(acc: Tensor, indices: Tensor) -> Selection:
-    """These coordinates; the threshold is the smallest magnitude among them."""
+    """Return a selection of these coordinates; its threshold is their smallest magnitude."""
     picks = torch.full((), indices.numel(), device=acc.device)
     return Selection(indices, picks, take(acc, indices).abs().min().double())

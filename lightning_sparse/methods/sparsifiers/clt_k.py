@@ -1,4 +1,4 @@
-"""CLT-k: the ranks take turns at picking for all."""
+"""CLT-k: the ranks take turns at selecting for all."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightning_sparse.ops import top_k
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class CLTk(Sparsifier):
-    """Cyclic local top-k: in step t, rank ``t mod n`` picks its k largest magnitudes, and all ranks send there.
+    """Cyclic local top-k: in step t, rank ``t mod n`` selects its k largest magnitudes, and all ranks send there.
 
-    ``S = argtop_k |acc_leader|``, ``update[S] = (1/n) sum_i acc_i[S]``, and every rank forgets S. Exactly k coordinates
-    are sent whatever n is: no build-up, no padding, one vector of indices on the wire. Only the leader searches its
-    accumulator; the others have nothing to do meanwhile. (The baseline of that name in the ExDyna experiments lets all
-    ranks search and throws the results of the followers away.)
+    ``S = argtop_k |acc_leader|``, ``update[S] = (1/n) sum_i acc_i[S]``, and every rank clears its residual at S.
+    Exactly k coordinates are sent for any n: no build-up, no padding, one vector of indices on the wire. Only the
+    leader searches its accumulator; the others are idle meanwhile. (The baseline of that name in the ExDyna
+    experiments lets all ranks search and discards the results of the followers.)
 
-    The method relies on accumulators that are alike on all ranks. What is large on one rank only waits for up to n
-    steps. For large batches and learning rates ScaleCom smooths the residual with a low-pass filter: that is
+    The method relies on similar accumulators on all ranks. A coordinate that is large on one rank only waits for up to
+    n steps. For large batches and learning rates ScaleCom smooths the residual with a low-pass filter: that is
     ``memory=ls.LowPass(beta)``, not part of the selection. ScaleCom also selects in chunks of the group to save time;
     here the selection is exact.
 
@@ -46,7 +46,7 @@ class CLTk(Sparsifier):
     exchange: ClassVar[str] = "follow_leader"
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
-        """The k largest on the leader, nothing on the other ranks; no state."""
+        """Select the k largest on the leader, nothing on the other ranks; no state."""
         numel = acc.numel()
         k = count(ctx.density, numel)
         leads = ctx.rank == ctx.step % ctx.world_size

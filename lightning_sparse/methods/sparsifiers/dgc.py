@@ -1,4 +1,4 @@
-"""DGC: Top-k by a threshold from a sample, with a second selection among what passes."""
+"""DGC: Top-k by a threshold from a sample, with a second selection among the coordinates that reach it."""
 
 from __future__ import annotations
 
@@ -20,29 +20,30 @@ ROUNDS = 11
 """The threshold from the sample, and ten times a lower one."""
 LOWER = 0.8
 HITS = {"corrected": 32, "published": 2}
-"""Samples that are expected to reach the threshold, at least. With h of them the first count misses k by a factor of
-about ``1 +- 1 / sqrt(h)``, and each further threshold costs a pass over the group."""
+"""Least number of samples that are expected to reach the threshold. With h of them the first count misses k by a factor
+of about ``1 +- 1 / sqrt(h)``, and each further threshold costs a pass over the group."""
 
 
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class DGC(Sparsifier):
-    """Each rank picks about its k largest magnitudes, by a threshold from a sample of them: the selection of DGC.
+    """Each rank selects about its k largest magnitudes, by a threshold from a sample of them: the selection of DGC.
 
     Of s magnitudes at equal distances, the ``ceil(s k / numel)``-th largest is the threshold. If more than 1.3 k
     coordinates reach it, the k largest of these are selected again, exactly; if fewer than 0.8 k do, it is lowered by a
     factor of 0.8, up to ten times. k is meant per rank. The sample starts at another coordinate in each step, in turns
     instead of at random, so that runs can be repeated.
 
-    - ``variant="corrected"`` (default): every rank picks 0.8 k to 1.3 k, all that reach the threshold. The sample is
+    - ``variant="corrected"`` (default): every rank selects 0.8 k to 1.3 k, all that reach the threshold. The sample is
       large enough for 32 hits: with the two of the released code, the first threshold passes 0.02 k to 2 k in a group
       of 1e5 at a density of 0.001. Groups that are small, or small for such a sample, are selected exactly, and so are
       those for which ten lower thresholds are not enough.
-    - ``variant="published"``: the released code's rule. Samples for two hits, in groups of any size; what is left after
-      ten lower thresholds is sent however little it is; and of k to 1.3 k coordinates the first k *in order of their
-      indices* are sent, so that the last ones of a group wait longer. (Its k is rounded up; here it is rounded down.)
+    - ``variant="published"``: the released code's rule. Samples for two hits, in groups of any size; the coordinates
+      that reach the tenth lower threshold are sent, however few; and of k to 1.3 k coordinates the first k *in order
+      of their indices* are sent, so that the last ones of a group wait longer. (Its k is rounded up; here it is
+      rounded down.)
 
-    The whole of DGC is this with the memory ``ClipByNorm`` around ``MomentumCorrection``, which also masks the
+    The complete DGC is this with the memory ``ClipByNorm`` around ``MomentumCorrection``, which also masks the
     momentum, with ``density=Warmup(0.25, d, steps)``, and with an optimizer *without* momentum.
 
     Args:
@@ -78,12 +79,12 @@ class DGC(Sparsifier):
         check_variant(self.variant)
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
-        """About the k largest; no state."""
+        """Select about the k largest; no state."""
         numel = acc.numel()
         k = count(ctx.density, numel)
         published = self.variant == "published"
         samples = min(numel, math.ceil(max(self.sample * numel, HITS[self.variant] * numel / k)))
-        stride = (numel // samples - 1) | 1  # odd, so as not to keep to a few columns of a weight matrix
+        stride = (numel // samples - 1) | 1  # odd, to sample all columns of a weight matrix
         if not published and (numel < self.exact_below or stride == 1):
             return picked(acc, top_k(acc, k, ctx.candidates))._replace(aligned=True), state
         most = 13 * k // 10
@@ -103,7 +104,7 @@ class DGC(Sparsifier):
 
 
 def _sampled_threshold(acc: Tensor, stride: int, k: int, step: int) -> Number:
-    """The magnitude that the same share of samples reaches."""
+    """Return the magnitude that a share of samples reaches: the share of k in the group."""
     size = acc.numel() // stride
     sampled = acc[step % stride :: stride][:size]
     highest = top_k(sampled, -(-size * k // acc.numel()))

@@ -1,4 +1,4 @@
-"""Pieces that several methods share, as functions: deciding on one threshold for all ranks, and following one."""
+"""Functions that several methods share: a common threshold for all ranks, and the published controller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_sparse.core.step import Context, Selection
 from lightning_sparse.ops import largest, largest_of, many_of_largest, pad, static_shapes
 
 SHARE_LIMIT = 2
-"""No rank sends more than this multiple of k/n, whatever its range holds: bounds the padding ratio and the messages."""
+"""Multiple of k/n that a rank sends at most: bounds the padding ratio and the messages."""
 
 
 CAPACITY = 4
@@ -26,26 +26,26 @@ CAPACITY = 4
 
 
 def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context, own: Span | None = None) -> Steps[Selection]:
-    """Pick k coordinates in all from disjoint ranges, by one magnitude threshold that all ranks derive together.
+    """Select k coordinates in all from disjoint ranges, by one magnitude threshold that all ranks derive together.
 
-    Every rank finds the ``m = min(k, ceil(2 k / n))`` largest magnitudes of its own range and tells the others a few of
-    them: the order statistics at ranks 1 .. m in equal steps (8 to 32 numbers, fewer the more ranks there are). From
-    these, all ranks know how many coordinates each range has above any threshold, solve for the threshold that k
-    coordinates reach in all, and take their own part of the k, largest first. The counts of all ranks are known at
-    once, so that no sizes are exchanged afterwards: the survey stands in for that message.
+    Every rank finds the ``m = min(k, ceil(2 k / n))`` largest magnitudes of its own range and sends a few of them: the
+    order statistics at positions 1 .. m in equal steps (8 to 32 numbers, fewer the more ranks there are). From these,
+    all ranks estimate the number of coordinates of each range above any threshold, solve for the threshold that k
+    coordinates reach in all, and take their own part of the k, largest first. The counts of all ranks are then known,
+    so that this message replaces the exchange of sizes.
 
-    What the approximation between order statistics decides is only how the k picks are split between ranks; their sum
-    is k exactly (or all candidates, if the ranges hold fewer).
+    The approximation between order statistics affects only the split of the k between ranks; their sum is exactly k
+    (or all candidates, if the ranges hold fewer).
 
     Args:
         acc: (numel,) finite accumulator.
         spans: (n, 2) int64, the range of every rank, disjoint.
         k: coordinates wanted from all ranks together, at least 1.
         ctx: the step.
-        own: the range of this rank, where the host knows it.
+        own: the range of this rank, if the host knows it.
 
     Returns:
-        The picks of this rank with the common threshold, () float64.
+        The selection of this rank with the common threshold, () float64.
     """
     numel, n = acc.numel(), ctx.world_size
     most = min(k, numel, math.ceil(SHARE_LIMIT * k / n))
@@ -56,7 +56,7 @@ def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context, own: Span | N
     grid = torch.linspace(1, most, points, dtype=torch.float64, device=acc.device).round().long()
     candidates, magnitudes = largest(acc, most, own or (spans[ctx.rank, 0], spans[ctx.rank, 1]))
     survey = magnitudes.new_zeros(most)
-    # Where only the device knows that something is not finite, the others must still find a threshold.
+    # If only the device knows that a value is not finite, the others must still find a threshold.
     survey[: magnitudes.numel()] = magnitudes.nan_to_num(0.0).clamp_(min=0)
     received = yield AllGather(survey[grid - 1])
     sizes = (spans[:, 1] - spans[:, 0]).clamp(max=most)
@@ -71,7 +71,7 @@ def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context, own: Span | N
 def _pick_on_host(
     acc: Tensor, spans: NDArray[np.int64], k: int, ctx: Context, most: int, points: int
 ) -> Steps[Selection]:
-    """The same, where the host knows all sizes: of many that may be picked, only magnitudes are sorted."""
+    """Do the same as :func:`pick_jointly` on the host, which knows all sizes; only magnitudes are sorted."""
     numel, (first, last) = acc.numel(), spans[ctx.rank].tolist()
     candidates, magnitudes = many_of_largest(acc, most, (first, last))
     ordered, grid = np.sort(magnitudes.numpy()), _ranks(most, points)
@@ -89,22 +89,22 @@ def _pick_on_host(
 
 @lru_cache(maxsize=256)
 def _ranks(most: int, points: int) -> NDArray[np.int64]:
-    """(points,) from 1 to ``most`` in equal steps."""
+    """Return (points,) positions from 1 to ``most`` in equal steps."""
     return np.linspace(1, most, points).round().astype(np.int64)
 
 
 def split(received: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Share k picks out between ranks by order statistics of their magnitudes.
+    """Split k coordinates between ranks by order statistics of their magnitudes.
 
     ``N_i(x)``, the number of candidates of rank i that reach x, is known at the order statistics and taken as linear in
-    between. The threshold is where ``sum_i N_i(x) = k``; shares are rounded to integers by the largest remainder, the
+    between. The threshold solves ``sum_i N_i(x) = k``; shares are rounded to integers by the largest remainder, the
     lower rank first.
 
     Args:
-        received: (n, p) magnitudes by rank, descending, zero where a rank has no such candidate.
-        grid: (p,) which order statistics these are, ascending from 1.
+        received: (n, p) magnitudes by rank, descending, zero if a rank has no such candidate.
+        grid: (p,) positions of the order statistics, ascending from 1.
         sizes: (n,) number of candidates of each rank.
-        k: number of picks.
+        k: number of coordinates to select.
 
     Returns:
         shares: (n,) int64, summing to k, or to all candidates if there are fewer; and the threshold, ().
@@ -118,21 +118,21 @@ def split(received: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor
 def _split_on_host(
     received: NDArray[np.float64], grid: NDArray[Any], sizes: NDArray[Any], k: int
 ) -> tuple[NDArray[np.int64], float]:
-    """:func:`split` in numpy, whose small operations take a third of the time of torch's."""
+    """Compute :func:`split` in numpy, whose small operations take a third of the time of torch's."""
     knots = np.sort(np.append(received.ravel(), 0.0))
-    grid = np.append(grid.astype(np.float64), 0.0)  # what reaches no statistic has none
+    grid = np.append(grid.astype(np.float64), 0.0)  # knots that no statistic reaches count 0
     points = received.shape[1]
     reached = np.zeros((len(received), len(knots) + 1))
     for own, size, made in zip(received, sizes, reached, strict=True):
-        beyond = points - np.searchsorted(own[::-1], knots)  # statistics that reach it
+        beyond = points - np.searchsorted(own[::-1], knots)  # statistics that reach the knot
         upper, lower = beyond - 1, np.minimum(beyond, points - 1)
         high, gap = own[upper], own[upper] - own[lower]
         between = np.where(gap > 0, (high - knots) / np.where(gap > 0, gap, 1), 0)
         counted = grid[upper] + (grid[lower] - grid[upper]) * between
         made[:-1] = np.minimum(np.where(beyond > 0, counted, 0), size)
-    # Above the highest knot there is nothing: the last column saves a special case for k below the count there.
+    # Above the highest knot the count is 0: the last column saves a special case for k below the count at it.
     knots = np.append(knots, knots[-1])
-    totals = np.minimum.accumulate(reached.sum(0))  # it descends but for rounding
+    totals = np.minimum.accumulate(reached.sum(0))  # descending except for rounding
     wanted = min(float(totals[0]), k)
     low = int(np.count_nonzero(totals >= wanted)) - 1  # the highest knot that is reached often enough
     high = low + 1
@@ -149,10 +149,10 @@ def _split_on_host(
 def _split_on_device(received: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
     knots = torch.cat([received.new_zeros(1), received.flatten()]).sort().values
     reached = torch.minimum(_reaching(received, grid, knots), sizes.unsqueeze(1))
-    # Above the highest knot there is nothing; this extra column saves a special case for k below the count there.
+    # Above the highest knot the count is 0: the extra column saves a special case for k below the count at it.
     reached = torch.cat([reached, torch.zeros_like(reached[:, :1])], dim=1)
     knots = torch.cat([knots, knots[-1:]])
-    totals = reached.sum(0).cummin(0).values  # it descends but for rounding
+    totals = reached.sum(0).cummin(0).values  # descending except for rounding
     wanted = totals[:1].clamp(max=k)
     low = (totals >= wanted).sum().view(1) - 1  # the highest knot that is reached often enough
     high = low + 1
@@ -168,10 +168,10 @@ def _split_on_device(received: Tensor, grid: Tensor, sizes: Tensor, k: int) -> t
 
 
 def _reaching(received: Tensor, grid: Tensor, knots: Tensor) -> Tensor:
-    """(n, q) number of candidates of each rank with a magnitude of at least each knot."""
+    """Return (n, q) numbers of candidates of each rank with a magnitude of at least each knot."""
     n, points = received.shape
     ascending = received.flip(1).contiguous()
-    beyond = points - torch.searchsorted(ascending, knots.expand(n, -1).contiguous())  # statistics that reach it
+    beyond = points - torch.searchsorted(ascending, knots.expand(n, -1).contiguous())  # statistics that reach the knot
     upper = (beyond - 1).clamp(min=0)
     lower = beyond.clamp(max=points - 1)
     high, low = received.gather(1, upper), received.gather(1, lower)
@@ -181,15 +181,16 @@ def _reaching(received: Tensor, grid: Tensor, knots: Tensor) -> Tensor:
 
 
 def follow(threshold: Tensor, counts: Tensor | None, k: int, beta: float, gamma: float) -> Tensor:
-    """The published threshold controller of MiCRO and ExDyna, driven by the counts of the previous step.
+    """Return the next threshold of the published controller of MiCRO and ExDyna, from the previous step's counts.
 
     ``threshold *= 1 + gamma`` if ``k'/k > beta``, ``1 + gamma/4`` if ``1/beta < k'/k <= beta``, else ``1 - gamma``,
-    where k' is the number of coordinates selected by all ranks. There is no dead zone: inside the band the threshold
-    still rises, so that the loop rides the lower edge of the band (about 0.94 k); it moves at most by gamma a step.
+    where k' is the number of coordinates selected by all ranks. There is no dead zone: the threshold rises
+    inside the band, too, so that k' stays at the lower edge of the band (about 0.94 k). It moves by at most gamma a
+    step.
 
     Args:
         threshold: () float64 of the previous step.
-        counts: (n,) picks of the previous step; None or -1 before the first one, which leaves the threshold as it is.
+        counts: (n,) of the previous step; None or -1 before the first one, which leaves the threshold as it is.
         k: target for all ranks together.
         beta: width of the band, above 1.
         gamma: gain per step, in (0, 1).
@@ -205,7 +206,7 @@ def follow(threshold: Tensor, counts: Tensor | None, k: int, beta: float, gamma:
 
 
 def initial_threshold(density: float, numel: int, device: torch.device, method: str) -> Tensor:
-    """The published start, ``1 / (2 sqrt(k))`` with ``k = int(density * numel)``, () float64.
+    """Return the published start, ``1 / (2 sqrt(k))`` with ``k = int(density * numel)``, () float64.
 
     Raises:
         ValueError: if k is 0, where the published rule divides by zero.
@@ -222,7 +223,7 @@ def initial_threshold(density: float, numel: int, device: torch.device, method: 
 def force_one(
     indices: Tensor, count: Tensor, first: int | Tensor, last: int | Tensor, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Where nothing was picked, pick coordinate ``first + step mod (last - first)``, as the released code does."""
+    """Replace an empty selection by coordinate ``first + step mod (last - first)``, as the released code does."""
     place = first + step % (last - first)
     forced = place if isinstance(place, Tensor) else torch.full((), place, device=indices.device)
     if static_shapes(indices.device):
@@ -233,7 +234,7 @@ def force_one(
 
 
 def check_variant(variant: str) -> None:
-    """Raise a ValueError unless the variant is one of the two that exist."""
+    """Raise a ValueError unless the variant is "corrected" or "published"."""
     expect(variant in ("corrected", "published"), "variant", "'corrected' or 'published'", variant)
 
 

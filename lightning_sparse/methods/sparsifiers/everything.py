@@ -15,9 +15,9 @@ from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class Everything(Sparsifier):
-    """Plain DDP inside the same machinery: the dense baseline, measured with the same instruments.
+    """All coordinates, as in plain DDP: the dense baseline, with the same code and metrics.
 
-    The density is ignored. What a plan keeps dense (``dense=["*.bias"]``) is served by this, too.
+    The density is ignored. Parameters that a plan keeps dense (``dense=["*.bias"]``) use this, too.
 
     Example:
         >>> import torch, lightning_sparse as ls
@@ -31,7 +31,7 @@ class Everything(Sparsifier):
     follows_density: ClassVar[bool] = False
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
-        """All coordinates; the indices are left empty."""
+        """Select all coordinates; the indices are left empty."""
         indices = torch.empty(0, dtype=torch.int64, device=acc.device)
         count = torch.full((), acc.numel(), device=acc.device)
         return Selection(indices, count, aligned=True), state

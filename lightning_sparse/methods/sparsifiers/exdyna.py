@@ -29,7 +29,7 @@ PUBLISHED_BLOCKS = 1024
 
 
 class Partition(NamedTuple):
-    """Who owns what, equal on all ranks."""
+    """Ranges of the ranks; equal on all ranks."""
 
     blocks: Tensor
     """(n,) int64: number of blocks in each range."""
@@ -38,7 +38,7 @@ class Partition(NamedTuple):
     threshold: Tensor | None
     """() float64, published variant only."""
     step: Tensor
-    """() int64: the step that used these ranges, which tells which rank's count belongs to which range."""
+    """() int64: the step that used these ranges, which assigns the ranks' counts to ranges."""
 
 
 @SPARSIFIERS.register
@@ -46,26 +46,26 @@ class Partition(NamedTuple):
 class ExDyna(Sparsifier):
     """Exclusive ranges of movable size: like :class:`~lightning_sparse.MiCRO`, and balanced.
 
-    The group is cut into ``num_blocks`` blocks, each of the n ranges is a run of blocks, and rank i looks at
-    range ``(t + i) mod n``. Before each step but the first, the counts of the step before decide whether blocks move
-    between neighbouring ranges: where one of two neighbours sent more than ``alpha`` times the mean and the other less
-    than ``1/alpha`` of it, ``move`` blocks go from the first to the second, unless that would leave a range with fewer
-    than a quarter of its fair share of blocks. The pairs are visited in order, each seeing what the previous one
-    expects to have moved (algorithm 3).
+    The group is cut into ``num_blocks`` blocks, each of the n ranges is a run of blocks, and rank i searches range
+    ``(t + i) mod n``. Before each step but the first, the counts of the step before decide if blocks move between
+    neighbouring ranges: if one of two neighbours sent more than ``alpha`` times the mean and the other less than
+    ``1/alpha`` of it, ``move`` blocks go from the first to the second, unless that would leave a range with fewer than
+    a quarter of its fair share of blocks. The pairs are visited in order, each with the expected effect of the
+    previous moves (algorithm 3).
 
     Two rules, as in MiCRO:
 
     - ``variant="corrected"`` (default): the common threshold comes from shared order statistics, so that exactly k
-      coordinates are sent in each step, at most 2 k/n by one rank. Blocks are multiples of 32 coordinates where the
+      coordinates are sent in each step, at most 2 k/n by one rank. Blocks are multiples of 32 coordinates if the
       group is large enough for at least 4 n of them and smaller otherwise; the last block is short, so that no range
-      carries a remainder; the mean is not rounded down.
+      has a remainder; the mean is not rounded down.
     - ``variant="published"``: the released code: controller of 0.5 % a step from ``1 / (2 sqrt(k))``, exactly
-      ``num_blocks`` blocks with the whole remainder appended to the last range, the mean rounded down, forced picks.
+      ``num_blocks`` blocks with the remainder appended to the last range, the mean rounded down, forced coordinates.
 
     Args:
         alpha: imbalance that makes blocks move, above 1.
         num_blocks: number of blocks in a group, at least 1. None: 1024 in the published variant, as in its code, and
-            ``max(128, 16 n)`` in the corrected one: one block a step moves a range of 256 blocks too slowly to be seen.
+            ``max(128, 16 n)`` in the corrected one: one block a step has no visible effect on a range of 256 blocks.
         move: blocks that move at once, at least 1.
         variant: "corrected" or "published".
         beta: published only: width of the density band, above 1.
@@ -109,7 +109,7 @@ class ExDyna(Sparsifier):
             check_integer(value, name)
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> Partition:
-        """Ranges of equal numbers of blocks."""
+        """Return ranges of equal numbers of blocks."""
         size, blocks = self.layout(numel, world_size)
         threshold = None
         if self.variant == "published":
@@ -125,7 +125,7 @@ class ExDyna(Sparsifier):
         return Partition(share, share.cumsum(0) - share, threshold, step=torch.zeros_like(part[0]))
 
     def select(self, acc: Tensor, state: Partition, ctx: Context) -> Steps[Selected]:
-        """Move blocks, then pick within the own range."""
+        """Move blocks, then select within the own range."""
         state = self._rebalanced(acc.numel(), state, ctx)
         spans = self.ranges(acc.numel(), state, ctx)
         if state.threshold is None:
@@ -141,16 +141,16 @@ class ExDyna(Sparsifier):
         return Selection(indices, picks, threshold, aligned=aligned), state._replace(threshold=kept)
 
     def ranges(self, numel: int, state: Partition, ctx: Context) -> Tensor:
-        """Rank i holds range ``(t + i) mod n``."""
+        """Return the ranges by rank: rank i has range ``(t + i) mod n``."""
         n = ctx.world_size
         size, blocks = self.layout(numel, n)
         own = (ctx.step + torch.arange(n, device=state.first.device)) % n
         first, last = state.first[own], state.first[own] + state.blocks[own]
         bounds = torch.stack([first * size, torch.where(last == blocks, numel, last * size)], dim=1)
-        return bounds.clamp(max=numel)  # the last block is short, and ranges may be empty where ranks outnumber blocks
+        return bounds.clamp(max=numel)  # the last block is short, and ranges are empty if ranks outnumber blocks
 
     def layout(self, numel: int, world_size: int) -> tuple[int, int]:
-        """Coordinates per block, and number of blocks (the last one ends with the group)."""
+        """Return the coordinates per block, and the number of blocks (the last one ends with the group)."""
         if self.variant == "published":
             wanted = self.num_blocks or PUBLISHED_BLOCKS
             return 32 * (numel // wanted // 32), wanted
@@ -161,7 +161,7 @@ class ExDyna(Sparsifier):
         return size, math.ceil(numel / size)
 
     def _rebalanced(self, numel: int, state: Partition, ctx: Context) -> Partition:
-        """Algorithm 3 on the counts of the step that used these ranges."""
+        """Apply algorithm 3 to the counts of the step that used these ranges."""
         now = state._replace(step=torch.full_like(state.step, ctx.step))
         if ctx.counts is None:
             return now
@@ -205,18 +205,18 @@ class ExDyna(Sparsifier):
     def _move_static(
         self, state: Partition, load: Tensor, numel: int, size: int, low: float, least: float
     ) -> tuple[Tensor, Tensor]:
-        """The same without a read-back, of all pairs at once.
+        """Do the same as :meth:`_move_host` without a read-back, for all pairs at once.
 
-        What a pair does depends on the pair before alone, and that one has moved blocks to the left, none, or to the
-        right: for each of the three, a table says what the pair does. These tables are then followed.
+        The move of a pair depends only on the move of the pair before, which is to the left, none, or to the right. A
+        table has the move for each of these three cases. The tables are then applied one after another.
         """
         blocks, load = state.blocks, load.double()
         total = load.sum()
         mean = total / len(load)
         mean = mean.floor() if self.variant == "published" else mean
         expected = torch.floor(self.move * size * (total / numel))
-        before = torch.arange(-1, 2, device=load.device)  # by how many times ``move`` the pair before has moved
-        left = (load[:-1, None] - before * expected) / mean  # moves nothing for 0/0, which is NaN, and for -1/-1
+        before = torch.arange(-1, 2, device=load.device)  # move of the pair before, in units of ``move``
+        left = (load[:-1, None] - before * expected) / mean  # no move for 0/0, which is NaN, and for -1/-1
         right = load[1:, None] / mean
         given, taken = (
             blocks[:-1, None] - before * self.move - self.move >= least,
@@ -231,7 +231,7 @@ class ExDyna(Sparsifier):
 
 
 def _followed(tables: Tensor) -> Tensor:
-    """(p, 3) what comes out of the first tables, each applied to what came out of the one before; by doubling.
+    """Return (p, 3) compositions of the first tables, each applied to the result of the one before; by doubling.
 
     Example:
         >>> _followed(torch.tensor([[0, 0, 2], [2, 1, 1], [1, 1, 0]]))

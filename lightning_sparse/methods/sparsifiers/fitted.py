@@ -1,4 +1,4 @@
-"""The magnitude that a number of coordinates reach, by distributions fitted in stages: what SIDCo decides by."""
+"""Thresholds of SIDCo: the magnitude that a number of coordinates reach, by distributions fitted in stages."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ def threshold(
     recount: bool = True,
     candidates: Candidates | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The magnitude that about ``aim`` coordinates reach, by fits in stages.
+    """Return the magnitude that about ``aim`` coordinates reach, by fits in stages.
 
     Args:
         x: (numel,) finite values.
         aim: () float64 number of coordinates wanted, above 0.
         stages: () int64 number of fits, from 1 to ``most``.
         fits: distributions of the first stage and of all others.
-        most: stages that are computed where the host does not know ``stages``.
-        first_ratio: share that the first of several stages keeps. Where no less is wanted, it is the only one.
-        recount: True: a later stage aims from the survivors it sees; False: its share is settled beforehand.
-        candidates: of the group, where x is its accumulator: they may save a pass.
+        most: stages that are computed if the host does not know ``stages``.
+        first_ratio: share that the first of several stages keeps. If at least this share is wanted, it is the only
+            stage.
+        recount: True: a later stage aims from the number of survivors; False: its share is fixed beforehand.
+        candidates: of the group, if x is its accumulator: they may save a pass.
 
     Returns:
         The threshold, () float64, above 0: the least positive number of x's precision selects all but zeros. And the
@@ -87,7 +88,7 @@ def _thresholds_on_host(
     recount: bool,
     candidates: Candidates | None,
 ) -> tuple[float, float]:
-    """The same where sizes are known: later stages look at what is left only."""
+    """Do the same as :func:`threshold` with known sizes: later stages read the survivors only."""
     found, settled, nonzero, last = 0.0, 1.0, 0.0, 0
     left, first = x, sums(x, "logarithms" if "gamma" in fits else "magnitudes", candidates)
     number, total, squares = first[:3]
@@ -125,16 +126,16 @@ def _thresholds_on_host(
 
 
 def pareto_quantile(mean: Tensor, variance: Tensor, ratio: Tensor) -> Tensor:
-    """What a share of a generalised Pareto distribution exceeds, by the method of moments; all () float64."""
+    """Return the value that a share of a generalised Pareto distribution exceeds, by moments; all () float64."""
     shape, scale = pareto_moments(mean, variance)
     exponent = -shape * ratio.log()
-    # (r^-A - 1) / A, which goes to ln(1/r) where A goes to 0.
+    # (r^-A - 1) / A, with the limit ln(1/r) for A = 0.
     growth = torch.where(exponent.abs() < 1e-9, 1.0, torch.expm1(exponent) / exponent)
     return scale * -ratio.log() * growth
 
 
 def pareto_quantile_on_host(mean: float, variance: float, ratio: float) -> float:
-    """:func:`pareto_quantile` of numbers, in a tenth of its time."""
+    """Compute :func:`pareto_quantile` for numbers, in a tenth of its time."""
     odds, depth = mean * mean / variance, -math.log(ratio)
     exponent = (1 - odds) / 2 * depth
     growth = 1.0 if abs(exponent) < 1e-9 else math.expm1(exponent) / exponent
@@ -142,7 +143,7 @@ def pareto_quantile_on_host(mean: float, variance: float, ratio: float) -> float
 
 
 def gamma_quantile(mean: Tensor, mean_log: Tensor, ratio: Tensor) -> Tensor:
-    """What a share of a gamma distribution exceeds, from the mean and the mean logarithm; all () float64.
+    """Return the value that a share of a gamma distribution exceeds, by mean and mean log; all () float64.
 
     The survival function is inverted by cutting a bracket into 31 parts, six times. In units of the scale, ``x^A /
     Gamma(A + 1)`` bounds the distribution function, and ``A + sqrt(2 A L) + L`` with ``L = ln(1/r)`` the quantile.
@@ -164,7 +165,7 @@ def gamma_quantile(mean: Tensor, mean_log: Tensor, ratio: Tensor) -> Tensor:
 
 
 def gamma_quantile_on_host(mean: float, mean_log: float, ratio: float) -> float:
-    """:func:`gamma_quantile` of numbers, in half of its time."""
+    """Compute :func:`gamma_quantile` for numbers, in half of its time."""
     gap, depth = max(math.log(mean) - mean_log, CONSTANT), -math.log(ratio)
     shape = (3 - gap + math.sqrt((gap - 3) ** 2 + 24 * gap)) / (12 * gap)
     low = (math.log1p(-ratio) + math.lgamma(shape + 1)) / shape

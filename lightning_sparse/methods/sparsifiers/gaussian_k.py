@@ -1,4 +1,4 @@
-"""GaussianK: the threshold that a normal distribution would have, corrected by counting."""
+"""GaussianK: the threshold of a normal distribution, corrected by counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_sparse.methods.sparsifiers.estimation import check_variant
 from lightning_sparse.ops import moments
 
 ROUNDS = 12
-"""Trials of the corrected variant at most. One or two are usual for normal data, four to six for heavy tails."""
+"""Most trials of the corrected variant. One or two are usual for normal data, four to six for heavy tails."""
 RAISE, LOWER = 1.5, 0.5
 
 
@@ -39,16 +39,16 @@ class GaussianK(Sparsifier):
     ``threshold = mean + z std`` with ``z = Phi^-1(1 - d/2)`` and ``d = k / numel``, the two-sided quantile of a normal
     distribution; then it is halved while fewer than 2k/3 magnitudes are above it, and multiplied by 1.5 while more than
     4k/3 are. k is meant per rank. Gradients have heavier tails than a normal distribution, and error feedback makes
-    residuals lighter: the estimate is a start rather than an answer.
+    those of residuals lighter: the estimate is only the start of the search.
 
     - ``variant="corrected"`` (default): once one threshold is known to be too low and one too high, the next trial is
-      their geometric mean; up to 12 trials. What is picked is what reaches the last threshold. The mean enters by its
-      magnitude, since it is magnitudes that are compared. Where no threshold isolates the picks (ties, zeros), the k
-      largest of what is left are picked. Every rank picks 2k/3 to 4k/3.
+      their geometric mean; up to 12 trials. All coordinates that reach the last threshold are selected. The mean
+      enters by its magnitude, since magnitudes are compared. If no threshold isolates enough coordinates (ties,
+      zeros), the k largest of the rest are selected. Every rank selects 2k/3 to 4k/3.
     - ``variant="published"``: the released code's rule, with its faults. Three trials; the selection belongs to the
       third threshold, and the correction that follows from it is computed but never used. A negative mean lowers the
-      threshold, below zero if it is large enough: everything is sent then, and multiplication by 1.5 leads further
-      away. On CUDA at most 4 k travel, more is thinned evenly.
+      threshold, below zero if it is large enough: all coordinates are then sent, and multiplication by 1.5 leads
+      further away. On CUDA at most 4 k are sent, more are thinned evenly.
 
     Args:
         variant: "corrected" or "published".
@@ -77,7 +77,7 @@ class GaussianK(Sparsifier):
         check_variant(self.variant)
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
-        """What reaches the threshold found; no state."""
+        """Select the coordinates that reach the estimated threshold; no state."""
         numel = acc.numel()
         k = count(ctx.density, numel)
         z = -NormalDist().inv_cdf(k / numel / 2)
@@ -87,7 +87,7 @@ class GaussianK(Sparsifier):
             mean, deviation = number(acc.mean().double()), number(acc.std().double())
             return survivors.beyond(_published(survivors, mean + z * deviation, k), k, ctx.step), state
         mean, deviation = moments(acc, ctx.candidates)
-        # Squares may overflow where the values themselves do not.
+        # Squares may overflow though the values do not.
         start = number((mean.abs() + z * deviation).nan_to_num().clamp(max=torch.finfo(acc.dtype).max))
 
         def between(bracket: Bracket) -> Number:

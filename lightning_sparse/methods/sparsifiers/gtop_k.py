@@ -12,14 +12,14 @@ from lightning_sparse.methods.sparsifiers.topk import TopK
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class GTopK(TopK):
-    """Global top-k: every rank picks its k largest magnitudes, and k sums are left of them for all ranks together.
+    """Global top-k: every rank selects its k largest magnitudes, and k of the sums are kept for all ranks together.
 
-    ``S_i = argtop_k |acc_i|`` as in :class:`~lightning_sparse.TopK`; the exchange ``"tree"`` merges the ranks' picks in
-    pairs and keeps the k largest sums each time. The density is k whatever n is, without build-up, and so is what a
-    rank sends, while the time grows with log n. The result is an approximation of the k largest of the sum of all
-    picks: a coordinate that is dropped early may have come back from another branch.
+    ``S_i = argtop_k |acc_i|`` as in :class:`~lightning_sparse.TopK`; the exchange ``"tree"`` merges the ranks'
+    selections in pairs and keeps the k largest sums each time. The update has k coordinates and a rank sends k for any
+    n, without build-up, while the time grows with log n. The result approximates the k largest of the sum of all
+    selections: a coordinate that is dropped early may also be selected in another branch.
 
-    Works with any number of ranks (the released code with powers of two), and loses nothing, see
+    It works with any number of ranks (the released code with powers of two), and dropped values stay in residuals, see
     :class:`~lightning_sparse.Tree`.
 
     Example:

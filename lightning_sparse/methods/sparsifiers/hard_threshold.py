@@ -16,25 +16,25 @@ from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.ops import above, static_shapes
 
 CAPACITY = 8
-"""Device slots per pick at the target density. On the CPU, selections are as long as they come."""
+"""Device slots in multiples of k at the target density. On the CPU, selections have no limit."""
 
 
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class HardThreshold(Sparsifier):
-    """Each rank picks every coordinate whose accumulator reaches a fixed magnitude.
+    """Each rank selects every coordinate whose accumulator reaches a fixed magnitude.
 
-    ``S_i = {j : |acc_i[j]| >= threshold}``. Selection costs one pass, but nothing holds the density: it follows the
+    ``S_i = {j : |acc_i[j]| >= threshold}``. Selection costs one pass, but the density is not controlled: it follows the
     scale of the gradients (up to 106.6 times the target was measured on Inception-v4 in the ExDyna paper). The density
     setting only decides the default threshold, and on CUDA the capacity of the messages: at most 8 times the target is
-    sent, more is thinned evenly and stays in the residual.
+    sent, more are thinned evenly and stay in the residual.
 
     Args:
         threshold: magnitude above 0, in units of the accumulated raw gradient (not multiplied by the learning rate).
-            With ``lr_aware`` it is raised for a while where a drop of the rate has made residuals larger.
+            With ``lr_aware`` it is raised for a while after a drop of the rate has made residuals larger.
             None: ``1 / (2 sqrt(k))`` with k at the target density over all sparsified groups together, the formula of
-            the MiCRO and ExDyna experiments; it knows nothing of your gradients' scale. A threshold per group from the
-            group's own k would be larger the smaller the group.
+            the MiCRO and ExDyna experiments; it does not depend on the gradients' scale. A threshold from each group's
+            own k would be larger for smaller groups.
 
     Raises:
         ValueError: if the threshold is not a positive finite number.
@@ -65,7 +65,7 @@ class HardThreshold(Sparsifier):
             )
 
     def select(self, acc: Tensor, state: Tensor | None, ctx: Context) -> tuple[Selection, Tensor]:
-        """All above the threshold, which is settled at the first step and kept as state, () float64."""
+        """Select all coordinates that reach the threshold; it is the state, () float64, set in the first step."""
         k = count(ctx.density, acc.numel())
         if state is None:
             total = count(ctx.density, ctx.model_numel or acc.numel())

@@ -27,21 +27,22 @@ from lightning_sparse.ops import above, static_shapes
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class MiCRO(Sparsifier):
-    """Exclusive ranges: rank i looks at range ``(t + i) mod n`` of n nearly equal ones and picks by a common threshold.
+    """Exclusive ranges: rank i selects from range ``(t + i) mod n`` of n nearly equal ones, by a common threshold.
 
-    ``S_i = {j in range of i : |acc_i[j]| >= threshold}``. No coordinate is picked twice, so the union is as large as
-    the picks together (no build-up), and each rank searches only numel/n coordinates; every coordinate is looked at by
-    every rank once in n steps.
+    ``S_i = {j in range of i : |acc_i[j]| >= threshold}``. No coordinate is selected twice, so the union is as large as
+    all selections together (no build-up), and each rank searches only numel/n coordinates; every rank searches every
+    coordinate once in n steps.
 
     Two rules for the threshold:
 
     - ``variant="corrected"`` (default): the threshold that exactly k coordinates of all ranges reach, found in each
-      step from order statistics that the ranks share before they pick (in place of the counts, which are then known),
-      with at most 2 k/n picks a rank. It follows the gradients' scale at once and has no start-up phase.
-    - ``variant="published"``: the released code's controller. It starts at ``1 / (2 sqrt(k))`` whatever the gradients'
-      scale, moves 0.5 % a step, settles at about 0.94 of the target and overshoots by 15-34 times at first; a rank that
-      finds nothing sends one forced coordinate. ``k = int(density * numel)``. On CUDA at most 4 k/n picks a rank
-      travel, more is thinned evenly.
+      step from order statistics that the ranks share before they select (in place of the counts, which are then
+      known), with at most 2 k/n coordinates per rank. It follows the gradients' scale at once and has no start-up
+      phase.
+    - ``variant="published"``: the released code's controller. It starts at ``1 / (2 sqrt(k))`` for any scale of the
+      gradients, moves 0.5 % a step, settles at about 0.94 of the target and overshoots by 15-34 times at first; a rank
+      that finds nothing sends one forced coordinate. ``k = int(density * numel)``. On CUDA a rank sends at most
+      4 k/n, more are thinned evenly.
 
     Args:
         variant: "corrected" or "published".
@@ -81,7 +82,7 @@ class MiCRO(Sparsifier):
         check_controller(self.beta, self.gamma)
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> Tensor | None:
-        """Published: the threshold, () float64. Corrected: nothing."""
+        """Return the threshold, () float64, in the published variant, and None in the corrected one."""
         if self.variant == "corrected":
             return None
         if numel < world_size:
@@ -92,7 +93,7 @@ class MiCRO(Sparsifier):
         return initial_threshold(density, numel, device, "MiCRO")
 
     def select(self, acc: Tensor, state: Tensor | None, ctx: Context) -> Steps[Selected]:
-        """Picks within the own range."""
+        """Select within the own range."""
         if self.variant == "corrected":
             numel, n, place = acc.numel(), ctx.world_size, (ctx.step + ctx.rank) % ctx.world_size
             first, last = (part * (numel // n) + min(part, numel % n) for part in (place, place + 1))
@@ -103,7 +104,7 @@ class MiCRO(Sparsifier):
         kept = follow(state, ctx.counts, k, self.beta, self.gamma)
         threshold = kept * ctx.surplus
         first, last = self.ranges(acc.numel(), state, ctx)[ctx.rank].tolist()
-        # By the longest range, not by the own one: messages must be equally long on all ranks.
+        # Of the longest range, not of the own one: messages must be equally long on all ranks.
         capacity = min(-(-acc.numel() // ctx.world_size), CAPACITY * -(-k // ctx.world_size))
         indices, picks = above(acc, threshold, (first, last), capacity=capacity, phase=ctx.step)
         indices, picks = force_one(indices, picks, first, last, ctx.step)
@@ -111,7 +112,7 @@ class MiCRO(Sparsifier):
         return Selection(indices, picks, threshold, aligned=aligned), kept
 
     def ranges(self, numel: int, state: Tensor | None, ctx: Context) -> Tensor:
-        """Sizes ``numel // n``, one more for the first ``numel mod n``; on the CPU, whatever the group's device."""
+        """Return ranges of ``numel // n`` coordinates, one more in the first ``numel mod n``; always on the CPU."""
         return _spans(numel, ctx, torch.device("cpu"))
 
 

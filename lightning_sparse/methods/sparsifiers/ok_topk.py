@@ -1,4 +1,4 @@
-"""Ok-Topk: about k coordinates by a threshold of the rank's own, which is estimated now and then."""
+"""Ok-Topk: about k coordinates by a threshold of each rank, which is estimated at intervals."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.ops import above, static_shapes, top_k
 
 CAPACITY = 2
-"""Device slots in multiples of k. On the CPU, selections are as long as they come."""
+"""Device slots in multiples of k. On the CPU, selections have no limit."""
 SAMPLE = 1 << 16
-"""Magnitudes that stand for all where a device has no threshold and the step has no estimate."""
+"""Size of a sample of magnitudes, used if a device has no threshold in a step without an estimate."""
 
 
 class OkTopKState(NamedTuple):
-    """A rank's own threshold."""
+    """Threshold of one rank."""
 
     threshold: Tensor
     """() float64: for the next step."""
     target: Tensor
-    """() int64: the k that it is for; 0 where there is none, or none that is any good."""
+    """() int64: the k of the threshold; 0 if there is no usable one."""
 
 
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class OkTopK(Sparsifier):
-    """Each rank picks about k coordinates by its own threshold; k of the sums go to everyone.
+    """Each rank selects about k coordinates by its own threshold; k of the sums go to all ranks.
 
     ``S_i = {j : |acc_i[j]| >= threshold_i}``. Every ``interval`` steps the threshold is the k-th largest magnitude,
-    exactly. In between it is followed: after a step with fewer than ``2 k / 3`` picks it is divided by ``gain``, after
-    one with more than ``5 k / 4`` multiplied by it. A selection thus costs one pass, and an exact top-k only now and
-    then. The exchange ``"balanced"`` leaves k coordinates for all ranks together, whatever n is.
+    exactly. In between it is adapted: after a step with fewer than ``2 k / 3`` selected it is divided by ``gain``,
+    after one with more than ``5 k / 4`` multiplied by it. A selection thus costs one pass, and an exact top-k only at
+    intervals. The exchange ``"balanced"`` leaves k coordinates for all ranks together, for any n.
 
-    Ours: a step with fewer than k/2 picks, or with 2 k and more, is followed by an estimate, too, since residuals at
-    first and gradients later may grow faster than 1.2 % a step. (The released code is dense for the first 128 or 512
-    steps instead.) So is a change of the density. On a device, where the host does not know that it is needed, such an
-    estimate is made from a sample of 65 536 magnitudes. Steps in which everything is sent, at a density of 1 or in a
-    flush, leave the threshold as it was: in the step after them it may let little through, and an estimate follows.
+    Ours: a step with fewer than k/2 selected, or with 2 k and more, is followed by an estimate, too, since residuals
+    at first and gradients later may grow faster than 1.2 % a step. (The released code is dense for the first 128 or
+    512 steps instead.) So is a change of the density. On a device, where the host does not know that it is needed,
+    such an estimate is made from a sample of 65 536 magnitudes. Steps that send all coordinates, at a density of 1 or
+    in a flush, leave the threshold as it was: the step after them may select few, and an estimate follows.
 
-    An accumulator with fewer than k values that are not zero has no threshold: all of these are picked. On CUDA at most
-    2 k are picked, more are thinned evenly.
+    An accumulator with fewer than k nonzero values has no threshold: all of these are selected. On CUDA at most 2 k
+    are selected, more are thinned evenly.
 
     Args:
         interval: steps from one estimate to the next, at least 1. Released: 32, and 128 for BERT.
@@ -82,17 +82,17 @@ class OkTopK(Sparsifier):
         expect(moves, "gain, the factor that moves the threshold,", "above 1 and finite", self.gain)
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> OkTopKState:
-        """No threshold yet."""
+        """Return a state without a threshold."""
         return OkTopKState(
             torch.zeros((), dtype=torch.float64, device=device), torch.zeros((), dtype=torch.int64, device=device)
         )
 
     def select(self, acc: Tensor, state: OkTopKState, ctx: Context) -> tuple[Selection, OkTopKState]:
-        """All that reach the threshold."""
+        """Select all coordinates that reach the threshold."""
         numel, on_device = acc.numel(), static_shapes(acc.device)
         k = count(ctx.density, numel)
         threshold = self._threshold(acc, state, k, ctx)
-        # Zeros reach a threshold of zero, but there is nothing to send of them.
+        # Zeros reach a threshold of zero, but need not be sent.
         applied = threshold.clamp(min=torch.finfo(acc.dtype).tiny)
         room = min(numel, CAPACITY * k)
         indices, picks = above(acc, applied, capacity=room, phase=ctx.step, candidates=ctx.candidates)
@@ -114,5 +114,5 @@ class OkTopK(Sparsifier):
 
 
 def _kth_magnitude(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
-    """() float64: the k-th largest magnitude."""
+    """Return the k-th largest magnitude, () float64."""
     return x[top_k(x, k, candidates)].abs().amin().double()

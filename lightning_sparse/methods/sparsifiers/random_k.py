@@ -1,4 +1,4 @@
-"""Random-k: all ranks draw the same coordinates without talking."""
+"""Random-k: all ranks draw the same coordinates without messages."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ FACTORS = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class RandomK(Sparsifier):
-    """All ranks pick the same k coordinates at random, anew in every step, whatever the gradients are.
+    """All ranks draw the same k random coordinates, new ones in every step, independent of the gradients.
 
     The draw is a hash of seed, step, group size and position, in 64-bit integers: equal on all ranks and devices, bit
     for bit, without a message and without a random number generator, so that dropout and data augmentation are not
-    disturbed. (Released codes reseed torch's global generator in every step, which repeats their dropout masks; or
-    leave the seed to each rank, so that the picks differ; or draw with replacement and send fewer than k.)
+    disturbed. (Released codes reseed torch's global generator in every step, which repeats their dropout masks; or use
+    a seed per rank, so that the indices differ; or draw with replacement and send fewer than k.)
 
-    It is stratified rather than the papers' plain uniform draw: the group is cut into k strata whose sizes differ by at
-    most one, one coordinate is drawn in each, and all are moved on around the group by one random distance. The picks
-    are different ones by construction, each coordinate is picked with probability ``k / numel``, and the work is
-    O(k). Where k divides numel, a mean over the picks never varies more than over k independent draws.
+    The draw is stratified, while the papers' is plainly uniform: the group is cut into k strata whose sizes differ by
+    at most one, one coordinate is drawn in each, and all are rotated around the group by one random distance. The
+    indices are unique by construction, each coordinate is drawn with probability ``k / numel``, and the work is O(k).
+    If k divides numel, a mean over the draw never varies more than over k independent draws.
 
-    Nothing is multiplied by ``numel / k``: with error feedback, what is not sent now is sent later. Without it
-    (``NoMemory``) the update is ``k / numel`` times the dense mean on average.
+    Values are not multiplied by ``numel / k``: with error feedback, the rest is sent later. Without it (``NoMemory``)
+    the update is ``k / numel`` times the dense mean on average.
 
-    Groups of equal size draw the same places in the same step.
+    Groups of equal size draw the same indices in the same step.
 
     Args:
         seed: any integer; the same on all ranks.
@@ -66,7 +66,7 @@ class RandomK(Sparsifier):
         expect(is_integer(self.seed), "seed", "an integer", self.seed)
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
-        """One pick a stratum; no state."""
+        """Draw one coordinate per stratum; no state."""
         numel = acc.numel()
         k = count(ctx.density, numel)
         key = 0
@@ -77,7 +77,7 @@ class RandomK(Sparsifier):
 
 
 def mix(x: int) -> int:
-    """SplitMix64's bijection of 64-bit words: every bit of the result depends on every bit of x.
+    """Apply SplitMix64's bijection of 64-bit words: every bit of the result depends on every bit of x.
 
     Example:
         >>> hex(mix(GOLDEN))  # the first output of the generator with seed 0
@@ -90,13 +90,13 @@ def mix(x: int) -> int:
 
 
 def draw(numel: int, k: int, key: int, device: torch.device) -> Tensor:
-    """Draw k different coordinates, ascending: one in each of k strata, all moved on by the same distance.
+    """Draw k different coordinates, ascending: one in each of k strata, all rotated by the same distance.
 
     Args:
         numel: coordinates to draw from, below 2**31.
-        k: how many, in 1 .. numel.
+        k: number of coordinates to draw, in 1 .. numel.
         key: 64 bits that decide the draw.
-        device: where the result is made.
+        device: of the result.
     """
     places = torch.arange(k + 1, device=device)
     bounds = places * numel // k
@@ -104,23 +104,23 @@ def draw(numel: int, k: int, key: int, device: torch.device) -> Tensor:
     drawn = bounds[:-1] + (words & 0x7FFFFFFFFFFFFFFF) % (bounds[1:] - bounds[:-1])
     distance = mix(key) % numel
     moved = (drawn + distance) % numel
-    # Those that went past the end are the last ones in order, and now the smallest.
+    # Coordinates that passed the end were the last ones, and are now the smallest.
     stayed = (drawn < numel - distance).sum()
     return moved[(places[:-1] + stayed) % k]
 
 
 def _mix(x: Tensor) -> Tensor:
-    """:func:`mix` of int64 words; products wrap around as those of unsigned words do."""
+    """Compute :func:`mix` for int64 words; products wrap around as those of unsigned words do."""
     for shift, factor in FACTORS:
         x = (x ^ _shifted(x, shift)) * _signed(factor)
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: Tensor, shift: int) -> Tensor:
-    """To the right, filled with zeros: torch repeats the sign."""
+    """Shift to the right and fill with zeros, where torch repeats the sign."""
     return (x >> shift) & ((1 << (64 - shift)) - 1)
 
 
 def _signed(word: int) -> int:
-    """The int64 with the bits of a 64-bit word."""
+    """Return the int64 with the bits of a 64-bit word."""
     return word - (1 << 64) if word >> 63 else word

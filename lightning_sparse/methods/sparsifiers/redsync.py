@@ -24,7 +24,7 @@ from lightning_sparse.methods.sparsifiers.estimation import check_variant
 from lightning_sparse.ops import mean_and_maximum
 
 ROUNDS = 20
-"""Trials of the corrected bisection at most. Four to eight are usual."""
+"""Most trials of the corrected bisection. Four to eight are usual."""
 
 
 @SPARSIFIERS.register
@@ -35,16 +35,16 @@ class RedSync(Sparsifier):
     ``threshold = mean + q (max - mean)``, starting at ``q = 1/2``. No sorting and no model of the distribution, only
     counts. k is meant per rank; any count from k to 2k ends the search, so that somewhat more than k are sent.
 
-    - ``variant="corrected"`` (default): up to 20 trials, each going the right way. Where fewer than k coordinates reach
-      twice the mean, the bisection goes on below the mean. Where it isolates nothing (ties, zeros, an outlier by many
-      orders of magnitude), the k largest of what is left are picked. Every rank picks k to 2k.
+    - ``variant="corrected"`` (default): up to 20 trials, each in the right direction. If fewer than k coordinates reach
+      twice the mean, the bisection continues below the mean. If it isolates nothing (ties, zeros, an outlier by many
+      orders of magnitude), the k largest of the rest are selected. Every rank selects k to 2k.
     - ``variant="published"``: the rule as it was released for comparisons, with its faults. It stops when q is known to
-      0.2, that is after three trials, and uses the last threshold tried whatever its count (0.009 k to 1.7 k in
-      ordinary data); counts from k/2 to k raise the threshold though they are short already; a constant group never
-      sends anything. On CUDA at most 4 k travel, more is thinned evenly.
+      0.2, that is after three trials, and uses the last threshold with any count (0.009 k to 1.7 k in ordinary data);
+      counts from k/2 to k raise the threshold though they are too low already; a constant group never sends anything.
+      On CUDA at most 4 k are sent, more are thinned evenly.
 
-    The original system also sends small tensors densely and keeps a threshold for five steps; here every group of every
-    step is searched. To keep tensors dense, name them in the strategy's ``dense``.
+    The original system also sends small tensors densely and keeps a threshold for five steps; here every group is
+    searched in every step. To keep tensors dense, name them in the strategy's ``dense``.
 
     Args:
         variant: "corrected" or "published".
@@ -75,7 +75,7 @@ class RedSync(Sparsifier):
         check_variant(self.variant)
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
-        """What reaches the threshold found; no state."""
+        """Select the coordinates that reach the threshold of the bisection; no state."""
         k = count(ctx.density, acc.numel())
         mean, largest = map(number, mean_and_maximum(acc, ctx.candidates))
         survivors = Survivors(acc, 2 * k, ctx.candidates)
@@ -83,7 +83,7 @@ class RedSync(Sparsifier):
             return survivors.beyond(_published(survivors, mean, largest, k), k, ctx.step), state
 
         def middle(bracket: Bracket) -> Number:
-            # More than k may be wanted than reach the mean.
+            # Fewer than k coordinates may reach the mean.
             floor = either(bracket.high > 2 * mean, mean, 0.0)
             left = either(bracket.low > 0, bracket.low, floor)
             return (left + lesser(bracket.high, largest)) / 2

@@ -1,4 +1,4 @@
-"""SharedTopK: every rank names its k/n largest coordinates, and all ranks send their values at all of them."""
+"""SharedTopK: every rank selects its k/n largest coordinates, and all ranks send their values at all of them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_sparse.ops import top_k
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class SharedTopK(Sparsifier):
-    """Each rank picks the ``k // n`` coordinates that are largest in magnitude in the whole group; all send there.
+    """Each rank selects the ``k // n`` coordinates that are largest in magnitude in the whole group; all send there.
 
     ``S_i = argtop_(k//n) |acc_i|``, ``U`` the union of the ``S_i``, ``update[U] = (1/n) sum_i acc_i[U]``, and every
-    rank forgets U. At most k coordinates travel whatever n is: no build-up, no threshold, no ranges, no start-up phase,
-    and messages of a size that is known beforehand and equal on all ranks. A coordinate that several ranks pick carries
-    the same sum each time it travels. With fewer than n picks to share out, k of the ranks pick one each, in turns.
+    rank clears its residual at U. At most k coordinates travel for any n: no build-up, no threshold, no ranges, no
+    start-up phase, and messages of a size that is known beforehand and equal on all ranks. A coordinate that several
+    ranks select has the same sum each time it travels. If k is below n, k of the ranks select one each, in turns.
 
-    Unlike methods of exclusive ranges, each rank brings up what matters most to it at every step, not only when its
-    turn at a range comes; unlike CLT-k, all ranks contribute at every step.
+    Unlike methods of exclusive ranges, each rank sends its largest coordinates at every step, not only when its turn
+    at a range comes; unlike CLT-k, all ranks contribute at every step.
 
-    Where ranks agree on what is large, the picks overlap and the union is smaller than k.
+    If ranks have large values at the same coordinates, the selections overlap and the union is smaller than k.
 
     Example:
         >>> import torch, lightning_sparse as ls
@@ -45,7 +45,7 @@ class SharedTopK(Sparsifier):
     exchange: ClassVar[str] = "reduce_union"
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
-        """The ``k // n`` largest; no state."""
+        """Select the ``k // n`` largest; no state."""
         numel, n = acc.numel(), ctx.world_size
         k = count(ctx.density, numel)
         share, turn = k // n, (ctx.rank - ctx.step) % n

@@ -1,4 +1,4 @@
-"""SIDCo: a threshold from a distribution that is fitted to the magnitudes, and again to what lies beyond."""
+"""SIDCo: a threshold from a distribution that is fitted to the magnitudes, and again to those beyond it."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from lightning_sparse.methods.sparsifiers.fitted import Fit, threshold
 from lightning_sparse.ops import above, static_shapes
 
 CAPACITY = 4
-"""Device slots per pick at the target density. Where the rule adapts, more picks than that are not told apart either,
+"""Device slots in multiples of k at the target density. The adaptive rule does not distinguish larger counts either,
 and it never aims for less than this part of the target."""
 GAIN = 0.1
-"""Gain: change of the logarithm of the aim per relative error of one step."""
+"""Change of the logarithm of the aim per relative error of one step."""
 LAST_RATIO = 0.75
 """The stages of the corrected variant leave at least this share to the last one."""
 
 
 class SIDCoState(NamedTuple):
-    """What one rank knows of its own group; all tensors are scalars."""
+    """State of a group on one rank; all tensors are scalars."""
 
     stages: Tensor
     """int64 number of fits M."""
     quality: Tensor
-    """float64 sum of picks / target since the number of stages was last looked at."""
+    """float64 sum of count / target since the last decision on the number of stages."""
     calls: Tensor
     """int64 number of steps in that sum."""
     aim: Tensor
-    """float64 logarithm of what the fits aim for, in multiples of k. Always 0 in the published variant."""
+    """float64 logarithm of the number that the fits aim for, in multiples of k. Always 0 in the published variant."""
 
 
 @dataclass(frozen=True)
 class _SIDCo(Sparsifier):
-    """What the three methods share. They differ in the distributions they fit."""
+    """Base class of the three methods, which differ in the distributions that they fit."""
 
     first_ratio: float = 0.25
     tolerance: float = 0.2
@@ -64,14 +64,14 @@ class _SIDCo(Sparsifier):
         check_variant(self.variant)
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> SIDCoState:
-        """The fewest stages, nothing observed yet, and k itself as the aim."""
+        """Return the state with the fewest stages, no observations, and k as the aim."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
         fewest, _ = self._limits(density)
         calls = torch.zeros((), dtype=torch.int64, device=device)
         return SIDCoState(torch.full_like(calls, fewest), zero, calls, zero)
 
     def select(self, acc: Tensor, state: SIDCoState, ctx: Context) -> tuple[Selection, SIDCoState]:
-        """All that reach the last threshold: more or fewer than k, and none is possible."""
+        """Select all that reach the last threshold: more or fewer than k, maybe none."""
         numel, k = acc.numel(), count(ctx.density, acc.numel())
         aligned = static_shapes(acc.device)
         fewest, most = self._limits(ctx.density)
@@ -92,7 +92,7 @@ class _SIDCo(Sparsifier):
         return Selection(indices, picks, decided, aligned=aligned), self._adapt(state, stages, quality, most, numel / k)
 
     def _limits(self, density: float) -> tuple[int, int]:
-        """Fewest and most stages."""
+        """Return the least and the largest number of stages."""
         most = self.max_stages or max(1, math.ceil(math.log(density) / math.log(0.5)))
         if self.variant == "published" or density >= self.first_ratio:
             return 1, most
@@ -102,13 +102,13 @@ class _SIDCo(Sparsifier):
         return min(fewest, most), most
 
     def _adapt(self, state: SIDCoState, stages: Tensor, quality: Tensor, most: int, widest: float) -> SIDCoState:
-        """Note the quality of this step, and after ``interval`` of them see to the number of stages.
+        """Add the quality of this step, and decide on the number of stages after ``interval`` steps.
 
         Args:
             state: before this step.
-            stages: that were used.
-            quality: picks of this step in multiples of the target.
-            most: stages that are allowed.
+            stages: number that was used.
+            quality: count of this step in multiples of the target.
+            most: largest number of stages.
             widest: largest aim in multiples of the target.
         """
         calls, total, aim = state.calls + 1, state.quality + quality, state.aim
@@ -131,44 +131,43 @@ class _SIDCo(Sparsifier):
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class SIDCoE(_SIDCo):
-    """Each rank fits an exponential distribution to its magnitudes, again to what lies beyond, and picks the rest.
+    """Each rank fits an exponential distribution to its magnitudes, again to the tail, and selects beyond the last fit.
 
     The threshold for a share r of magnitudes with mean mu is ``mu ln(1/r)``: one pass instead of a sort. Far in the
-    tail one fit is wrong, hence *stages*: the first asks for ``first_ratio`` of the magnitudes, each of the others fits
-    what is left, ``z = |acc| - threshold so far``, asks for a smaller share of that and adds its increment. The picks
-    are all coordinates that reach the last threshold: about k *per rank*, in some steps none. State and threshold are
-    each rank's own.
+    tail one fit is wrong, hence *stages*: the first keeps ``first_ratio`` of the magnitudes, each of the others fits
+    the rest, ``z = |acc| - threshold so far``, keeps a smaller share of it and adds its increment. All coordinates
+    that reach the last threshold are selected: about k *per rank*, in some steps none. Each rank has its own state and
+    threshold.
 
-    Two rules for what the stages aim for:
+    Two rules for the shares of the stages:
 
-    - ``variant="corrected"`` (default, ours): stages aim from the survivors they really see, and so make up for the
-      errors of those before them. The last asks for ``k / survivors``, each between it and the first for the square
-      root of that. There are at first as many stages as it takes to leave 3/4 to the last one, and one more whenever
-      the mean of ``picks / k`` over ``interval`` steps is outside ``1 +- tolerance``, on whichever side. Moreover the
-      fits aim for ``c k`` instead of k: after each step ``ln c -= 0.1 (picks / k - 1)``, with at most 4 for the
-      quotient and at least 1/4 for c. That is no statistics but an integral controller: it takes out the bias that the
-      fits have left.
-    - ``variant="published"``: every stage after the first asks for ``(d / first_ratio) ** (1 / (M - 1))``, where M
+    - ``variant="corrected"`` (default, ours): stages aim from the real number of survivors, which corrects the errors
+      of earlier stages. The last keeps ``k / survivors``, each between it and the first the square root of that. At
+      first there are as many stages as it takes to leave 3/4 to the last one, and one more whenever the mean of
+      ``count / k`` over ``interval`` steps is outside ``1 +- tolerance``, on either side. Moreover the fits aim for
+      ``c k`` instead of k: after each step ``ln c -= 0.1 (count / k - 1)``, with at most 4 for the quotient and at
+      least 1/4 for c. This is an integral controller, which removes the remaining bias of the fits.
+    - ``variant="published"``: every stage after the first keeps ``(d / first_ratio) ** (1 / (M - 1))``, where M
       starts at 1, loses one when the mean is too large and gains one when it is too small. That direction is right for
-      tails lighter than exponential only. With heavier ones a single stage picks too many, and M stays at 1 for ever.
+      tails lighter than exponential only. With heavier ones a single stage selects too many, and M stays at 1.
 
     In both, these errors of the paper and its code are corrected:
 
-    - increments are added to the threshold so far, and what was cut off does not enter later fits as zeros;
-    - zeros are left out of all fits, and k is compared with the other coordinates: where these are k or fewer, they are
-      all picked. Ratios and quality refer to them. (The code adds 2e-16, which drives ``mean ln`` towards minus
+    - increments are added to the threshold so far, and values below it do not enter later fits as zeros;
+    - zeros are left out of all fits, and k is compared with the other coordinates: if these are k or fewer, they are
+      all selected. Ratios and quality refer to them. (The code adds 2e-16, which drives ``mean ln`` towards minus
       infinity.)
     - the scale of the generalised Pareto uses the variance, as its shape does, and not the standard deviation;
     - the quantile of the gamma distribution is exact; the closed form is negative for small shapes;
     - the quality is the mean over all ``interval`` steps, not the sum of all but one divided by ``interval``;
-    - every group has its own state, and one stage is all there is where ``density >= first_ratio``.
+    - every group has its own state, and there is only one stage if ``density >= first_ratio``.
 
-    Magnitudes that are all equal, or a single one that is not zero, end the stages: what is left is picked. On CUDA at
-    most 4 k are sent, more is thinned evenly; all stages that are allowed are computed there, used or not.
+    If all magnitudes are equal, or a single one is not zero, the stages end and the rest is selected. On CUDA at most
+    4 k are sent, more are thinned evenly; all ``max_stages`` are computed there, used or not.
 
     Args:
         first_ratio: share of magnitudes that the first stage keeps, in (0, 1).
-        tolerance: relative error of the mean number of picks that leaves the number of stages alone, in (0, 1).
+        tolerance: relative error of the mean count up to which the number of stages stays, in (0, 1).
         interval: steps over which that mean is taken, at least 1.
         max_stages: most stages, at least 1. None: ``ceil(ln density / ln 0.5)``, 7 at 1 % and 10 at 0.1 %.
         variant: "corrected" or "published".
@@ -195,16 +194,16 @@ class SIDCoE(_SIDCo):
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class SIDCoGP(_SIDCo):
-    """As :class:`SIDCoE`, but with a gamma distribution in the first stage and generalised Pareto ones after it.
+    """:class:`SIDCoE` with a gamma distribution in the first stage and generalised Pareto ones after it.
 
     Gamma: ``s = ln mean - mean ln``, shape ``A = (3 - s + sqrt((s - 3)^2 + 24 s)) / (12 s)`` (an approximation of the
-    maximum likelihood), scale ``mean / A``, and the exact quantile. Its logarithms make the first stage dearer. The
+    maximum likelihood), scale ``mean / A``, and the exact quantile. Its logarithms make the first stage slower. The
     generalised Pareto distributions are those of :class:`SIDCoP`. Stages, variants and corrected errors are those of
     :class:`SIDCoE`.
 
     Args:
         first_ratio: share of magnitudes that the first stage keeps, in (0, 1).
-        tolerance: relative error of the mean number of picks that leaves the number of stages alone, in (0, 1).
+        tolerance: relative error of the mean count up to which the number of stages stays, in (0, 1).
         interval: steps over which that mean is taken, at least 1.
         max_stages: most stages, at least 1. None: ``ceil(ln density / ln 0.5)``, 7 at 1 % and 10 at 0.1 %.
         variant: "corrected" or "published".
@@ -230,16 +229,16 @@ class SIDCoGP(_SIDCo):
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class SIDCoP(_SIDCo):
-    """As :class:`SIDCoE`, but with a generalised Pareto distribution in all stages.
+    """:class:`SIDCoE` with a generalised Pareto distribution in all stages.
 
     By moments: with mean mu and variance v, shape ``A = (1 - mu^2 / v) / 2`` and scale ``B = mu (mu^2 / v + 1) / 2``;
-    the quantile for a share r is ``B / A (r^-A - 1)``, or ``mu ln(1/r)`` where A is 0. Moments always give ``A < 1/2``,
+    the quantile for a share r is ``B / A (r^-A - 1)``, or ``mu ln(1/r)`` if A is 0. Moments always give ``A < 1/2``,
     so that very heavy tails are taken for lighter ones; more stages help. Stages, variants and corrected errors are
     those of :class:`SIDCoE`. (A footnote of the paper swaps the names of P and GP; its appendix and its code do not.)
 
     Args:
         first_ratio: share of magnitudes that the first stage keeps, in (0, 1).
-        tolerance: relative error of the mean number of picks that leaves the number of stages alone, in (0, 1).
+        tolerance: relative error of the mean count up to which the number of stages stays, in (0, 1).
         interval: steps over which that mean is taken, at least 1.
         max_stages: most stages, at least 1. None: ``ceil(ln density / ln 0.5)``, 7 at 1 % and 10 at 0.1 %.
         variant: "corrected" or "published".

@@ -1,4 +1,4 @@
-"""StripedTopK: blocks of coordinates are dealt to the ranks like cards, and each picks the largest of its own."""
+"""StripedTopK: the ranks own blocks of coordinates in turn, and each selects the largest of its own."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class StripedTopK(Sparsifier):
     """Exclusive like MiCRO, without a threshold: exactly k coordinates at every step, k/n by each rank.
 
     The group is cut into blocks of ``block`` coordinates; block b belongs to rank ``(b - t) mod n`` in step t. Rank i
-    picks the k/n coordinates of largest magnitude among its own blocks (one more for ``k mod n`` of the ranks, in
-    turns). As every rank owns a bit of every layer, loads are even by construction; selection looks at numel/n
+    selects the k/n coordinates of largest magnitude among its own blocks (one more for ``k mod n`` of the ranks, in
+    turns). As every rank owns a part of every layer, loads are even by construction; selection reads numel/n
     coordinates only. The density error is 0 and f(t) is 1 up to the remainder.
 
-    Blocks are shorter than asked for where the group has fewer than four for each rank. A rank that owns less than its
-    share picks all it owns, and the others share out what is missing.
+    Blocks are shorter than ``block`` if the group has fewer than four for each rank. A rank that owns less than its
+    share selects all it owns, and the others share the rest.
 
     Args:
         block: coordinates per block, at least 1.
@@ -55,7 +55,7 @@ class StripedTopK(Sparsifier):
         check_integer(self.block, "block")
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
-        """The largest of the own blocks; no state."""
+        """Select the largest of the own blocks; no state."""
         numel, n = acc.numel(), ctx.world_size
         k = count(ctx.density, numel)
         block = max(1, min(self.block, numel // (4 * n)))
@@ -71,7 +71,7 @@ class StripedTopK(Sparsifier):
 
 
 def even_shares(k: int, owned: list[int]) -> list[int]:
-    """Share k picks out as evenly as ownership allows; all of them, if that many are owned.
+    """Split k between owners as evenly as their numbers of coordinates allow; less if fewer than k are owned.
 
     Example:
         >>> even_shares(7, [9, 9, 9]), even_shares(7, [1, 9, 9]), even_shares(9, [1, 2, 3])

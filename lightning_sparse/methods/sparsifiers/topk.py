@@ -17,7 +17,7 @@ from lightning_sparse.ops import top_k
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class TopK(Sparsifier):
-    """Each rank picks the k coordinates of its accumulator that are largest in magnitude.
+    """Each rank selects the k coordinates of its accumulator that are largest in magnitude.
 
     ``S_i = argtop_k |acc_i|`` with ``k = max(1, floor(density * numel))`` *per rank*: the union of n ranks holds up to
     n k coordinates, so that the actual density grows with n (gradient build-up). Exact on every device; ties go to the
@@ -43,7 +43,7 @@ class TopK(Sparsifier):
     exchange: ClassVar[str] = "gather_pairs"
 
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
-        """The k largest; no state."""
+        """Select the k largest; no state."""
         indices = top_k(acc, count(ctx.density, acc.numel()), ctx.candidates)
         picks = torch.full((), indices.numel(), device=acc.device)
         return Selection(indices, picks, aligned=True), state

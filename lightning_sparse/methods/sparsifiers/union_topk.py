@@ -1,4 +1,4 @@
-"""UnionTopK: as SharedTopK, with picks of exclusive stripes that fill the union of all picks to k coordinates."""
+"""UnionTopK: SharedTopK with indices of exclusive stripes, which fill the union of all selections to k coordinates."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
 from lightning_sparse.ops import pad, static_shapes, strongest, top_k_and_stripe
 
 WINDOW = 64
-"""Steps after which the largest need for spare picks begins to be forgotten; it is gone after twice as many."""
+"""Steps of the window over which the largest need for spare indices is taken; it counts for one more window."""
 MARGIN = 0.05
-"""Share of k that is named beyond the largest need: more than k coordinates cost bytes, fewer waste the density."""
+"""Share of k that is selected beyond the largest need: more than k coordinates cost bytes, fewer waste the density."""
 
 
 class FillState(NamedTuple):
-    """What the number of spare picks follows from; equal on all ranks. Needs are shares of k, in [0, 1]."""
+    """State that decides the number of spare indices; equal on all ranks. Needs are shares of k, in [0, 1]."""
 
     fill: Tensor
-    """() float64: spare picks of all ranks together in the latest step, as a share of k."""
+    """() float64: spare indices of all ranks together in the latest step, as a share of k."""
     wanted: Tensor
     """() float64: k of the latest step."""
     now: Tensor
@@ -39,30 +39,28 @@ class FillState(NamedTuple):
 @SPARSIFIERS.register
 @dataclass(frozen=True)
 class UnionTopK(Sparsifier):
-    """Each rank picks its k/n largest coordinates of the whole group, and spare ones that fill the union of all to k.
+    """Each rank selects its k/n largest coordinates of the whole group, and spare ones that fill the union to k.
 
-    SharedTopK stops at the k/n largest: where ranks pick the same coordinates, their union falls short of k, by 15 % in
-    small networks at density 0.001, and down to k/n where all ranks agree on what is largest. Here rank i also names
-    the ``c k/n`` largest of the other coordinates of its *stripe*, which are the coordinates j with ``j = i - t (mod
-    n)`` in step t. Stripes have nothing in common, so that with c = 1 the union holds k coordinates whatever the ranks
-    agree on. Spare picks that are not needed are left out, evenly over the group and others in each step; they stay in
-    the residuals like everything that is not sent.
+    SharedTopK stops at the k/n largest: if ranks select the same coordinates, their union falls short of k, by 15 % in
+    small networks at density 0.001, and down to k/n if all ranks select the same. Here rank i also selects the
+    ``c k/n`` largest of the other coordinates of its *stripe*, which are the coordinates j with ``j = i - t (mod n)``
+    in step t. Stripes are disjoint, so that with c = 1 the union always holds k coordinates. Spare indices that are
+    not needed are left out, evenly over the group and others in each step; their values stay in the residuals.
 
-    How many are needed is known to all ranks when their picks have met: ``need = k - |union of the largest|``. c k is
-    the largest need of the latest 64 to 128 steps plus 5 % of k, and k in the first 64 steps: ranks often agree in some
-    steps and not in others, because what they agree on is sent by all and then grows again. After a step that fell
-    short all the same, c is doubled. Nothing is exchanged for any of this. Fractions of a pick go to the ranks in
-    turns.
+    All ranks know the need after the exchange of indices: ``need = k - |union of the largest|``. c k is the largest
+    need of the latest 64 to 128 steps plus 5 % of k, and k in the first 64 steps: the overlap of ranks varies from
+    step to step, because common coordinates are sent by all and then grow again. If the union still falls short of k
+    in a step, c is doubled after it. None of this needs messages. Fractions of an index go to the ranks in turns.
 
-    A rank names ``ceil(k/n) + ceil(c k/n)`` coordinates, at most ``2 ceil(k/n)``. On CUDA the message has the length of
-    the latter at every step.
+    A rank selects ``ceil(k/n) + ceil(c k/n)`` coordinates, at most ``2 ceil(k/n)``. On CUDA the message has the length
+    of the latter at every step.
 
     In closed loops this trains better than all published methods of equal traffic (``docs/comparison.md``): every rank
-    contributes its largest coordinates at every step, and nothing of the budget is left unspent.
+    contributes its largest coordinates at every step, and the full budget is used.
 
     Args:
-        max_factor: largest number of picks of a rank in multiples of k/n, at least 1. With 2 the union can always be
-            filled to k, and more changes nothing; with 1, which is SharedTopK, it falls short wherever picks meet.
+        max_factor: largest number of selected indices of a rank in multiples of k/n, at least 1. With 2 the union can
+            always be filled to k, and more changes nothing; with 1, which is SharedTopK, overlap makes it fall short.
 
     Raises:
         ValueError: if ``max_factor`` is below 1 or not finite.
@@ -98,18 +96,18 @@ class UnionTopK(Sparsifier):
         return min(1.0, self.max_factor - 1)
 
     def init(self, numel: int, world_size: int, density: float, device: torch.device) -> FillState:
-        """As many spare picks as there may be, until 64 steps have shown what is needed."""
+        """Return the state with the most spare indices, until the need of 64 steps is known."""
         zero = torch.zeros((), dtype=torch.float64, device=device)
         most = zero + self._most
         return FillState(most, zero + count(density, numel), zero, most, zero)
 
     def select(self, acc: Tensor, state: FillState, ctx: Context) -> tuple[Selection, FillState]:
-        """The k/n largest, and spare ones of the own stripe."""
+        """Select the k/n largest, and spare ones of the own stripe."""
         numel, n = acc.numel(), ctx.world_size
         k, turn = count(ctx.density, numel), (ctx.rank - ctx.step) % n
         after, most = self._follow(state, ctx, k), self._most
         share, slots = (k + turn) // n, -(-k // n)  # over n ranks the shares add up to k
-        # Spare picks go round in the opposite order of the shares; a rank alone has nobody to agree with.
+        # Spare indices go round in the opposite order of the shares; a single rank has no overlap.
         if static_shapes(acc.device):
             fill = after.fill
             if n == 1:
@@ -117,7 +115,7 @@ class UnionTopK(Sparsifier):
             # By a tensor: torch multiplies by the reciprocal of a number on CUDA, and kernels divide.
             spare = torch.floor((fill * k + n - 1 - turn) / torch.full_like(fill, n)).long()
             room = math.floor((most * k + n - 1) / n)
-            # Shares differ by one, and a stripe may have nothing else left.
+            # Shares differ by one, and a stripe may have no other coordinates left.
             keys = pad(_pick_static(acc, share, spare, room, turn, n), slots + room, 2 * numel)
             indices, spares = keys >> 1, (keys & 1).bool()
             picks = (indices < numel).sum()
@@ -131,7 +129,7 @@ class UnionTopK(Sparsifier):
         return Selection(indices, picks, aligned=True, limit=k, spare=spares), after
 
     def _follow(self, state: FillState, ctx: Context, k: int) -> FillState:
-        """What the previous step tells about the need, and the next number of spare picks."""
+        """Update the need from the previous step, and return the state with the next number of spare indices."""
         if ctx.union is None:
             return state._replace(wanted=torch.full_like(state.wanted, k))
         if not static_shapes(state.fill.device):
@@ -147,7 +145,7 @@ class UnionTopK(Sparsifier):
         return FillState(*(torch.where(known, new, old) for new, old in zip(moved, state, strict=True)))
 
     def _followed(self, state: FillState, union: int, k: int) -> FillState:
-        """The same in Python's numbers, which take a tenth of the time of tensors without dimensions."""
+        """Do the same as :meth:`_follow` with Python numbers, in a tenth of the time of () tensors."""
         if union <= 0:
             return state
         fill, wanted, now, before, age = (float(x) for x in state)
@@ -163,14 +161,14 @@ class UnionTopK(Sparsifier):
 
 
 def _pick_static(acc: Tensor, share: int, spare: Tensor, room: int, turn: int, n: int) -> Tensor:
-    """As :func:`~lightning_sparse.ops.top_k_and_stripe`, with ``room`` slots for spare picks and padding behind."""
+    """Compute :func:`~lightning_sparse.ops.top_k_and_stripe` with ``room`` slots for spare indices, then padding."""
     numel = acc.numel()
     first = strongest(acc, share)[1] if share else torch.empty(0, dtype=torch.int64, device=acc.device)
     if not room:
         return 2 * first.sort().values
     stripe = acc[turn::n]
     owned = stripe.numel()
-    taken = torch.zeros(owned + 1, dtype=torch.bool, device=acc.device)  # one more slot for what is not of the stripe
+    taken = torch.zeros(owned + 1, dtype=torch.bool, device=acc.device)  # one more slot for indices of other stripes
     taken.index_fill_(0, torch.where(first % n == turn, first // n, owned), True)
     magnitudes, places = strongest(stripe, min(room, owned), taken[:owned], share)
     left_out = (torch.arange(places.numel(), device=acc.device) >= spare) | (magnitudes < 0)

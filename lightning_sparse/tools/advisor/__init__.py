@@ -1,4 +1,4 @@
-"""Does sparsification pay for this model, on this machine and network, and which? Asked before training."""
+"""Advice before training: the fastest way to exchange gradients for a model, machine and network."""
 
 from lightning_sparse.tools.advisor.prediction import Measured, Method, Prediction, Scenario
 from lightning_sparse.tools.advisor.run import Advice, advise

@@ -1,4 +1,4 @@
-"""From a LightningCLI configuration to a module, its data and its Trainer."""
+"""Advice from a LightningCLI configuration: module, data and Trainer."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from lightning_sparse.integrations import packages
 from lightning_sparse.tools.advisor.run import Advice, advise, package_of
 
 SECTIONS = ("seed_everything", "trainer", "model", "data", "optimizer", "lr_scheduler")
-"""What every LightningCLI knows; others, such as ``ckpt_path``, belong to its subcommands."""
+"""Sections of every LightningCLI; others, such as ``ckpt_path``, belong to its subcommands."""
 
 
 def advise_config(
     *paths: Path, model: str | None = None, data: str | None = None, **settings: Any
 ) -> tuple[Advice, dict[str, Any]]:
-    """Advise for the training that a configuration describes.
+    """Advise for the training of a configuration.
 
     Args:
         paths: the configuration, flat as LightningCLI saves it or with its sections under ``fit``. With several files,
-            what later ones say replaces what earlier ones do, as in LightningCLI.
-        model: import path of the LightningModule, where the configuration has only its arguments.
+            later ones override earlier ones, as in LightningCLI.
+        model: import path of the LightningModule, if the configuration has only its arguments.
         data: import path of the LightningDataModule, likewise.
         settings: of :func:`~lightning_sparse.tools.advisor.run.advise`.
 
     Returns:
-        The advice, and the configuration as it was.
+        The advice, and the unchanged configuration.
 
     Raises:
-        ValueError: if the file is no such configuration, or as ``advise`` says.
+        ValueError: if the file is no such configuration, or an error of ``advise``.
     """
     sections: dict[str, Any] = {}
     given: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def advise_config(
 
 
 def _load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A configuration file, and its sections."""
+    """Return the content of a configuration file, and its sections."""
     import yaml
 
     try:
@@ -71,7 +71,7 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _merge(earlier: Any, later: Any) -> Any:
-    """A later configuration over an earlier one; arguments of a class are merged with those of the same class only."""
+    """Merge a later configuration into an earlier one; arguments are merged for the same class only."""
     if not isinstance(earlier, dict) or not isinstance(later, dict):
         return later
     if earlier.get("class_path") not in (None, later.get("class_path", earlier.get("class_path"))):
@@ -86,10 +86,10 @@ def _read(sections: dict[str, Any], model: str | None, data: str | None, folder:
         sections: of the configuration.
         model: import path; None: the section names a class.
         data: likewise.
-        folder: that paths in the configuration start from.
+        folder: to which paths in the configuration are relative.
     """
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # classes are often in the folder that the command is called in
+        sys.path.insert(0, str(Path.cwd()))  # classes are often in the working folder
     model_class, data_class = _class(model, "--model"), _class(data, "--data")
     package = _package(model_class, sections)
     command_line = importlib.import_module(f"{package}.cli").LightningCLI
@@ -119,7 +119,7 @@ def _read(sections: dict[str, Any], model: str | None, data: str | None, folder:
 
 
 def _package(model_class: Any, sections: dict[str, Any]) -> str:
-    """The Lightning package that the model is made for; the preferred one where LightningCLI has to find its class."""
+    """Return the Lightning package of the model; the preferred one if LightningCLI has to find its class."""
     try:
         return package_of(model_class or _class(_class_path(sections["model"]), "class_path"))
     except ValueError:
@@ -127,7 +127,7 @@ def _package(model_class: Any, sections: dict[str, Any]) -> str:
 
 
 def _class_path(section: Any) -> str | None:
-    """What a section of a configuration names, in either of the ways to write it."""
+    """Return the class path of a section, in either notation, or None."""
     found = section.get("class_path") if isinstance(section, dict) else section
     return found if isinstance(found, str) else None
 
@@ -143,5 +143,5 @@ def _class(path: str | None, option: str) -> Any:
 
 
 def _line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """Return the message of an error in one line."""
     return " ".join(str(error).split()).rstrip(" .^")

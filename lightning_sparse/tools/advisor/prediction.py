@@ -1,4 +1,4 @@
-"""How long a step would take: from what was measured, for every method, grouping and network. Numbers only."""
+"""Predicted step times for every method, grouping and network, from measurements. Numbers only."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from lightning_sparse.tuning.performance.serialization import Plain
 from lightning_sparse.tuning.unsuited import Unsuited
 
 TRIED = ("layer", "bucket", "merge_below", "model", "optimal_merge")
-"""Groupings to predict for."""
+"""Predicted groupings."""
 ALL_SPARSE = Rules(dense_ndim=0, dense_numel=0)
-"""Small parameters are counted as sparsified: kept dense, they are one short message more."""
+"""Small parameters count as sparsified; if they stay dense, they are one more short message."""
 HALVED = ("fp16", "bf16")
 """DDP's hooks that send 16 bits of each value."""
 EVERYTHING = "everything"
-"""Dense in groups of ours instead of DDP's buckets."""
+"""Dense exchange in this package's groups instead of DDP's buckets."""
 MARGIN = 0.05
 """A step must be shorter by this share to be worth a change of the exchange."""
 LATENCY = 30e-6
-"""Seconds from one rank to the next, where no network could be measured."""
+"""Seconds from one rank to the next, if no network could be measured."""
 COUNTED = 1_000_000
 """Coordinates of the group whose messages are counted."""
 BEST_TRAINED = ("union_topk", "shared_topk", "clt_k", "dgc", "topk", "striped_topk", "ok_topk", "redsync", "sidco_gp")
@@ -39,14 +39,15 @@ BEST_TRAINED = ("union_topk", "shared_topk", "clt_k", "dgc", "topk", "striped_to
 
 @dataclass(frozen=True)
 class Method:
-    """A way to exchange gradients, and what a group costs with it.
+    """A way to exchange gradients, and the cost of a group with it.
 
     Args:
-        name: of a sparsifier, or "dense", "fp16", "bf16", "powersgd" for what comes with DDP.
+        name: of a sparsifier, or "dense", "fp16", "bf16", "powersgd" for those of DDP.
         density: of a sparsifier; 1 for the others.
-        cost: measured, at the number of ranks that took part.
-        builtin: comes with DDP: exchanged in DDP's buckets, which overlaps with backward.
-        second_moments: those of Adam travel with the averages, see :class:`~lightning_sparse.SecondMoment`.
+        cost: measured, at the number of present ranks.
+        builtin: part of DDP: exchanged in DDP's buckets, which overlaps with backward.
+        second_moments: True if Adam's second moments travel with the averages, see
+            :class:`~lightning_sparse.SecondMoment`.
     """
 
     name: str
@@ -56,15 +57,14 @@ class Method:
     second_moments: bool = False
 
     def between(self, known: int, ranks: int, network: Network, value_bytes: int = 4) -> Method:
-        """The same method between another number of ranks, on another network.
+        """Extrapolate the method to another number of ranks, on another network.
 
-        Messages grow or shrink as the real pipeline's do, counted without a network
-        (:func:`~lightning_sparse.engine.traffic.count_bytes`); those that ``known`` ranks do not send are as counted.
-        What was measured may be longer than the density says, as thresholds let it: a sum is at most as long as the
-        group.
+        Messages are scaled by the counts of a dry run (:func:`~lightning_sparse.engine.traffic.count_bytes`); messages
+        that ``known`` ranks do not send are taken as counted. With thresholds, measured messages may be longer than at
+        the density: a sum is at most as long as the group.
 
         Args:
-            known: ranks between which the cost was measured.
+            known: number of measured ranks.
             ranks: the other number.
             network: between these.
             value_bytes: bytes of a value.
@@ -85,7 +85,7 @@ class Method:
 
 @functools.cache
 def _counted(sparsifier: str, density: float, ranks: int, second_moments: bool) -> dict[str, tuple[int, float]]:
-    """Calls, and bytes for each coordinate, by operation."""
+    """Count calls, and bytes per coordinate, by operation."""
     calls, nbytes = Counter[str](), Counter[str]()
     memory = SecondMoment() if second_moments else None
     for operation, size in count_bytes(sparsifier, COUNTED, ranks, density, memory=memory).messages:
@@ -96,13 +96,13 @@ def _counted(sparsifier: str, density: float, ranks: int, second_moments: bool) 
 
 @dataclass(frozen=True)
 class Measured(Plain):
-    """Everything that predictions start from, as one machine saw it.
+    """Input of predictions, as measured on one machine.
 
     Args:
         sizes: of all parameters, in order of registration.
         profile: of a step, with the cost of dense groups.
         methods: with their costs.
-        unsuited: an optimizer that trains worse behind error feedback; None if none does.
+        unsuited: an optimizer that trains worse behind error feedback, or None.
     """
 
     sizes: Sequence[ParameterSize]
@@ -112,13 +112,13 @@ class Measured(Plain):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the parameters live on a CPU."""
+        """True if the parameters are on a CPU."""
         return str(self.sizes[0].kind).endswith("cpu")
 
     def step_seconds(self, method: Method, grouping: str, messages: Messages = "group") -> tuple[float, int]:
-        """A whole step with a method's cost as it stands, and the number of groups."""
+        """Return the seconds of a whole step with a method's cost, and the number of groups."""
         profile = replace(self.profile, costs=[method.cost], messages=messages)
-        if method.builtin:  # DDP begins each of its buckets at once, and never waits for it in backward
+        if method.builtin:  # DDP starts each bucket at once, and does not wait for it in backward
             overlap: Overlap = "full" if profile.overlap == "full" else "comm"
             profile = replace(profile, overlap=overlap, bucket_numels=bucket_numels(self.sizes, DDP_BUCKET_MB))
         plan = make_plan(self.sizes, grouping, ALL_SPARSE, DDP_BUCKET_MB, profile, method.density)
@@ -147,7 +147,7 @@ class Prediction(NamedTuple):
     builtin: bool
     grouping: str
     messages: Messages
-    """What travels together; "group" for what comes with DDP, which sends its buckets."""
+    """Messages that travel together; "group" for methods of DDP, which sends its buckets."""
     groups: int
     step_seconds: float
     exposed_seconds: float
@@ -156,15 +156,15 @@ class Prediction(NamedTuple):
 
     @property
     def sparse(self) -> bool:
-        """Whether anything is left out."""
+        """True if coordinates are left out."""
         return not self.builtin and self.method != EVERYTHING
 
 
 def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[Scenario]:
-    """The network as it is, if there is one, and all pairs of the given numbers; where one is missing, that of here.
+    """Return the measured network, if there is one, and all pairs of given numbers; a missing one is that of here.
 
     Args:
-        known: ranks that there are.
+        known: number of present ranks.
         ranks: other numbers of ranks.
         gbit: rates.
 
@@ -187,9 +187,9 @@ def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[S
 
 
 def predict(measured: Measured, wanted: Sequence[Scenario]) -> Iterator[Prediction]:
-    """Step times of all methods under all groupings; those that come with DDP under DDP's buckets only.
+    """Predict step times of all methods under all groupings; methods of DDP under DDP's buckets only.
 
-    Of a method under a grouping, messages travel together or separately, whichever is faster.
+    For a method under a grouping, messages travel together or separately: the faster one counts.
     """
     known = measured.profile.network.ranks
     for scenario in wanted:
@@ -215,7 +215,7 @@ def predict(measured: Measured, wanted: Sequence[Scenario]) -> Iterator[Predicti
 
 
 def best_groupings(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """The fastest grouping of each method and density in each scenario; of equally fast ones, the fewest groups."""
+    """Return the fastest grouping of each method and density per scenario; of equally fast ones, the fewest groups."""
     best: dict[tuple[Scenario, str, float], Prediction] = {}
     for one in sorted(predictions, key=lambda p: (p.step_seconds, p.groups)):
         best.setdefault((one.scenario, one.method, one.density), one)
@@ -223,16 +223,16 @@ def best_groupings(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 
 def winner(predictions: Sequence[Prediction], scenario: Scenario, hooks: bool = True) -> Prediction:
-    """What to use: dense DDP, unless its 16-bit hooks, other groups or a sparsifier shorten the step by 5 % at least.
+    """Return dense DDP, unless its 16-bit hooks, other groups or a sparsifier shorten the step by 5 % at least.
 
-    A sparsifier must be 5 % faster than every dense way. Of the sparsifiers within 5 % of the fastest one, the mildest
-    density wins, and then the sparsifier that trains best (``docs/comparison.md``): speed alone would always choose the
-    lowest density. PowerSGD is for reference and never chosen.
+    A sparsifier must be 5 % faster than every dense method. Of the sparsifiers within 5 % of the fastest one, the
+    largest density wins, and then the sparsifier that trains best (``docs/comparison.md``): speed alone would always
+    choose the lowest density. PowerSGD is for reference and never chosen.
 
     Args:
         predictions: at least that of dense DDP in this scenario.
-        scenario: to decide for.
-        hooks: whether DDP's hooks can be used; Lightning ignores them on CPUs.
+        scenario: of the decision.
+        hooks: True if DDP's hooks can be used; Lightning ignores them on CPUs.
     """
     rows = best_groupings([p for p in predictions if p.scenario == scenario])
     dense = next(p for p in rows if p.method == "dense")

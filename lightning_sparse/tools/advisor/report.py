@@ -13,13 +13,13 @@ from lightning_sparse.tools.advisor.run import Advice, kept_settings
 from lightning_sparse.tools.style import INK, label_ends, look, panels, plain_numbers, save
 
 MARKERS = {"dense": "s", "fp16": "^", "bf16": "v", "powersgd": "D"}
-"""Markers in the figure for what comes with DDP."""
+"""Markers of DDP's methods in the figure."""
 SHOWN = 12
 """Rows of the table on the terminal; the file has all of them."""
 
 
 def overview(advice: Advice, scenario: Scenario | None = None, rows: int | None = None) -> Table:
-    """Methods in one scenario, each with its fastest grouping, fastest first; those that come with DDP always."""
+    """Return the methods in one scenario, each with its fastest grouping, fastest first; always with DDP's methods."""
     scenario = scenario or advice.scenarios[0]
     ordered = sorted(_best(advice, scenario), key=lambda p: p.step_seconds)
     chosen = advice.best(scenario)
@@ -44,7 +44,7 @@ def overview(advice: Advice, scenario: Scenario | None = None, rows: int | None 
 
 
 def across(advice: Advice) -> Table:
-    """What to use in every scenario, and how far the fastest of each kind is from dense DDP."""
+    """Return the best method in every scenario, and the ratios of the fastest of each kind to dense DDP."""
     cells = []
     for scenario in advice.scenarios:
         rows = _best(advice, scenario)
@@ -82,7 +82,7 @@ def _best(advice: Advice, scenario: Scenario) -> list[Prediction]:
 
 
 def markdown(advice: Advice) -> str:
-    """Everything, for a file."""
+    """Return all of the advice as markdown, for a file."""
     verdicts = "".join(
         "".join(f"- {sentence}\n" for sentence in (advice.verdict(scenario), *advice.remarks(scenario)))
         for scenario in advice.scenarios
@@ -94,7 +94,7 @@ def markdown(advice: Advice) -> str:
 
 
 def write_csv(advice: Advice, path: Path) -> None:
-    """All predictions, every grouping."""
+    """Write all predictions, with every grouping."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["ranks", "gbit", *Prediction._fields[1:]])
@@ -103,9 +103,9 @@ def write_csv(advice: Advice, path: Path) -> None:
 
 
 def figure(advice: Advice, path: Path) -> None:
-    """Step time over dense DDP's in every scenario: a curve for each method, its fastest density and grouping.
+    """Draw step times over dense DDP's by scenario: a curve per method, at its fastest density and grouping.
 
-    Needs matplotlib.
+    This needs matplotlib.
     """
     count = len(advice.scenarios)
     sheet, [axes] = panels(1, 1, max(7.0, 3.0 + 1.4 * count), 5.0)
@@ -139,13 +139,13 @@ CHOSEN = (
 
 
 def strategy_config(advice: Advice, scenario: Scenario | None = None, given: Any = None) -> Any:
-    """``trainer.strategy`` of the configuration to use: DDP, or ours with its settings.
+    """Return ``trainer.strategy`` of the advised configuration: DDP, or ours with its settings.
 
     Args:
-        advice: what to follow.
+        advice: to follow.
         scenario: None: the first one.
-        given: the strategy so far; the start of processes and what DDP is told is taken from it. Of ours, so is what
-            does not matter for speed: which parameters stay dense, and what happens to void steps and checkpoints.
+        given: the strategy so far; its start method and arguments of DDP are kept. Of ours, settings without an
+            effect on speed are kept, too: dense parameters, treatment of skipped steps and of checkpoints.
     """
     kept = kept_settings(given)
     best = advice.best(scenario)

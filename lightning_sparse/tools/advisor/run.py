@@ -1,4 +1,4 @@
-"""Profile a model with the Trainer that it will be trained with, and predict."""
+"""The advisor: profiles a model with its Trainer, and predicts step times."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OWN_OPTIONS = {
     "profiler": None,
     "barebones": False,
 }
-"""What profiling decides for itself, whatever the Trainer is told otherwise."""
+"""Options of the Trainer that profiling overrides."""
 KEPT = {
     "find_unused_parameters": False,
     "static_graph": False,
@@ -60,18 +60,18 @@ KEPT = {
     "forward_sync_buffers": None,
     "start_method": "popen",
 }
-"""Settings of a DDP strategy that are kept, in profiling and in the advice, and their defaults."""
+"""Settings of a DDP strategy that profiling and the advice keep, and their defaults."""
 
 LEFT_OUT = ("random_k",)
-"""Sparsifiers that must be named to be tried: fast ones that diverge at low densities (comparison.md)."""
+"""Sparsifiers that are tried only if named: fast ones that diverge at low densities (comparison.md)."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Predicted step times, and what follows from them.
+    """Predicted step times, and decisions by them.
 
     Args:
-        measured: what was seen.
+        measured: the measurements.
         predictions: for every scenario, method, density and grouping.
     """
 
@@ -84,16 +84,16 @@ class Advice:
         return list(dict.fromkeys(p.scenario for p in self.predictions))
 
     def best(self, scenario: Scenario | None = None) -> Prediction:
-        """What to use; see :func:`~lightning_sparse.tools.advisor.prediction.winner`."""
+        """Return the best prediction, see :func:`~lightning_sparse.tools.advisor.prediction.winner`."""
         return winner(self.predictions, scenario or self.scenarios[0], hooks=not self.measured.on_cpu)
 
     def step_seconds(
         self, method: str, density: float = 1.0, grouping: str | None = None, scenario: Scenario | None = None
     ) -> float:
-        """A predicted step time; with the fastest grouping, if none is named.
+        """Return a predicted step time; with the fastest grouping, if none is named.
 
         Raises:
-            KeyError: if nothing like it was predicted.
+            KeyError: if there is no such prediction.
         """
         wanted = scenario or self.scenarios[0]
         found = [
@@ -109,7 +109,7 @@ class Advice:
         return min(found)
 
     def verdict(self, scenario: Scenario | None = None) -> str:
-        """One sentence."""
+        """Return the decision in one sentence."""
         scenario = scenario or self.scenarios[0]
         best = self.best(scenario)
         rows = best_groupings([p for p in self.predictions if p.scenario == scenario])
@@ -136,13 +136,13 @@ class Advice:
         )
 
     def remarks(self, scenario: Scenario | None = None) -> list[str]:
-        """What has to change in the training where this advice is followed, one paragraph each; none elsewhere."""
+        """Return further changes to the training if this advice is followed, one paragraph each."""
         unsuited, best = self.measured.unsuited, self.best(scenario)
         served = any(method.second_moments for method in self.measured.methods if method.name == best.method)
         return [unsuited.remedy()] if unsuited is not None and best.sparse and not served else []
 
     def assumptions(self) -> list[str]:
-        """What the predictions take for granted, one sentence each."""
+        """Return the assumptions of the predictions, one sentence each."""
         network, profile = self.measured.profile.network, self.measured.profile
         sentences = [
             f"Measured: a step without exchange takes {1e3 * profile.compute_seconds:.4g} ms, "
@@ -201,22 +201,21 @@ def advise(
 ) -> Advice:
     """Profile some training steps of a module, and predict the step time of every way to exchange its gradients.
 
-    Runs ``warmup + steps + 2`` steps of the module's own training with a Trainer, times backward, the network between
-    the ranks and every sparsifier, and predicts: dense DDP, DDP's fp16, bf16 and PowerSGD hooks, and each sparsifier at
-    each density under each grouping, for the network as measured and for others. The module's parameters are put back
-    as they were; what ``configure_model`` makes stays.
+    It runs ``warmup + steps + 2`` steps of the module's own training with a Trainer, times backward, the network
+    between the ranks and every sparsifier, and predicts: dense DDP, DDP's fp16, bf16 and PowerSGD hooks, and each
+    sparsifier at each density under each grouping, for the measured network and for others. The module's parameters
+    are restored; modules that ``configure_model`` makes stay.
 
     With launchers that start this script again for each rank, all of it runs on every rank, with the same advice.
 
     Args:
         module: a LightningModule.
-        train_dataloaders: as in ``Trainer.fit``: a DataLoader or several, or a LightningDataModule; None: the module's
-            own.
-        val_dataloaders: as there; validation is left out.
+        train_dataloaders: of ``Trainer.fit``: a DataLoader or several, or a LightningDataModule; None: the module's.
+        val_dataloaders: of ``Trainer.fit``; validation is left out.
         datamodule: a LightningDataModule, instead of loaders.
-        trainer: settings of the Trainer that the module will be trained with: devices, num_nodes, accelerator,
-            precision, plugins. Loggers, callbacks, checkpoints and validation are left out; of the strategy, only its
-            way to start processes and DDP's treatment of parameters and buffers are kept.
+        trainer: settings of the module's Trainer: devices, num_nodes, accelerator, precision, plugins. Loggers,
+            callbacks, checkpoints and validation are left out; of the strategy, only its start method and DDP's
+            treatment of parameters and buffers are kept.
         ranks: other numbers of ranks to predict for.
         gbit: rates to predict for, of a link in one direction, in Gbit/s.
         sparsifiers: names; None: all but ``random_k``, which is fast and diverges. ``everything`` is dense in other
@@ -224,12 +223,12 @@ def advise(
         densities: to predict for, in (0, 1].
         warmup: steps that are not timed, at least 1.
         steps: steps that are timed, at least 2.
-        progress: called on rank 0 with what comes next and the share that is done; where processes are spawned, a
-            function of a module.
+        progress: called on rank 0 with the next part and the share that is done; a function of a module, if processes
+            are spawned.
 
     Raises:
-        ValueError: for settings outside their ranges; for a datamodule of another Lightning package; where there is one
-            rank only, and ``ranks`` and ``gbit`` do not say what to predict for.
+        ValueError: for settings outside their ranges; for a datamodule of another Lightning package; for one rank
+            only, without ``ranks`` and ``gbit`` to predict for.
         RuntimeError: if no backward pass ran.
 
     Example:
@@ -272,11 +271,11 @@ def advise(
         wanted = scenarios(profiler.world_size, ranks, gbit)
         data = train_dataloaders if datamodule is None else datamodule
         if isinstance(data, package.LightningDataModule) and profiler.is_global_zero:
-            # Before other ranks are started: where data is missing, they would hide that under errors of their own.
+            # Before other ranks are started, whose own errors would hide that data is missing.
             data.prepare_data()
         with _put_back(module):
             profiler.fit(module, train_dataloaders, val_dataloaders, datamodule)
-        if survey.result is None and path.exists():  # training ran in processes of its own
+        if survey.result is None and path.exists():  # training ran in other processes
             survey.result = Measured.from_dict(json.loads(path.read_text()))
     if survey.result is None:
         ran = strategy.engine.step if strategy.engine else 0
@@ -293,7 +292,7 @@ def advise(
 
 
 def _check_data(wanted: type, train_dataloaders: Any, datamodule: Any) -> None:
-    """Raise for what ``fit`` would fail on without saying why; what else it takes is up to it."""
+    """Raise for a datamodule on which ``fit`` would fail without a reason; all else is checked by ``fit``."""
     given = train_dataloaders if datamodule is None else datamodule
     is_datamodule = any(base.__name__ == wanted.__name__ for base in type(given).__mro__)
     if (is_datamodule or datamodule is not None) and not isinstance(given, wanted):
@@ -305,7 +304,7 @@ def _check_data(wanted: type, train_dataloaders: Any, datamodule: Any) -> None:
 
 @contextmanager
 def _put_back(module: Any) -> Iterator[None]:
-    """Leave a module as it was, and its own callbacks out."""
+    """Restore a module after the block, and run the block without the module's callbacks."""
     before, attached = copy.deepcopy(module.state_dict()), module._trainer
     module.configure_callbacks = list
     try:
@@ -313,14 +312,14 @@ def _put_back(module: Any) -> Iterator[None]:
     finally:
         del module.configure_callbacks
         module.trainer = attached
-        module.load_state_dict(before, strict=False)  # configure_model may have made more
+        module.load_state_dict(before, strict=False)  # configure_model may have added some
 
 
 def package_of(module_class: type) -> str:
-    """The Lightning package that a class of modules is made for.
+    """Return the Lightning package of a module's class.
 
     Raises:
-        ValueError: if it is of neither.
+        ValueError: if it is of neither package.
     """
     for name in packages.installed() if isinstance(module_class, type) else ():
         if name in sys.modules and issubclass(module_class, sys.modules[name].LightningModule):
@@ -329,7 +328,7 @@ def package_of(module_class: type) -> str:
 
 
 def kept_settings(strategy: Any) -> dict[str, Any]:
-    """What is kept of the user's strategy: how processes start, and what DDP is told, as far as it is no default.
+    """Return the settings of the user's strategy that are kept: start method and arguments of DDP, without defaults.
 
     Args:
         strategy: an instance, a name, the ``class_path`` and ``init_args`` of a configuration, or None.
@@ -358,7 +357,7 @@ def kept_settings(strategy: Any) -> dict[str, Any]:
 
 
 def silenced(strategy: Any) -> bool:
-    """Whether a strategy of ours is told not to warn of optimizers.
+    """Return True if the settings of our strategy turn warnings of optimizers off.
 
     Args:
         strategy: as for :func:`kept_settings`.

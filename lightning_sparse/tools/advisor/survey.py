@@ -1,4 +1,4 @@
-"""Measure a training with the ranks that it has: backward, network, and every method that could be used."""
+"""Measurements of a training with its ranks: backward, network, and every method."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Survey:
-    """Watches some steps of a training, then measures; see :attr:`result`.
+    """Observer that times some steps of a training, then measures; see :attr:`result`.
 
     Args:
-        strategy: whose ``model`` is the wrapped module while training runs.
+        strategy: its ``model`` is the wrapped module during training.
         methods: names of sparsifiers.
         densities: to try with each of them, in (0, 1].
         warmup: steps that are not timed.
         steps: steps that are timed.
-        path: where rank 0 writes the result, too, for launchers that end the process in which training ran.
-        progress: told on rank 0 what comes next, with what share is done.
+        path: rank 0 also writes the result there, for launchers that end the training's process.
+        progress: called on rank 0 with the next part and the share that is done.
 
     Raises:
         ValueError: for unknown sparsifiers or densities outside (0, 1].
@@ -78,7 +78,7 @@ class Survey:
                 self._path.write_text(json.dumps(own.as_dict()))
 
     def close(self) -> None:
-        """Stop watching backward."""
+        """Stop timing backward."""
         if self._profiler is not None:
             self._profiler.close()
 
@@ -88,7 +88,7 @@ class Survey:
         numel = sum(size.numel for size in sizes)
         dtype = next(iter(engine.parameters.values())).dtype
         self._tell(engine, "timing the network", 0.1)
-        # One rank on a CPU exchanges inline, several do not: see executor "auto".
+        # A single rank on a CPU exchanges inline, several do not: see executor "auto".
         profiler.measure_step("comm" if comm.world_size == 1 and device.type == "cpu" else None)
         all_reduce = profiler.network.all_reduce
         dense = GroupCost(1.0, NOTHING, NOTHING, all_reduce.per(dtype.itemsize), (_reduce(1, dtype.itemsize),))
@@ -130,7 +130,7 @@ def _reduce(calls: float, bytes_each: float) -> Traffic:
 
 
 def _line(job: Callable[[Tensor], Any], dtype: torch.dtype, comm: TorchCollective, device: torch.device) -> Line:
-    """Seconds of a job by coordinates of the vector that it gets."""
+    """Measure the seconds of a job, by coordinates of its vector."""
     numels, seconds = [], []
     for numel in (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22):
         x = torch.zeros(numel, dtype=dtype, device=device)
@@ -141,7 +141,7 @@ def _line(job: Callable[[Tensor], Any], dtype: torch.dtype, comm: TorchCollectiv
 
 
 def _halved(name: str, half: torch.dtype, dtype: torch.dtype, comm: TorchCollective, device: torch.device) -> Method:
-    """DDP's compression hooks: cast, all-reduce, cast back."""
+    """Measure one of DDP's compression hooks: cast, all-reduce, cast back."""
     process = _line(lambda x: x.to(half).to(x.dtype), dtype, comm, device)
     transfer = _line(comm.all_reduce, half, comm, device) if comm.world_size > 1 else NOTHING
     cost = GroupCost(1.0, NOTHING, process, transfer, (_reduce(1, half.itemsize),))
@@ -149,7 +149,7 @@ def _halved(name: str, half: torch.dtype, dtype: torch.dtype, comm: TorchCollect
 
 
 def _power_sgd(parameters: dict[str, Any], comm: TorchCollective, device: torch.device, all_reduce: Line) -> Method:
-    """PowerSGD of rank 4: matrices as two factors, everything else in full.
+    """Measure PowerSGD of rank 4: matrices as two factors, all other parameters in full.
 
     For an m x n matrix M: P = M Q, averaged and orthogonalised; Q = M^T P, averaged; P Q^T is the update. A matrix is
     compressed if its factors have at most half of its coordinates. Three all-reduces a bucket: the rest, P, Q.

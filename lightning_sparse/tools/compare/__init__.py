@@ -1,1 +1,1 @@
-"""Comparisons of sparsifiers that anyone can repeat: tasks, measures, and training as the judge."""
+"""Reproducible comparisons of sparsifiers: tasks, measures, and closed-loop training."""

@@ -1,6 +1,6 @@
 """Results of comparisons as figures; methods that this package proposes stand out.
 
-Needs matplotlib, which is imported when a figure is drawn.
+matplotlib is needed; it is imported when a figure is drawn.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
 
 def ours() -> list[str]:
-    """Methods that this package proposes, which stand out in all figures."""
+    """Return the methods that this package proposes, which stand out in all figures."""
     return [method.name for method in METHODS if method.ours]
 
 
 def looks() -> dict[str, Look]:
-    """The look of every method, the same in all figures."""
+    """Return the look of every method, the same in all figures."""
     published = [method.name for method in METHODS if not method.ours]
     return {name: look(place) for place, name in enumerate([*ours(), *published])}
 
 
 def judge_figures(results: Sequence[Result], curves: Sequence[CurvePoint], folder: Path) -> list[Path]:
-    """Training loss and validation quality against megabytes sent, a panel for each contest; means over seeds.
+    """Draw training loss and validation quality against megabytes sent, a panel for each contest; means over seeds.
 
-    Bands reach from the smallest to the largest seed. Where dense training ends is a horizontal line: its traffic is
-    far outside. Losses and perplexities beyond 1.5 times the median of the first points leave the panel. Runs that
-    diverged have no curve; the name at the line tells how many of a method are left, and a panel's last line which
-    methods have none.
+    Bands reach from the smallest to the largest value of the seeds. The end of dense training is a horizontal line: its
+    traffic is far outside. Losses and perplexities beyond 1.5 times the median of the first points leave the panel.
+    Runs that diverged have no curve; the name at the line has the number of remaining runs, and a panel's last line
+    lists methods without any.
 
     Args:
         results: of the runs to draw.
@@ -112,7 +112,7 @@ def _draw_contest(
             lost.append(method)
             continue
         label = method if len(drawn) == len(runs) else f"{method}, {len(drawn)} of {len(runs)} runs"
-        # A repeated point was written twice by a run that was interrupted and done again.
+        # A repeated point is of a run that was interrupted and repeated.
         by_step = [{point.step: point for point in run} for run in drawn]
         steps = sorted(set.intersection(*(set(run) for run in by_step)))
         at = [fmean(run[step].megabytes for run in by_step) for step in steps]
@@ -127,7 +127,7 @@ def _draw_contest(
 
 
 def _cut(panel: Axes) -> None:
-    """Keep a method that runs away from hiding the differences between all others."""
+    """Limit the axis, so that a diverging method does not hide the differences between the others."""
     firsts = [float(line.get_ydata()[0]) for line in panel.get_lines()]  # type: ignore[index,arg-type]
     firsts = [first for first in firsts if math.isfinite(first)]
     if firsts and (top := 1.5 * median(firsts)) < panel.get_ylim()[1]:
@@ -135,7 +135,7 @@ def _cut(panel: Axes) -> None:
 
 
 class Axis(NamedTuple):
-    """How a measure of the open loop is drawn."""
+    """Axis of a measure of the open loop."""
 
     label: str
     scale: str = "linear"
@@ -154,10 +154,10 @@ AXES = {
 
 
 def simulate_figures(rows: Sequence[recorded.Row], folder: Path) -> list[Path]:
-    """Dots for each method, a figure for each measure and a panel for each stream and density.
+    """Draw dots for each method, a figure for each measure and a panel for each stream and density.
 
     Args:
-        rows: in the order that methods shall have; several seeds are drawn as several dots.
+        rows: in the order of methods; several seeds are drawn as several dots.
         folder: for ``simulate_<measure>.svg``.
 
     Returns:
@@ -215,6 +215,6 @@ def _draw_dots(panel: Axes, rows: list[recorded.Row], name: str, axis: Axis) -> 
 def _value(row: recorded.Row, name: str) -> float:
     value = getattr(row, name)
     if value is None:
-        return float(row.steps) if row.steps >= recorded.STAY else float("nan")  # which is too short to tell
-    # Nothing at all has no place on a logarithmic axis.
+        return float(row.steps) if row.steps >= recorded.STAY else float("nan")  # else too few steps to decide
+    # Zero has no place on a logarithmic axis.
     return float("nan") if AXES[name].scale == "log" and value <= 0 else float(value)

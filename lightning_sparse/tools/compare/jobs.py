@@ -1,4 +1,4 @@
-"""What is compared: every method on every source of gradients, in every setting."""
+"""Jobs of a comparison: every method on every source of gradients, in every setting."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Job(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int, float, str, int, int]:
-        """What identifies a job; its result has the same key."""
+        """Identity of a job; its result has the same key."""
         return label(self.source, self.text), *self[1:6]
 
 
@@ -47,23 +47,23 @@ def plan(
     every: int = 50,
     text: str | None = None,
 ) -> list[Job]:
-    """Every method on every source, with every number of ranks, seed and density; dense has one density only.
+    """Return jobs for every method on every source, number of ranks, seed and density; dense has one density only.
 
     Args:
         sources: names in ``known``.
-        kind: what a source is called in errors.
+        kind: word for a source in errors.
         known: all names.
         ranks: numbers of ranks.
-        least_ranks: the smallest of them that is allowed.
+        least_ranks: smallest allowed number of ranks.
         densities: each in (0, 1].
-        methods: what is compared.
+        methods: to compare.
         seeds: of the sources.
         steps: length, at least 1.
         every: steps between points of a curve, at least 1.
         text: file for the source ``text``.
 
     Raises:
-        ValueError: for unknown names, impossible numbers, and a text that cannot be used.
+        ValueError: for unknown names, numbers outside their ranges, and an unusable text.
     """
     for source in sources:
         if source not in known:

@@ -1,4 +1,4 @@
-"""The methods that are compared, each with what a coordinate costs it on the wire."""
+"""The compared methods, each with the cost of a coordinate on the wire."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from lightning_sparse.methods.sparsifiers import (
 
 
 class Method(NamedTuple):
-    """A sparsifier with its way of sending, and what that costs.
+    """A sparsifier with its exchange, and its traffic.
 
-    In a step, each rank sends what :func:`~lightning_sparse.engine.traffic.count_bytes` counts. Where that is only a
-    bound, ``words`` holds what was measured instead: with k = density * numel, each of n ranks sends ``(n - 1) / n *
-    (words(n) * k + header(n))`` words of 4 bytes, on the recorded gradients of the tasks and the synthetic stream, with
-    4 and 8 ranks, at densities 0.01 and 0.001. Bytes then agree within 15 percent, most within 5, but for
-    HardThreshold; and for methods with PackedUnion, which send up to 25 percent less, because indices take fewer bits
-    than when the words were measured.
+    In a step, each rank sends the bytes that :func:`~lightning_sparse.engine.traffic.count_bytes` counts. If these are
+    only a bound, ``words`` holds a measured number instead: with k = density * numel, each of n ranks sends
+    ``(n - 1) / n * (words(n) * k + header(n))`` words of 4 bytes, on the recorded gradients of the tasks and the
+    synthetic stream, with 4 and 8 ranks, at densities 0.01 and 0.001. Bytes then agree within 15 percent, most within
+    5, except for HardThreshold, and for methods with PackedUnion, which send up to 25 percent less, because indices
+    take fewer bits than when the words were measured.
     """
 
     name: str
@@ -52,10 +52,10 @@ class Method(NamedTuple):
     exchange: Exchange | None = None
     memory: Memory | None = None
     early: bool = False
-    """Whether momentum of averages that have waited is spent at once, as ``sparse_ddp`` does by default."""
+    """True if the momentum of delayed averages is applied at once, as ``sparse_ddp`` does by default."""
 
     def equal_density(self, density: float, n: int, numel: int) -> float:
-        """Density at which the method sends as many bytes as MiCRO at ``density``, in a group of numel coordinates."""
+        """Return the density at which the method sends the bytes of MiCRO at ``density``, in a group of ``numel``."""
         budget = _exclusive(n) * density * numel + _survey(n)
         if self.words is None:
             allowed = 4 * (n - 1) / n * budget
@@ -69,34 +69,34 @@ class Method(NamedTuple):
 
     @property
     def ours(self) -> bool:
-        """Whether this package proposes it, not a paper."""
+        """True if this package proposes the method, not a paper."""
         return self.early or isinstance(self.sparsifier, (SharedTopK, StripedTopK, UnionTopK))
 
 
 def _pairs(picks: float) -> Callable[[int], float]:
-    """Every rank sends an index and a value of its own picks to all others, padded to the longest selection.
+    """Return the words if every rank sends its own indices and values to all others, padded to the longest selection.
 
     Args:
-        picks: of the rank with most of them, in multiples of k.
+        picks: length of the longest selection, in multiples of k.
     """
     return lambda n: 2.0 * n * picks
 
 
 def _exclusive(n: int) -> float:
-    """Each of k indices is gathered once, and its value all-reduced; messages of indices are padded by f(t).
+    """Return the words if each of k indices is gathered once, padded by f(t), and its value all-reduced.
 
-    That is at its cap of 2 where layers differ, and lower for two ranks.
+    f(t) is at its cap of 2 if layers differ, and lower for two ranks.
     """
     return 4.0 if n > 2 else 3.5
 
 
 def _survey(n: int) -> float:
-    """The order statistics from which MiCRO and ExDyna derive their threshold, and a count."""
+    """Return the words of the order statistics from which MiCRO and ExDyna derive their threshold, and of a count."""
     return 34.0 * n
 
 
 def _heads(n: int) -> float:
-    """Head of PackedUnion, and marks of the upper bits of some 200 000 coordinates."""
+    """Return the words of PackedUnion's header, and of marks of the upper bits of some 200 000 coordinates."""
     return 6.0 * n
 
 
@@ -108,7 +108,7 @@ METHODS = [
     Method("sidco_e", SIDCoE(), _pairs(1.07)),
     Method("sidco_gp", SIDCoGP(), _pairs(1.07)),
     Method("sidco_p", SIDCoP(), _pairs(1.07)),
-    # Its threshold does not follow the density, so that no density makes it send a given amount.
+    # Its threshold does not follow the density, so that no density gives it a set traffic.
     Method("hard_threshold", HardThreshold(), _pairs(1.0)),
     Method("random_k", RandomK()),
     Method("clt_k", CLTk()),
@@ -132,13 +132,13 @@ METHODS += [
     if cls not in {Everything, *(type(method.sparsifier) for method in METHODS)}
 ]
 """Published methods first, then ours from ``striped_topk`` on, then the default with other sparsifiers. A memory with
-momentum wants an optimizer without."""
+momentum needs an optimizer without."""
 
 DENSE = Method("dense", Everything())
 
 
 def choose(names: Sequence[str] | None) -> list[Method]:
-    """Methods by name; None: all.
+    """Return methods by name; None: all.
 
     Raises:
         ValueError: for an unknown name.

@@ -1,10 +1,10 @@
-"""What methods do with the same recorded gradients: density, balance, quality of the picks, traffic.
+"""Open-loop comparison of methods on the same recorded gradients: density, balance, captured energy, traffic.
 
-The loop is open: updates do not change the gradients that follow. So the numbers say what a method does to a gradient,
-quickly and at many settings. How well it trains is for :mod:`~lightning_sparse.tools.compare.training`.
+The loop is open: updates do not change the next gradients. The numbers thus show the effect of a method on a gradient,
+quickly and at many settings. For the quality of training see :mod:`~lightning_sparse.tools.compare.training`.
 
-All methods keep a plain residual here, whatever they have in a training, and the density is given to them as their
-papers mean it: each rank picks k of its own, or all ranks together pick k.
+All methods have a plain residual here, for any memory that they have in a training. The density is meant as in their
+papers: each rank selects k of its own, or all ranks together select k.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from lightning_sparse.tools.compare.methods import Method, choose
 from lightning_sparse.tools.compare.tasks import TASKS, heavy_tail, make, record
 
 BAND = 0.1
-"""How far an estimate may be off its target, relative to it."""
+"""Largest relative distance of an estimate from its target."""
 STAY = 10
-"""Steps that it has to stay there."""
+"""Steps that it has to stay within."""
 SETTLED = 60
-"""Steps that a method has to find its threshold; half of the stream, if that is less."""
+"""Steps for a method to find its threshold; half of the stream, if that is less."""
 
 QUANTITIES: Mapping[str, str] = {
     "relative_density_error": (
@@ -58,11 +58,11 @@ QUANTITIES: Mapping[str, str] = {
     ),
     "bytes_sent": "bytes that a rank sends in a step under ring collectives, mean over ranks and steps",
 }
-"""The measures of a :class:`Row` and what they mean."""
+"""The measures of a :class:`Row` and their meanings."""
 
 
 class Row(NamedTuple):
-    """What one method did with one stream; a line of ``simulate.csv``. Measures: :data:`QUANTITIES`."""
+    """Results of one method on one stream; a line of ``simulate.csv``. Measures: :data:`QUANTITIES`."""
 
     stream: str
     ranks: int
@@ -82,16 +82,16 @@ class Row(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int, float, str, int, int]:
-        """As of its job."""
+        """Key of its job."""
         return self.stream, self.ranks, self.density, self.method, self.seed, self.steps
 
 
 STREAMS = (*TASKS, "heavy_tail")
-"""Names that :func:`stream` knows."""
+"""Names of streams, see :func:`stream`."""
 
 
 def stream(name: str, *, ranks: int, steps: int, seed: int = 0, text: str | None = None) -> list[Tensor]:
-    """Gradients of n ranks, step by step.
+    """Return the gradients of n ranks, step by step.
 
     Args:
         name: a task, trained densely while its gradients are recorded, or ``"heavy_tail"``.
@@ -114,14 +114,14 @@ def stream(name: str, *, ranks: int, steps: int, seed: int = 0, text: str | None
 
 
 def plan(*, streams: Sequence[str], methods: Sequence[str] | None, seed: int = 0, **settings: Any) -> list[Job]:
-    """Every method on every stream, with every number of ranks and density.
+    """Return jobs for every method on every stream, with every number of ranks and density.
 
     Args:
         streams: names in :data:`STREAMS`.
         methods: names in :data:`~lightning_sparse.tools.compare.methods.METHODS`; None: all that differ in more than
-        memory.
+            their memory.
         seed: of the streams.
-        settings: numbers of ranks (each at least 1), densities and the others of
+        settings: numbers of ranks (each at least 1), densities and other arguments of
             :func:`~lightning_sparse.tools.compare.jobs.plan`.
 
     Example:
@@ -139,10 +139,10 @@ def plan(*, streams: Sequence[str], methods: Sequence[str] | None, seed: int = 0
 
 
 def execute_all(wanted: Iterable[Job]) -> Iterator[Row]:
-    """Do all jobs in their order, one stream in memory at a time.
+    """Run all jobs in order, with one stream in memory at a time.
 
     Args:
-        wanted: those with the same stream and number of ranks one after another.
+        wanted: jobs, with those of one stream and number of ranks next to each other.
     """
     for (name, ranks, seed, steps, text), some in groupby(wanted, lambda job: (*job[:2], *job[4:6], job.text)):
         gradients = stream(name, ranks=ranks, steps=steps, seed=seed, text=text)
@@ -153,7 +153,7 @@ def execute_all(wanted: Iterable[Job]) -> Iterator[Row]:
 
 
 def compare(gradients: Sequence[Tensor], method: Method, density: float) -> dict[str, float | int | None]:
-    """Run a method over a stream and measure what it does.
+    """Run a method over a stream and measure it.
 
     Args:
         gradients: (n, numel) of each step; not modified.
@@ -196,21 +196,21 @@ def compare(gradients: Sequence[Tensor], method: Method, density: float) -> dict
 
 
 class _Step(NamedTuple):
-    """What is kept of a step: nothing large."""
+    """Numbers of a step that are kept; nothing large."""
 
     estimate: Tensor
     build_up: float
     padding_ratio: float
     bytes_sent: float
     captured: float
-    """NaN where it was not wanted."""
+    """NaN if it was not computed."""
 
 
 def _follow(gradients: Sequence[Tensor], method: Method, density: float, since: int) -> Iterator[_Step]:
-    """Run the method; from step ``since`` on look at what it captured."""
+    """Run the method; compute the captured energy from step ``since`` on."""
     n, numel = gradients[0].shape
     k = count(density, numel)
-    # Nothing is lost, so that what the ranks hold together is known without looking at their residuals.
+    # Nothing is lost, so that the sum of the ranks' residuals is known without reading them.
     total = torch.zeros(numel, dtype=torch.float64, device="cpu")
     traces = simulate(gradients, sparsifier=method.sparsifier, density=density, exchange=method.exchange)
     for rows, trace in zip(gradients, traces, strict=True):
@@ -229,7 +229,7 @@ def _captured(total: Tensor, left: Tensor, k: int) -> float:
 
 
 def _estimate(trace: StepTrace, agreement: Agreement, k: int) -> Tensor:
-    """(m,) picks over intended picks, of each rank or of all together."""
+    """Return (m,) selected over intended counts, of each rank or of all together."""
     if agreement in (Agreement.DISJOINT, Agreement.SHARED):
         return torch.tensor([trace.indices.numel() / k], dtype=torch.float64, device="cpu")
     return trace.counts.double() / k

@@ -1,4 +1,4 @@
-"""Results in CSV files that grow while a comparison runs, so that nothing finished is done twice."""
+"""Results in CSV files that grow while a comparison runs, so that finished jobs are not repeated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 Row = TypeVar("Row", bound=tuple[Any, ...])
 READ: dict[Any, Callable[[str], Any]] = {int | None: lambda cell: int(cell) if cell else None}
-"""How a cell is read where its type is not called with it."""
+"""Readers of cells whose type is no function of the text."""
 
 
 class Sheet(Generic[Row]):
@@ -36,10 +36,10 @@ class Sheet(Generic[Row]):
             )
 
     def read(self) -> list[Row]:
-        """Rows written so far; one that was cut off is left out.
+        """Read the rows so far, without one that was cut off.
 
         Raises:
-            ValueError: if something is no number where one should be.
+            ValueError: if a cell is not the expected number.
         """
         rows = []
         for cells in list(csv.reader(io.StringIO(self._whole().decode(errors="replace"), newline="")))[1:]:
@@ -66,6 +66,6 @@ class Sheet(Generic[Row]):
         return self.path.read_bytes() if self.path.exists() else b""
 
     def _whole(self) -> bytes:
-        """What was written without a last line that an interrupted run did not finish."""
+        """Return the content without an unfinished last line of an interrupted run."""
         written = self._bytes()
         return written[: written.rfind(b"\n") + 1]

@@ -1,4 +1,4 @@
-"""Results of comparisons as tables: in markdown for files, and as rows of text for whoever else shows them."""
+"""Results of comparisons as tables: markdown for files, and rows of text for other output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_sparse.tools.compare.training import Result
 
 
 def judge_tables(results: Sequence[Result]) -> list[Table]:
-    """One table for each task, number of ranks, length and density, best mean loss first and dense training last.
+    """Return a table for each task, number of ranks, length and density, best mean loss first and dense training last.
 
     Args:
         results: in any order.
@@ -23,7 +23,7 @@ def judge_tables(results: Sequence[Result]) -> list[Table]:
 
 
 def contests(results: Sequence[Result]) -> list[list[Result]]:
-    """Results that compare with each other: same task, ranks, steps and density; dense ones, for reference, last."""
+    """Group results that are comparable: same task, ranks, steps and density; dense ones, for reference, last."""
 
     def setting(result: Result) -> tuple[str, int, int]:
         return result.task, result.ranks, result.steps
@@ -39,7 +39,7 @@ def contests(results: Sequence[Result]) -> list[list[Result]]:
 
 
 def by_method(results: Iterable[Result]) -> dict[str, list[Result]]:
-    """Results of each method, in order of seeds."""
+    """Return the results of each method, in order of seeds."""
     methods: dict[str, list[Result]] = {}
     for result in sorted(results, key=lambda result: result.seed):
         methods.setdefault(result.method, []).append(result)
@@ -47,7 +47,7 @@ def by_method(results: Iterable[Result]) -> dict[str, list[Result]]:
 
 
 def title(contest: Sequence[Result]) -> str:
-    """What all results of a contest have in common."""
+    """Return the common setting of a contest's results."""
     first = contest[0]
     traffic = "" if first.method == DENSE.name else f", bytes of MiCRO at density {first.density:g}"
     return f"{first.task}, {first.ranks} ranks, {first.steps} steps{traffic}"
@@ -69,10 +69,10 @@ def _judge_table(contest: list[Result]) -> Table:
 
 
 def simulate_tables(rows: Sequence[recorded.Row]) -> list[Table]:
-    """One table for each stream, number of ranks, length, density and seed.
+    """Return a table for each stream, number of ranks, length, density and seed.
 
     Args:
-        rows: in the order that methods shall have.
+        rows: in the order of methods.
     """
 
     def setting(row: recorded.Row) -> tuple[str, int, float, int, int]:

@@ -1,8 +1,8 @@
-"""Training problems for n simulated ranks: small, real, and ready on every machine.
+"""Training tasks for n simulated ranks: small, real, and available on every machine.
 
-A :class:`Task` computes the gradients of all ranks at the current parameters and applies whatever update it is given.
-That is all that a comparison of sparsifiers needs: recorded gradients (:func:`record`) for what happens in one step,
-and the closed loop, where the next gradient is computed at the parameters that the last update made.
+A :class:`Task` computes the gradients of all ranks at the current parameters and applies any given update. A comparison
+of sparsifiers needs no more: recorded gradients (:func:`record`) for the open loop, and the closed loop, in which the
+next gradient is computed at the parameters after the last update.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Task:
     """
 
     quality = "accuracy"
-    """What :meth:`evaluate` returns beside the loss."""
+    """Name of the result of :meth:`evaluate`."""
 
     def __init__(
         self, model: nn.Module, train: Batch, valid: Batch, *, ranks: int, batch: int, optimizer: Optimizer, seed: int
@@ -66,7 +66,7 @@ class Task:
         self._batches = self._draw()
 
     def gradients(self) -> Tensor:
-        """(n, numel) gradients of the ranks at the current parameters, each on its next batch."""
+        """Return (n, numel) gradients of the ranks at the current parameters, each on its next batch."""
         rows = torch.zeros(self.ranks, self.numel, device="cpu")
         losses = []
         for row, places in zip(rows, next(self._batches), strict=True):
@@ -79,12 +79,12 @@ class Task:
         return rows
 
     def apply(self, update: Tensor, early: bool = False) -> None:
-        """Give the optimizer an averaged gradient, (numel,), and let it take its step.
+        """Take an optimizer step with an averaged gradient, (numel,).
 
         Args:
             update: the average.
-            early: spend momentum of averages that have waited at once, see
-            :mod:`lightning_sparse.engine.optimizers.momentum`.
+            early: apply the momentum of delayed averages at once, see
+                :mod:`lightning_sparse.engine.optimizers.momentum`.
         """
         grads = self._views(update, self.parameters)
         for p, view in zip(self.parameters, grads, strict=True):
@@ -104,19 +104,19 @@ class Task:
                 self._spending.spend_([Stepped(p, grad, self.optimizer.state[p]["momentum_buffer"], waited)], by)
 
     def loss_of(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy."""
+        """Return the mean cross-entropy."""
         return nn.functional.cross_entropy(self.model(inputs).flatten(0, -2), targets.flatten())
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Share of validation examples that are classified correctly, in percent."""
+        """Return the share of validation examples that are classified correctly, in percent."""
         self.model.eval()
         right = (self.model(self.valid[0]).argmax(-1) == self.valid[1]).double().mean()
         self.model.train()
         return float(100 * right)
 
     def _draw(self) -> Iterator[Tensor]:
-        """(n, batch) places of a step; every example once per pass, those that do not fill a step left out."""
+        """Yield (n, batch) positions of a step; every example once per pass, without those that do not fill a step."""
         size = self.ranks * self.batch
         while True:
             order = torch.randperm(len(self.train[0]), generator=self._order, device="cpu")
@@ -136,7 +136,7 @@ class TextTask(Task):
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Perplexity on the validation text."""
+        """Return the perplexity on the validation text."""
         self.model.eval()
         loss = self.loss_of(*self.valid)
         self.model.train()
@@ -152,14 +152,14 @@ def digits(
     momentum: float = 0.9,
     optimizer: Optimizer | None = None,
 ) -> Task:
-    """The digits of scikit-learn and a convolutional network of 227 210 parameters; SGD at 0.05 with momentum 0.9.
+    """Make the digits task: scikit-learn's digits, a CNN of 227 210 parameters, SGD at 0.05 with momentum 0.9.
 
     Args:
         ranks: number of simulated ranks.
         seed: of the initial parameters and of the order of examples; the 360 validation images are always the same.
         batch: images per rank and step.
         width: channels of the first convolution; the others have twice as many.
-        momentum: of the optimizer; 0 where the momentum is in the memory.
+        momentum: of the optimizer; 0 if the momentum is in the memory.
         optimizer: makes another optimizer from the parameters.
     """
     try:
@@ -216,7 +216,7 @@ class WordModel(nn.Module):
         self.decoder = nn.Linear(hidden, words)
 
     def forward(self, places: Tensor) -> Tensor:
-        """(batch, length) words to (batch, length, words) logits."""
+        """Map (batch, length) words to (batch, length, words) logits."""
         states, _ = self.lstm(self.embedding(places))
         return self.decoder(states)  # type: ignore[no-any-return]
 
@@ -232,7 +232,7 @@ def text(
     momentum: float = 0.9,
     optimizer: Optimizer | None = None,
 ) -> TextTask:
-    """A word-level LSTM language model of 223 208 parameters; SGD at 1.0 with momentum 0.9.
+    """Make the text task: a word-level LSTM language model of 223 208 parameters, SGD at 1.0 with momentum 0.9.
 
     Args:
         ranks: number of simulated ranks.
@@ -241,7 +241,7 @@ def text(
         path: a text file in UTF-8, such as WikiText-2's. None: the Python language reference that comes with Python.
         words: size of the vocabulary, the most frequent words; the others are one word.
         length: words per sequence.
-        momentum: of the optimizer; 0 where the momentum is in the memory.
+        momentum: of the optimizer; 0 if the momentum is in the memory.
         optimizer: makes another optimizer from the parameters.
 
     Raises:
@@ -281,7 +281,7 @@ TASKS: dict[str, Callable[..., Task]] = {"digits": digits, "text": text}
 
 
 def label(name: str, text: str | None) -> str:
-    """Name of a task or stream in results: with the text that it is about, if one was given.
+    """Return the name of a task or stream in results: with that of its text file, if one was given.
 
     Example:
         >>> label("text", "data/wiki.txt"), label("text", None), label("digits", "data/wiki.txt")
@@ -291,26 +291,26 @@ def label(name: str, text: str | None) -> str:
 
 
 def make(name: str, *, text: str | None = None, **settings: Any) -> Task:
-    """A task by name.
+    """Make a task by name.
 
     Args:
         name: in :data:`TASKS`.
-        text: file for the task ``text``, which other tasks do without; None: the text that comes with Python.
+        text: file for the task ``text``, ignored by other tasks; None: the text that comes with Python.
         settings: of the task.
     """
     return TASKS[name](**settings, **({"path": text} if name == "text" else {}))
 
 
 def check(names: Sequence[str], *, ranks: int, text: str | None) -> None:
-    """Make each task once, so that what cannot be trained is refused before anything is started.
+    """Make each task once, so that errors come before anything is started.
 
     Args:
         names: in :data:`TASKS`.
         ranks: the largest number of ranks.
-        text: file for the task ``text``; read even if that task is not wanted.
+        text: file for the task ``text``; read even without that task.
 
     Raises:
-        ValueError: for a text that cannot be read or is too short, and for more ranks than there are examples for.
+        ValueError: for a text that cannot be read or is too short, and for too many ranks for the examples.
     """
     if text is not None:
         _read(text)
@@ -335,10 +335,10 @@ def record(task: Task, steps: int) -> Iterator[Tensor]:
 
 
 def heavy_tail(*, ranks: int, numel: int = 100_000, steps: int = 200, seed: int = 0) -> Iterator[Tensor]:
-    """Synthetic gradients with heavy tails: Student's t with 3 degrees of freedom, times a scale for each layer.
+    """Yield synthetic gradients with heavy tails: Student's t with 3 degrees of freedom, times a scale per layer.
 
-    Ten layers have log-normal scales, half of each step's gradient is common to all ranks, and the scale of everything
-    drops by ten in the middle of the stream, as after a change of the learning rate.
+    Ten layers have log-normal scales, half of each step's gradient is common to all ranks, and all scales drop by ten
+    in the middle of the stream, as after a change of the learning rate.
 
     Args:
         ranks: number of ranks.

@@ -1,7 +1,7 @@
-"""The closed loop: training with n simulated ranks, every method allowed the same number of bytes.
+"""The closed loop: training with n simulated ranks, with the same number of bytes for every method.
 
-What a method captures of a gradient in one step does not tell how it trains. Here the next gradient is computed at the
-parameters that the last update made, and methods are compared by the loss that they reach with equal traffic.
+The captured energy of one step does not decide the quality of training. Here the next gradient is computed at the
+parameters after the last update, and methods are compared by the loss that they reach with equal traffic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WINDOW = 20
 
 
 class Point(NamedTuple):
-    """A run after some steps."""
+    """State of a run after some steps."""
 
     step: int
     megabytes: float
@@ -43,14 +43,14 @@ class Run(NamedTuple):
 
     method: str
     density: float
-    """That the method was given."""
+    """Target density of the method."""
     points: list[Point]
     actual_density: float
     """Mean share of coordinates in the updates."""
 
     @property
     def last(self) -> Point:
-        """Where it ended."""
+        """The end of the training."""
         return self.points[-1]
 
 
@@ -59,13 +59,13 @@ def train(task: Task, method: Method, density: float, *, steps: int, every: int 
 
     Args:
         task: fresh; trained in place.
-        method: what exchanges the gradients.
+        method: exchanges the gradients.
         density: target for the method.
         steps: length of the training.
-        every: steps between the points that are kept; the last step always is.
+        every: steps between the points that are kept; the last step is always kept.
 
     Raises:
-        FloatingPointError: if the loss is not finite any more.
+        FloatingPointError: if the loss becomes non-finite.
     """
     points: list[Point] = []
     losses: list[float] = []
@@ -96,17 +96,17 @@ def train(task: Task, method: Method, density: float, *, steps: int, every: int 
 
 
 class Result(NamedTuple):
-    """How a training ended; a line of ``judge.csv``. NaN where it diverged."""
+    """End of a training; a line of ``judge.csv``. NaN if it diverged."""
 
     task: str
     ranks: int
     density: float
-    """Whose bytes every method may send: those of MiCRO at this density. 1 for dense."""
+    """Density of MiCRO, whose bytes every method may send. 1 for dense."""
     method: str
     seed: int
     steps: int
     given_density: float
-    """That the method was given, so that it sends as many bytes."""
+    """Target density of the method, at which it sends as many bytes."""
     actual_density: float
     """Mean share of coordinates in the updates."""
     megabytes: float
@@ -119,12 +119,12 @@ class Result(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int, float, str, int, int]:
-        """As of its job."""
+        """Key of its job."""
         return self.task, self.ranks, self.density, self.method, self.seed, self.steps
 
 
 class CurvePoint(NamedTuple):
-    """A training after some steps; a line of ``judge_curves.csv``."""
+    """State of a training after some steps; a line of ``judge_curves.csv``."""
 
     task: str
     ranks: int
@@ -139,14 +139,14 @@ class CurvePoint(NamedTuple):
 
 
 def plan(*, tasks: Sequence[str], ranks: int, methods: Sequence[str] | None, **settings: Any) -> list[Job]:
-    """Every method on every task at every density with every seed; dense once for each task and seed.
+    """Return jobs for every method on every task, density and seed; dense once for each task and seed.
 
     Args:
         tasks: names in :data:`~lightning_sparse.tools.compare.tasks.TASKS`.
-        ranks: number of simulated ranks, at least 2: one alone sends nothing.
+        ranks: number of simulated ranks, at least 2: a single rank sends nothing.
         methods: names in :data:`~lightning_sparse.tools.compare.methods.METHODS`; None: all.
-        settings: densities, seeds and the others of :func:`~lightning_sparse.tools.compare.jobs.plan`. A method may
-            send the bytes that MiCRO sends at a density.
+        settings: densities, seeds and other arguments of :func:`~lightning_sparse.tools.compare.jobs.plan`. A method
+            may send the bytes of MiCRO at a density.
 
     Example:
         >>> jobs = plan(tasks=["digits"], ranks=2, densities=[0.1], methods=["topk"], seeds=[0], steps=5)
@@ -174,7 +174,7 @@ def execute(job: Job) -> tuple[Result, list[CurvePoint]]:
 
 
 def execute_all(wanted: Iterable[Job], processes: int) -> Iterator[tuple[Result, list[CurvePoint]]]:
-    """Train in several processes of one torch thread each, and yield what they have as they finish.
+    """Train in several processes of one torch thread each, and yield results as they finish.
 
     Args:
         wanted: the trainings.

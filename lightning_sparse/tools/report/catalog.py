@@ -1,4 +1,4 @@
-"""Which figures a report and a W&B workspace show, in order, and what belongs to each."""
+"""Catalog of the figures of a report and of a W&B workspace, in order."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ DENSITY = "sparse/density"
 SECONDS = "sparse/time/total_s"
 SELECT, EXCHANGE, EXPOSED = "sparse/time/select_ms", "sparse/time/exchange_ms", "sparse/time/exposed_ms"
 GROUP, SHADOW = "sparse/group/", "sparse/shadow/"
-"""Beginnings of names that go on with a group, and with a sparsifier that looks on."""
+"""Prefixes of names of a group, and of a shadow sparsifier."""
 
 RESULT = re.compile(r"loss|acc|perplexity|ppl|error|f1|auc|bleu|rouge|iou|mse|mae|score|r2|reward", re.IGNORECASE)
-"""Names of logged quantities that say how well a training goes."""
+"""Names of logged quantities that measure the quality of a training."""
 
 
 class Figure(NamedTuple):
     """A figure of one logged quantity against steps."""
 
     title: str
-    """With the unit."""
+    """Title with the unit."""
     name: str
-    """Of the quantity, in the logs."""
+    """Name of the quantity in the logs."""
     reference: str | None = None
-    """Another quantity, drawn behind as what the first one should be."""
+    """Another quantity, drawn behind the first one as its target."""
     ideal: float | None = None
-    """The value to wish for."""
+    """The best value."""
     meaning: str = ""
 
 
@@ -106,7 +106,7 @@ SECTIONS = (
         ),
     ),
 )
-"""Of what :class:`lightning_sparse.SparsityMonitor` logs; results of a training are not listed here."""
+"""Figures of the quantities of :class:`lightning_sparse.SparsityMonitor`; results of a training are not listed."""
 
 SHADOWED = {
     "density": "Density that it would have",
@@ -115,11 +115,11 @@ SHADOWED = {
     "sent_mb": "What a rank would send in a step / MB",
     "predicted_ms": "Time that it would take, predicted / ms",
 }
-"""Titles of what is logged of sparsifiers that look on."""
+"""Titles of the logged quantities of shadow sparsifiers."""
 
 
 def is_result(name: str) -> bool:
-    """Whether a logged quantity says how well a training goes.
+    """Return True if a logged quantity measures the quality of a training.
 
     Example:
         >>> is_result("val/accuracy"), is_result("sparse/density_error"), is_result("lr-SGD")
@@ -129,7 +129,7 @@ def is_result(name: str) -> bool:
 
 
 def is_better_low(name: str) -> bool:
-    """Whether smaller values of a result are better.
+    """Return True if smaller values of a result are better.
 
     Example:
         >>> is_better_low("val/loss"), is_better_low("val_acc")

@@ -10,13 +10,13 @@ from typing import Any
 from lightning_sparse.tools.report.catalog import EXCHANGE, EXPOSED, SECONDS, SECTIONS, SELECT, TOTAL_MB, Figure
 
 STEP = "trainer/global_step"
-"""Axis of what Lightning logs to W&B."""
+"""Axis of Lightning's logs in W&B."""
 AXES = {"optimizer steps": STEP, "MB sent by a rank": TOTAL_MB, "seconds of training": SECONDS}
-"""What results are drawn against."""
+"""Axes of results."""
 
 
 def workspace(entity: str, project: str, name: str, results: Sequence[str]) -> Any:
-    """A workspace: results against steps, megabytes and seconds, then all of a report's figures.
+    """Make a workspace: results against steps, megabytes and seconds, then all of a report's figures.
 
     Args:
         entity: user or team that owns the project.
@@ -25,19 +25,19 @@ def workspace(entity: str, project: str, name: str, results: Sequence[str]) -> A
         results: logged quantities of the training, such as ``val/loss``.
 
     Returns:
-        A ``wandb_workspaces.workspaces.Workspace``, of which nothing is online yet.
+        A ``wandb_workspaces.workspaces.Workspace`` that is not online yet.
 
     Raises:
-        ValueError: if a name is empty or no name in W&B's sense.
+        ValueError: if a name is empty or W&B does not allow it.
     """
     for field, value in (("entity", entity), ("project", project)):
         if not value or "/" in value:
             raise ValueError(f"Expected {field} to be one name without a slash, but got {value!r}.")
-    os.environ.setdefault("WANDB_SILENT", "true")  # it says something about accounts when it is imported
+    os.environ.setdefault("WANDB_SILENT", "true")  # it prints a line on accounts when it is imported
     from wandb_workspaces import workspaces as ws
     from wandb_workspaces.reports import v2
 
-    wr: Any = v2  # its names are listed where type checkers do not look
+    wr: Any = v2  # type checkers do not see its names
 
     def line(title: str, x: str, y: Sequence[str], **settings: Any) -> Any:
         return wr.LinePlot(title=title, x=x, y=list(y), **settings)
@@ -61,7 +61,7 @@ def workspace(entity: str, project: str, name: str, results: Sequence[str]) -> A
 
 
 def write_specification(made: Any, path: Path) -> Path:
-    """Write what W&B would be sent, as JSON; no account is needed.
+    """Write the workspace as JSON, as it would be sent to W&B; no account is needed.
 
     Args:
         made: by :func:`workspace`.
@@ -96,5 +96,5 @@ def publish_workspace(made: Any) -> str:
         raise ValueError("Expected to be logged in to W&B, to publish: call wandb login, or set WANDB_API_KEY.")
     try:
         return str(made.save().url)
-    except Exception as error:  # whatever the server or the network answers
+    except Exception as error:  # any error of the server or the network
         raise ValueError(f"Expected W&B to save the workspace, but it did not: {error}") from error

@@ -1,4 +1,4 @@
-"""What a report draws: curves, their axes and remarks; without a drawing library."""
+"""Figures of a report as data: curves, axes and remarks; without a drawing library."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from lightning_sparse.tools.style import FEW, Range, robust_range, wants_log
 
 Array = NDArray[np.float64]
 MOST_POINTS = 500
-"""Points of a curve; of longer ones, the smallest and the largest value of each part is drawn."""
+"""Points of a curve; longer ones are drawn by the smallest and the largest value of each part."""
 SMOOTHED = 60
-"""Points from which results, and of many runs all that varies, are drawn as running medians of a thirtieth of them."""
+"""Points from which on results, and other curves of many runs, are drawn as running medians of a thirtieth of them."""
 MOST_RESULTS, MOST_OTHERS = 6, 9
-"""Figures of results, and of what else was logged, by a model or of sparsifiers that look on."""
+"""Most figures of results, and of other quantities, of a model or of shadow sparsifiers."""
 
 
 class Curve(NamedTuple):
@@ -48,7 +48,7 @@ class Curve(NamedTuple):
     x: Array
     y: Array
     behind: bool = False
-    """Whether it is what another one should be."""
+    """True if it is the target of another curve."""
 
 
 class Panel(NamedTuple):
@@ -63,7 +63,7 @@ class Panel(NamedTuple):
     y_range: Range
     ideal: float | None
     remarks: Sequence[str]
-    """What it means, and what is not seen in it."""
+    """Sentences on its meaning, and on points that it does not show."""
 
 
 class Bars(NamedTuple):
@@ -71,7 +71,7 @@ class Bars(NamedTuple):
 
     title: str
     rows: Sequence[tuple[int, float, float, float | None]]
-    """Place of the run; medians of selection, exchange, and what of it backward waits for, in ms."""
+    """Place of the run; medians of selection, exchange, and its exposed part, in ms."""
     remarks: Sequence[str]
 
 
@@ -83,18 +83,18 @@ class Part(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """What results are drawn against."""
+    """Axis of results."""
 
     title: str
     at: Callable[[Run, Array], Array | None]
-    """Values at a run's steps; None where the run does not know them."""
+    """Returns the values at a run's steps; None if they are not known."""
 
 
 STEPS = Axis("steps", lambda run, steps: steps + run.offset)
 
 
 def parts_of(runs: Sequence[Run]) -> list[Part]:
-    """All figures for which there is something to draw.
+    """Return all figures that have data.
 
     Args:
         runs: to compare.
@@ -122,25 +122,25 @@ def parts_of(runs: Sequence[Run]) -> list[Part]:
 
 
 def _worth(runs: Sequence[Run], figure: Figure) -> bool:
-    """Counts of what has not happened are no figure."""
+    """Return True if a figure has data; counts that are all zero do not count."""
     found = [run.series[figure.name].values for run in runs if figure.name in run.series]
     return bool(found) and (not figure.name.startswith("sparse/steps/") or any(values.any() for values in found))
 
 
 def _traffic(runs: Sequence[Run]) -> list[Axis]:
-    """Megabytes. Dense runs log none; they sent what the others would have sent densely, if these all say the same."""
+    """Return the axis of megabytes; that of dense runs, which log none, is the dense traffic of the other runs."""
     if not any(TOTAL_MB in run.series for run in runs):
         return []
     return [Axis("MB sent by a rank", partial(megabytes, runs))]
 
 
 def megabytes(runs: Sequence[Run], run: Run, steps: Array) -> Array | None:
-    """What a rank of a run has sent until some steps, in MB; None where that is not known.
+    """Return the MB that a rank of a run has sent up to some steps; None if they are not known.
 
     Args:
         runs: the run and others of the same model and number of ranks.
         run: one of them.
-        steps: to know it for.
+        steps: of the run.
     """
     if TOTAL_MB in run.series:
         return run.series[TOTAL_MB].at(steps)
@@ -151,7 +151,7 @@ def megabytes(runs: Sequence[Run], run: Run, steps: Array) -> Array | None:
 
 
 def dense_rates(runs: Sequence[Run]) -> list[float]:
-    """MB of a dense step, as sparse runs have logged them: one number where models and ranks are the same."""
+    """Return the MB of a dense step from logs of sparse runs: one number if models and ranks are the same."""
     found = [(run.series[DENSE_MB], run.offset) for run in runs if DENSE_MB in run.series]
     rates = [float(one.values[-1] / (one.steps[-1] + offset)) for one, offset in found]
     rates = [rate for rate in rates if rate > 0 and math.isfinite(rate)]
@@ -159,7 +159,7 @@ def dense_rates(runs: Sequence[Run]) -> list[float]:
 
 
 def clock_of(runs: Sequence[Run]) -> list[Axis]:
-    """Seconds, by the clock that most runs have, so that all are measured alike; nothing where none has one.
+    """Return the axis of seconds, by the clock of most runs, so that all have the same; none without a clock.
 
     Args:
         runs: to compare.
@@ -203,7 +203,7 @@ def _panel(runs: Sequence[Run], figure: Figure, axis: Axis) -> Panel:
 
 
 def _shadows(runs: Sequence[Run]) -> list[Panel | Bars]:
-    """What sparsifiers that looked on would have done: a line for each of them and each run."""
+    """Return the figures of shadow sparsifiers: a line for each of them and each run."""
     places: dict[str, int] = {}
     curves: dict[str, list[Curve]] = {}
     for place, run in enumerate(runs):
@@ -221,7 +221,7 @@ def _shadows(runs: Sequence[Run]) -> list[Panel | Bars]:
 
 
 def _framed(figure: Figure, x_title: str, curves: Sequence[Curve], remarks: Sequence[str]) -> Panel:
-    """Curves with the axes that show them."""
+    """Return a panel of curves, with suitable axes."""
     remarks = list(remarks)
     y, behind = (_all([curve.y for curve in curves if curve.behind is kind]) for kind in (False, True))
     x_all = _all([curve.x for curve in curves])
@@ -245,7 +245,7 @@ def _framed(figure: Figure, x_title: str, curves: Sequence[Curve], remarks: Sequ
 
 
 def _around(low: float, high: float, log: bool) -> tuple[float, float]:
-    """With room for the markers of the first and the last points."""
+    """Widen a range, for the markers of the first and the last points."""
     if log:
         low, high = _around(math.log10(low), math.log10(high), False)
         return 10**low, 10**high
@@ -263,7 +263,7 @@ def _curve(run: int, name: str, look: int, x: Array, y: Array, behind: bool = Fa
 
 
 def _thinned(x: Array, y: Array) -> tuple[Array, Array]:
-    """The smallest and the largest value of each part of a long curve, and its last point."""
+    """Keep the smallest and the largest value of each part of a long curve, and its last point."""
     if len(x) <= MOST_POINTS:
         return x, y
     kept = {len(x) - 1}
@@ -274,7 +274,7 @@ def _thinned(x: Array, y: Array) -> tuple[Array, Array]:
 
 
 def _smooth(series: Series) -> Array:
-    """Running medians over points that are finite, of windows that are shorter at the ends."""
+    """Return running medians over finite points, with shorter windows at the ends."""
     half = max(1, len(series.values) // 60)
     y = np.pad(np.where(np.isfinite(series.values), series.values, np.nan), half, constant_values=np.nan)
     windows = np.lib.stride_tricks.sliding_window_view(y, 2 * half + 1)
@@ -285,7 +285,7 @@ def _smooth(series: Series) -> Array:
 
 
 def _without_twins(curves: Sequence[Curve]) -> list[Curve]:
-    """Of equal references of several runs, one."""
+    """Keep one of several equal references of runs."""
     kept: list[Curve] = []
     for curve in curves:
         same = (one for one in kept if one.behind and curve.behind)
@@ -295,10 +295,10 @@ def _without_twins(curves: Sequence[Curve]) -> list[Curve]:
 
 
 def typical(run: Run, name: str) -> float | None:
-    """Median over the run of what was logged and is finite; None where there is nothing.
+    """Return the median of a quantity's finite values over the run; None without any.
 
     Args:
-        run: to look at.
+        run: with the logs.
         name: of the quantity.
     """
     values = run.series[name].values if name in run.series else np.zeros(0)
@@ -319,7 +319,7 @@ def _bars(runs: Sequence[Run]) -> Bars:
 
 
 def groups_of(run: Run) -> dict[str, dict[str, float]]:
-    """Means over the run of what was logged for each group and is finite; empty where groups were not logged."""
+    """Return means of finite values over the run, by group and quantity; empty if groups were not logged."""
     found: dict[str, dict[str, float]] = {}
     for name, series in run.series.items():
         if name.startswith(GROUP):

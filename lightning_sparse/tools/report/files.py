@@ -1,6 +1,6 @@
-"""Which files hold runs.
+"""Search for the files of runs.
 
-Of the standard library alone: the command runs this file by itself, to answer before it imports the package.
+It needs the standard library only: the command runs this file by itself, to answer before it imports the package.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 KINDS = ("metrics.csv", "run-*.wandb", "events.out.tfevents.*")
-"""Patterns of files of runs, in the order in which they are looked for."""
+"""Patterns of files of runs, in the order of the search."""
 EVENTS = KINDS[2]
-"""All of a folder are one run."""
+"""Pattern of event files; all in a folder are one run."""
 
 
 def run_files(paths: Sequence[Path]) -> list[Path]:
-    """Files of all runs that some files or folders hold, each run once.
+    """Return the files of all runs in some files or folders, each run once.
 
     Args:
         paths: of runs or of folders above several ones.
 
     Raises:
-        ValueError: where there is none, in one sentence.
+        ValueError: if there is none, in one sentence.
     """
     found: dict[Path, Path] = {}
     for path in paths:
@@ -31,7 +31,7 @@ def run_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _below(path: Path) -> list[Path]:
-    """The run's file, or files of all runs below."""
+    """Return the run's file, or files of all runs below."""
     try:
         there = path.exists()
     except OSError as error:  # such as a name that is too long
@@ -42,7 +42,7 @@ def _below(path: Path) -> list[Path]:
         if not any(path.match(kind) for kind in KINDS):
             raise ValueError(f"Expected {path} to be one of {', '.join(KINDS)}.")
         return [path]
-    for look in (Path.glob, Path.rglob):  # what lies in the folder itself is meant before what lies deeper
+    for look in (Path.glob, Path.rglob):  # files in the folder itself come before deeper ones
         for kind in KINDS:
             # Folders, pipes and devices may have such names, too; reading the last two might never end.
             if files := sorted(file for file in look(path, kind) if file.is_file()):

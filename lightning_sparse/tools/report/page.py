@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs no network: figures by plotly, which is written into the page."""
+"""A report as one HTML page that needs no network: figures by plotly, which is part of the page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MARKERS = {
 }
 """Dashes and markers in plotly's words."""
 STROKES = {"-": "", "--": "6 3", "-.": "7 2 2 2", ":": "2 2"}
-"""Of SVG lines in the list of runs."""
+"""Dashes of SVG lines in the list of runs."""
 HEIGHT = 320
 """Pixels of a figure."""
 LONGEST_CELL = 500
@@ -99,7 +99,7 @@ def _parts(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _json(figure: Any) -> str:
-    """Without the default template, which every figure would repeat, and without what could end a script."""
+    """Return a figure as JSON, without the default template, and with characters escaped that could end a script."""
     figure.update_layout(template="none")
     return str(figure.to_json()).replace("<", "\\u003c")
 
@@ -127,7 +127,7 @@ def _table(table: Table) -> str:
 
 
 def _swatch(place: int, name: str) -> str:
-    """A run in the list: its line, and a box that shows and hides it in all figures."""
+    """Return a run's entry in the list: its line, and a box that shows and hides it in all figures."""
     drawn = look(place)
     stroke = f'stroke="{drawn.colour}" stroke-width="2.5" stroke-dasharray="{STROKES[drawn.dash]}"'
     line = f'<svg width="32" height="14"><line x1="0" x2="32" y1="7" y2="7" {stroke}/></svg>'
@@ -191,7 +191,7 @@ def _panel(panel: Panel) -> Any:
 
 
 def _label_ends(figure: Any, panel: Panel) -> None:
-    """Names at the ends of lines, as points with a text, so that they go where the lines go."""
+    """Write names at the ends of lines, as points with a text, so that they move with the lines."""
 
     def share(value: float, axis: Any) -> float:
         low, high = axis.range
@@ -220,7 +220,7 @@ def _label_ends(figure: Any, panel: Panel) -> None:
 
 
 def _dark(drawn: Look) -> str:
-    """The line's colour, darkened to be read."""
+    """Return the line's colour, darkened for text."""
     parts = (int(drawn.colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{int(0.65 * part):02X}" for part in parts)
 

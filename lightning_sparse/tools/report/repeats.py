@@ -1,4 +1,4 @@
-"""Whether results of runs differ by more than those of runs that differ in their seeds only."""
+"""Comparison of results with the spread between runs that differ in their seeds only."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ PLACES = {
     "run_name",
     "experiment_name",
 }
-"""Names of settings that say where a run is kept."""
+"""Names of settings with the location of a run."""
 QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Of Student's t, for two-sided tests at 5 %, with 1 to 10 degrees of freedom; with more, the last one is safe."""
+"""Of Student's t, for two-sided tests at 5 %, with 1 to 10 degrees of freedom; for more, the last one is safe."""
 MOST_NAMED = 6
 """Settings or runs that a sentence names."""
 
 
 class Repeated(NamedTuple):
-    """Runs of the same settings but for seeds and places."""
+    """Runs with the same settings except for seeds and locations."""
 
     label: str
     values: Sequence[float]
-    """How a result ended in those where it is finite; at least one."""
+    """Final values of a result in runs with a finite one; at least one."""
 
     @property
     def mean(self) -> float:
-        """Over runs."""
+        """Mean over runs."""
         return fmean(self.values)
 
     def __str__(self) -> str:
@@ -49,11 +49,11 @@ class Repeated(NamedTuple):
 
 
 def repeated(runs: Sequence[Run], ends: Sequence[float]) -> list[Repeated]:
-    """Runs by what they repeat, in order of their first ones; a run whose settings are not known repeats none.
+    """Group repetitions, in order of their first runs; a run without known settings is a group of its own.
 
     Args:
         runs: to compare.
-        ends: of a result in each of them; those that are not finite are left out.
+        ends: final values of a result in each of them; non-finite ones are left out.
     """
     found: dict[object, list[tuple[str, float]]] = {}
     for place, (run, end) in enumerate(zip(runs, ends, strict=True)):
@@ -69,18 +69,18 @@ def _of_run(name: str) -> bool:
 
 
 def _label(names: Sequence[str]) -> str:
-    """What the names begin with, without what counts them."""
+    """Return the common prefix of names, without a counter."""
     if len(names) == 1:
         return names[0]
-    begin = commonprefix(list(names))  # noqa: RUF071  # letter by letter, as is wanted here
+    begin = commonprefix(list(names))  # noqa: RUF071  # by character, as intended
     return re.sub(r"[\W_]+(seed|version|run|s|v)?[\W_]*$", "", begin) or names[0]
 
 
 def compared(name: str, groups: Sequence[Repeated]) -> list[str]:
-    """Sentences on how a result ended, and whether that matters.
+    """Return sentences on the final values of a result, and on the significance of differences.
 
-    Two means are level unless they are further apart than Student's t allows at 5 %, with the spread that all groups
-    of several runs have in common.
+    Two means are level unless they differ by more than Student's t allows at 5 %, with the common spread of all groups
+    of several runs.
 
     Args:
         name: of the result.

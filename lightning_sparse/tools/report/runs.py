@@ -1,4 +1,4 @@
-"""What runs have logged, read back from what Lightning's loggers leave on disk."""
+"""Logs of runs, read from the files of Lightning's loggers."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from lightning_sparse.tools.report.wandb_file import read_wandb_file
 Points = Iterable[tuple[float, str, float]]
 """Steps, names and values, in any order."""
 LAST_STEP = 2.0**53
-"""Beyond which numbers with decimals do not count by ones."""
+"""Number from which on floats do not count by ones."""
 LARGEST = 1e100
-"""Of values, and the least is its reciprocal, so that differences and squares of what is drawn are numbers."""
+"""Largest value; the least one is its reciprocal, so that differences and squares of drawn values are finite."""
 LONGEST_NAME = 120
-"""Letters of a name."""
+"""Characters of a name."""
 MOST_LISTED = 6
 """Names of columns in a sentence."""
 WANDB_STEP = "trainer/global_step"
-"""By which Lightning's logger for W&B counts."""
+"""Step of Lightning's logger for W&B."""
 
 
 class NothingLoggedError(ValueError):
-    """A run's files are there and hold no numbers."""
+    """A run's files exist, but hold no numbers."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(
@@ -56,9 +56,9 @@ class Series(NamedTuple):
     values: NDArray[np.float64]
 
     def at(self, steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Values at other steps, on straight lines between those that were logged, and beyond at the mean slope.
+        """Return values at other steps: linear between the logged ones, and beyond them at the mean slope.
 
-        Values that are not finite are left out.
+        Non-finite values are left out.
         """
         finite = np.isfinite(self.values)
         known, values = self.steps[finite], self.values[finite]
@@ -76,14 +76,14 @@ class Run:
     """A run's logs.
 
     Args:
-        name: what figures call it.
+        name: in figures.
         path: of the file that was read.
-        series: by the names under which they were logged.
+        series: by their logged names.
         settings: hyper-parameters and configuration, flattened: ``sparse_ddp/density`` to its text.
-        clock: seconds since the first logged point, where the logger notes them.
-        notes: what was odd about the logs, in sentences.
-        plan: the groups at the end, where they were logged.
-        unread: whether it has settings that could not be read.
+        clock: seconds since the first logged point, if the logger records them.
+        notes: sentences on problems of the logs.
+        plan: the groups at the end, if they were logged.
+        unread: True if it has settings that could not be read.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def sparse(self) -> bool:
-        """Whether settings or logs show that it exchanged gradients sparsely."""
+        """True if settings or logs show a sparsified exchange."""
 
         def says(name: str, value: str) -> bool:
             parts = name.split("/")
@@ -114,10 +114,10 @@ class Run:
 
     @cached_property
     def offset(self) -> int:
-        """What makes a logged step a count: 1 where they begin at 0, as the Trainer's do, 0 where they begin at 1.
+        """Difference of a count and a logged step: 1 if steps begin at 0, as the Trainer's do, 0 if they begin at 1.
 
-        Loops with Fabric often begin at 1. Told by dense traffic, which is the same in all steps, else by what the
-        logged steps are multiples of.
+        Loops with Fabric often begin at 1. It is found from dense traffic, which is the same in all steps, else from
+        the divisors of the logged steps.
         """
         total = self.series.get(DENSE_MB)
         if total is not None and len(total.steps) > 1 and np.isfinite(total.values).all():
@@ -130,18 +130,18 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path], names: Sequence[str] | None = None) -> list[Run]:
-    """Read the runs that some files or folders hold; of several, those that cannot be read are named and left out.
+    """Read the runs in some files or folders; of several, unreadable ones are left out with a warning.
 
     Args:
         paths: of runs: folders of ``CSVLogger`` (``metrics.csv``), of W&B offline runs (``offline-run-*``) or of
-            TensorBoard events, the files in them, or folders above several ones. Where a folder above holds several
-            kinds, those of the first of these kinds are taken: loggers beside each other log the same run.
-        names: of all runs, or of those that can be read, in the order in which they are found; None: what distinguishes
-            their paths.
+            TensorBoard events, the files in them, or folders above several ones. If a folder above holds several
+            kinds, the first of these kinds is taken: loggers beside each other log the same run.
+        names: of all runs, or of the readable ones, in the order in which they are found; None: the parts of their
+            paths that differ.
 
     Raises:
-        ValueError: where there is no run that can be read, names are too few or not distinct, or a package is missing;
-            in one sentence.
+        ValueError: if no run can be read, if names are too few or not distinct, or if a package is missing; in one
+            sentence.
 
     Example:
         >>> read_runs([Path("no_such_folder")])
@@ -173,7 +173,7 @@ def read_runs(paths: Sequence[Path], names: Sequence[str] | None = None) -> list
 
 
 def _distinct(files: Sequence[Path]) -> list[str]:
-    """Names of runs: the first part in which all their paths differ, else all parts from where they begin to differ."""
+    """Return names of runs: the first part in which all paths differ, else all parts from the first difference on."""
     parts = [file.resolve().parent.parts for file in files]
     if len(files) == 1:
         return [parts[0][-1]]
@@ -193,20 +193,20 @@ def _read(file: Path) -> Run:
 
 
 def _clean(name: str) -> str:
-    """A name that every page and figure can show."""
+    """Return a name that every page and figure can show."""
     shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in name) or "(no name)"
     return shown if len(shown) <= LONGEST_NAME else f"{shown[: LONGEST_NAME - 1]}…"
 
 
 def _check_step(step: float, where: str, file: Path) -> float:
-    """Steps are what all figures are drawn against."""
+    """Return a step if it is in the range of an axis, else raise."""
     if not 0 <= step < LAST_STEP:
         raise ValueError(f"Expected steps from 0 on in {file}, but {where} has {step:g}.")
     return step
 
 
 def _series(points: Points, notes: list[str]) -> dict[str, Series]:
-    """Of a step that was logged twice, as after a resumption, the later value counts."""
+    """Sort points to series; of a step that was logged twice, as after a resumption, the later value counts."""
     found: dict[str, dict[float, float]] = {}
     for step, name, value in points:
         found.setdefault(_clean(name), {})[step] = value
@@ -223,7 +223,7 @@ def _series(points: Points, notes: list[str]) -> dict[str, Series]:
 
 
 def read_csv(file: Path) -> Run:
-    """A folder of ``CSVLogger``: ``metrics.csv``, with ``hparams.yaml`` and ``config.yaml`` where they are."""
+    """Read a folder of ``CSVLogger``: ``metrics.csv``, with ``hparams.yaml`` and ``config.yaml`` if they exist."""
     notes = []
     text = text_of(file)
     if text and not text.endswith("\n"):
@@ -259,7 +259,7 @@ def read_csv(file: Path) -> Run:
 
 
 def _lines(text: str, file: Path) -> Iterator[tuple[int, list[str]]]:
-    """Lines of a CSV file that are not empty, with their numbers."""
+    """Yield the non-empty lines of a CSV file, with their numbers."""
     lines = csv.reader(io.StringIO(text, newline=""))
     try:
         for cells in lines:
@@ -275,7 +275,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _plan(file: Path | None, read: Callable[[Path], Table | None], notes: list[str]) -> Table | None:
-    """The table of groups, without which a run can be shown."""
+    """Read the table of groups; a run can be shown without it."""
     if file is None or not file.is_file():
         return None
     try:
@@ -291,7 +291,7 @@ def _plan_of_csv(file: Path) -> Table | None:
 
 
 def read_wandb(file: Path) -> Run:
-    """A folder of a W&B offline run: ``run-*.wandb``."""
+    """Read a folder of a W&B offline run: ``run-*.wandb``."""
     need("wandb", "wandb", "wandb", file)
     config, rows, notes = read_wandb_file(file)
     points, clock = [], []
@@ -315,7 +315,7 @@ def read_wandb(file: Path) -> Run:
 
 
 def _plan_of_wandb(file: Path) -> Table:
-    """The last table of groups that was logged."""
+    """Read the latest table of groups."""
     try:
         found = json.loads(text_of(file, MOST_BYTES))
         rows = [["" if cell is None else str(cell) for cell in row] for row in found["data"]]
@@ -325,7 +325,7 @@ def _plan_of_wandb(file: Path) -> Table:
 
 
 def read_tensorboard(file: Path) -> Run:
-    """A folder of ``TensorBoardLogger``: scalars of all its event files, with ``hparams.yaml`` where it is."""
+    """Read a folder of ``TensorBoardLogger``: scalars of all its event files, with ``hparams.yaml`` if it exists."""
     need("tensorboard", "tensorboard", None, file)
     scalars, notes = read_tensorboard_files(file.parent)
     for one in scalars:
@@ -337,10 +337,10 @@ def read_tensorboard(file: Path) -> Run:
 
 
 def _clock(points: Points) -> Series | None:
-    """Seconds since the first point whose time is known."""
+    """Return the seconds since the first point with a known time."""
     clock = _series((point for point in points if abs(point[2]) <= LARGEST), []).get("clock")
     return clock and Series(clock.steps, clock.values - clock.values[0])
 
 
 READERS: dict[str, Callable[[Path], Run]] = dict(zip(KINDS, (read_csv, read_wandb, read_tensorboard), strict=True))
-"""What reads the files of each kind."""
+"""Readers of the files of each kind."""

@@ -1,4 +1,4 @@
-"""Hyper-parameters and configuration of a run, as loggers and LightningCLI leave them beside its logs."""
+"""Hyper-parameters and configuration of a run, from the files of loggers and LightningCLI beside its logs."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 2_000_000
-"""Of a file beside the logs: PyYAML takes a minute for some megabytes."""
+"""Most bytes of a file beside the logs: PyYAML takes a minute for some megabytes."""
 MOST_VALUES = 100_000
-"""Of a file, with those that an alias stands for: each may be ten others."""
+"""Most values of a file, with those of aliases: each may be ten others."""
 
 
 def need(module: str, package: str, extra: str | None, file: Path) -> None:
-    """Raise a ``ValueError`` that says how to install a package if it is missing."""
+    """Raise a ``ValueError`` with the command to install a package, if it is missing."""
     if find_spec(module) is None:
         install = f"'lightning-sparse[{extra}]'" if extra else package
         raise ValueError(f"Expected {package} to be installed, to read {file}: pip install {install}.")
 
 
 def text_of(file: Path, most: int | None = None) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Args:
         file: in UTF-8.
-        most: bytes that it may have; None: any number.
+        most: largest number of bytes; None: any number.
 
     Raises:
         ValueError: if it cannot be read, or is larger; in one sentence.
@@ -39,13 +39,13 @@ def text_of(file: Path, most: int | None = None) -> str:
 
 
 def settings_in(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Settings of ``hparams.yaml``, and, where LightningCLI has written it, of ``config.yaml``.
+    """Read the settings of ``hparams.yaml``, and of LightningCLI's ``config.yaml`` if it exists.
 
     Args:
         folder: of a run.
 
     Returns:
-        Settings, flattened; sentences about files that cannot be read, whose settings are not known then.
+        Flattened settings; sentences about files that cannot be read, whose settings are unknown.
 
     Raises:
         ValueError: if PyYAML is missing.
@@ -65,9 +65,9 @@ def settings_in(folder: Path) -> tuple[dict[str, str], list[str]]:
 def _read(file: Path) -> dict[str, str]:
     import yaml
 
-    # In C where PyYAML has it: the one in Python takes seconds for some hundred levels.
+    # In C if PyYAML has it: the one in Python takes seconds for some hundred levels.
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        """Objects that were written down are settings of no more than their names."""
+        """Loader that replaces serialised objects by their names."""
 
     Loader.add_multi_constructor("", lambda _, tag, node: tag.rsplit(":", 1)[-1])
     text = text_of(file, MOST_BYTES)
@@ -99,7 +99,7 @@ def _read(file: Path) -> dict[str, str]:
 
 
 class _TooMany(Exception):
-    """Values: more than there may be."""
+    """More values than allowed."""
 
     def __str__(self) -> str:
         values = self.args[0]
@@ -107,7 +107,7 @@ class _TooMany(Exception):
 
 
 def _count(node: Any, known: dict[int, int]) -> int:
-    """Values of a tree of YAML nodes, in which each alias stands for all that its anchor holds."""
+    """Count the values of a tree of YAML nodes, with those of the anchor for each alias."""
     if id(node) not in known:
         known[id(node)] = MOST_VALUES + 1  # of a node within itself
         inner = [node.value] if isinstance(node.value, str) else node.value
@@ -117,7 +117,7 @@ def _count(node: Any, known: dict[int, int]) -> int:
 
 
 def _line(error: Any, text: str) -> int:
-    """Where YAML ends to be YAML."""
+    """Return the line of a YAML error."""
     mark = getattr(error, "problem_mark", None)
     return int(mark.line + 1) if mark is not None else text.count("\n", 0, getattr(error, "position", 0)) + 1
 
@@ -127,7 +127,7 @@ def _one_line(error: Exception) -> str:
 
 
 def flat(settings: Any, prefix: str = "") -> dict[str, str]:
-    """Nested settings as texts by names with slashes.
+    """Return nested settings as texts, by names with slashes.
 
     Args:
         settings: mappings, and lists that may hold mappings, of anything that has a text.
@@ -135,7 +135,7 @@ def flat(settings: Any, prefix: str = "") -> dict[str, str]:
 
     Raises:
         RecursionError: if they are nested too deeply.
-        ValueError: if something has no text, such as a number of more than 4300 digits.
+        ValueError: if a value has no text, such as a number of more than 4300 digits.
 
     Example:
         >>> flat({"lr": 0.1, "layers": [1, 2], "sparse_ddp": {"density": 0.01}})

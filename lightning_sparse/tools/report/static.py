@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LONGEST_FILE = 60
-"""Letters of a file's name; some take four of the 255 bytes that it may have."""
+"""Characters of a file's name; some take four of the 255 allowed bytes."""
 
 
 def write_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -45,7 +45,7 @@ def write_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
 
     drawn = [panel for part in parts_of(runs) for panel in part.panels]
     files = [folder / f"{name}.svg" for name in file_names([panel.title for panel in drawn])]
-    # Names are the users' and no mathematics. Letters that a font lacks are in the files all the same, as texts.
+    # Names are of users, and no mathematics. Characters that a font lacks are still in the files, as text.
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         for panel, file in zip(drawn, files, strict=True):
@@ -65,7 +65,7 @@ def write_figures(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def file_names(titles: Sequence[str]) -> list[str]:
-    """Names for files, of letters and digits of any alphabet; no two are equal, even where case does not count.
+    """Return unique names for files, of letters and digits of any alphabet, also without regard to case.
 
     Args:
         titles: of figures.
@@ -95,7 +95,7 @@ def draw_lines(axes: Axes, panel: Panel) -> None:
         if curve.behind:
             axes.plot(curve.x, curve.y, color=PALE, linewidth=5, zorder=1)
             continue
-        every = (0.02 * (curve.look % 5), 0.12)  # markers of lines that lie on each other do not
+        every = (0.02 * (curve.look % 5), 0.12)  # markers of lines on top of each other do not overlap
         [line] = axes.plot(curve.x, curve.y, markevery=every, **look(curve.look).line)
         names.append((line, curve.name))
     if panel.ideal is not None:

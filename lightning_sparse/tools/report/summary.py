@@ -1,4 +1,4 @@
-"""What a report says before its figures: results and traffic of each run, and what differs in their settings."""
+"""Summary of a report before its figures: results and traffic of each run, and differences of settings."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from lightning_sparse.tools.report.runs import Run
 from lightning_sparse.tuning.controllers.announcer import amount
 
 ASSUMED = "≈"
-"""Before traffic that was not logged."""
+"""Mark before traffic that was not logged."""
 
 
 class Total(NamedTuple):
-    """A run in numbers; None: not known."""
+    """Numbers of a run; None: not known."""
 
     run: str
     steps: int
     results: dict[str, float]
-    """Ends of what says how well training goes: medians of the last thirtieth of the points, at least of one."""
+    """Final values of results: medians of the last thirtieth of the points, at least of one."""
     sent_mb: float | None
     dense_mb: float | None
-    """What dense ring all-reduces would have sent."""
+    """MB that dense ring all-reduces would have sent."""
     assumed: bool
-    """Whether the run logged no traffic, and is taken to have sent what dense all-reduces of the others would have."""
+    """True if the run logged no traffic, and that of dense all-reduces of the other runs is assumed."""
     seconds: float | None
     exposed_ms: float | None
     """Median of a step."""
 
     @property
     def ratio(self) -> float | None:
-        """Dense traffic / sent."""
+        """Dense traffic / sent traffic."""
         return self.dense_mb / self.sent_mb if self.dense_mb is not None and self.sent_mb else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN."""
+        """Return the numbers for JSON, which has no NaN."""
         values = {**self._asdict(), "dense_over_sent": self.ratio}
         values["results"] = {name: value if math.isfinite(value) else None for name, value in self.results.items()}
         return values
 
 
 def totals(runs: Sequence[Run]) -> list[Total]:
-    """Each run in numbers, in the order of the runs."""
+    """Return the numbers of each run, in the order of the runs."""
 
     def last(run: Run, name: str) -> float | None:
         return _only(run.series[name].values[-1:]) if name in run.series else None
@@ -78,7 +78,7 @@ def totals(runs: Sequence[Run]) -> list[Total]:
 
 
 def _only(x: NDArray[np.float64] | None) -> float | None:
-    """The number of an array of one, if it is known."""
+    """Return the number of an array of one, or None if it is not known."""
     return float(x[0]) if x is not None and math.isfinite(x[0]) else None
 
 
@@ -87,7 +87,7 @@ def _end(values: NDArray[np.float64]) -> float:
 
 
 def totals_table(runs: Sequence[Run]) -> Table:
-    """A line for each run."""
+    """Return a table with a line for each run."""
     found = totals(runs)
     names = list(dict.fromkeys(n for one in found for n in one.results))[:4]
     header = ["run", "steps", *names, "MB sent by a rank", "MB if dense", "dense / sent", "seconds", "exposed ms"]
@@ -109,12 +109,12 @@ def _number(x: float | None) -> str:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """Settings that runs do not share; first those of which runs have different values."""
+    """Return settings that runs do not share; first those with different values."""
     return [name for names in _differing(runs) for name in names]
 
 
 def _differing(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
-    """Settings of which runs have different values, and all others that are not in all runs."""
+    """Return settings with different values, and all others that are not in all runs."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     values = {name: [run.settings[name] for run in runs if name in run.settings] for name in names}
     different = [name for name in names if len(set(values[name])) > 1]
@@ -122,13 +122,13 @@ def _differing(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
 
 
 def settings_table(runs: Sequence[Run], names: Sequence[str]) -> Table:
-    """Settings in lines, runs in columns."""
+    """Return a table with settings in lines, runs in columns."""
     rows = [[name, *(run.settings.get(name, "") for run in runs)] for name in names]
     return Table("Settings", ["setting", *(run.name for run in runs)], rows, left=tuple(range(len(runs) + 1)))
 
 
 def sentences(runs: Sequence[Run]) -> list[str]:
-    """The short version, and what was odd."""
+    """Return sentences on results, traffic and settings, and on problems of the logs."""
     found = totals(runs)
     said = []
     saving = [one for one in found if one.ratio is not None and not one.assumed]
@@ -168,7 +168,7 @@ def sentences(runs: Sequence[Run]) -> list[str]:
 
 
 def _assumptions(runs: Sequence[Run]) -> list[str]:
-    """What is not known of some runs."""
+    """Return sentences on unknown or assumed traffic of runs."""
     bare = [run.name for run in runs if TOTAL_MB not in run.series]
     if not bare:
         return []

@@ -1,4 +1,4 @@
-"""Scalars of TensorBoard events, by tensorboard's reader of records; it says nothing where it ends before the file."""
+"""Scalars of TensorBoard events, by tensorboard's reader of records, which is silent if it ends before the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FRAME = 16
 
 
 class Scalar(NamedTuple):
-    """A value that was logged."""
+    """A logged value."""
 
     step: int
     seconds: float
@@ -28,8 +28,7 @@ def read_tensorboard_files(folder: Path) -> tuple[list[Scalar], list[str]]:
         folder: of one run.
 
     Returns:
-        Scalars in the order in which they were logged, without those that a restart has replaced; what was odd, in
-        sentences.
+        Scalars in the order of logging, without those that a restart has replaced; sentences on problems.
 
     Raises:
         ValueError: if a record is no event, or a file cannot be read; in one sentence.
@@ -50,7 +49,7 @@ def read_tensorboard_files(folder: Path) -> tuple[list[Scalar], list[str]]:
                     if value.HasField("simple_value"):
                         found.append(Scalar(event.step, event.wall_time, value.tag, value.simple_value))
                 position += len(record) + FRAME
-        except Exception as error:  # those of protobuf, which has two implementations, of a file system, of memory
+        except Exception as error:  # of protobuf, which has two implementations, of the file system, of memory
             why = type(error).__name__
             raise ValueError(f"Expected events in {file}, but what follows byte {position} is none: {why}.") from error
         if position < (size := file.stat().st_size):

@@ -1,4 +1,4 @@
-"""Files of W&B offline runs: LevelDB's log format around records, for which wandb has the classes and no reader."""
+"""Files of W&B offline runs: LevelDB's log format around records, for which wandb has classes but no reader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = 1 << 15
-"""Bytes of a block; no header of a piece reaches into the next one."""
+"""Bytes of a block; no header of a piece crosses its end."""
 START = 7
 """Bytes before the first piece: ``:W&B``, a magic number and a version."""
 WHOLE, FIRST, MIDDLE, LAST = 1, 2, 3, 4
@@ -21,10 +21,10 @@ def read_wandb_file(file: Path) -> tuple[dict[str, Any], list[dict[str, float]],
     """Read a run's configuration and history.
 
     Args:
-        file: ``run-*.wandb``; that of a run that still writes or was killed is read as far as it goes.
+        file: ``run-*.wandb``; an unfinished one, of a run that still writes or was killed, is read up to its end.
 
     Returns:
-        The configuration; the numbers that were logged, a row for each call; what was odd, in sentences.
+        The configuration; the logged numbers, a row for each call; sentences on problems.
 
     Raises:
         ValueError: if it is no such file, cannot be read, or is broken in the middle; in one sentence.
@@ -51,7 +51,7 @@ def read_wandb_file(file: Path) -> tuple[dict[str, Any], list[dict[str, float]],
             elif kind in ("config", "run"):
                 updates = record.config.update if kind == "config" else record.run.config.update
                 config |= {_name(item): json.loads(item.value_json) for item in updates}
-        except Exception as error:  # those of protobuf, which has two implementations, and of what JSON may hold
+        except Exception as error:  # of protobuf, which has two implementations, and of JSON
             why = f"that at byte {position} is none: {type(error).__name__}"
             raise ValueError(f"Expected records of W&B in {file}, but {why}.") from error
         ended = ended or kind == "exit"
@@ -60,7 +60,7 @@ def read_wandb_file(file: Path) -> tuple[dict[str, Any], list[dict[str, float]],
 
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    """Without tables and pictures, of which there are numbers, too: their sizes."""
+    """Return the numbers of a row, without those of tables and pictures, such as their sizes."""
     media = tuple(name.removesuffix("_type") for name in row if name.endswith("/_type"))
     numbers = {name: x for name, x in row.items() if isinstance(x, int | float)}
     return {name: float(x) for name, x in numbers.items() if not (media and name.startswith(media))}
@@ -71,7 +71,7 @@ def _name(item: Any) -> str:
 
 
 def _messages(data: bytes, file: Path) -> Iterator[tuple[int, bytes]]:
-    """Whole records, with where they begin; one that was not finished at the end of the file is left out."""
+    """Yield whole records, with their positions, without an unfinished one at the end of the file."""
     position, begin, pieces = START, START, list[bytes]()
     while position + 7 <= len(data):
         if (left := BLOCK - position % BLOCK) < 7:

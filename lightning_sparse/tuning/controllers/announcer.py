@@ -1,4 +1,4 @@
-"""What a run says of itself: one line when it starts, one when it ends."""
+"""Summary lines of a run: one when it starts, one when it ends."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DIVERGED = (
     "Lower the learning rate, use bf16 instead of fp16, and look for the layer with Trainer(detect_anomaly=True) or "
     "torch.autograd.set_detect_anomaly(True)."
 )
-"""What to do where gradients are not finite."""
+"""Advice for non-finite gradients."""
 MORE = "callbacks=[lightning_sparse.SparsityMonitor()] shows more."
 
 
 def at_start(engine: Engine) -> str:
-    """What is sparsified, how much is sent, and what that takes."""
+    """Return the line on the sparsified parameters, the density and the memory that residuals take."""
     settings, n = engine.settings, engine.comm.world_size
     if n == 1 and settings.single_device == "dense":
         return (
@@ -51,14 +51,14 @@ def at_start(engine: Engine) -> str:
 
 
 def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int, before: int) -> str:
-    """What was sent, and what that cost.
+    """Return the line on the bytes that were sent, and the time that they cost.
 
     Args:
-        engine: whose steps.
-        totals: as :meth:`Totals.state_dict <lightning_sparse.core.clock.Totals.state_dict>`, of these steps.
-        steps: that counted.
-        skipped: that did not.
-        before: steps that counted before these, in an earlier fit or up to a checkpoint.
+        engine: of these steps.
+        totals: :meth:`Totals.state_dict <lightning_sparse.core.clock.Totals.state_dict>` of these steps.
+        steps: number of valid steps.
+        skipped: number of skipped steps.
+        before: number of valid steps before these, in an earlier fit or up to a checkpoint.
     """
     sent, dense = totals["sent_bytes"], totals["dense_bytes"]
     if engine.comm.world_size == 1:
@@ -77,7 +77,7 @@ def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int
     since = f" after the first {before:,}" if before else ""
     all_steps = steps + skipped
     anew = ""
-    # A device may never answer, where a run ends with an error.
+    # A device may never answer if a run ends with an error.
     if engine.device.type == "cpu" and any(changes := engine.length_changes):
         anew = (
             f" Gradients changed their length: what waits was measured anew {changes.measured_anew:,} times, and "
@@ -87,7 +87,7 @@ def at_end(engine: Engine, totals: Mapping[str, float], steps: int, skipped: int
 
 
 def amount(nbytes: float) -> str:
-    """Bytes in words.
+    """Return bytes in words.
 
     Example:
         >>> amount(1.5e6), amount(2.25e12)
@@ -102,7 +102,7 @@ def amount(nbytes: float) -> str:
 
 
 class Announcer:
-    """Says the lines for engines that no Trainer starts and ends; a :class:`~lightning_sparse.engine.StepObserver`."""
+    """Logs the lines for engines without a Trainer; a :class:`~lightning_sparse.engine.StepObserver`."""
 
     def __init__(self) -> None:
         self._engine: weakref.ref[Engine] | None = None
@@ -110,7 +110,7 @@ class Announcer:
         self._steps = self._skipped = 0
 
     def before_step(self, engine: Engine) -> None:
-        """Say what begins: the optimizer, which has a say in the memory, is known at the first step at the latest."""
+        """Log the first line in the first step, when the optimizer is known, which may decide the memory."""
         if self._engine is not None:
             return
         self._engine = weakref.ref(engine)
@@ -121,7 +121,7 @@ class Announcer:
         self._steps, self._skipped = engine.step, engine.void_steps
 
     def close(self) -> None:
-        """Say what was sent by this rank."""
+        """Log the bytes that this rank sent."""
         engine = None if self._engine is None else self._engine()
         self._engine = None
         if engine is None or engine.comm.rank != 0:

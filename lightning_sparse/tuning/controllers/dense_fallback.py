@@ -1,4 +1,4 @@
-"""Never slower than dense: measure both, keep the faster one."""
+"""Fallback to dense exchange: measure sparse and dense steps, keep the faster ones."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from lightning_sparse.tuning.performance.rank_sync import slowest
 Mode = Literal["sparse", "dense"]
 
 WARMUP = 4
-"""Steps after a change that do not count: in the first, dense steps send what residuals hold."""
+"""Steps after a change that are not timed: the first dense step sends the residuals."""
 STEPS = 6
-"""Steps that count, in each of two turns."""
+"""Timed steps in each of two turns."""
 TURNS: tuple[Mode, ...] = ("sparse", "dense", "sparse", "dense")
 CHECK = 200
-"""Steps between looks at the step time, to begin with."""
+"""Steps between checks of the step time, at first."""
 CHANGE = 1.5
-"""Factor by which the step time must change until both are measured again."""
+"""Factor of the step time from which on both are measured again."""
 
 
 class StayDense:
-    """Lets DDP's own buckets be averaged, as soon as nothing waits in residuals; for plans that are all dense."""
+    """Switches to the averages of DDP's own buckets as soon as residuals are empty; for plans that are all dense."""
 
     def before_step(self, engine: Engine) -> None:
-        """Look whether it is time to."""
+        """Switch to DDP's buckets, unless the engine has."""
         if not engine.direct:
             engine.go_direct(for_good=True)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class DenseFallback:
-    """Runs a few sparse and a few dense steps in turn, then goes on with what is faster.
+    """Runs a few sparse and a few dense steps in turn, then continues with the faster ones.
 
-    Both are measured again when the step time has changed by a factor of 1.5; where that changed nothing, it takes
-    twice as long until the step time is looked at again. In dense steps, gradients are averaged by
-    DDP's own buckets, in full; residuals are sent in the first of them.
+    Both are measured again when the step time has changed by a factor of 1.5; if the choice is the same again, the
+    interval of the checks is doubled. In dense steps, DDP's own buckets are averaged, in full; residuals are sent in
+    the first of them.
 
     Args:
         sizes: of all parameters, in order of registration.
         bucket_cap_mb: size of DDP's buckets.
-        planner: whose profile to wait for.
+        planner: the comparison waits for its profile.
     """
 
     def __init__(self, sizes: Sequence[ParameterSize], bucket_cap_mb: float, planner: Planner | None = None) -> None:
@@ -70,7 +70,7 @@ class DenseFallback:
         self._chosen: Mode | None = None
 
     def before_step(self, engine: Engine) -> None:
-        """Note how long the step took that ends here, and change the mode where it is time to."""
+        """Record the time of the step that ends here, and change the mode when it is due."""
         if self._planner is not None and self._planner.profile is None:
             return
         taken = self._clock(engine)
@@ -82,10 +82,10 @@ class DenseFallback:
             self._watch(taken, engine)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def _clock(self, engine: Engine) -> float | None:
-        """Seconds since this point of the step before; waits for the device while both are compared."""
+        """Return the seconds since the previous call; waits for the device while both modes are compared."""
         if engine.device.type == "cuda" and self._turn is not None:
             torch.cuda.synchronize(engine.device)
         before, self._before = self._before, time.perf_counter()
@@ -124,7 +124,7 @@ class DenseFallback:
             return
         self._since_check = 0
         [now] = slowest([median(self._recent)], engine.comm, engine.device)
-        if self._usual is None:  # not the comparison itself, which is over quickly and may have been disturbed
+        if self._usual is None:  # not from the comparison, which is short and may have been disturbed
             self._usual = now
         elif not 1 / CHANGE < now / self._usual < CHANGE:
             self._turn = 0

@@ -1,4 +1,4 @@
-"""Residuals that still fill: by how much they may grow, and whether they grow by more."""
+"""Expected growth of residuals while they fill, and detection of more."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 FILLING = 3
 """A residual counts as filled after this many times ``1 / density`` steps."""
 POWER = 6
-"""Power of the growth that is allowed for filled residuals: 10 times there are a million times here. Gradients of deep
-networks become up to 20 thousand times as long when training leaves its first plateau, in calm trainings, too; where
-trainings diverged, residuals were ten million times as long and more."""
+"""Power of the growth that is allowed for filled residuals: a limit of 10 there is one of a million here. Gradients of
+deep networks become up to 20 thousand times as long when training leaves its first plateau, in calm trainings, too; in
+trainings that diverged, residuals became ten million times as long and more."""
 FIRST = 8
-"""The step before which residuals are looked at for the first time."""
+"""The step before which residuals are checked for the first time."""
 
 
 def looks(every: int) -> frozenset[int]:
-    """Steps before which residuals are looked at beside the checks, each half as late again, until checks are as dense.
+    """Return steps before which residuals are measured between checks, each 1.5 times the last, up to twice ``every``.
 
     Example:
         >>> sorted(looks(100))
@@ -31,42 +31,41 @@ def looks(every: int) -> frozenset[int]:
 
 
 class Part(NamedTuple):
-    """A group at a look."""
+    """A group in a measurement."""
 
     name: str
     density: float
     norm: float
-    """Of its residual, mean over ranks."""
+    """Norm of its residual, mean over ranks."""
 
 
 class Filling:
-    """Judges the residuals of all groups together, from the first steps on.
+    """Checks the growth of the residuals of all groups together, from the first steps on.
 
-    While they fill, for about ``1 / density`` steps, their norm grows by itself: with the root of the number of steps
-    where gradients are independent, and with this number itself where all are alike. That much is expected. The
-    reference is the largest norm so far by this measure, so that gradients may also become longer little by little.
-    Groups are not judged for themselves: what lies below weights that start at zero has gradients that grow for
-    hundreds of steps, by many orders of magnitude, and beside the residuals of all groups these are nothing. A norm
-    that falls again is no alarm.
+    While residuals fill, for about ``1 / density`` steps, their norm grows: with the root of the number of steps if
+    gradients are independent, and with this number itself if all are equal. That much is expected. The reference is the
+    largest norm so far by this measure, so that gradients may also grow slowly. Groups are not checked one by one:
+    gradients of layers below weights that start at zero grow for hundreds of steps, by many orders of magnitude, but
+    are negligible beside the residuals of all groups. A norm that falls again is no alarm.
     """
 
     def __init__(self) -> None:
         self.norm = self.reference = 0.0
         self.reference_step = self.grown = 0
-        """``grown``: looks in a row with a norm beyond what is expected."""
+        """``grown``: measurements in a row with a norm above the expected one."""
         self.explained = 1.0
-        """Times that the norm may have grown since the reference because residuals fill."""
+        """Factor of growth since the reference that filling can explain."""
         self._densities: list[tuple[str, float]] = []
         self._since = 0
         self._reference_age = 0.0
 
     def judge(self, parts: Sequence[Part], step: int, growth: float) -> None:
-        """Take in a look.
+        """Evaluate a measurement.
 
         Args:
-            parts: all groups with residuals; where groups or densities are others than before, it begins anew.
+            parts: all groups with residuals; other groups or densities than before reset the reference.
             step: number of the step that begins.
-            growth: times that residuals may grow once they have filled; its :data:`POWER` is allowed here.
+            growth: factor by which filled residuals may grow; its :data:`POWER` is allowed here.
         """
         densities = [(part.name, part.density) for part in parts]
         if densities != self._densities:

@@ -1,4 +1,4 @@
-"""The history of a group that the watchdog keeps: norms, counts and parameters that wait."""
+"""The watchdog's history of a group: norms, counts and waiting parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHECKS = 5
 
 
 class GroupHistory:
-    """What checks have found in a group. Equal on all ranks, except for what is noted between checks.
+    """Results of checks of a group. Equal on all ranks, except for values that are recorded between checks.
 
     Args:
         group: a sparsified group.
@@ -38,23 +38,23 @@ class GroupHistory:
         self._since = 0
         self._latest: Statistics | None = None
         self._waiting: dict[str, tuple[float, int]] = {}
-        """Parameters without a coordinate in the latest update: how many were expected since, at how many checks."""
+        """Parameters without a coordinate in the latest update: expected coordinates since then, number of checks."""
         self._noted: dict[str, Tensor] = {}
         """Checksums of their residuals on this rank, one step before a check."""
 
     def is_behind(self, group: GroupReducer) -> bool:
-        """Whether the group has selected in a step since the latest check."""
+        """Return True if the group has selected in a step since the latest check."""
         statistics = group.statistics
         return statistics is not None and statistics is not self._latest and statistics.sparse
 
     @property
     def target(self) -> int:
-        """Coordinates that the density stands for."""
+        """Target number of coordinates."""
         return 0 if self._latest is None else self._latest.target
 
     @property
     def by(self) -> str:
-        """Who selects, as words for a warning."""
+        """The selecting ranks, as words for a warning."""
         return "by a single rank" if self._independent else "by all ranks together"
 
     @property
@@ -63,13 +63,13 @@ class GroupHistory:
         return None if self._latest is None or self._latest.threshold is None else float(self._latest.threshold)
 
     def note(self, group: GroupReducer) -> None:
-        """Remember what the residuals of waiting parameters are, to see at the check whether they move."""
+        """Record checksums of the residuals of waiting parameters, to detect at the check if they move."""
         residual = group.memory.residual(group.state.memory)
         if residual is not None:
             self._noted = {name: checksum(residual[group.spans[name]]) for name in self._waiting}
 
     def report(self, group: GroupReducer) -> list[Tensor]:
-        """What the other ranks have to know: () int64 each, for :meth:`update`."""
+        """Return this rank's numbers for :meth:`update` on all ranks, () int64 each."""
         residual = group.memory.residual(group.state.memory)
         if residual is None:
             return []
@@ -78,19 +78,19 @@ class GroupHistory:
         return [norm, *moved]
 
     def measure(self, group: GroupReducer, columns: Iterator[Tensor]) -> None:
-        """Take in a look between checks: the norm of the residual."""
+        """Evaluate a measurement between checks: the norm of the residual."""
         if group.memory.residual(group.state.memory) is not None:
             self.norm = float(next(columns).view(torch.float64).mean())
 
     def update(self, group: GroupReducer, columns: Iterator[Tensor], step: int, excess: float, growth: float) -> None:
-        """Take in a check.
+        """Evaluate a check.
 
         Args:
-            group: whose history this is.
-            columns: yields what :meth:`report` gave on all ranks, (n,) int64 each.
+            group: of this history.
+            columns: yields the results of :meth:`report` on all ranks, (n,) int64 each.
             step: number of the step that begins.
-            excess: factor by which what is selected may differ from the density.
-            growth: times that a residual may grow.
+            excess: factor by which the selection may differ from the density.
+            growth: factor by which a residual may grow.
         """
         statistics = self._latest = group.statistics
         assert statistics is not None
@@ -123,7 +123,7 @@ class GroupHistory:
         ends = torch.tensor([span.stop for span in spans.values()], device=statistics.indices.device)
         owners = torch.bucketize(statistics.indices, ends, right=True)  # the padding index has none
         served = torch.bincount(owners, minlength=len(spans) + 1).tolist()
-        if not any(served[:-1]):  # it is the threshold that is wrong
+        if not any(served[:-1]):  # the threshold is wrong
             return
         for (name, span), picks in zip(spans.items(), served, strict=False):
             expected, checks = self._waiting.get(name, (0.0, 0))
@@ -135,6 +135,6 @@ class GroupHistory:
                 self._waiting[name] = expected, checks
 
     def starving(self, missed: int) -> list[tuple[str, float, int]]:
-        """Names, coordinates expected in vain, and checks, of the parameters that wait for too long."""
+        """Return names, missed coordinates and checks of the parameters that wait for too long."""
         waiting = [(name, expected, checks) for name, (expected, checks) in self._waiting.items()]
         return [found for found in waiting if found[1] >= missed and found[2] >= CHECKS]

@@ -1,4 +1,4 @@
-"""Profile the first steps, then cut groups and set densities by what was measured."""
+"""Planner: profiles the first steps, then cuts groups and sets densities by the profile."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ LONGEST_TABLE = 40
 
 
 class Planner:
-    """Gives an engine the groups and densities that its grouping and its schedule want, once there is a profile.
+    """Sets an engine's groups and densities by its grouping and its schedule, once there is a profile.
 
-    Until then, and while it is made, training goes on as usual; the profile itself holds up one step for some seconds.
+    Until then, training runs as usual; the measurements delay one step by some seconds.
 
     Args:
-        module: whose forward is called before each backward.
-        engine: works with the groups to begin with.
+        module: its forward is called before each backward.
+        engine: with the groups of the first steps.
         sizes: of all parameters, in order of registration.
-        grouping: what the user asked for.
-        rules: which parameters stay dense, and which have densities of their own; these keep them.
+        grouping: the user's setting.
+        rules: parameters that stay dense, and those with densities of their own, which keep them.
         bucket_cap_mb: size of groups by bucket.
-        delivery_mb: sizes of DDP's first bucket and of the others, in which gradients are handed over.
-        profile: of an earlier run, as :attr:`saved` gave it; used if it fits this one.
+        delivery_mb: sizes of DDP's first bucket of gradients and of the others.
+        profile: :attr:`saved` of an earlier run; used if it matches this one.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class Planner:
             self._profiler = Profiler(module, engine, warmup, steps, self._bucket_numels)
 
     def resume(self, profile: dict[str, Any] | None, engine: Engine) -> bool:
-        """Use the profile of an earlier run instead of measuring, if it fits this one; collective, between two steps.
+        """Use the profile of an earlier run that matches this one, without measuring; collective, between two steps.
 
         Args:
-            profile: as :attr:`saved` gave it; what rank 0 has decides.
-            engine: whose groups change.
+            profile: from :attr:`saved`; that of rank 0 decides.
+            engine: its groups change.
 
         Returns:
-            Whether it fits.
+            True if it matches.
         """
         known = engine.comm.broadcast_object(profile, 0, engine.device)
         if not isinstance(known, dict) or known.get("fingerprint") != self._fingerprint:
@@ -76,16 +76,16 @@ class Planner:
 
     @staticmethod
     def wanted(grouping: Grouping, settings: SparsificationConfig) -> bool:
-        """Whether these settings need a profile."""
+        """Return True if these settings need a profile."""
         return grouping.needs_profile or settings.density.needs_profile
 
     @property
     def saved(self) -> dict[str, Any] | None:
-        """The profile, to be kept in a checkpoint."""
+        """The profile, for a checkpoint."""
         return None if self.profile is None else self.profile.as_dict()
 
     def before_step(self, engine: Engine) -> None:
-        """Count steps; after the last one that is timed, measure the rest and change the groups."""
+        """Count steps; after the last timed one, measure the rest and change the groups."""
         profiler = self._profiler
         if profiler is None:
             return
@@ -96,7 +96,7 @@ class Planner:
             self._apply(self._measure(profiler, engine), engine)
 
     def close(self) -> None:
-        """Stop watching backward."""
+        """Stop timing backward."""
         if self._profiler is not None:
             self._profiler.close()
             self._profiler = None
@@ -124,13 +124,13 @@ class Planner:
             print_profile(self.profile, plan, engine.settings.density.final)
 
     def _choose(self, profile: Profile, settings: SparsificationConfig) -> tuple[list[Group], Profile]:
-        """Groups with their densities, and the profile with the messages that go with them.
+        """Return groups with their densities, and the profile with the chosen messages.
 
-        Where the settings leave both ways to send messages open, the one with the milder density is chosen, and of
-        equally mild ones the one whose step is predicted to be shorter.
+        If the settings allow both kinds of messages, the one with the larger density is chosen; if these are equal, the
+        one with the shorter predicted step.
 
         Raises:
-            ValueError: if no density does what is asked for, whatever travels together.
+            ValueError: if no density meets the request with any kind of messages.
         """
         possible: Sequence[Messages] = ("step", "group") if settings.messages == "auto" else (settings.messages,)
         found, refused = [], []
@@ -153,14 +153,14 @@ class Planner:
 
 
 def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:
-    """A digest of everything that a profile depends on except the machine."""
+    """Return a digest of everything that a profile depends on, except the machine."""
     settings = engine.settings
     facts = (list(sizes), settings.algorithm, settings.executor, engine.comm.world_size, engine.device.type)
     return f"{digest_of(*facts):016x}"
 
 
 def mean_density(plan: Sequence[Group], density: float) -> float:
-    """Over the coordinates of all groups that are not dense, without what is lost in rounding; 1 if all are dense.
+    """Return the mean density over the coordinates of all sparsified groups, to 12 digits; 1 if all are dense.
 
     Args:
         plan: groups.
@@ -172,7 +172,7 @@ def mean_density(plan: Sequence[Group], density: float) -> float:
 
 
 def print_profile(profile: Profile, plan: Sequence[Group], density: float) -> None:
-    """Print groups with the times that led to them."""
+    """Print groups with the measured times."""
     rows = []
     groups, (_, backward) = profile.timeline(plan)
     for group, seconds in list(zip(groups, backward, strict=True))[:LONGEST_TABLE]:

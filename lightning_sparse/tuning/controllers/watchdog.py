@@ -1,4 +1,4 @@
-"""Watchdogs: what can go wrong with a sparsified exchange, noticed while training goes on and told once."""
+"""Watchdogs: they detect faults of a sparsified exchange during training, and warn once of each."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lightning_sparse.tuning.controllers.group_history import GroupHistory
 from lightning_sparse.tuning.unsuited import unsuited
 
 IN_A_ROW = 3
-"""Checks in a row that must agree, where a single one may be an exception."""
+"""Checks in a row that must agree, since a single one may be an exception."""
 GROWN = (
-    "More is put off than is sent, so that parameters follow old gradients. Raise the density, lower the learning "
+    "Residuals grow faster than they are sent, so updates are old gradients. Raise the density, lower the learning "
     "rate, clip gradients (memory=ls.ClipByNorm(...)) or forget old ones (memory=ls.Residual(decay=0.99))."
 )
 NAMED = 3
@@ -32,16 +32,16 @@ NAMED = 3
 
 
 WARNED_OF: WeakSet[Optimizer] = WeakSet()
-"""Optimizers that are unsuited: they outlive engines, which strategies replace where parameters are unfrozen."""
+"""Unsuited optimizers: they outlive engines, which strategies replace when parameters are unfrozen."""
 
 
 class Watchdog:
-    """Watches for :class:`Watch`; a :class:`~lightning_sparse.engine.StepObserver` that changes nothing.
+    """Checks by the settings of :class:`Watch`; a :class:`~lightning_sparse.engine.StepObserver` that changes nothing.
 
-    All ranks decide by the same numbers: what they hold of their own is gathered first, in one message.
+    All ranks decide by the same numbers: each rank's own numbers are gathered first, in one message.
 
     Args:
-        settings: what to look for.
+        settings: of the checks.
     """
 
     def __init__(self, settings: Watch) -> None:
@@ -49,17 +49,17 @@ class Watchdog:
         self._steps = 0
         self._looks, self._filling = looks(settings.every), Filling()
         self._told: set[str] = set()
-        # Weak: groups that are replaced must be free to go at once, with all that they remember.
+        # Weak: replaced groups must be freed at once, with their residuals.
         self._histories: WeakKeyDictionary[GroupReducer, GroupHistory] = WeakKeyDictionary()
         self._stepped: WeakSet[Optimizer] = WeakSet()
         self._shown: Sequence[Optimizer] = ()
         self._fine: WeakSet[Optimizer] = WeakSet()
-        """Optimizers that nothing is wrong with, whatever is sparsified."""
+        """Optimizers that are suited to any sparsified parameters."""
         self._unheld: set[str] = set()
         self._engine: Callable[[], Engine | None] = lambda: None
 
     def before_step(self, engine: Engine) -> None:
-        """Check, where it is due."""
+        """Run the checks that are due."""
         now, self._steps = self._steps, self._steps + 1
         self._check_void_steps(engine)
         if self._settings.adam and "adam" not in self._told:
@@ -75,28 +75,28 @@ class Watchdog:
                 self._histories[group].note(group)
 
     def _check_optimizers(self, engine: Engine) -> None:
-        """Check those that are known now, and others when they take their first step."""
+        """Check the known optimizers now, and others when they take their first step."""
         if self._engine() is not engine:
             self._engine = weakref.ref(engine)
             engine.watch_optimizers(self._before_optimizer)
-        if engine.optimizers is not self._shown:  # who steps no more was replaced, and who does is noticed again
+        if engine.optimizers is not self._shown:  # replaced optimizers step no more; the others are recorded again
             self._shown = engine.optimizers
             self._stepped.clear()
         for optimizer in (*engine.optimizers, *self._stepped):
             self._check_optimizer(optimizer, engine)
 
     def _before_optimizer(self, optimizer: Optimizer) -> None:
-        """See whether one that is about to step is unsuited; it may be one of other parameters."""
+        """Check an optimizer that is about to step; it may have other parameters."""
         engine = self._engine()
         if engine is not None and optimizer not in self._stepped and "adam" not in self._told:
             self._check_optimizer(optimizer, engine)
             self._stepped.add(optimizer)
 
     def close(self) -> None:
-        """End with the engine, which keeps what watches optimizers."""
+        """Do nothing: the engine removes its hooks on optimizers."""
 
     def _check_that_all_are_held(self, engine: Engine) -> None:
-        """At two checks in a row: an optimizer that has not been shown may take its first step late."""
+        """Warn after two checks in a row: an optimizer that was not bound may take its first step late."""
         found = [
             p.name
             for group in self._selecting(engine)
@@ -123,10 +123,10 @@ class Watchdog:
             of_any.by_choice and not (engine.memory_left_open or isinstance(engine.settings.memory, SecondMoment))
         ):
             known = optimizer in self._stepped or stepping(optimizer) in self._stepped
-            if known and engine.known_counts.step:  # what it keeps is there by now
+            if known and engine.known_counts.step:  # its state exists by now
                 self._fine.add(optimizer)
             return
-        # Where nothing waits in a residual, or is averaged there already, nothing comes too late.
+        # Without a residual, or with a memory that averages other values, nothing comes too late.
         groups = [g for g in self._selecting(engine) if g.memory.averages == "gradients"]
         groups = [g for g in groups if g.memory.residual(g.state.memory) is not None]
         sparsified = {id(parameters[p.name]) for g in groups for p in g.plan.parameters}
@@ -149,14 +149,14 @@ class Watchdog:
         return groups
 
     def _selecting(self, engine: Engine) -> list[GroupReducer]:
-        """Groups of which not everything is sent."""
+        """Return the groups that do not send all coordinates."""
         return [group for group in self._sparse_groups(engine) if group.selects(engine.step)]
 
     def _is_due(self, step: int) -> bool:
         return step == 1 or (step > 0 and step % self._settings.every == 0)
 
     def _look(self, engine: Engine) -> None:
-        """See whether residuals grow, between checks."""
+        """Check the growth of residuals, between checks."""
         groups = [] if engine.void_streak else self._sparse_groups(engine)
         histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
         own = [number for group, history in histories.items() for number in history.report(group)]
@@ -167,7 +167,7 @@ class Watchdog:
 
     def _check(self, engine: Engine) -> None:
         parameters = engine.parameters if engine.comm.world_size > 1 else {}
-        # The updates of a step that was void say nothing.
+        # The updates of a skipped step have no meaning.
         groups = [] if engine.void_streak else self._sparse_groups(engine)
         histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
         own = [checksum(p) for p in parameters.values()]
@@ -285,13 +285,13 @@ class Watchdog:
 
 
 def others(found: Sequence[object], named: int = 1) -> str:
-    """How many more there are than those named, in words."""
+    """Return the number of further findings beyond the named ones, in words."""
     more = len(found) - named
     return "" if more < 1 else f" (and {more} more like it)"
 
 
 def distance(engine: Engine, name: str) -> float:
-    """The largest difference of a parameter's coordinates between rank 0 and another rank; collective."""
+    """Return the largest difference of a parameter between rank 0 and another rank; collective."""
     own = engine.parameters[name].detach()
     theirs = engine.comm.broadcast(own.clone(memory_format=torch.contiguous_format), 0)
     return float(engine.comm.all_gather((own.double() - theirs.double()).abs().max()).max())

@@ -1,6 +1,6 @@
-"""What a training step costs: the cost model, measurements for it between real ranks, and what follows from them.
+"""Cost of a training step: the cost model, measurements for it between real ranks, and decisions by them.
 
-One recurrence says when a step ends (``timeline.py``), from the seconds of backward, selection and exchange
+One recurrence gives the end of a step (``timeline.py``), from the seconds of backward, selection and exchange
 (``cost.py``). A :class:`Profiler` measures them in a run, a :class:`Profile` holds them. ``groupings.py`` and
 ``densities.py`` choose groups and densities by a profile.
 """

@@ -1,4 +1,4 @@
-"""How long backward takes, layer by layer."""
+"""Times of backward, layer by layer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Marks = list[tuple[str, Stamp, float]]
 
 
 class BackwardTimer:
-    """Notes when forward ends and when each parameter gets its gradient; in CUDA's own time on CUDA.
+    """Records the times of the end of forward and of each parameter's gradient; by CUDA events on CUDA.
 
     Args:
-        module: whose forward is called before each backward; with Lightning it contains the loss.
-        parameters: by name, those that need a gradient.
-        device: where they live.
-        held_up: seconds so far that backward was held up by something else, to be left out.
+        module: its forward is called before each backward; with Lightning it contains the loss.
+        parameters: that need a gradient, by name.
+        device: of the parameters.
+        held_up: returns the seconds so far that something else blocked backward, to be subtracted.
     """
 
     def __init__(
@@ -45,22 +45,22 @@ class BackwardTimer:
             self._hooks.append(p.register_post_accumulate_grad_hook(self._noting(name)))  # type: ignore[no-untyped-call]
 
     def keep(self) -> None:
-        """The backward of the latest forward counts, also what is still to come of it; no others that accumulate."""
+        """Keep the times of the latest forward's backward, also of its rest; not of those that only accumulate."""
         self._steps.append(self._marks)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def result(self, comm: TorchCollective) -> tuple[list[LayerTime], float]:
-        """Median times of the steps that count, averaged over ranks, in rank 0's order; collective.
+        """Return the median times of the kept steps, averaged over ranks, in rank 0's order; collective.
 
         Parameters that no step of rank 0 used come last and take no time.
 
         Returns:
-            Layers (modules with the parameters of their own), and the seconds of a step that are not backward.
+            Layers (modules with their own parameters), and the seconds of a step outside backward.
 
         Raises:
             RuntimeError: on all ranks, if a rank has seen fewer than two backward passes.
@@ -92,7 +92,7 @@ class BackwardTimer:
         return _by_module(order, self._numels, times), rest
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies come with copies of the module, of which nobody waits for a result."""
+        """Return an empty state: copies of the module need no timer."""
         return {"_hooks": []}
 
     def _forward_ends(self, *_: Any) -> None:
@@ -107,7 +107,7 @@ class BackwardTimer:
 
 
 def _typical_order(steps: list[Marks]) -> list[str]:
-    """Parameters by the median of their place in backward."""
+    """Sort parameters by the median of their position in backward."""
     places: dict[str, list[int]] = {}
     for marks in steps:
         for place, (name, _, _) in enumerate(marks[1:]):
@@ -116,7 +116,7 @@ def _typical_order(steps: list[Marks]) -> list[str]:
 
 
 def _by_module(order: list[str], numels: dict[str, int], seconds: list[float]) -> list[LayerTime]:
-    """A layer is done when the last of its parameters is."""
+    """Join parameters to layers; a layer ends with the last of its parameters."""
     modules: dict[str, list[str]] = {}
     for name in order:
         modules.setdefault(name.rpartition(".")[0] or name, []).append(name)

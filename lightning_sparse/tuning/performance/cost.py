@@ -1,6 +1,6 @@
-"""What a group costs: seconds to select, seconds to exchange, both from the number of its coordinates alone.
+"""Cost of a group: seconds to select and seconds to exchange, both as functions of its number of coordinates.
 
-Everything is a straight line, ``alpha + beta * amount``: a price for the message and a price for each byte in it.
+Messages cost a straight line, ``alpha + beta * amount``: a price per message and a price per byte.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Line:
     """Seconds as a straight line: ``alpha + beta * amount``, and 0 for an amount of 0.
 
     Args:
-        alpha: seconds for anything at all, at least 0.
+        alpha: seconds for any amount above 0, at least 0.
         beta: seconds for each unit of the amount (a byte, a coordinate), at least 0.
 
     Raises:
@@ -42,7 +42,7 @@ class Line:
         check_number(self.beta, "beta", "a finite number of seconds per unit of at least 0")
 
     def __call__(self, amount: float) -> float:
-        """Seconds for this much.
+        """Return the seconds for an amount.
 
         Raises:
             ValueError: if the amount is negative.
@@ -53,17 +53,17 @@ class Line:
         return self.alpha + self.beta * amount
 
     def __add__(self, other: Line) -> Line:
-        """One after the other, for the same amount."""
+        """Return the sum of both, for the same amount."""
         if not isinstance(other, Line):
             return NotImplemented
         return Line(self.alpha + other.alpha, self.beta + other.beta)
 
     def line(self) -> Line:
-        """This line."""
+        """Return this line."""
         return self
 
     def per(self, units: float) -> Line:
-        """The same for an amount that stands for so many units each.
+        """Return the line by another amount, of so many units each.
 
         Example:
             >>> Line(50e-6, 8e-9).per(4)  # by values of 4 bytes instead of by bytes
@@ -73,7 +73,7 @@ class Line:
 
     @classmethod
     def through(cls, points: Sequence[tuple[float, float]]) -> Line:
-        """As :meth:`fit`, for any measurements: zeros are left out, and a single amount makes a constant."""
+        """Fit a line to any measurements, see :meth:`fit`: zeros are left out, and a single amount makes a constant."""
         positive = [(amount, taken) for amount, taken in points if taken > 0]
         if len({amount for amount, _ in positive}) < 2:
             return cls(median(taken for _, taken in positive), 0.0) if positive else NOTHING
@@ -81,17 +81,17 @@ class Line:
 
     @classmethod
     def fit(cls, amounts: Sequence[float], seconds: Sequence[float]) -> Line:
-        """The line through measurements, with neither coefficient below 0, that outliers do not bend.
+        """Fit a line to measurements, robust against outliers, with both coefficients at least 0.
 
         Of measurements of the same amount only the median counts. The line then minimises
-        ``sum |alpha + beta x - y| / y`` over these points: relative deviations, so that small messages decide about
-        alpha and large ones about beta; absolute ones, so that one bad point is ignored. The minimum is exact: it lies
-        on two points, or on one point and a coefficient of 0, and all such lines are tried, which is cubic in the
-        number of different amounts (meant for dozens).
+        ``sum |alpha + beta x - y| / y`` over these points: relative deviations, so that small messages decide alpha and
+        large ones beta; absolute ones, so that one bad point is ignored. The minimum is exact: it lies on two points,
+        or on one point and a coefficient of 0, and all such lines are tried, which is cubic in the number of different
+        amounts (meant for dozens).
 
         Args:
-            amounts: what was sent or selected, above 0, of at least two different sizes; best in powers of 2 or 4.
-            seconds: how long each took, above 0.
+            amounts: of bytes or coordinates, above 0, of at least two different sizes; best in powers of 2 or 4.
+            seconds: that each took, above 0.
 
         Raises:
             ValueError: if lengths differ, numbers are not positive and finite, or all amounts are equal.
@@ -129,15 +129,15 @@ class Line:
 
 
 NOTHING = Line(0.0, 0.0)
-"""Takes no time."""
+"""A line of no time."""
 
 
 @dataclass(frozen=True)
 class Curve:
     """Seconds as measured at some amounts, straight in between, and 0 for an amount of 0.
 
-    Computation is not a straight line: what fits into a cache takes less for each coordinate. Below the smallest
-    amount, seconds stay what they are there; above the largest one, they grow in proportion.
+    Computation is not a straight line: data that fits into a cache takes less time per coordinate. Below the smallest
+    amount, seconds are constant; above the largest one, they grow in proportion.
 
     Args:
         amounts: at least one, positive, ascending.
@@ -167,7 +167,7 @@ class Curve:
             check_number(value, "seconds")
 
     def __call__(self, amount: float) -> float:
-        """Seconds for this much.
+        """Return the seconds for an amount.
 
         Raises:
             ValueError: if the amount is negative.
@@ -180,14 +180,14 @@ class Curve:
         return float(np.interp(amount, self.amounts, self.seconds))
 
     def __add__(self, other: Curve | Line) -> Curve:
-        """One after the other, for the same amount; exact at the amounts of both."""
+        """Return the sum of both, for the same amount; exact at the amounts of both."""
         amounts = sorted({*self.amounts, *(other.amounts if isinstance(other, Curve) else ())})
         return Curve(tuple(amounts), tuple(self(amount) + other(amount) for amount in amounts))
 
     __radd__ = __add__
 
     def line(self) -> Line:
-        """The nearest straight line, see :meth:`Line.fit`."""
+        """Return the nearest straight line, see :meth:`Line.fit`."""
         return Line.through(list(zip(self.amounts, self.seconds, strict=True)))
 
 
@@ -195,17 +195,17 @@ class Curve:
 class CostModel:
     """Seconds that a group of x coordinates takes, apart from its backward pass.
 
-    Selection is computed on the processor that also computes backward; the exchange, ``alpha + beta x``, occupies the
-    network while backward goes on. An empty group takes no time.
+    Selection runs on the processor that also computes backward; the exchange, ``alpha + beta x``, occupies the network
+    while backward continues. An empty group takes no time.
 
-    Where selection does not hold up backward, because it runs on a stream or a thread of its own in line with the
-    exchange, it belongs to the exchange: ``CostModel(selection + exchange)``. Where backward waits for the exchange,
-    too, nothing overlaps, and the exchange belongs to the selection: ``CostModel(Line(0, 0), selection + exchange)``.
+    If selection does not block backward, because it runs on its own stream or thread in line with the exchange, it
+    belongs to the exchange: ``CostModel(selection + exchange)``. If backward waits for the exchange, too, nothing
+    overlaps, and the exchange belongs to the selection: ``CostModel(Line(0, 0), selection + exchange)``.
 
     Args:
         exchange: seconds by coordinates.
-        selection: seconds by coordinates, for everything a rank does before it sends; nothing for dense training. It
-            need not be a straight line.
+        selection: seconds by coordinates, for all work of a rank before it sends; zero for dense training. It need not
+            be a straight line.
 
     Raises:
         ValueError: if the exchange is no line, or the selection neither a line nor a curve.
@@ -217,7 +217,7 @@ class CostModel:
 
     References:
         Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs
-        (OMGS-SGD), INFOCOM 2020: equations 10 and 11, with message sizes from what is sent.
+        (OMGS-SGD), INFOCOM 2020: equations 10 and 11, with the sizes of sent messages.
     """
 
     exchange: Line
@@ -228,9 +228,9 @@ class CostModel:
         expect(isinstance(self.selection, (Line, Curve)), "selection", "a Line or a Curve", self.selection)
 
     def select_seconds(self, numel: int) -> float:
-        """Seconds to select among so many coordinates."""
+        """Return the seconds to select in a group of ``numel`` coordinates."""
         return self.selection(numel)
 
     def exchange_seconds(self, numel: int) -> float:
-        """Seconds to exchange what was selected among so many coordinates."""
+        """Return the seconds to exchange the selection of a group of ``numel`` coordinates."""
         return self.exchange(numel)

@@ -1,4 +1,4 @@
-"""Densities that follow from a profile of the first steps: how much a group may send without being noticed."""
+"""Densities from a profile of the first steps: those at which the exchange hides behind backward, or fits a budget."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_sparse.tuning.performance.timeline import Progress, Timeline
 
 HALVINGS = 40
 Groups = Sequence[tuple[int, float | None]]
-"""Coordinates of each, and the density that it has in any case."""
+"""Coordinates of each group, and its own density if it has one."""
 
 
 @dataclass(frozen=True)
 class ProfiledDensity(DensitySchedule):
-    """A density that follows from a profile of the first steps; the floor until the profile is there.
+    """A density from a profile of the first steps; the floor until there is a profile.
 
     Args:
         floor: smallest density, in (0, 1].
@@ -42,7 +42,7 @@ class ProfiledDensity(DensitySchedule):
     needs_profile = True
 
     def __call__(self, step: int) -> float:
-        """The floor."""
+        """Return the floor."""
         return float(self.floor)
 
     @property
@@ -53,15 +53,15 @@ class ProfiledDensity(DensitySchedule):
 
 @dataclass(frozen=True)
 class HiddenDensity(ProfiledDensity):
-    """Each group sends as much as still hides behind the backward pass of the next group: LAGS-SGD.
+    """Each group has the largest density that hides behind the backward pass of the next group: LAGS-SGD.
 
     See :func:`~lightning_sparse.tuning.performance.hidden_densities`. Most useful with ``grouping="layer"`` or
-    ``OptimalMerge()``, and only where exchanges overlap with backward (on CUDA, or with ``executor="thread"``):
-    elsewhere nothing hides, and every group keeps the floor. Messages of groups are sent separately unless
-    ``messages="step"`` says otherwise, with which nothing hides either.
+    ``OptimalMerge()``, and only if exchanges overlap with backward (on CUDA, or with ``executor="thread"``): otherwise
+    nothing hides, and every group keeps the floor. Messages of groups are sent separately, except with
+    ``messages="step"``, with which nothing hides either.
 
     Args:
-        floor: smallest density, in (0, 1]; also of the group that comes last, behind which nothing is computed.
+        floor: smallest density, in (0, 1]; also of the last group, which no computation can hide.
         cap: largest density, in (0, 1], at least ``floor``.
 
     Raises:
@@ -79,7 +79,7 @@ class HiddenDensity(ProfiledDensity):
     separate_messages = True
 
     def assign(self, plan_at: Callable[[float], list[Group]], profile: Profile) -> list[Group]:
-        """Each group gets the density that hides, unless it has one of its own."""
+        """Return the plan with the density of each group that hides, unless it has one of its own."""
         plan = plan_at(self.floor)
         groups, timeline = profile.timeline(plan)
         densities = hidden_densities(timeline, profile, self.floor, self.cap, [group.density for group in groups])
@@ -89,16 +89,16 @@ class HiddenDensity(ProfiledDensity):
 
 @dataclass(frozen=True)
 class TimeBudget(ProfiledDensity):
-    """The mildest density, for the whole model, that keeps exposed communication below a share of the step.
+    """The largest density, for the whole model, that keeps exposed communication below a share of the step.
 
     With ``grouping=OptimalMerge()``, groups and density are found together. With ``messages="auto"``, messages travel
-    together or separately, whichever allows the milder density.
+    together or separately: the choice that allows the larger density.
 
     Args:
         floor: smallest density, in (0, 1].
         cap: largest density, in (0, 1], at least ``floor``.
-        exposed: share of a step that may be exposed communication, in (0, 1). When the first steps have been profiled
-            and not even the floor keeps it, training stops with an error on all ranks.
+        exposed: share of a step that may be exposed communication, in (0, 1). If even the floor exceeds it after the
+            profiled steps, training stops with an error on all ranks.
 
     Raises:
         ValueError: if a setting is outside its range.
@@ -116,7 +116,7 @@ class TimeBudget(ProfiledDensity):
         expect(inside, "exposed", "a share of the step in (0, 1)", self.exposed)
 
     def assign(self, plan_at: Callable[[float], list[Group]], profile: Profile) -> list[Group]:
-        """All groups get the density that keeps the budget, but for those that have one of their own."""
+        """Return the plan with the density that meets the budget, except for groups with one of their own."""
         density = budget_density(
             lambda tried: profile.step_seconds(plan_at(tried), tried), profile, self.exposed, self.floor, self.cap
         )
@@ -129,21 +129,21 @@ class TimeBudget(ProfiledDensity):
 def hidden_densities(
     timeline: Timeline, profile: Profile, floor: float, cap: float, own: Sequence[float | None] = ()
 ) -> list[float]:
-    """The largest density of each group whose exchange hides behind the backward pass of the next group.
+    """Return the largest density of each group whose exchange hides behind the backward pass of the next group.
 
     LAGS-SGD: a layer's compression ratio ``c = 1 / d`` is ``min(c_u, min {c: exchange(c) + select <= backward})``, with
     the backward of the layer that is computed meanwhile. Its error grows with the largest ratio of all layers
-    (equation 18 there), so that each layer takes what it can get for nothing; what cannot hide takes the floor. Unlike
-    there, an exchange that is late delays the next one, because one network carries both. Groups that DDP hands over in
-    one bucket hide behind the same backward and take the same density. The last ones have nothing to hide behind: they
-    take the floor. Where nothing overlaps with backward, or messages travel together when it is over, all groups do.
+    (equation 18 there), so that each layer takes the largest free density; a layer that cannot hide takes the floor.
+    Unlike there, a late exchange delays the next one, because one network carries both. Groups of one DDP bucket hide
+    behind the same backward and take the same density. The last ones have nothing to hide behind: they take the floor.
+    If nothing overlaps with backward, or messages travel together after it, all groups take the floor.
 
     Args:
         timeline: of the groups.
-        profile: what exchanges cost.
+        profile: with the cost of exchanges.
         floor: smallest density, in (0, 1].
         cap: largest density, in (0, 1], at least ``floor``.
-        own: of each group, the density that it has in any case, or None; empty: none has any.
+        own: each group's own density, or None; empty: no group has one.
 
     Returns:
         A density for each group.
@@ -169,7 +169,7 @@ def hidden_densities(
 
 
 def _delivered_together(timeline: Timeline) -> Iterator[tuple[list[int], float]]:
-    """Runs of groups that come out of one bucket of DDP: they are ready together and share what they hide behind."""
+    """Yield runs of groups of one DDP bucket, which are ready together, and the seconds of backward before each run."""
     run: list[int] = []
     seconds = 0.0
     for numel, backward in zip(*timeline, strict=True):
@@ -184,7 +184,7 @@ def _delivered_together(timeline: Timeline) -> Iterator[tuple[list[int], float]]
 
 
 def _exchanged(profile: Profile, groups: Groups, progress: Progress, density: float) -> Progress:
-    """After these groups, which are ready together."""
+    """Return the progress after these groups, which are ready together."""
     for numel, given in groups:
         progress = progress.after(numel, 0.0, profile.cost(density if given is None else given))
     return progress
@@ -197,11 +197,11 @@ def _ends_by(deadline: float, profile: Profile, groups: Groups, progress: Progre
 def budget_density(
     step_seconds: Callable[[float], float], profile: Profile, exposed: float, floor: float, cap: float
 ) -> float:
-    """The largest density of the whole model that keeps exposed communication below a share of the step.
+    """Return the largest density of the whole model that keeps exposed communication below a share of the step.
 
     Args:
-        step_seconds: of a whole step with the groups that would be used at a density.
-        profile: what a step takes without any exchange.
+        step_seconds: returns the time of a whole step at a density.
+        profile: with the time of a step without any exchange.
         exposed: share of the whole step that may be exposed communication, in (0, 1).
         floor: smallest density, in (0, 1].
         cap: largest density, in (0, 1], at least ``floor``.
@@ -229,7 +229,7 @@ def budget_density(
 
 
 def _largest(fits: Callable[[float], bool], floor: float, cap: float) -> float | None:
-    """The largest density that fits, on a logarithmic scale; None if the floor does not."""
+    """Return the largest density that fits, by bisection of its logarithm; None if the floor does not fit."""
     if fits(cap):
         return cap
     if not fits(floor):

@@ -1,4 +1,4 @@
-"""Groupings that follow from a profile of the first steps."""
+"""Groupings by a profile of the first steps."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from lightning_sparse.tuning.performance.merge import greedy_merge, optimal_merg
 from lightning_sparse.tuning.performance.profile import Profile
 
 MergeRule = Literal["optimal", "published"]
-"""How to merge layers: exactly, or by OMGS-SGD's greedy rule."""
+"""Rule to merge layers: the exact optimum, or OMGS-SGD's greedy rule."""
 
 
 @GROUPINGS.register
 @dataclass(frozen=True)
 class OptimalMerge(Grouping):
-    """Layers, merged so that a step ends soonest on the machine and the network at hand.
+    """Layers, merged for the shortest step on the given machine and network.
 
-    The first steps run with everything in one group, while backward is timed layer by layer. Then the collectives and
+    The first steps run with all layers in one group, while backward is timed layer by layer. Then the collectives and
     the sparsifier are timed between the ranks, and layers are merged by these numbers, exactly
-    (:func:`~lightning_sparse.tuning.performance.optimal_merge`). Training goes on with the new groups; no residual is
-    lost. With ``messages="auto"``, the best groups whose messages are sent separately are compared with the best ones
-    whose messages travel together, and the shorter predicted step decides. The profile is kept in Lightning's
-    checkpoints, and a run that continues with the same model, settings and number of ranks uses it from the start.
+    (:func:`~lightning_sparse.tuning.performance.optimal_merge`). Training continues with the new groups; no residual is
+    lost. With ``messages="auto"``, the best groups with separate messages are compared with the best ones with joined
+    messages, and the shorter predicted step decides. The profile is kept in Lightning's checkpoints, and a run that
+    continues with the same model, settings and number of ranks uses it from the start.
 
     Args:
-        rule: "optimal", or "published" for the greedy rule of OMGS-SGD, which is not always the best, and whose
-            messages are sent separately.
+        rule: "optimal", or "published" for the greedy rule of OMGS-SGD, which is not always the best, and has separate
+            messages.
         warmup: steps that are not timed, at least 1.
         steps: steps that are timed, at least 2; medians count.
 
@@ -60,7 +60,7 @@ class OptimalMerge(Grouping):
 
     @property
     def separate_messages(self) -> bool:  # type: ignore[override]
-        """True for the published rule, which knows separate messages only."""
+        """True for the published rule, which has separate messages only."""
         return self.rule == "published"
 
     @property
@@ -69,14 +69,14 @@ class OptimalMerge(Grouping):
         return self.warmup, self.steps
 
     def cut(self, parameters: Sequence[ParameterSize], bucket_cap_mb: float) -> Cut:
-        """Groups for the profiled steps: one, or buckets where that would be too large."""
+        """Return the groups for the profiled steps: one, or buckets if that would be too large."""
         whole = sum(p.numel for p in parameters) <= LARGEST_GROUP
         return (Model() if whole else Bucket()).cut(parameters, bucket_cap_mb)
 
     def cut_by(
         self, profile: Profile, density: float, parameters: Sequence[ParameterSize], bucket_cap_mb: float
     ) -> Cut:
-        """Merge the layers that have such parameters.
+        """Merge the layers that own these parameters.
 
         Raises:
             ValueError: if the profile does not know a parameter.
@@ -102,7 +102,7 @@ class OptimalMerge(Grouping):
 
 
 def _split(group: list[int], numels: Sequence[int]) -> list[list[int]]:
-    """Cut a group that would be too large."""
+    """Cut a group that is too large."""
     parts: list[list[int]] = [[]]
     for layer in group:
         if parts[-1] and sum(numels[i] for i in parts[-1]) + numels[layer] > LARGEST_GROUP:

@@ -1,7 +1,7 @@
-"""Which gradients to exchange together, as a question of time alone.
+"""Merge layers to groups, for the shortest step.
 
 A message for each layer overlaps best with backward, but each message has its price; one message for all pays once and
-overlaps with nothing. Between them lie ``2 ** (L - 1)`` ways to cut L layers into groups of neighbours.
+overlaps with nothing. There are ``2 ** (L - 1)`` ways to cut L layers into groups of neighbours.
 
 The model of one iteration is that of :mod:`~lightning_sparse.tuning.performance.timeline`.
 
@@ -28,12 +28,12 @@ from lightning_sparse.tuning.performance.timeline import Progress, end_seconds
 def iteration_seconds(
     groups: Sequence[Sequence[int]], numels: Sequence[int], backward_seconds: Sequence[float], cost: CostModel
 ) -> float:
-    """Seconds from the start of backward to the end of the last exchange.
+    """Return the seconds from the start of backward to the end of the last exchange.
 
     Args:
-        groups: layers of each group, by their position; neighbours, and all layers in order.
+        groups: layers of each group, by position; neighbours, and all layers in order.
         numels: coordinates of each layer, in the order of backward.
-        backward_seconds: how long backward takes for each layer.
+        backward_seconds: of each layer.
         cost: of selections and exchanges.
 
     Raises:
@@ -60,26 +60,26 @@ def iteration_seconds(
 
 
 def optimal_merge(numels: Sequence[int], backward_seconds: Sequence[float], cost: CostModel) -> list[list[int]]:
-    """The groups with the shortest iteration, exactly; of equally short ones, the fewest groups.
+    """Return the groups with the shortest iteration, exactly; of equally short ones, the fewest groups.
 
     Unrolled, the iteration ends at ``max_j (ready_j + sum_{i >= j} exchange_i)`` over groups j: from some group on, the
-    network never waits. Look at the layers from ``first`` on, cut into g groups, with time from the start of their
+    network never waits. Consider the layers from ``first`` on, cut into g groups, with time from the start of their
     backward:
 
-    - Their exchanges take ``network = g alpha + beta * numel`` together, wherever the cuts are, because the exchange
-      costs a straight line.
+    - Their exchanges take ``network = g alpha + beta * numel`` together, for any cuts, because the exchange costs a
+      straight line.
     - They end at ``E = compute + max(network, E_rest)``. ``compute`` is backward and selection of the first group,
       and ``E_rest`` the end of the groups after it, from the start of *their* backward.
 
     E grows with ``E_rest`` and depends on nothing else of the later cuts. For each (first, g) the smallest E is
-    therefore enough, and no grouping is missed, whatever selection costs. From the front this does not work: there,
+    therefore enough, and no grouping is missed, for any cost of selection. From the front this does not work: there,
     both ``ready`` and ``done`` matter, and neither orders the groupings.
 
-    Takes ``L ** 3 / 3`` operations in numpy; 500 layers take a fraction of a second.
+    It takes ``L ** 3 / 3`` operations in numpy; 500 layers take a fraction of a second.
 
     Args:
         numels: coordinates of each layer, at least 1, in the order of backward.
-        backward_seconds: how long backward takes for each layer, at least 0.
+        backward_seconds: of each layer, at least 0.
         cost: of selections and exchanges; without selection, the layers are merged for dense training.
 
     Returns:
@@ -97,7 +97,7 @@ def optimal_merge(numels: Sequence[int], backward_seconds: Sequence[float], cost
     layers = len(numels)
     before = [0, *accumulate(numels)]
     elapsed = np.array([0.0, *accumulate(backward_seconds)])
-    # By number of groups and first layer; a row is contiguous over what is searched, the end of the first group.
+    # By number of groups and first layer; rows are contiguous over the searched end of the first group.
     ends = np.full((layers + 1, layers + 1), np.inf)
     ends[0, layers] = 0.0
     cuts = np.zeros((layers + 1, layers + 1), dtype=np.int64)
@@ -120,7 +120,7 @@ def optimal_merge(numels: Sequence[int], backward_seconds: Sequence[float], cost
 
 
 def greedy_merge(numels: Sequence[int], backward_seconds: Sequence[float], cost: CostModel) -> list[list[int]]:
-    """The groups by the published rule, which are not always the best.
+    """Return the groups of the published rule, which are not always the best.
 
     Layers are taken in the order of backward. With t and x for backward and coordinates of the group so far, y for the
     coordinates of the next layer, ``start`` for the start of the group's exchange if it were closed now, and u for the
@@ -129,12 +129,12 @@ def greedy_merge(numels: Sequence[int], backward_seconds: Sequence[float], cost:
     - ``u + select(x) + select(y) < start + exchange(x)`` (the next message would wait for the network), and
     - ``u + select(x + y) < start + alpha`` (a common message starts before a second one could).
 
-    Without selection, this is MG-WFBP. The rule is right about two layers. It is not about more: a merge delays the
-    layers that follow, and may spoil a better merge with the next. See :func:`optimal_merge`.
+    Without selection, this is MG-WFBP. The rule is optimal for two layers, but not for more: a merge delays the
+    following layers, and may prevent a better merge with the next. See :func:`optimal_merge`.
 
     Args:
         numels: coordinates of each layer, at least 1, in the order of backward.
-        backward_seconds: how long backward takes for each layer, at least 0.
+        backward_seconds: of each layer, at least 0.
         cost: of selections and exchanges.
 
     Returns:
@@ -154,7 +154,7 @@ def greedy_merge(numels: Sequence[int], backward_seconds: Sequence[float], cost:
     _check_layers(numels, backward_seconds)
     select = cost.select_seconds
     groups = [[0]]
-    before = Progress()  # with the groups that are closed
+    before = Progress()  # with the closed groups
     size, backward = numels[0], float(backward_seconds[0])
     for layer in range(1, len(numels)):
         numel, seconds = numels[layer], backward_seconds[layer]

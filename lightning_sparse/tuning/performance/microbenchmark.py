@@ -1,4 +1,4 @@
-"""What a group costs with given settings: the real pipeline between the real ranks, on gradients made up for it."""
+"""Measured cost of a group with given settings: the real pipeline between the real ranks, on synthetic gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WARMUP = 3
 
 
 def sizes_up_to(numel: int) -> list[int]:
-    """Sizes of groups to try in a model of so many coordinates: a small one, and some that weigh.
+    """Return the sizes of groups to time in a model of ``numel`` coordinates: a small one, and some large ones.
 
     Example:
         >>> sizes_up_to(14_000_000)
@@ -47,14 +47,14 @@ class Sent(NamedTuple):
 
 
 class Recorder:
-    """Sends messages, and notes what every one was and when."""
+    """Sends messages, and records the kind, size and times of each."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.messages: list[Sent] = []
 
     def send(self, message: Message, comm: TorchCollective) -> Tensor:
-        """Stamps before and after."""
+        """Send a message, with stamps before and after."""
         begin, nbytes = Stamp.now(self.device), message.x.nbytes
         answer = send(message, comm)
         self.messages.append(Sent(message.kind, nbytes, begin, Stamp.now(self.device)))
@@ -84,24 +84,24 @@ def measure_group(
     repeats: int = 5,
     seconds: float = 0.5,
 ) -> GroupCost:
-    """Run some steps of groups of several sizes: medians of computations, a line through the transfers.
+    """Time some steps of groups of several sizes: medians of computations, a line through the transfers.
 
-    A step is what the engine does: from DDP's buckets into one vector, through the pipeline, and back.
-    Ranks start each step together. Computation counts on the slowest rank. Of a transfer, the shortest time on any rank
-    counts: the others also waited there for each other. The gradients are heavy-tailed, and ranks agree on half of
-    their variance.
+    A step is that of the engine: from DDP's buckets into one vector, through the pipeline, and back. Ranks start each
+    step together. Computation counts on the slowest rank. Of a transfer, the shortest time on any rank counts: the
+    others also waited for each other. The gradients are heavy-tailed, and half of their variance is common to the
+    ranks.
 
     Args:
         comm: the ranks; all of them must call this.
-        device: where gradients live.
-        sizes: coordinates, two different ones at least.
-        sparsifier: who picks.
-        exchange: how picks travel.
+        device: of the gradients.
+        sizes: coordinates, at least two different numbers.
+        sparsifier: of the groups.
+        exchange: of the groups.
         memory: error feedback.
         density: of the groups.
         dtype: of the gradients.
-        repeats: steps that count for each size, at most.
-        seconds: about how long a size may take; two steps count at least.
+        repeats: most timed steps per size.
+        seconds: about the time of a size; at least two steps are timed.
     """
     by_size: dict[int, list[Sample]] = {}
     for numel in sizes:
@@ -151,7 +151,7 @@ def _gradients(numel: int, dtype: torch.dtype, device: torch.device, rank: int) 
 def _sample(
     stamps: tuple[Stamp, Stamp, Stamp, Stamp], recorder: Recorder, comm: TorchCollective, device: torch.device
 ) -> Sample:
-    """Take a step apart, from four moments: gradients lie in buckets, are one vector, are selected, are in buckets."""
+    """Split the time of a step by four stamps: start, gradients in one vector, selection done, back in buckets."""
     begin, gathered_in, selected, end = stamps
     asked = sum(begin.until(message.begin) < begin.until(selected) for message in recorder.messages)
     durations = [message.begin.until(message.end) / 1e3 for message in recorder.messages]

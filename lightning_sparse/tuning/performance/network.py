@@ -1,4 +1,4 @@
-"""What collectives cost between ranks: as a ring, as measured, and between other ranks than those measured."""
+"""Cost of collectives between ranks: of a ring, as measured, and extrapolated to other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lightning_sparse.tuning.performance.cost import NOTHING, Line
 from lightning_sparse.tuning.performance.rank_sync import busy_processor, measure
 
 SMALLEST, LEAST, LARGEST = 1 << 10, 1 << 16, 1 << 28
-"""Bytes: of the message that tells the price of a message, of the largest one at least, and at most."""
+"""Bytes: of the message for the price per message; least and most of the largest message."""
 ENOUGH = 1 << 20
-"""Bytes from which the price of a byte stands out; small models are timed with such messages, too."""
+"""Bytes from which on the price per byte is measurable; small models are timed with such messages, too."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """What collectives cost between ranks.
+    """Cost of collectives between ranks.
 
     Args:
         all_reduce: seconds by bytes of the vector that is summed.
-        all_gather: seconds by bytes that each rank gives.
-        ranks: n between which this was measured, at least 1; see :meth:`line` and :meth:`between`.
+        all_gather: seconds by bytes of each rank.
+        ranks: number n of measured ranks, at least 1; see :meth:`line` and :meth:`between`.
 
     Raises:
         ValueError: if ``ranks`` is no positive integer.
@@ -46,7 +46,7 @@ class Network:
         check_integer(self.ranks, "ranks")
 
     def line(self, operation: str) -> Line:
-        """Seconds of one collective operation by bytes that each rank gives.
+        """Return the seconds of one collective operation by bytes of each rank.
 
         ``all_reduce`` and ``all_gather`` are known; the others follow from one hop of the all-gather's ring, a fixed
         price and a price for each byte: ``send_recv`` is one hop, ``broadcast`` passes through all ranks in pieces
@@ -69,15 +69,15 @@ class Network:
         return lines[operation]
 
     def between(self, ranks: int, bits_per_second: float | None = None) -> Network:
-        """What the same collectives would cost between another number of ranks, or at another rate.
+        """Extrapolate the cost to another number of ranks, or to another rate.
 
-        Fixed prices grow from the ones known here: an all-reduce's as ``log2 n``, because libraries sum small vectors
-        along trees; an all-gather's as ``n - 1``, as in a ring. Prices of bytes are the ring's (:meth:`ring`): scaled
-        from the ones known here, or at the given rate. Known prices between two ranks at least are needed.
+        Fixed prices are scaled: an all-reduce's as ``log2 n``, because libraries sum small vectors along trees; an
+        all-gather's as ``n - 1``, as in a ring. Prices per byte are the ring's (:meth:`ring`): scaled, or at the given
+        rate. Prices between at least two ranks are needed.
 
         Args:
             ranks: n, at least 1.
-            bits_per_second: rate of a link in one direction, above 0; None: as known here.
+            bits_per_second: rate of a link in one direction, above 0; None: as measured.
 
         Raises:
             ValueError: if a number is outside its range, or this network has one rank only.
@@ -104,11 +104,11 @@ class Network:
 
     @classmethod
     def ring(cls, ranks: int, latency: float, bits_per_second: float) -> Network:
-        """Ranks in a ring, of which each sends to the next.
+        """Return the network of ranks in a ring, of which each sends to the next.
 
         All-reduce of B bytes: ``2 (n - 1) latency + 2 (n - 1) / n 8 B / rate``. All-gather of b bytes from each rank:
         ``(n - 1) latency + (n - 1) 8 b / rate``. One rank needs no time. Real collectives choose other algorithms
-        for small messages: where they can be measured, fit the two lines instead (:meth:`Line.fit`).
+        for small messages: if they can be measured, fit the two lines instead (:meth:`Line.fit`).
 
         Args:
             ranks: n, at least 1.
@@ -133,20 +133,20 @@ def measure_network(
     seconds: float = 8.0,
     busy: bool = False,
 ) -> Network:
-    """Time all-reduces and all-gathers: a small one for the price of a message, a large one for the price of a byte.
+    """Time all-reduces and all-gathers: a small one for the price per message, a large one for the price per byte.
 
-    Ranks start each operation together and the slowest counts. Sizes grow fourfold up to what a model sends, or until
-    time runs out, so that a slow link does not hold up training for long; small sizes alone would flatter links that
-    let short bursts pass.
+    Ranks start each operation together and the slowest counts. Sizes grow fourfold up to the model's, or until time
+    runs out, so that a slow link does not delay training for long. Small sizes alone would overrate links that let
+    short bursts pass.
 
     Args:
         comm: the ranks; all of them must call this.
-        device: where gradients live.
-        dtype: of gradients, for the all-reduce.
-        most: bytes of the largest message that is of interest.
-        seconds: about how long this may take.
-        busy: with every rank's processor at work, see
-        :func:`~lightning_sparse.tuning.performance.rank_sync.busy_processor`.
+        device: of the gradients.
+        dtype: of the gradients, for the all-reduce.
+        most: bytes of the largest message to time.
+        seconds: about the time that this may take.
+        busy: keep every rank's processor busy, see
+            :func:`~lightning_sparse.tuning.performance.rank_sync.busy_processor`.
     """
     if busy:
         with busy_processor():
@@ -167,7 +167,7 @@ def measure_network(
             if size > min(LARGEST, max(ENOUGH, most)) or (late and size > LEAST):
                 break
         small = median(by_size.pop(SMALLEST))
-        large = max(by_size)  # smaller ones are often faster for a moment than the link is for long
+        large = max(by_size)  # smaller ones may be short bursts that are faster than the link
         beta = max(0.0, (median(by_size[large]) - small) / (large - SMALLEST))
         lines[name] = Line(max(0.0, small - beta * SMALLEST), beta)
     return Network(**lines, ranks=comm.world_size)

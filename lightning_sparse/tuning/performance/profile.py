@@ -1,4 +1,4 @@
-"""What was measured of a model, its ranks and a way to exchange, and what follows from it. Numbers only, no tensors."""
+"""Measurements of a model, its ranks and a method, and predictions from them. Numbers only, no tensors."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from lightning_sparse.tuning.performance.serialization import Plain
 from lightning_sparse.tuning.performance.timeline import Timeline, end_seconds
 
 Overlap = Literal["none", "comm", "full"]
-"""What overlaps with backward: ``none`` (exchanges inside backward), ``comm``, the communication only (another thread,
-but no processor to spare for it), or ``full``, selection as well (a stream or a processor of their own)."""
+"""Overlap with backward: ``none`` (exchanges inside backward), ``comm``, the communication only (another thread without
+a free processor), or ``full``, selection as well (its own stream or processor)."""
 
 
 class LayerTime(NamedTuple):
-    """A module that owns parameters, and how long its backward pass takes."""
+    """A module that owns parameters, and the time of its backward pass."""
 
     name: str
     parameters: tuple[str, ...]
     numel: int
     backward_seconds: float
-    """From the last gradient of the layer before to the last gradient of this one."""
+    """Seconds from the last gradient of the layer before to the last gradient of this one."""
 
 
 class Traffic(NamedTuple):
-    """What a group puts through one kind of collective operation in a step."""
+    """Traffic of a group through one kind of collective operation in a step."""
 
     operation: str
     """A method of :class:`~lightning_sparse.engine.network.TorchCollective`."""
@@ -39,7 +39,7 @@ class Traffic(NamedTuple):
     """Bytes of a rank's messages, all calls together, by coordinates of the group; of a tree, all rounds."""
 
     def seconds(self, network: Network) -> Line:
-        """Seconds by coordinates on a network."""
+        """Return the seconds by coordinates on a network."""
         line = network.line(self.operation)
         return Line(self.calls * line.alpha + line.beta * self.nbytes.alpha, line.beta * self.nbytes.beta)
 
@@ -50,10 +50,10 @@ class GroupCost:
 
     Args:
         density: of the group.
-        select: from the gradient to the selection, what ranks ask each other left out.
-        process: what a rank computes around the exchange.
+        select: from the gradient to the selection, without its messages.
+        process: computation around the exchange.
         transfer: inside collective operations.
-        traffic: what is transferred, for other networks.
+        traffic: messages, for other networks.
     """
 
     density: float
@@ -64,11 +64,11 @@ class GroupCost:
 
     @property
     def compute(self) -> Line | Curve:
-        """All but the transfer."""
+        """Seconds of selection and processing, without the transfer."""
         return self.select + self.process
 
     def model(self, overlap: Overlap) -> CostModel:
-        """The cost model, by what overlaps with backward."""
+        """Return the cost model for an overlap with backward."""
         if overlap == "none":
             return CostModel(NOTHING, self.compute + self.transfer)
         if overlap == "comm":
@@ -76,7 +76,7 @@ class GroupCost:
         return CostModel(self.compute.line() + self.transfer)
 
     def joined(self, overlap: Overlap) -> tuple[CostModel, Line]:
-        """Where the messages of a step travel together: what the group does by itself, and its part of them.
+        """Return the cost of the group's own work and of its part of the messages, if those of a step travel together.
 
         Messages from rank to rank are never joined, and keep their price in each group.
         """
@@ -86,7 +86,7 @@ class GroupCost:
         return CostModel(local.line()) if overlap == "full" else CostModel(NOTHING, local), messages
 
     def on(self, network: Network) -> GroupCost:
-        """The same traffic on another network of as many ranks; unchanged where traffic is not known."""
+        """Return the cost of the same traffic on another network of as many ranks; unchanged without known traffic."""
         if not self.traffic:
             return self
         transfer = NOTHING
@@ -95,7 +95,7 @@ class GroupCost:
         return replace(self, transfer=transfer)
 
     def towards(self, other: GroupCost, share: float) -> GroupCost:
-        """On the straight line to another cost: this one at 0, the other one at 1."""
+        """Interpolate linearly to another cost: this one at 0, the other one at 1."""
 
         def between(a: float, b: float) -> float:
             return a + share * (b - a)
@@ -121,18 +121,18 @@ class GroupCost:
 
 @dataclass(frozen=True)
 class Profile(Plain):
-    """A training step, taken apart: layers, network, and the cost of groups at some densities.
+    """The parts of a training step: layers, network, and the cost of groups at some densities.
 
     Args:
-        fingerprint: of the model, the settings and the ranks that this was measured with.
+        fingerprint: of the model, the settings and the ranks of the measurement.
         layers: in the order in which backward finishes them, at least one.
-        rest_seconds: of a step without any exchange, all that is not backward.
+        rest_seconds: of a step without any exchange, outside backward.
         network: the collectives between these ranks.
-        costs: of a group, at one density or more; put in order of density.
-        overlap: what overlaps with backward.
-        bucket_numels: coordinates of DDP's first bucket and of the others. Gradients are handed over bucket by bucket,
-            so that a layer cannot be exchanged before its bucket is full.
-        messages: what travels together in the steps that are predicted.
+        costs: of a group, at one density or more; sorted by density.
+        overlap: with backward.
+        bucket_numels: coordinates of DDP's first bucket and of the others. Gradients come bucket by bucket, so that a
+            layer cannot be exchanged before its bucket is full.
+        messages: that travel together in the predicted steps.
 
     Raises:
         ValueError: if there are no layers or no costs, a time is negative, or ``overlap`` or ``messages`` is unknown.
@@ -176,12 +176,12 @@ class Profile(Plain):
 
     @property
     def backward_seconds(self) -> list[float]:
-        """Backward of each layer."""
+        """Seconds of backward of each layer."""
         return [layer.backward_seconds for layer in self.layers]
 
     @property
     def delivery_seconds(self) -> list[float]:
-        """From the moment when DDP hands over one layer to the moment when it hands over the next; the same in sum."""
+        """Seconds from DDP's delivery of one layer to that of the next; the sum is that of :attr:`backward_seconds`."""
         seconds: list[float] = []
         waiting, filled, cap = 0, 0.0, self.bucket_numels[0]
         for layer in self.layers:
@@ -194,11 +194,11 @@ class Profile(Plain):
 
     @property
     def compute_seconds(self) -> float:
-        """A step without any exchange."""
+        """Seconds of a step without any exchange."""
         return self.rest_seconds + sum(self.backward_seconds)
 
     def group_cost(self, density: float) -> GroupCost:
-        """The cost of a group at a density; between measured ones a straight line, outside them the nearest."""
+        """Return the cost of a group at a density: linear between measured ones, the nearest outside them."""
         low = self.costs[0]
         for high in self.costs:
             if density <= high.density:
@@ -208,12 +208,12 @@ class Profile(Plain):
         return low
 
     def cost(self, density: float) -> CostModel:
-        """The cost model at a density; where messages travel together, of what a group does by itself."""
+        """Return the cost model at a density; if messages travel together, that of the group's own work."""
         cost = self.group_cost(density)
         return cost.model(self.overlap) if self.messages == "group" else cost.joined(self.overlap)[0]
 
     def timeline(self, plan: Sequence[Group]) -> tuple[list[Group], Timeline]:
-        """Sparsified groups in the order in which they are complete, and when.
+        """Return sparsified groups in the order in which they are complete, and the times.
 
         Args:
             plan: groups; dense ones are left out. Parameters that the profile does not know take no time.
@@ -230,12 +230,12 @@ class Profile(Plain):
         return groups, ([g.numel for g in groups], [later - before for before, later in pairwise(moments)])
 
     def step_seconds(self, plan: Sequence[Group], density: float) -> float:
-        """A whole step with these groups; at one density, but for groups that have densities of their own."""
+        """Return the seconds of a whole step with these groups, at one density or at a group's own."""
         groups, timeline = self.timeline(plan)
         return self.timeline_seconds(timeline, [group.density or density for group in groups])
 
     def timeline_seconds(self, timeline: Timeline, density: float | Sequence[float]) -> float:
-        """A whole step with these groups, whatever they are made of; at one density, or each at its own."""
+        """Return the seconds of a whole step with groups of these numbers, at one density or each at its own."""
         densities = density if isinstance(density, Sequence) else [density] * len(timeline[0])
         costs = {one: self.cost(one) for one in densities}
         joined: list[Line] = []

@@ -1,4 +1,4 @@
-"""Measuring a run while it trains: backward over some steps, then the network and what groups cost."""
+"""Profiler of a training run: times backward over some steps, then the network and the cost of groups."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from lightning_sparse.tuning.performance.rank_sync import gathered
 
 
 class Profiler:
-    """Watches an engine for some steps and then measures, within one step, what a profile needs.
+    """Times an engine's backward for some steps and then measures, within one step, the rest of a profile.
 
     Call :meth:`before_step` at the start of every exchange. When it returns True, call :meth:`measure_step`, then
-    :meth:`group_cost` for whatever is to be compared, and :meth:`profile`. All of it is collective.
+    :meth:`group_cost` for all settings to compare, and :meth:`profile`. All of it is collective.
 
     Args:
-        module: whose forward is called before each backward.
-        engine: at work.
+        module: its forward is called before each backward.
+        engine: in training.
         warmup: steps that are not timed.
         steps: steps that are timed; medians count.
-        bucket_numels: coordinates of the buckets in which DDP hands over gradients, the first one and the others.
+        bucket_numels: coordinates of DDP's first bucket of gradients and of the others.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Profiler:
         self.overlap: Overlap
 
     def before_step(self) -> bool:
-        """Count a step; True when enough have been timed."""
+        """Count a step; return True when enough have been timed."""
         if self.seen > self.warmup:
             self._timer.keep()
         self.seen += 1
@@ -58,7 +58,7 @@ class Profiler:
         """Evaluate the steps and time the network.
 
         Args:
-            overlap: what overlaps with backward; None: as found out by :func:`overlap_of`.
+            overlap: with backward; None: by :func:`overlap_of`.
 
         Raises:
             RuntimeError: on all ranks, if a rank has seen fewer than two backward passes.
@@ -71,7 +71,7 @@ class Profiler:
         self.network = measure_network(engine.comm, engine.device, self._dtype, most, busy=self.overlap == "comm")
 
     def group_cost(self, numel: int, **settings: Any) -> GroupCost:
-        """What groups of up to so many coordinates cost.
+        """Measure the cost of groups of up to ``numel`` coordinates.
 
         Args:
             numel: coordinates of the largest group.
@@ -79,29 +79,29 @@ class Profiler:
         """
         engine = self._engine
         cost = measure_group(engine.comm, engine.device, sizes_up_to(numel), dtype=self._dtype, **settings)
-        # Messages of idle ranks are faster than those of ranks whose processors are at work.
+        # Messages of idle ranks are faster than those of ranks with busy processors.
         return cost.on(self.network) if self.overlap == "comm" else cost
 
     def profile(self, costs: Sequence[GroupCost], fingerprint: str = "") -> Profile:
-        """All that was measured; equal on all ranks.
+        """Return all measurements; equal on all ranks.
 
         Args:
             costs: of groups, at one density or more.
-            fingerprint: of what the profile holds for.
+            fingerprint: of the model, the settings and the ranks.
         """
         own = Profile(fingerprint, self._layers, self._rest, self.network, costs, self.overlap, self._bucket_numels)
         return self._engine.comm.broadcast_object(own, 0, self._engine.device)
 
     def close(self) -> None:
-        """Stop watching backward."""
+        """Stop timing backward."""
         self._timer.close()
 
 
 def overlap_of(engine: Engine) -> Overlap:
-    """What overlaps with backward with an engine on this machine; collective.
+    """Return the overlap with backward of an engine on this machine; collective.
 
-    A CUDA stream overlaps with everything. A communication thread takes a processor only where the ranks of this
-    machine leave one to it, and hides its transfers everywhere.
+    On a CUDA stream everything overlaps. A communication thread hides its transfers always, and selection only if the
+    ranks of this machine leave a processor free.
     """
     if not engine.overlaps_backward:
         return "none"

@@ -1,4 +1,4 @@
-"""Measurements that all ranks start together and agree on."""
+"""Measurements that all ranks start together, with results that are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_sparse.engine.network import TorchCollective
 
 
 def gathered(values: Sequence[float], comm: TorchCollective, device: torch.device) -> Tensor:
-    """(n, len(values)) float64 on the host: the numbers of each rank, equally many."""
+    """Gather the numbers of all ranks, equally many each, as (n, len(values)) float64 on the host."""
     return comm.all_gather(torch.tensor(list(values), dtype=torch.float64, device="cpu").to(device)).cpu()
 
 
 def slowest(values: Sequence[float], comm: TorchCollective, device: torch.device) -> list[float]:
-    """The largest of each number over ranks."""
+    """Return the maximum of each number over ranks."""
     return gathered(values, comm, device).amax(0).tolist()
 
 
 def start_together(comm: TorchCollective, device: torch.device) -> None:
-    """Return when all ranks are here and have nothing left to do."""
+    """Wait until all ranks are here and idle."""
     comm.all_reduce(torch.zeros(1, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -34,14 +34,14 @@ def start_together(comm: TorchCollective, device: torch.device) -> None:
 def measure(
     job: Callable[[], Any], comm: TorchCollective, device: torch.device, repeats: int = 5, seconds: float = 0.5
 ) -> list[float]:
-    """Seconds that a job takes on the slowest rank, for each repetition; ranks start together.
+    """Return the seconds of a job on the slowest rank, for each repetition; ranks start together.
 
     Args:
-        job: what all ranks do.
+        job: work of all ranks.
         comm: the ranks.
-        device: where the job runs.
-        repeats: how often, at most.
-        seconds: stop early when about this much time is spent; twice at least.
+        device: of the job.
+        repeats: most repetitions.
+        seconds: stop early after about this time; at least two repetitions.
     """
     taken: list[float] = []
     for _ in range(repeats + 1):  # the first one warms up
@@ -59,10 +59,10 @@ def measure(
 
 @contextmanager
 def busy_processor() -> Iterator[None]:
-    """Keep this rank's processor at work meanwhile, as backward does where exchanges go on beside it.
+    """Keep this rank's processor busy within the block, as backward does beside exchanges.
 
-    Where ranks have to share processors, a message then waits until the other ranks' threads get their turn, which can
-    take several times as long as the message itself.
+    If ranks share processors, a message then waits until the other ranks' threads are scheduled, which can take several
+    times as long as the message itself.
     """
     stop = threading.Event()
 

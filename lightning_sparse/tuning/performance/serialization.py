@@ -11,23 +11,23 @@ if TYPE_CHECKING:
 
 
 class Plain:
-    """A dataclass that can be written down."""
+    """Base class of dataclasses that can be serialised."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists and numbers."""
+        """Return plain dictionaries, lists and numbers."""
         plain: dict[str, Any] = _converter().unstructure(self)
         return plain
 
     @classmethod
     def from_dict(cls, plain: Any) -> Self:
-        """The inverse of :meth:`as_dict`.
+        """Make an instance from the result of :meth:`as_dict`.
 
         Raises:
-            ValueError: if something is missing, of another kind, or refused by the class.
+            ValueError: if a value is missing, of another kind, or refused by the class.
         """
         try:
             return _converter().structure(plain, cls)
-        except Exception as error:  # cattrs raises whatever the plain data leads to
+        except Exception as error:  # cattrs raises errors of any type
             name = cls.__name__
             raise ValueError(f"Expected a {name.lower()} as {name}.as_dict() gives it, but: {error!r}.") from error
 
@@ -43,7 +43,7 @@ def _named_tuple(values: Any, kind: Any) -> Any:
 
 @cache
 def _converter() -> Converter:
-    from cattrs import Converter  # here: most programs write nothing down, and it is a fifth of the package's import
+    from cattrs import Converter  # here: few programs need it, and it is a fifth of the package's import
 
     converter = Converter(detailed_validation=False)
     converter.register_structure_hook_func(_is_named_tuple, _named_tuple)

@@ -1,16 +1,16 @@
-"""When groups are selected and exchanged in a step: the one recurrence of the cost model.
+"""Times of selections and exchanges in a step: the recurrence of the cost model.
 
-One processor computes backward layer by layer, and selects in a group when the group's last gradient is there, so that
-a selection delays all layers after it. One network carries one exchange after the other, while the processor goes on::
+One processor computes backward layer by layer, and selects in a group after the group's last gradient, so that a
+selection delays all layers after it. One network carries one exchange after the other, while the processor continues::
 
     ready = done = 0
     for group in groups:
         ready = ready + backward_seconds(group) + select_seconds(group)
         done  = max(ready, done) + exchange_seconds(group)
 
-This is the model of OMGS-SGD. Where messages travel together, the exchange of a group is what it does by itself, and
-one exchange for all comes at the end: it pays once for each collective, and for the bytes of all groups. Time counts
-from the start of backward: what comes before is the same for all groups.
+This is the model of OMGS-SGD. If messages travel together, the exchange of a group is only its own work, and one
+exchange for all comes at the end: it pays once for each collective, and for the bytes of all groups. Time counts from
+the start of backward: the time before it is the same for all groups.
 
 References:
     Shi et al., Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs
@@ -29,27 +29,27 @@ Timeline = tuple[Sequence[int], Sequence[float]]
 
 
 class Progress(NamedTuple):
-    """How far a step is, in seconds from the start of backward."""
+    """Progress of a step, in seconds from the start of backward."""
 
     ready: float = 0.0
-    """When the latest group is selected."""
+    """End of the latest group's selection."""
     done: float = 0.0
-    """When its exchange has ended."""
+    """End of its exchange."""
 
     def after(self, numel: int, backward_seconds: float, cost: CostModel) -> Progress:
-        """With one more group."""
+        """Return the progress after one more group."""
         ready = self.ready + backward_seconds + cost.select_seconds(numel)
         return Progress(ready, max(ready, self.done) + cost.exchange_seconds(numel))
 
 
 def end_seconds(timeline: Timeline, costs: Iterable[CostModel], joined: Sequence[Line] = ()) -> float:
-    """When the last exchange ends.
+    """Return the end of the last exchange, in seconds.
 
     Args:
         timeline: numbers of each group.
-        costs: of each group; with joined messages, of what it does by itself.
-        joined: messages of each group, by its coordinates, that are sent together when all groups are ready; empty
-            where each group sends its own.
+        costs: of each group; with joined messages, of its own work.
+        joined: messages of each group, by its coordinates, that are sent together when all groups are ready; empty if
+            each group sends its own.
     """
     progress = Progress()
     for numel, backward_seconds, cost in zip(*timeline, costs, strict=True):

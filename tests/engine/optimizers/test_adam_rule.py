@@ -391,7 +391,7 @@ def void_step(exchange: str) -> tuple[list[Tensor], list[Tensor]]:
         for step in range(6):
             if step == bad_at:
                 training.optimizer.zero_grad()
-                (loss_of(training.ddp, step, training.rank) * (float("nan") if training.rank else 1.0)).backward()
+                (loss_of(training.ddp, step, training.rank) * float("nan")).backward()
                 training.engine.skip_void(training.optimizer)
                 training.optimizer.step()
             training.step(step)
