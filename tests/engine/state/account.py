@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import lightning_sparse as ls
-from tests.sums import SPARSE, State, Sums, count, pending, waiting
+from tests.sums import SPARSE, Sums, count, pending, waiting
 
 
 @dataclass(frozen=True)
@@ -174,19 +174,23 @@ class Training:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def resume(self, look: Look, weights: dict[str, Tensor]) -> None:
-        """Go on from what was seen, with the weights of rank 0."""
-        self.applied = {name: x.clone() for name, x in look.applied.items()}
+    def resume(self, looks: Sequence[Look]) -> None:
+        """Go on from what all ranks of a run have seen, maybe on another number of ranks."""
+        first, n = looks[0], dist.get_world_size()
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(weights[name])
-        notes = self.engine.load_state_dict(look.state)
-        assert notes == [], notes
+                parameter.copy_(first.weights[name])
+        states = [look.state for look in looks]
+        notes = self.engine.load_state_dict(states[dist.get_rank()] if len(states) == n else ls.merge_states(states))
+        assert notes == [] or len(states) != n, notes
+        self.handed, self.applied = (
+            {name: x.clone() for name, x in each.items()} for each in (first.handed, first.applied)
+        )
+        self.look("resumed")
 
-    def close(self) -> bytes:
-        """The looks, pickled at once: a pipe would send a file for each tensor."""
+    def close(self) -> list[Look]:
         self.engine.close()
-        return pickle.dumps(self.looks)
+        return self.looks
 
 
 # ---- What memories make of a gradient
@@ -212,9 +216,13 @@ def direction(memory: Any, before: Before, grad: Tensor, weight: Tensor, n: int)
     return math.sqrt(n) * first / (second.sqrt() + memory.eps)
 
 
+def unchanged(memory: Any, before: Before, grad: Tensor, weight: Tensor, n: int) -> Tensor:
+    return grad if grad.isfinite().all() else math.nan * grad  # its length is not known
+
+
 def clipped(memory: Any, before: Before, grad: Tensor, weight: Tensor, n: int) -> Tensor:
-    share = min(1.0, memory.max_norm / math.sqrt(n) / float(grad.norm()))
-    return absorbed(memory.memory, before, share * grad, weight, n)
+    share = (memory.max_norm / math.sqrt(n) / grad.norm()).clamp(max=1)
+    return absorbed(memory.memory, before, share * unchanged(memory, before, grad, weight, n), weight, n)
 
 
 def decayed(memory: Any, before: Before, grad: Tensor, weight: Tensor, n: int) -> Tensor:
@@ -225,7 +233,7 @@ RULES: dict[type[Any], Callable[..., Tensor]] = {
     ls.Residual: plain,
     ls.MomentumCorrection: velocity,
     ls.AdamCorrection: direction,
-    ls.SecondMoment: lambda memory, before, grad, weight, n: grad,
+    ls.SecondMoment: unchanged,
     ls.LowPass: lambda memory, before, grad, weight, n: memory.beta * grad,
     ls.ClipByNorm: clipped,
     ls.WeightDecay: decayed,
@@ -233,54 +241,86 @@ RULES: dict[type[Any], Callable[..., Tensor]] = {
 
 
 def absorbed(memory: Any, before: Before, grad: Tensor, weight: Tensor, n: int) -> Tensor:
-    """By what the sum over ranks changes when one of n ranks absorbs a gradient; all in double precision."""
+    """By what T changes when one of n ranks absorbs a gradient, in double precision; NaN: by nothing."""
     return RULES[type(memory)](memory, before, grad, weight, n)
 
 
-def check(seen: Sequence[bytes], memory: Any, off: float = 0.0) -> None:
+def packed(looks: Any) -> bytes:
+    """For a pipe, which would send a file for each tensor."""
+    return pickle.dumps(looks)
+
+
+def unpacked(sent: bytes) -> Any:
+    """What was packed."""
+    return pickle.loads(sent)
+
+
+def check(ranks: Sequence[Sequence[Look]], memory: Any, off: float = 0.0) -> None:
     """Whether all that was absorbed is there in each look of all ranks, for each parameter and coordinate.
 
     Args:
-        seen: the looks of each rank, at the same moments, as :meth:`Training.close` gives them.
+        ranks: the looks of each rank, at the same moments.
         memory: theirs.
         off: by how much sums may be off, relative to the largest.
     """
-    filters = isinstance(memory, ls.LowPass)
-    share = memory.beta if filters else 1.0  # of an average that is handed out, so much leaves the residual
-    ranks: list[list[Look]] = list(map(pickle.loads, seen))
-    n = len(ranks)
-
-    def total(looks: Sequence[Look], name: str) -> Tensor:
-        states = [look.state for look in looks]
-        if name in states[0]["pending"]:
-            assert torch.equal(pending(states, name), looks[0].handed[name].flatten()), name
-        applied = looks[0].applied[name].flatten()
-        away = pending(states, name) + applied
-        return waiting(states, name) - n * pending(states, name) + share * n * away
-
-    def number(state: State, name: str) -> int:
-        return int(state["step"]) if filters else count(state, name)
-
     for before, after in pairwise(zip(*ranks, strict=True)):
+        for look, other in zip(before, after, strict=True):
+            assert other.moment != "resumed" or look.state["step"] == other.state["step"]
         _check_pending(after[0])
         for name in before[0].state["parameters"]:
-            expected = total(before, name)
-            for rank, (one, other) in enumerate(zip(before, after, strict=True)):
-                more = number(other.state, name) - number(one.state, name)
-                if other.moment == "resumed":
-                    assert not other.state["absorbed"] and not other.state["pending"]
-                    if rank == 0:  # all of what nobody has applied goes back
-                        expected += (1 - share) * n * pending([look.state for look in before], name)
-                    continue
-                assert more in (0, 1), (name, rank, after[0].moment, more)
-                if more and name in other.given:
-                    known = {key: x.double() for key, x in one.state["parameters"][name].items()}
-                    known["steps"] = torch.tensor(one.state["counters"][name].get("steps", 0.0)).double()
-                    grad, weight = other.given[name].flatten(), other.weights[name].flatten()
-                    expected += absorbed(memory, known, grad, weight, n).nan_to_num(0, 0, 0)
-            found = total(after, name)
+            expected = total(before, name, memory) + sum(
+                more(look, other, name, memory, len(ranks)) for look, other in zip(before, after, strict=True)
+            )
+            if after[0].moment == "resumed":
+                expected += given_back(before, name, memory)
+            found = total(after, name, memory)
             worst = float((found - expected).abs().max())
             assert worst <= off * float(expected.abs().max()), (name, before[0].moment, after[0].moment, worst)
+
+
+def check_resized(before: Sequence[Look], after: Sequence[Look], memory: Any) -> None:
+    """Whether as much is there, in the mean over ranks, when another number of ranks has loaded a state."""
+    for name in before[0].state["parameters"]:
+        expected = (total(before, name, memory) + given_back(before, name, memory)) / len(before)
+        assert torch.equal(total(after, name, memory) / len(after), expected), name
+
+
+def total(looks: Sequence[Look], name: str, memory: Any) -> Tensor:
+    """(numel,) T, from the looks of all ranks at a moment."""
+    states = [look.state for look in looks]
+    away = pending(states, name)
+    kept = waiting(states, name) - len(looks) * away
+    if name in states[0]["pending"]:
+        assert torch.equal(away, looks[0].handed[name].flatten()), name
+    return kept + share_of(memory) * len(looks) * (away + looks[0].applied[name].flatten())
+
+
+def share_of(memory: Any) -> float:
+    """Which share of an average leaves the residual when it is handed out."""
+    return float(memory.beta) if isinstance(memory, ls.LowPass) else 1.0
+
+
+def given_back(looks: Sequence[Look], name: str, memory: Any) -> Tensor:
+    """(numel,) by what T grows when a state is loaded: all that nobody has applied goes back."""
+    return (1 - share_of(memory)) * len(looks) * pending([look.state for look in looks], name)
+
+
+def more(look: Look, later: Look, name: str, memory: Any, n: int) -> Tensor | float:
+    """(numel,) by what T grows from one look of a rank to the next; 0: no gradient was absorbed."""
+    if later.moment == "resumed":
+        assert not later.state["absorbed"] and not later.state["pending"]
+        return 0.0
+    if isinstance(memory, ls.LowPass):  # whose residual follows when a step counts
+        grown = later.state["step"] - look.state["step"]
+    else:
+        grown = count(later.state, name) - count(look.state, name)
+    assert grown in (0, 1), (name, later.state["rank"], later.moment, grown)
+    if not grown or name not in later.given:
+        return 0.0
+    known = {key: x.double() for key, x in look.state["parameters"][name].items()}
+    known["steps"] = torch.tensor(look.state["counters"][name].get("steps", 0.0)).double()
+    made = absorbed(memory, known, later.given[name].flatten(), later.weights[name].flatten(), n)
+    return made.nan_to_num(0, 0, 0)
 
 
 def _check_pending(look: Look) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import lightning_sparse as ls
 from tests.covering import covering, in_one_test, in_turns
-from tests.engine.state.account import Case, Training, check
+from tests.engine.state.account import Case, Look, Training, check, check_resized, packed, unpacked
 from tests.ranks import Ranks
 
 HALF = ls.MomentumCorrection(0.5)
@@ -55,6 +58,9 @@ CASES: dict[str, Case] = {
     "skipped momentum": Case({"memory": HALF}, bad=1),
     "skipped low pass": Case({"memory": ls.LowPass(0.5)}, bad=2),
     "skipped second moment": Case({"sparsifier": "union_topk"}, bad=1, **ADAMW),
+    "skipped and clipped": Case({"memory": ls.ClipByNorm(100.0)}, bad=1, off=ROUNDED),
+    "skipped and scaled": Case(bad=1, scale=64.0),
+    "lr_aware": Case({"lr_aware": True}),
     "unused": Case(unused={1: ("third",), 2: ("first", "second")}, ddp={"find_unused_parameters": True}),
     "unused in one group": Case(
         {"grouping": "model", "sparsifier": "union_topk"}, unused={1: ("third",)}, ddp={"find_unused_parameters": True}
@@ -62,14 +68,27 @@ CASES: dict[str, Case] = {
 }
 MADE = [("thread", False), ("inline", True), ("thread", True), ("inline", False)]
 """Executor, and whether gradients are views of DDP's buckets."""
-
-
-def train(name: str, executor: str, view: bool) -> bytes:
-    case = CASES[name]
-    options, ddp = {"executor": executor, **case.options}, {**case.ddp, "gradient_as_bucket_view": view}
-    training = Training(replace(case, options=options, ddp=ddp))
-    training.run(case.steps)
-    return training.close()
+MOMENTS = ["within backward", "after backward", "after a step"]
+PAIRS = [*in_turns(list(CASES), MOMENTS), ("emptied", "emptied"), ("clipped and scaled", "clipped")]
+LEFT = {
+    "own messages",
+    "nesterov",
+    "clip and momentum",
+    "scaled second moment",
+    "clipped and scaled",
+    "bfloat16 momentum",
+}
+LEFT |= {"four optimizers of Adam", "density 1 in bfloat16", "accordion", "flushed momentum", "emptied second moment"}
+LEFT |= {
+    "skipped momentum",
+    "skipped low pass",
+    "skipped and clipped",
+    "skipped and scaled",
+    "lr_aware",
+    "reduce union",
+}
+"""To thorough runs."""
+CELLS = [(name, moment, MADE[number % len(MADE)]) for number, (name, moment) in enumerate(PAIRS)]
 
 
 def memory_of(case: Case) -> Any:
@@ -78,6 +97,75 @@ def memory_of(case: Case) -> Any:
     return ls.Residual() if case.optimizer is torch.optim.SGD else ls.SecondMoment()
 
 
-@in_one_test("name, made", covering(((name, made) for name, made in in_turns(list(CASES), MADE)), together=1), apart=0)
-def test_all_that_was_absorbed_is_in_the_state_at_any_moment(two_ranks: Ranks, name: str, made: Any) -> None:
-    check(two_ranks(train, name, *made), memory_of(CASES[name]), CASES[name].off)
+def training_of(name: str, executor: str, view: bool) -> Training:
+    case = CASES[name]
+    options, ddp = {"executor": executor, **case.options}, {**case.ddp, "gradient_as_bucket_view": view}
+    return Training(replace(case, options=options, ddp=ddp))
+
+
+def latest(looks: Sequence[Look], moment: str) -> Look:
+    """The last one of this moment that has others behind it."""
+    return [look for look in looks[1:-1] if look.moment == moment][-1]
+
+
+def train(name: str, moment: str, executor: str, view: bool) -> bytes:
+    """All looks of a run, and of one that goes on from its last state at a moment, which is looked at between them."""
+    first = training_of(name, executor, view)
+    first.run(CASES[name].steps)
+    saved = latest(first.looks, moment)
+    other = training_of(name, executor, view)
+    other.resume([saved] * dist.get_world_size())
+    other.run(2)
+    return packed([first.close(), [saved, *other.close()]])
+
+
+@in_one_test("name, moment, made", covering(CELLS, together=1, thorough=LEFT), apart=0)
+def test_all_that_was_absorbed_is_in_a_state_and_in_those_who_load_it(
+    two_ranks: Ranks, name: str, moment: str, made: Any
+) -> None:
+    for ranks in zip(*map(unpacked, two_ranks(train, name, moment, *made)), strict=True):
+        check(ranks, memory_of(CASES[name]), CASES[name].off)
+
+
+# ---- Other numbers of ranks
+
+
+def train_once(name: str, moment: str, executor: str, view: bool) -> bytes:
+    """The last look at a moment."""
+    training = training_of(name, executor, view)
+    training.run(CASES[name].steps - 1)
+    return packed(latest(training.close(), moment))
+
+
+def go_on(name: str, seen: list[bytes], executor: str, view: bool) -> bytes:
+    """From what all ranks of another run have seen at a moment."""
+    training = training_of(name, executor, view)
+    training.resume(list(map(unpacked, seen)))
+    training.run(1)
+    return packed(training.close())
+
+
+MERGED = ["residual", "union", "momentum masked", "low pass", "second moment", "scaled", "bfloat16", "density 1"]
+MERGED += ["decay", "momentum", "two optimizers", "flushed", "skipped", "clipped by hand"]
+
+
+@in_one_test(
+    "name, moment",
+    covering(in_turns(MERGED, MOMENTS), together=1, thorough=MERGED[6:]),
+    apart=0,
+)
+def test_any_number_of_ranks_has_all_that_was_absorbed(
+    alone: Ranks, two_ranks: Ranks, three_ranks: Ranks, name: str, moment: str
+) -> None:
+    memory, seen = memory_of(CASES[name]), two_ranks(train_once, name, moment, *MADE[0])
+    for ranks in (alone, three_ranks):
+        after = [unpacked(looks) for looks in ranks(go_on, name, seen, *MADE[1])]
+        check_resized([unpacked(look) for look in seen], [looks[0] for looks in after], memory)
+        check(after, memory, ROUNDED)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    ranks = Ranks(1)
+    yield ranks
+    ranks.stop()

@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 import lightning_sparse as ls
-from tests.engine.state.test_state import Run
 from tests.ranks import Ranks
 from tests.sums import SPARSE, Sums, check_sums
 
@@ -378,58 +377,6 @@ def test_a_state_is_waited_for_and_none_of_another_moment_is_given(alone: Ranks)
 # ---- What else changes what is remembered
 
 
-class Watching(Run):
-    """Saves between backward and the optimizer's step, where asked to."""
-
-    def train(self, steps: int, save_at: int | None = None) -> bytes:
-        saved = b""
-        for _ in range(steps):
-            generator = torch.Generator().manual_seed(100 * self.step + dist.get_rank())
-            self.optimizer.zero_grad()
-            self.ddp(torch.randn(8, 20, generator=generator)).square().mean().backward()
-            if self.step == save_at:
-                saved = self.save()
-            self.optimizer.step()
-            self.step += 1
-        return saved
-
-
-def go_on_from_within_a_step(options: dict[str, Any]) -> tuple[bool, list[str]]:
-    whole = Watching(**options)
-    whole.engine.bind([whole.optimizer])
-    saved = whole.train(13, save_at=7)
-    expected, step = whole.digest(), whole.engine.step
-    whole.engine.close()
-    resumed = Watching(**options)
-    resumed.engine.bind([resumed.optimizer])
-    notes = resumed.load(saved)
-    resumed.train(6)
-    found = resumed.digest()
-    same = len(found) == len(expected) and all(map(torch.equal, found, expected)) and resumed.engine.step == step
-    resumed.engine.close()
-    return same, notes
-
-
-RUNS: list[dict[str, Any]] = [
-    {"sparsifier": "union_topk"},
-    {"sparsifier": "exdyna", "executor": "inline"},
-    {"memory": ls.MomentumCorrection(0.9)},
-    {"memory": ls.AdamCorrection(beta1=0.5)},
-    {"memory": ls.LowPass(0.3)},
-    {"density": ls.Accordion(0.02, 0.2, interval=4)},  # decides in the step that is repeated
-    {"density": ls.Accordion(0.02, 0.2, interval=7)},
-    {"density": ls.Accordion(0.02, 0.2, interval=3), "sparsifier": "everything"},
-    {"lr_aware": True},
-]
-
-
-@pytest.mark.parametrize("options", RUNS, ids=lambda options: "-".join(map(str, options.values())))
-def test_a_run_goes_on_bit_for_bit_from_between_backward_and_step(two_ranks: Ranks, options: dict[str, Any]) -> None:
-    for same, notes in two_ranks(go_on_from_within_a_step, options):
-        assert notes == []
-        assert same
-
-
 def flush_in_pieces() -> list[tuple[Look, int]]:
     """States while residuals are emptied, and the number of steps they should be of."""
     training = Training()
@@ -446,14 +393,16 @@ def flush_in_pieces() -> list[tuple[Look, int]]:
     assert not any(training.engine.residual(name).any() for name in pending)
     ls.flush(training.engine, [training.optimizer])  # there is nothing left
     training.backward()
-    looks.append((training.look(), 4))
+    looks.append((training.look(), 5))
     training.optimizer.step()
     looks.append((training.look(), 5))
     training.engine.close()
     return looks
 
 
-def test_residuals_that_are_emptied_belong_to_the_weights_too(two_ranks: Ranks) -> None:
-    for both in zip(*two_ranks(flush_in_pieces), strict=True):
+def test_what_residuals_held_is_pending_until_it_is_applied(two_ranks: Ranks) -> None:
+    seen = list(zip(*two_ranks(flush_in_pieces), strict=True))
+    for both in seen:
         [steps] = {steps for _, steps in both}
         check_sums(both[0][0][0], [state for (_, state), _ in both], steps)
+    assert [len(state["pending"]) for ((_, state), _), _ in seen] == [0, 4, 0, 4, 0]
