@@ -75,10 +75,15 @@ def fit(
     said: list[str] | None = None,
 ) -> Any:
     # Small buckets, so that groups run at different times of backward.
-    strategy = strategy_of(package, {**SPARSE, "bucket_cap_mb": 0.0005, **options})
+    options = {**SPARSE, "bucket_cap_mb": 0.0005, **options}
+    plugins = []
+    if options.pop("scaled", False):
+        mixed = importlib.import_module(package + ".plugins").MixedPrecision
+        plugins.append(mixed("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
     trainer = make_trainer(
         package,
-        strategy=strategy,
+        strategy=strategy_of(package, options),
+        plugins=plugins,
         devices=dist.get_world_size(),
         max_epochs=1,
         enable_checkpointing=any("Checkpoint" in type(callback).__name__ for callback in callbacks),
@@ -120,6 +125,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "union": {"sparsifier": "union_topk", "exchange": "reduce_union", "grouping": "model"},
     "unused": {"find_unused_parameters": True},
+    "scaled": {"scaled": True, "gradient_as_bucket_view": True},
 }
 
 
