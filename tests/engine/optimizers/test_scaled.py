@@ -235,16 +235,17 @@ def test_a_resumed_run_knows_earlier_factors(two_ranks: Ranks) -> None:
 
 
 def kept_at_moments() -> tuple[list[dict[str, list[float]]], list[dict[str, list[float]]], bool]:
-    """Lengths of states: before a step's averages are applied, of that moment after it, then; and loaded ones."""
+    """Lengths of states: before a backward and behind it; loaded ones; whether the step that follows adds nothing."""
     training = Training()
     halve, engine = by(0.5), training.engine
     training.step(0, halve)
     training.optimizer.zero_grad()
+    start = engine.state_dict()["lengths"]
     training.ddp(torch.ones(5, WIDTH)).square().mean().backward()
-    moment, before = engine.moment, engine.state_dict()["lengths"]
+    before = engine.state_dict()["lengths"]
     halve(1, list(training.module.parameters()))
     training.optimizer.step()
-    of_then, state = engine.state_dict(moment)["lengths"], engine.state_dict()
+    state = engine.state_dict()
     if dist.get_rank() == 1:  # saved before the factor was known there
         state = {**state, "lengths": before}
     again = Training()
@@ -252,7 +253,7 @@ def kept_at_moments() -> tuple[list[dict[str, list[float]]], list[dict[str, list
     loaded = again.engine.state_dict()["lengths"]
     for one in (training, again):
         one.engine.close()
-    return [before, of_then], [loaded], state["lengths"] == before
+    return [start, before], [loaded], state["lengths"] == before
 
 
 def test_a_state_has_the_lengths_of_its_moment_and_those_of_rank_0_are_loaded(two_ranks: Ranks) -> None:
