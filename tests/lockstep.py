@@ -19,6 +19,7 @@ from lightning_sparse.engine import pipeline
 from lightning_sparse.engine.metrics import Statistics
 from lightning_sparse.engine.network import drive_ranks
 from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.methods.exchanges import Exchange, as_exchange
 from lightning_sparse.methods.memory import Memory, Residual
 from lightning_sparse.methods.sparsifiers import Sparsifier
@@ -60,6 +61,8 @@ class Outcome(NamedTuple):
     """(numel,) residuals after the step."""
     states: list[GroupState]
     statistics: list[Statistics]
+    divisors: list[Tensor | None]
+    """(u,) numbers that averages are divided by."""
 
 
 class Ranks:
@@ -103,7 +106,7 @@ class Ranks:
         with patch.object(pipeline, "DENSE", self._watched(pipeline.DENSE)):
             done = drive_ranks([strict(self._steps(rank, row)) for rank, row in enumerate(gradients)])
         number, self.steps = self.steps, self.steps + 1
-        grads, states, statistics, seen = zip(*done, strict=True)
+        grads, states, proposed, seen = zip(*done, strict=True)
         self.states = list(states)
         accs, selections, updates = zip(*seen, strict=True)
         return Outcome(
@@ -116,17 +119,18 @@ class Ranks:
             averages=torch.stack(grads),
             after=self.residuals(),
             states=self.states,
-            statistics=list(statistics),
+            statistics=[made.statistics for made in proposed],
+            divisors=[made.divisor for made in proposed],
         )
 
-    def _steps(self, rank: int, row: Tensor) -> Steps[tuple[Tensor, GroupState, Statistics, Any]]:
+    def _steps(self, rank: int, row: Tensor) -> Steps[tuple[Tensor, GroupState, Proposed, Any]]:
         grad = row.clone()
         ctx = Context(step=self.steps, density=self.density, rank=rank, world_size=self.n)
         exchange = self._watched(self.exchange)
         state, proposed = yield from reduce_group(
             grad, self.states[rank], ctx, memory=self.memory, sparsifier=self.sparsifier, exchange=exchange
         )
-        return grad, state, proposed.statistics, self._seen.pop(rank)
+        return grad, state, proposed, self._seen.pop(rank)
 
     def _watched(self, exchange: Exchange) -> Any:
         """The same exchange; what it is given and gives is noted by rank."""
