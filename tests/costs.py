@@ -116,7 +116,6 @@ def group_step(
     dtype: torch.dtype = torch.float32,
     buckets: int = 1,
     rank: int = 1,
-    nonfinite: str = "skip",
 ) -> Costs:
     """What a step of a group costs one of n ranks, from gradients in buckets of DDP to averages in these.
 
@@ -129,7 +128,6 @@ def group_step(
         dtype: of the gradients.
         buckets: in which the gradients of the group lie.
         rank: which one counts.
-        nonfinite: with "skip", the host hears whether the step counts.
     """
     settings = ls.SparsificationConfig(density=density, sparsifier=sparsifier, memory=memory)
     lengths = [numel // 2, numel - numel // 2]
@@ -147,6 +145,6 @@ def group_step(
         with Costs(META) as costs:
             drive(group.exchange_steps(ctx._replace(step=step)), Network(rank, n))
             assert group.void is not None
-            group.adopt(group.after(group.void, (lambda: False) if nonfinite == "skip" else None))
+            group.settle(group.void)
         group.end_step()
     return costs

@@ -18,7 +18,7 @@ from lightning_sparse.core.step import Context, GroupState, Selection, Update
 from lightning_sparse.engine import pipeline
 from lightning_sparse.engine.metrics import Statistics
 from lightning_sparse.engine.network import drive_ranks
-from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.methods.exchanges import Exchange, as_exchange
 from lightning_sparse.methods.memory import Memory, Residual
@@ -127,9 +127,9 @@ class Ranks:
         grad = row.clone()
         ctx = Context(step=self.steps, density=self.density, rank=rank, world_size=self.n)
         exchange = self._watched(self.exchange)
-        state, proposed = yield from reduce_group(
-            grad, self.states[rank], ctx, memory=self.memory, sparsifier=self.sparsifier, exchange=exchange
-        )
+        parts: dict[str, Any] = {"memory": self.memory, "sparsifier": self.sparsifier, "exchange": exchange}
+        proposed = yield from exchange_group(grad, self.states[rank], ctx, **parts)
+        state = settle_group(self.states[rank], proposed, proposed.void, self.memory)
         return grad, state, proposed, self._seen.pop(rank)
 
     def _watched(self, exchange: Exchange) -> Any:

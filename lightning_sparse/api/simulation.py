@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import expect
+from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context, GroupState
 from lightning_sparse.engine.metrics import Step, local, norm_of, summarize
 from lightning_sparse.engine.network import drive_ranks
-from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.engine.proposal import Proposed, spread_divisor
 from lightning_sparse.methods.density import DensitySchedule, as_schedule
 from lightning_sparse.methods.exchanges import Exchange, as_exchange
@@ -127,21 +128,19 @@ def _run(
             ]
         ctx = Context(step=step, density=density(step), rank=0, world_size=n)
         grads = [row.detach().clone() for row in rows]
-        steps = [
-            reduce_group(
-                grads[rank],
-                states[rank],
-                ctx._replace(rank=rank),
-                memory=memory,
-                sparsifier=sparsifier,
-                exchange=exchange,
-            )
-            for rank in range(n)
-        ]
+        parts: dict[str, Any] = {"memory": memory, "sparsifier": sparsifier, "exchange": exchange}
+        steps = [_step(grads[rank], states[rank], ctx._replace(rank=rank), parts) for rank in range(n)]
         states, proposed = (list(of_ranks) for of_ranks in zip(*drive_ranks(steps), strict=True))
         update = grads[0]
         density.observe(step, update)
         yield _trace(ctx, update, states, proposed, memory, sparsifier)
+
+
+def _step(
+    grad: Tensor, state: GroupState, ctx: Context, parts: Mapping[str, Any]
+) -> Steps[tuple[GroupState, Proposed]]:
+    proposed = yield from exchange_group(grad, state, ctx, **parts)
+    return settle_group(state, proposed, proposed.void, parts["memory"]), proposed
 
 
 def _check_rows(

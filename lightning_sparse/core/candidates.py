@@ -62,7 +62,6 @@ class Candidates:
         """What kernels on a device keep for the next step, see :mod:`~lightning_sparse.engine.fused`."""
         self._expected = math.inf
         self._vector: Any = None
-        self._formed: Any = None
         self._cleared: Any = None
         self._finite = True
         self._reached = math.inf
@@ -82,26 +81,23 @@ class Candidates:
         found: Found | None,
         finite: bool,
         sums: Sums | None = None,
-        formed: Tensor | None = None,
     ) -> None:
         """Keep what a pass has found with :attr:`bound` and :attr:`summed`.
 
         Args:
-            x: (numel,) the vector that it has formed.
+            x: (numel,) the vector that it has formed, and that is selected by.
             runs: what it has set to zero.
             found: ascending coordinates and their magnitudes; None: too many.
-            finite: whether all of the vector ``formed`` is.
+            finite: whether all of the gradient counts.
             sums: of x.
-            formed: x itself; or the accumulator, where x is what is selected by.
         """
-        self._formed = _state_of(x if formed is None else formed)
         self._vector, self._cleared = _state_of(x), list(map(_state_of, runs))
         self._found, self._finite, self._reached, self._expected = found, finite, self.bound, math.inf
         self._sums = self.summed, sums
 
     def expect(self, bound: float) -> None:
         """Let the next pass collect from this magnitude on; of several bounds in a step, from the lowest."""
-        if self._finite:  # else the vector was emptied, and what is selected tells nothing about the next step
+        if self._finite:  # else the step is void, and what is selected tells nothing about the next one
             self._expected = min(self._expected, bound)
             self.bound = self._expected
 
@@ -113,10 +109,6 @@ class Candidates:
         """What the pass has added up of x, None: unknown; the next one adds up the same."""
         self.summed = summed
         return self._sums[1] if self._sums[0] == summed and self._holds_for(x) else None
-
-    def all_finite(self, x: Tensor) -> bool | None:
-        """Whether all of x is finite; None: unknown."""
-        return self._finite if self._formed is not None and self._formed == _state_of(x) else None
 
     def cleared(self, runs: Sequence[Tensor]) -> bool:
         """Whether the pass has set these vectors to zero, and nobody has written to them since."""

@@ -99,12 +99,12 @@ class Update(NamedTuple):
     """What the ranks agreed on: equal on all of them, bit for bit, but for what each one sent."""
 
     indices: Tensor | None
-    """(u,) int64 coordinates of the average; a repeated one carries the same value each time; the padding index is
-    allowed where shapes are static (not on the CPU). None: every coordinate in order."""
+    """(u,) int64 coordinates of the average; a repeated one carries the same value each time. Where shapes are static
+    (not on the CPU), equal ones are neighbours, and the padding index is allowed. None: every coordinate in order."""
     values: Tensor
     """(u,) mean over ranks."""
     sent: Tensor | None
-    """int64 coordinates that this rank takes out of its residual. None: all of them."""
+    """int64 coordinates that this rank takes out of its residual, repeated ones as above. None: all of them."""
     sent_values: Tensor | None
     """What really travelled for ``sent``, when it was rounded on the wire. None: the exact values."""
     counts: Tensor
@@ -115,8 +115,6 @@ class Update(NamedTuple):
     """() int64 different coordinates that the ranks named, where these may be more than ``union``."""
     second: Tensor | None = None
     """(u,) mean over ranks of :attr:`Context.second`, as far as it travels exactly, where it was given."""
-    settled: bool = False
-    """Whether the exchange has taken ``sent_values`` out of the accumulator already."""
 
 
 class Absorbed(NamedTuple):

@@ -25,6 +25,7 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.optimizers.kinds import check_is_optimizer
 from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.sources.comm_hook import BucketSource
 from lightning_sparse.engine.state.kept import Kept
 from lightning_sparse.engine.state.record import Averages, Counts
 from lightning_sparse.engine.state.schema import renamed
@@ -80,6 +81,7 @@ class Engine(EngineView):
         except BaseException:
             reducer.close()
             raise
+        self._source = BucketSource(reducer, {id(p): name for name, p in parameters.items()}, comm)
         self._kept = Kept(reducer, parameters, self.frozen, comm, device)
         self._compared_kernels = self._told_of_waits = False
         self._binding = OptimizerBinding(reducer, parameters, comm, device, left_open)
@@ -295,7 +297,7 @@ class Engine(EngineView):
         """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""
         if self._closed:
             raise RuntimeError("The engine is closed. Wrap the model again and attach a new one to train on.")
-        return self._reducer.receive(bucket)
+        return self._source.receive(bucket)
 
     def _before_exchange(self) -> None:
         """The first gradients of a step are here."""

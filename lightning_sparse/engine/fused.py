@@ -1,9 +1,9 @@
-"""A step of the default, UnionTopK with packed_union, in 23 to 35 launches on a GPU, for any n.
+"""A step of the default, UnionTopK with packed_union, in 23 to 33 launches on a GPU, for any n.
 
 The same journey as in :mod:`~lightning_sparse.engine.pipeline`, whose operations of torch give the same bits, with
 kernels in Triton that do together what belongs together. With a plain residual 16 bytes a coordinate are read and
 written, with :class:`~lightning_sparse.SecondMoment` 28, 2 to 3 more for bitmaps and counts, and about 430 and 600 for
-each one that is sent. The host waits for nothing and decides nothing, and a void step costs copies only when it occurs.
+each one that is sent. The host waits for nothing and decides nothing.
 
 Everything that changes from step to step is an argument that kernels are not specialised for, or lies on the device.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.console import say
 from lightning_sparse.core.messages import AllGather, AllReduce, Meter, Steps
 from lightning_sparse.core.step import Context, GroupState, Selection, Update
-from lightning_sparse.engine.metrics import Statistics, measure
+from lightning_sparse.engine.metrics import measure
+from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import Exchange
 from lightning_sparse.methods.exchanges.packed_union import Lanes, PackedUnion
 from lightning_sparse.methods.memory import Memory, Residual, SecondMoment
-from lightning_sparse.methods.memory.base import FeedbackState
 from lightning_sparse.methods.memory.second_moment import SecondMomentState, damping
 from lightning_sparse.methods.sparsifiers import Sparsifier, UnionTopK
 from lightning_sparse.methods.sparsifiers.union_topk import MARGIN, WINDOW, FillState
@@ -36,7 +37,7 @@ from lightning_sparse.ops.on_cuda import compare, on_cuda
 
 MOST_NUMEL = (1 << 30) - 1
 """Largest group: kernels count twice its coordinates in 31 bits."""
-Plain = Callable[..., Steps[tuple[GroupState, Statistics, Tensor]]]
+Plain = Callable[..., Steps[Proposed]]
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -100,7 +101,7 @@ def serves(
         return False
     from lightning_sparse.ops.triton.values import MOST_RANKS
 
-    acc, n = state.memory.residual.following, ctx.world_size
+    acc, n = state.memory.residual, ctx.world_size
     numel, lanes = acc.numel() - 1, Lanes.of(n, memory.needs_second)
     if acc.dtype != torch.float32 or not 1 < numel <= MOST_NUMEL or not 1 < n <= MOST_RANKS:
         return False
@@ -123,7 +124,8 @@ def exchange_group(
     memory: Memory,
     sparsifier: Sparsifier,
     scale: Tensor | None = None,
-) -> Steps[tuple[GroupState, Statistics, Tensor]]:
+    changing: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Steps[Proposed]:
     """As :func:`~lightning_sparse.engine.pipeline.exchange_group`, for what :func:`serves` has said yes to.
 
     Args:
@@ -133,6 +135,7 @@ def exchange_group(
         memory: a plain residual, or with a second moment.
         sparsifier: who picks.
         scale: of the loss.
+        changing: is entered while what is remembered changes.
     """
     from lightning_sparse.ops.triton import dense as triton_dense
     from lightning_sparse.ops.triton import lanes as triton_lanes
@@ -142,7 +145,7 @@ def exchange_group(
     from lightning_sparse.ops.triton import union as triton_union
     from lightning_sparse.ops.triton import values as triton_values
 
-    residual, acc = state.memory.residual
+    acc: Tensor = state.memory.residual
     numel, n = acc.numel() - 1, ctx.world_size
     assert isinstance(sparsifier, UnionTopK) and isinstance(memory, (Residual, SecondMoment))
     k, turn, lanes = count(ctx.density, numel), (ctx.rank - ctx.step) % n, Lanes.of(n, memory.needs_second)
@@ -160,19 +163,19 @@ def exchange_group(
     search, weighed, beside, second = scratch.search, None, None, None
     noted = search.words, search.counts, search.broken, scratch.bound
     if isinstance(memory, Residual):
-        triton_dense.accumulate_(acc, residual, grad, memory.decay, scale, *noted)
+        with changing():
+            triton_dense.accumulate_(acc, grad, memory.decay, scale, *noted)
     else:
         moments: SecondMomentState = state.memory
-        now, second = moments.second
-        power, damp = memory.power(moments), damping(ctx.density)
+        second, power, damp = moments.second, memory.power(moments), damping(ctx.density)
         weighed = triton_second.Weighed(second, acc.new_empty(2))
         beside = triton_values.Beside(
-            second, lanes.low, lanes.wide, lanes.parts, (ctx.rank + 0.5) / n, power, moments.divisor, memory.eps,
-            damp,
-        )  # fmt: skip
-        units = memory.units(moments, [grad[:numel]], ctx.density, scale).float()
-        by = power, units, memory.beta2, memory.eps, damp
-        triton_second.weigh_(acc, weighed, residual, now, grad, scale, *by, *noted)
+            second, lanes.low, lanes.wide, lanes.parts, (ctx.rank + 0.5) / n, power, memory.eps, damp
+        )
+        with changing():
+            units = memory.units(moments, [grad[:numel]], ctx.density, scale).float()
+            by = power, units, memory.beta2, memory.eps, damp
+            triton_second.weigh_(acc, weighed, grad, scale, *by, *noted)
     found = triton_select.pick(acc[:numel], search, scratch.bound, share, slots + room, spare, turn, n, weighed)
     selected = Stamp.now(grad.device)
 
@@ -186,18 +189,18 @@ def exchange_group(
     rounded = triton_values.round_to_lanes(acc, indices, levels, scratch.lowest, lanes.most, n, beside)
     total = yield from meter.watch(_ask(AllReduce(rounded.words)))
     codes = None if beside is None else levels[1]
-    values = triton_values.settle_(
-        acc, grad, indices, total, rounded, scratch.trouble, scale, void, n, codes, beside
-    )  # fmt: skip
+    values, rounding, divisor = triton_values.average_(
+        grad, indices, total, rounded, scratch.trouble, scale, void, n, numel, codes, beside
+    )
     triton_dense.fill_if_(grad, void, math.nan)
 
     named, size = sizes.unbind()
-    update = Update(indices, values, indices, None, heard.numbers, size, named)
+    update = Update(indices, values, indices, rounded.taken, heard.numbers, size, named)
     selection = Selection(indices, found.number, aligned=True, limit=k)
     stamps = start, selected, Stamp.now(grad.device)
     statistics = measure(grad.dtype, numel, sparsifier.agreement, selection, update, ctx, meter.bytes_sent, stamps)
     reached = GroupState(state.memory, FillState(*after), heard.numbers, named, state.candidates)
-    return reached, statistics, void.view(torch.bool)
+    return Proposed(update, rounding, reached, statistics, void.view(torch.bool), divisor)
 
 
 def _ask(message: Any) -> Steps[Tensor]:
@@ -216,6 +219,8 @@ def _scratch_of(state: GroupState, numel: int, n: int, device: torch.device) -> 
 def _rehearse(grad: Tensor, memory: Memory, sparsifier: UnionTopK, plain: Plain) -> None:
     """Compile all kernels, and compare what they compute: messages of both forms, first and later steps, a scale.
 
+    The last step of each form is skipped, as a coordinate is not finite.
+
     Raises:
         MismatchError: if they differ from operations of torch. Whatever compilers and drivers raise comes through.
     """
@@ -226,43 +231,56 @@ def _rehearse(grad: Tensor, memory: Memory, sparsifier: UnionTopK, plain: Plain)
     # Magnitudes of sums are different, so that there is no choice between equal ones.
     signs = 1 - 2 * (places % 2)
     values, small = (1 + places * 1103 % numel) * signs / 64, (1 + places % 128) * signs / (1 << 14)
+    broken = small.masked_fill(places == numel // 3, math.inf)
     for k in (1, numel // 2):
         ctx = Context(step=0, density=k / numel, rank=0, world_size=n)
         states = []
         for _ in range(2):
             selector = sparsifier.init(numel, n, ctx.density, device)
             state = GroupState(memory.init(numel, device, torch.float32), selector, None, candidates=Candidates())
-            state.memory.residual.now[:-1].copy_(values)
+            state.memory.residual[:-1].copy_(values)
             states.append(state)
-        for step, scale in enumerate((None, torch.full((), 2.0, device=device))):
+        scaled = torch.full((), 2.0, device=device)
+        for step, (given, scale) in enumerate(((small, None), (small, scaled), (broken, None))):
             now = ctx._replace(step=step)
-            grads = [small.to(grad.dtype, copy=True) for _ in states]
+            grads = [given.to(grad.dtype, copy=True) for _ in states]
             of_torch = plain(grads[0], states[0], now, memory=memory, sparsifier=sparsifier, scale=scale)
             own = exchange_group(grads[1], states[1], now, memory=memory, sparsifier=sparsifier, scale=scale)
-            states, voids = zip(*(_alone(steps, n) for steps in (of_torch, own)), strict=True)
+            proposed = [_alone(steps, n) for steps in (of_torch, own)]
+            for state, one in zip(states, proposed, strict=True):
+                memory.settle_(state.memory, one.update, one.rounding, one.void)
             expected, found = (
-                {"gradient": x, **_left_in(s.memory), **s.selector._asdict(), "counts": s.counts, "union": s.union,
-                 "void": void}
-                for x, s, void in zip(grads, states, voids, strict=True)
-            )  # fmt: skip
+                _left_behind(memory, x, one, given is broken) for x, one in zip(grads, proposed, strict=True)
+            )
+            states = [one.after for one in proposed]
             compare(
                 found, expected, memory=memory, dtype=grad.dtype, numel=numel, n=n, k=k, step=step,
                 scale=None if scale is None else float(scale),
             )  # fmt: skip
 
 
-def _left_in(state: FeedbackState) -> dict[str, Tensor]:
-    """What a step may write to."""
-    vectors = {f"{name}.{which}": x for name, pair in state.pairs.items() for which, x in pair._asdict().items()}
-    return vectors | ({"divisor": state.divisor[:-1]} if isinstance(state, SecondMomentState) else {})
+def _left_behind(memory: Memory, grad: Tensor, proposed: Proposed, skipped: bool) -> dict[str, Tensor]:
+    """Everything that a step may write to; of a skipped one, where picks do not matter, what is remembered."""
+    update, after = proposed.update, proposed.after
+    remembered = memory.vectors(after.memory) | {"void": proposed.void}
+    if skipped:
+        return remembered
+    assert update.indices is not None and after.counts is not None and after.union is not None
+    inside = update.indices < grad.numel()
+    arrived = {"indices": update.indices, "values": update.values.float()}
+    if proposed.divisor is not None:
+        arrived["divisor"] = proposed.divisor
+    arrived = {name: x[inside] for name, x in arrived.items()}
+    found = {"gradient": grad, **after.selector._asdict(), "counts": after.counts, "union": after.union}
+    return remembered | found | arrived
 
 
-def _alone(steps: Steps[tuple[GroupState, Statistics, Tensor]], n: int) -> tuple[GroupState, Tensor]:
+def _alone(steps: Steps[Proposed], n: int) -> Proposed:
     """Run a step where all ranks would say the same."""
     try:
         message = next(steps)
         while True:
             message = steps.send(torch.stack([message.x] * n) if isinstance(message, AllGather) else n * message.x)
     except StopIteration as end:
-        state, _, void = end.value
-        return state, void
+        proposed: Proposed = end.value
+        return proposed

@@ -19,7 +19,7 @@ from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Meter, Steps, resolve
 from lightning_sparse.core.step import Absorbed, Agreement, Context, GroupState, Selection, Update
 from lightning_sparse.engine import fused
-from lightning_sparse.engine.metrics import measure
+from lightning_sparse.engine.metrics import Statistics, measure
 from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges import Dense, Exchange
@@ -57,7 +57,7 @@ def reduce_group(
     memory: Memory,
     sparsifier: Sparsifier,
     exchange: Exchange,
-) -> Steps[tuple[GroupState, Proposed]]:
+) -> Steps[tuple[GroupState, Statistics]]:
     """Replace a group's gradient on this rank by the sparsified average over all ranks.
 
     Nothing is lost: ``n * update + sum_i residual_i(after) = sum_i (residual_i(before) + gradient_i)`` for every
@@ -68,10 +68,10 @@ def reduce_group(
     say in whether the step counts.
 
     Returns:
-        A coroutine that ends with the next state and what was exchanged.
+        A coroutine that ends with the next state and statistics.
     """
     proposed = yield from exchange_group(grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange)
-    return settle_group(state, proposed, proposed.void, memory), proposed
+    return settle_group(state, proposed, proposed.void, memory), proposed.statistics
 
 
 def exchange_group(

@@ -1,24 +1,21 @@
-"""Which group runs when: from DDP's buckets to groups, through the pipeline, and back.
+"""One step of all groups: gradients arrive from a source, groups exchange them, and the step is settled.
 
-DDP hands over gradients in buckets whose composition changes after the first iteration. The reducer keeps groups of its
-own over parameter names: a group begins to work as soon as its last gradient has arrived. Its messages travel with
-those of the other groups, or by themselves. When all groups have been exchanged, the step is concluded: what they have
-formed counts from then on, unless a gradient of any of them was not finite on any rank. Then the buckets are answered.
-*When and where* groups run is up to an executor.
+A source (:mod:`lightning_sparse.engine.sources`) hands over gradients by name of the parameter. A group begins to work
+as soon as its last gradient has arrived. Its messages travel with those of the other groups, or by themselves. When all
+groups have been exchanged, what they have sent leaves the residuals, unless a gradient of any of them was not finite on
+any rank. *When and where* groups run is up to an executor.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 from torch.nn import Parameter
 
 from lightning_sparse.config import SparsificationConfig
@@ -34,7 +31,6 @@ from lightning_sparse.engine.optimizers.clipping import GradientClipping
 from lightning_sparse.engine.optimizers.learning_rates import LearningRates
 from lightning_sparse.engine.optimizers.scaled import Lengths
 from lightning_sparse.engine.skip import Decision, SkippedSteps, any_set
-from lightning_sparse.engine.sources.comm_hook import DenseBypass, PendingBucket, Positions
 from lightning_sparse.engine.sources.gradient_hooks import SparseGradients, Usage
 from lightning_sparse.engine.state.record import Averages, Counts, Record
 from lightning_sparse.methods.grouping import Group, Messages
@@ -42,6 +38,8 @@ from lightning_sparse.methods.memory import Memory
 
 NOTE = "sparse_ddp: "
 """Begins the note that says where an error was raised."""
+Mark = Callable[[Tensor, Set[str]], None]
+"""Puts NaN into the gradients of a step if () a flag is set, but for those of parameters that no rank used."""
 PATIENCE = 30.0
 """Seconds that a state waits for an exchange that another rank has concluded already."""
 
@@ -103,9 +101,6 @@ class Reducer:
         )
         self.messages: Messages = "group" if settings.messages == "group" else "step"
         """What travels together."""
-        self._bypass = DenseBypass(comm, names)
-        self._pending: list[PendingBucket] = []
-        self._positions: Positions = {}
         self._begun = self._flushes = False
         self._model_bytes = sum(p.nbytes for p in parameters.values())
         self._number = 0
@@ -206,50 +201,58 @@ class Reducer:
                 if group.memory.needs_second:
                     group.adapt(memory)
 
-    def receive(self, bucket: Any) -> Future[Tensor]:
-        """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""
-        with self.failing_together("in backward"):
-            return self._receive(bucket)
+    def arrive(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Take gradients of a backward; groups whose last one has come begin to work, now or on the thread.
 
-    def _receive(self, bucket: Any) -> Future[Tensor]:
-        if not self._begun:
-            self._begin()
-        if self.direct:
-            average = self._bypass.average(bucket)
-            if bucket.is_last():
-                self._conclude_direct()
-                self._end_step()
-            return average
-        pending = PendingBucket(bucket, self._names)
-        self._pending.append(pending)
-        with self._held_for(bucket):
-            begin = self._take(pending)
-            if bucket.is_last():
-                self._send_last()
-        if bucket.is_last():
-            self._finish(begin)
-        return pending.future
-
-    def _held_for(self, bucket: Any) -> AbstractContextManager[Any]:
-        """Let signals wait while the last job of a step is submitted.
-
-        When it is submitted, a handler may wait for the step to settle, as it has on another rank. A job that runs here
-        and now settles before signals are heard.
+        Args:
+            gradients: (numel,) gradients by name of the parameter. Their place is the engine's until :meth:`finish`
+                returns; averages take it.
         """
-        return held() if bucket.is_last() else nullcontext()
-
-    def _take(self, pending: PendingBucket) -> Stamp:
-        """Note the gradients of a bucket, and let groups begin that are complete; returns when they were here."""
-        for name, gradient in pending.gradients():
-            self.group_of[name].receive(name, gradient)
-        begin = Stamp.now(self._device)
-        for group in dict.fromkeys(self.group_of[name] for name in pending.spans):
+        self.begin_step()
+        named = dict(gradients)
+        for name, piece in named.items():
+            self.group_of[name].receive(name, piece)
+        for group in dict.fromkeys(self.group_of[name] for name in named):
             if group.complete:
                 self._submit(group)
-        return begin
 
-    def _begin(self) -> None:
-        """The first gradients of a step are here."""
+    def finish(self, gradients: Iterable[tuple[str, Tensor]], mark: Mark) -> None:
+        """Take the last gradients of a backward; averages are in their places when this returns.
+
+        Signals wait while the last jobs of the step are submitted: a handler may wait for the step to settle then, as
+        it has on another rank.
+
+        Args:
+            gradients: as of :meth:`arrive`.
+            mark: is called when all groups have been exchanged and the step may be skipped: puts NaN into gradients.
+        """
+        with held():
+            begin = Stamp.now(self._device)
+            self.arrive(gradients)
+            self._send_last(mark)
+        self._executor.drain()
+        self.exposed_ms = self._measure_exposed(begin)
+        self._count()
+        self._end_step()
+
+    def pass_by(self, names: Set[str], skipped: Tensor | None) -> None:
+        """Note that the source has averaged all gradients by itself.
+
+        Args:
+            names: of the parameters.
+            skipped: () whether the step counts for nothing; None: it counts.
+        """
+        stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self._device)
+        decision = Decision(skipped, stream, self._comm.wait_until)
+        self.record.settle(decision, names, [])
+        self.skipped.note(decision, names)
+        self.totals.add(self.direct_bytes, self.direct_bytes)
+        self._end_step()
+
+    def begin_step(self) -> None:
+        """Begin a step with the first gradients of a backward; nothing, where it has begun."""
+        if self._begun:
+            return
         self._begun = True
         self.skipped.begin_step()
         self._number = self.step
@@ -321,32 +324,21 @@ class Reducer:
     def _parameters_of(self, group: GroupReducer) -> list[tuple[slice, Tensor]]:
         return [(span, self._parameters[name].detach()) for name, span in group.spans.items()]
 
-    def _send_last(self) -> None:
-        """The last bucket is here: send what has not been sent, and settle when it is exchanged."""
+    def _send_last(self, mark: Mark) -> None:
+        """Send what has not been sent, and settle when it is exchanged."""
         incomplete = [g.plan.name for g in self.groups if g.arrived and not g.complete]
-        assert not incomplete, f"DDP delivered only some gradients of the groups {incomplete}"
+        assert not incomplete, f"only some gradients of the groups {incomplete} have arrived"
         if self.messages == "step":
             # Where all is dense, there is one sum, and nothing that a header could travel with.
             self._batches.send(None if self._all_dense else Header(self.step, self._flushes, self._digest))
-        self._executor.submit(partial(self._settle, self._pending))
-
-    def _finish(self, begin: Stamp) -> None:
-        """Backward has nothing left to compute, so nothing is lost by waiting."""
-        self._executor.drain()
-        pending, self._pending = self._pending, []
-        with self.on_stream():
-            for bucket in pending:
-                bucket.answer()
-        self.exposed_ms = self._measure_exposed(begin)
-        self._count()
-        self._end_step()
+        self._executor.submit(partial(self._settle, mark))
 
     def _count(self) -> None:
         ran = [group.statistics for group in self.groups if group.ran and group.statistics is not None]
         sent = sum(statistics.bytes_sent for statistics in ran) + self.shared_bytes
         self.totals.add(sent, sum(statistics.dense_bytes for statistics in ran))
 
-    def _settle(self, pending: Sequence[PendingBucket]) -> None:
+    def _settle(self, mark: Mark) -> None:
         """All groups have been exchanged: does the step count? Then residuals lose what was sent.
 
         A gradient that is not finite is so on all ranks by now, so that nothing is sent.
@@ -355,14 +347,13 @@ class Reducer:
             skipped = self._any_not_finite()
             unused = {name for group in self.groups for name in group.untouched}
             if not self.on_stream.host_knows or skipped:
-                for bucket in pending:
-                    bucket.fill_nan_(skipped, unused, self._positions)
+                mark(skipped, unused)
             # On a device, with nonfinite="nan" and without a loss scale, nobody asks.
             asked = self.on_stream.host_knows or self.settings.nonfinite == "skip" or self._loss_scale() is not None
             decision = Decision(
                 skipped if asked else None, self.on_stream.stream, self._comm.wait_until, self._batches.headers
             )
-            names = {name for bucket in pending for name in bucket.spans} - unused
+            names = {name for group in self.groups for name in group.arrived} - unused
             with self.record.changing():
                 averages = [made for group in self.groups if (made := _averages_of(group)) is not None]
                 for group in self.groups:
@@ -370,14 +361,10 @@ class Reducer:
                 self.record.settle(decision, names, averages)
             self.skipped.note(decision, names)
 
-    def _conclude_direct(self) -> None:
-        """All averages are on their way; with a loss scale, the scaler looks whether they are finite."""
-        names, skipped = self._bypass.end_step(self.settings.nonfinite == "skip" and self._loss_scale() is None)
-        stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self._device)
-        decision = Decision(skipped, stream, self._comm.wait_until)
-        self.record.settle(decision, names, [])
-        self.skipped.note(decision, names)
-        self.totals.add(self.direct_bytes, self.direct_bytes)
+    @property
+    def looks_at_averages(self) -> bool:
+        """True if it is the engine that has to see whether averages of a source's own are finite."""
+        return self.settings.nonfinite == "skip" and self._loss_scale() is None
 
     @property
     def direct_bytes(self) -> float:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ from torch import Tensor
 from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.layout import Span
 from lightning_sparse.ops import (
+    device_dense,
     device_flags,
     device_passes,
+    device_settle,
     host_arrays,
     host_choose,
     host_dense,
@@ -48,11 +51,11 @@ from lightning_sparse.ops.static import largest, scatter_, spread, strongest, un
 
 __all__ = [
     "Span", "Weights", "compiled", "static_shapes", "zeros",
-    "accumulate_", "weigh_", "all_finite",
+    "accumulate_", "weigh_", "subtract_at_", "all_finite",
     "above", "tail", "top_k", "top_k_of_blocks",
     "moments", "mean_and_maximum", "excess", "log_sum",
     "distinct", "add_up", "locate", "among", "take", "put_", "sqrt_", "pad",
-    "fill_if_", "copy_if_", "choose",
+    "fill_if_", "choose",
     # on the CPU only
     "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
     "places_of", "sums", "unite", "under", "put_in_runs_", "take_from_runs",
@@ -78,49 +81,49 @@ def zeros(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     return host_arrays.zeros(size, dtype)
 
 
-def accumulate_(
-    acc: Tensor, residual: Tensor, runs: Sequence[Tensor], decay: float, candidates: Candidates | None
-) -> None:
-    """``acc = decay * residual + grad``.
+def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: Candidates | None) -> Tensor:
+    """``acc = decay * acc + grad``; a coordinate where that is not finite is left as it is.
 
     On the CPU, without a decay, one pass does this, sets the gradient to zero, and collects candidates.
 
     Args:
-        acc: (numel,) float32 or float64, overwritten.
-        residual: the same, not written to.
+        acc: (numel,) float32 or float64.
         runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16; what
             they hold afterwards is not defined, but for :meth:`Candidates.cleared`.
-        decay: of the residual.
+        decay: of what acc holds.
         candidates: of the group; None: collect none, and leave the gradient as it is.
+
+    Returns:
+        () bool on acc's device: whether all of it was finite.
+
+    Example:
+        >>> acc = torch.tensor([1.0, 2.0])
+        >>> accumulate_(acc, [torch.tensor([3.0, torch.inf])], 1.0, None), acc
+        (tensor(False), tensor([4., 2.]))
     """
-    if candidates is None or decay != 1 or static_shapes(acc.device):
-        lengths = [len(run) for run in runs]
-        for run, kept, target in zip(runs, torch.split(residual, lengths), torch.split(acc, lengths), strict=True):
-            if decay == 1:
-                torch.add(run, kept, out=target)
-            else:  # each rounded by itself, as kernels do; alpha= may round once
-                torch.mul(kept, decay, out=target).add_(run)
+    if static_shapes(acc.device):
+        parts = torch.split(acc, [len(run) for run in runs])
+        added = [device_dense.accumulate_(part, run, decay) for part, run in zip(parts, runs, strict=True)]
+        return reduce(torch.logical_and, added)
+    if candidates is None or decay != 1:
+        finite = host_dense.add_(acc, runs, decay)
     else:
-        candidates.note(acc, runs, *host_dense.accumulate(acc, residual, runs, candidates.bound, candidates.summed))
+        found, finite, added_up = host_dense.accumulate(acc, runs, candidates.bound, candidates.summed)
+        candidates.note(acc, runs, found, finite, added_up)
+    return torch.tensor(finite, device="cpu")
 
 
 def weigh_(
-    acc: Tensor,
-    second: Tensor,
-    score: Tensor,
-    residual: Tensor,
-    now: Tensor,
-    runs: Sequence[Tensor],
-    by: Weights,
-    candidates: Candidates,
-) -> None:
+    acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates
+) -> Tensor:
     """What :class:`~lightning_sparse.SecondMoment` forms of a gradient, see :func:`.host_dense.weigh`. On the CPU only.
 
-    One pass does this, and collects candidates of the score.
+    One pass does this, and collects candidates of the score. () bool: whether all of the new acc was finite.
     """
-    made = host_dense.weigh(acc, second, score, residual, now, runs, by, candidates.bound, candidates.summed)
+    found, finite, added_up = host_dense.weigh(acc, second, score, runs, by, candidates.bound, candidates.summed)
     cleared = [] if score.data_ptr() == runs[0].data_ptr() else runs
-    candidates.note(score, cleared, *made, formed=acc)
+    candidates.note(score, cleared, found, finite, added_up)
+    return torch.tensor(finite, device="cpu")
 
 
 def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
@@ -283,18 +286,10 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
     return union, totals, torch.tensor(union.numel(), device="cpu")
 
 
-def all_finite(x: Tensor, candidates: Candidates | None = None) -> Tensor:
-    """() bool: no NaN and no infinity in x. One pass, nothing allocated; True for an empty x.
-
-    Args:
-        x: any shape.
-        candidates: of the group, where x is its accumulator: they may save the pass.
-    """
-    known = True if x.numel() == 0 else candidates.all_finite(x) if candidates else None
-    if known is None and not static_shapes(x.device):
-        known = host_sums.all_finite(x)
-    if known is not None:
-        return torch.full((), known, device=x.device)
+def all_finite(x: Tensor) -> Tensor:
+    """() bool: no NaN and no infinity in x, of any shape. One pass, nothing allocated; True for an empty x."""
+    if x.numel() == 0 or not static_shapes(x.device):
+        return torch.full((), x.numel() == 0 or host_sums.all_finite(x), device=x.device)
     low, high = torch.aminmax(x)  # both NaN where any of x is
     return torch.maximum(-low, high) < math.inf
 
@@ -327,6 +322,27 @@ def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
         x.index_fill_(0, indices, values)
 
 
+def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None = None) -> None:
+    """``x[indices] -= values``, unless a flag is set; the host does not wait for a flag on a device.
+
+    Args:
+        x: a float32 or float64 vector.
+        indices: int64; where a coordinate is repeated, so is its value, which counts once. Where shapes are static,
+            equal ones are neighbours, and the padding index is that of the last slot of x, which stays zero.
+        values: of x's dtype; None: set what x has there to zero.
+        skipped: () bool, the flag; None: it is not set.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0, 3.0])
+        >>> subtract_at_(x, torch.tensor([2, 0, 2]), torch.tensor([0.5, 1.0, 0.5])), x
+        (None, tensor([0.0000, 2.0000, 2.5000]))
+    """
+    if static_shapes(x.device):
+        device_settle.subtract_at_(x, indices, values, skipped)
+    elif skipped is None or not skipped:
+        put_(x, indices, 0.0 if values is None else take(x, indices) - values)
+
+
 def sqrt_(x: Tensor) -> Tensor:
     """Roots in place, rounded alike on all processors: those of torch on CPUs may differ in the last bit."""
     return x.sqrt_() if static_shapes(x.device) else host_dense.sqrt_(x)
@@ -337,14 +353,6 @@ def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
     if not static_shapes(flag.device):
         return x.fill_(value) if flag else x
     return x if device_flags.fill_if_(x, flag, value) else x.masked_fill_(flag, value)
-
-
-def copy_if_(x: Tensor, source: Tensor, flag: Tensor) -> None:
-    """Copy all of a vector if the flag is set; the host does not wait for a flag on a device."""
-    if not static_shapes(flag.device):
-        x.copy_(source if flag else x)
-    elif not device_flags.copy_if_(x, source, flag):
-        torch.where(flag, source, x, out=x)
 
 
 def choose(flag: Tensor, yes: Any, no: Any) -> Any:

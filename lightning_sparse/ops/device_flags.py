@@ -27,18 +27,6 @@ def fill_if_(x: Tensor, flag: Tensor, value: float) -> bool:
     return True
 
 
-def copy_if_(x: Tensor, source: Tensor, flag: Tensor) -> bool:
-    """Copy all of a vector if the flag is set; False if nothing was done, as there is no kernel for it."""
-    if not _takes(x, flag) or not source.is_contiguous() or x.dtype != source.dtype:
-        return False
-    from lightning_sparse.ops.triton import dense as triton_dense
-
-    if not on_cuda.tried((copy_if_, x.dtype), lambda: triton_dense.copy_if_(x[:0], source[:0], flag)):
-        return False
-    triton_dense.copy_if_(x, source, flag)
-    return True
-
-
 def choose(flag: Tensor, yes: Any, no: Any) -> Any:
     """As :func:`lightning_sparse.ops.choose`, of all tensors in one launch; None if there is no kernel for it."""
     pairs: list[tuple[Tensor, Tensor]] = []

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,33 +19,34 @@ FEW = 4099
 """Values on which kernels are tried."""
 
 
-def form_(
-    acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tensor, units: Tensor, beta2: float
-) -> None:
-    """``acc = carry residual + g`` and ``second = keep now + (1 - beta2) g^2``, at most the largest number.
+def form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float) -> Tensor:
+    """``acc = carry acc + g`` and ``second = keep second + (1 - beta2) g^2``, at most the largest number, in place.
 
-    The gradient, ``g = take grad``, is rounded to its own precision.
+    The gradient, ``g = take grad``, is rounded to its own precision. A coordinate at which acc would not be finite is
+    left as it is in both.
 
     Args:
-        acc: (numel,) float32 or float64, overwritten.
+        acc: (numel,) float32 or float64.
         second: the same.
-        residual: the same, not written to.
-        now: the same.
-        grad: (numel,) of the same dtype, or bfloat16 or float16.
+        grad: (numel,) of the same dtype, or bfloat16 or float16; not written to.
         units: (3,) ``take``, ``carry`` and ``keep``, float64 on the device.
         beta2: decay.
+
+    Returns:
+        () bool: whether all of acc is finite.
     """
 
     def attempt() -> None:
         given = _few(acc.device).to(grad.dtype)
-        old, squares, out = given.float() / 3, given.float().square(), acc.new_empty((4, FEW))
-        by = units.new_tensor([0.5, 0.75, 0.75 * 0.75 * beta2])
-        _form_in_triton(out[0], out[1], old, squares, given, by, beta2)
-        _form_in_torch(out[2], out[3], old, squares, given, by, beta2)
-        torch.testing.assert_close(out[:2], out[2:], rtol=1e-6, atol=0)
+        given[7] = torch.inf
+        by, found = units.new_tensor([0.5, 0.75, 0.75 * 0.75 * beta2]), []
+        for form in (_form_in_triton, _form_in_torch):
+            sums, squares = _few(acc.device) / 3, _few(acc.device).square()
+            found.append((sums, squares, form(sums, squares, given, by, beta2)))
+        torch.testing.assert_close(*found, rtol=1e-6, atol=0)
 
-    works = _takes((form_, grad.dtype, acc.device), attempt, acc, second, residual, now, grad)
-    (_form_in_triton if works else _form_in_torch)(acc, second, residual, now, grad, units, beta2)
+    works = _takes((form_, grad.dtype, acc.device), attempt, acc, second, grad)
+    return (_form_in_triton if works else _form_in_torch)(acc, second, grad, units, beta2)
 
 
 def score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
@@ -81,23 +83,24 @@ def _few(device: torch.device) -> Tensor:
     return ((1 + places * 1103 % FEW) * (1 - 2 * (places % 2))).float() / 512
 
 
-def _form_in_triton(
-    acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tensor, units: Tensor, beta2: float
-) -> None:
+def _form_in_triton(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float) -> Tensor:
     from lightning_sparse.ops.triton import second as triton_second
 
-    triton_second.form_(acc, second, residual, now, grad, units.float(), beta2)
+    finite = torch.ones((), dtype=torch.bool, device=acc.device)
+    triton_second.form_(acc, second, grad, units.float(), beta2, finite)
+    return finite
 
 
-def _form_in_torch(
-    acc: Tensor, second: Tensor, residual: Tensor, now: Tensor, grad: Tensor, units: Tensor, beta2: float
-) -> None:
+def _form_in_torch(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float) -> Tensor:
     take, carry, keep = units.to(acc.dtype).unbind()
     given = (grad * take.to(grad.dtype)).to(acc.dtype)
-    torch.mul(residual, carry, out=acc).add_(given)
-    torch.mul(now, keep, out=second)
-    second.addcmul_(given, given, value=1 - beta2)
-    second.clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow where gradients do not
+    total = torch.mul(acc, carry).add_(given)
+    moment = torch.mul(second, keep).addcmul_(given, given, value=1 - beta2)
+    moment.clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow where gradients do not
+    finite = total.abs() < math.inf
+    torch.where(finite, total, acc, out=acc)
+    torch.where(finite, moment, second, out=second)
+    return finite.all()
 
 
 def _score_in_triton(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:

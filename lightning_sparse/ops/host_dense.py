@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,36 +13,55 @@ from lightning_sparse.core.candidates import Candidates, Found, Summed, Sums
 from lightning_sparse.ops.c.native_buffers import written
 from lightning_sparse.ops.host_arrays import CHUNK, compiled_on
 from lightning_sparse.ops.host_reach import Hits
+from lightning_sparse.ops.host_sums import all_finite
 
 
 def accumulate(
-    acc: Tensor, residual: Tensor, runs: Sequence[Tensor], bound: float, summed: Summed | None = None
+    acc: Tensor, runs: Sequence[Tensor], bound: float, summed: Summed | None = None
 ) -> tuple[Found | None, bool, Sums | None]:
-    """``acc = residual + grad`` and ``grad = 0``, in one pass.
+    """``acc = acc + grad`` and ``grad = 0``, in one pass; a coordinate whose sum is not finite is left as it is.
 
     Args:
-        acc: (numel,) float32 or float64, overwritten.
-        residual: the same, not written to.
+        acc: (numel,) float32 or float64.
         runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16; set to
             zero.
         bound: magnitude.
         summed: what compiled code adds up of acc.
 
     Returns:
-        What of acc reaches the bound, None if that is more than an eighth; whether all of acc is finite; and sums, None
-        if there are none.
+        What of acc reaches the bound, None if that is more than an eighth; whether all sums were finite; and what was
+        added up, None if nothing was. If a sum was not finite, nothing is known of the other two.
     """
     room = acc.numel() // Candidates.ROOM
-    if compiled := compiled_on(acc, residual, *runs):
+    if compiled := compiled_on(acc, *runs):
         written(acc, *runs)
-        return compiled.accumulate(acc, residual, runs, bound, room, summed)
-    hits = Hits(acc, bound, room)
+        return compiled.accumulate(acc, runs, bound, room, summed)
+    finite, hits = True, Hits(acc, bound, room)
     for start, piece in _chunks(runs):
-        span = slice(start, start + len(piece))
-        torch.add(residual[span], piece, out=acc[span])
+        kept = acc[start : start + len(piece)]
+        formed = torch.add(kept, piece)
         piece.zero_()
-        hits.add(acc[span], start)
-    return hits.found(), hits.finite, None
+        finite &= _replace_(formed, (kept, formed))
+        hits.add(formed, start)
+    return hits.found() if finite else None, finite, None
+
+
+def add_(acc: Tensor, runs: Sequence[Tensor], decay: float) -> bool:
+    """``acc = decay * acc + grad``; a coordinate where that is not finite is left as it is. Whether all was."""
+    finite = True
+    for start, piece in _chunks(runs):
+        kept = acc[start : start + len(piece)]
+        # Each rounded by itself, as kernels do; alpha= may round once.
+        finite &= _replace_(formed := torch.mul(kept, decay).add_(piece), (kept, formed))
+    return finite
+
+
+def _replace_(formed: Tensor, *pairs: tuple[Tensor, Tensor]) -> bool:
+    """Replace vectors, the first of each pair, by the second where ``formed`` is finite. Whether all of it is."""
+    finite = all_finite(formed)
+    for kept, new in pairs:
+        kept.copy_(new if finite else torch.where(formed.isfinite(), new, kept))
+    return finite
 
 
 class Weights(NamedTuple):
@@ -63,8 +81,6 @@ def weigh(
     acc: Tensor,
     second: Tensor,
     score: Tensor,
-    residual: Tensor,
-    now: Tensor,
     runs: Sequence[Tensor],
     by: Weights,
     bound: float,
@@ -72,43 +88,41 @@ def weigh(
 ) -> tuple[Found | None, bool, Sums | None]:
     """What :class:`~lightning_sparse.SecondMoment` forms of a gradient g, in one pass.
 
-    ``acc = residual + g``, ``second = keep now + add g^2``, at most the largest number, and
-    ``score = acc / sqrt(sqrt(second + (damping acc)^2) + least)``, of a sum up to the largest number.
+    ``acc = acc + g``, ``second = keep second + add g^2``, at most the largest number, and
+    ``score = acc / sqrt(sqrt(second + (damping acc)^2) + least)``, of a sum up to the largest number. Where the new acc
+    would not be finite, acc and second are left as they are, and the score is not defined.
 
     Args:
-        acc: (numel,) float32 or float64, overwritten.
+        acc: (numel,) float32 or float64.
         second: the same.
-        score: the same; may be the only run of the gradient. If it is not, the gradient is set to zero.
-        residual: the same, not written to.
-        now: the same.
+        score: the same, overwritten; may be the only run of the gradient. If it is not, the gradient is set to zero.
         runs: in which the gradient lies, numel coordinates in order, of the same dtype, or bfloat16 or float16.
         by: numbers.
         bound: magnitude.
         summed: what compiled code adds up of the score.
 
     Returns:
-        What of the score reaches the bound, None if that is more than an eighth; whether all of acc is finite; and
-        sums, None if there are none.
+        As :func:`accumulate`, but of the score: what of it reaches the bound; whether all of the new acc was finite;
+        and what was added up of the score.
     """
     clear = score.data_ptr() != runs[0].data_ptr()
     room = score.numel() // Candidates.ROOM
-    if compiled := compiled_on(acc, second, score, residual, now, *runs):
+    if compiled := compiled_on(acc, second, score, *runs):
         written(acc, second, score, *runs)
-        return compiled.weigh(residual, runs, now, (acc, second, score), clear, by, bound, room, summed)
+        return compiled.weigh((acc, second, score), runs, clear, by, bound, room, summed)
     most, finite, hits = torch.finfo(acc.dtype).max, True, Hits(score, bound, room)
     for start, piece in _chunks(runs):
         span = slice(start, start + len(piece))
-        g, v = piece.to(acc.dtype, copy=not clear), torch.mul(now[span], by.keep, out=second[span])
-        a = torch.add(residual[span], g, out=acc[span])
+        g = piece.to(acc.dtype, copy=not clear)
+        a, v = acc[span] + g, second[span] * by.keep
         v.add_((g * by.add).mul_(g)).clamp_(max=most)  # each operation rounded by itself, as in C
-        waited = a.abs()
-        finite = finite and bool(waited.amax() < math.inf)
-        within = waited.mul_(by.damping).square_().add_(v).clamp_(max=most)
+        finite &= _replace_(a, (acc[span], a), (second[span], v))
+        within = a.abs().mul_(by.damping).square_().add_(v).clamp_(max=most)
         if clear:
             piece.zero_()
         torch.div(a, sqrt_(sqrt_(within).add_(by.least)), out=score[span])
         hits.add(score[span], start)
-    return hits.found(), finite, None
+    return hits.found() if finite else None, finite, None
 
 
 def _chunks(runs: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:

@@ -60,7 +60,7 @@ def reaching(x: Tensor, bound: float) -> Found:
 
 
 class Hits:
-    """What of the chunks of a vector reaches a bound, and whether all of it is finite.
+    """What of the chunks of a vector reaches a bound.
 
     In numpy: torch takes three times as long to compare and to list what it finds.
 
@@ -75,14 +75,11 @@ class Hits:
         size = min(CHUNK, x.numel())  # what is allocated anew for each chunk costs page faults
         self._magnitudes, self._flags = x.new_empty(size).numpy(), torch.empty(size, dtype=torch.bool, device="cpu")
         self._parts = [(np.empty(0, dtype=np.int32), self._magnitudes[:0])]
-        self.finite = True
-        """Whether all chunks were."""
 
     def add(self, chunk: Tensor, start: int) -> None:
         """At most a chunk, that begins at a coordinate."""
-        magnitudes = np.abs(chunk.numpy(), out=self._magnitudes[: len(chunk)])
-        self.finite = self.finite and bool(magnitudes.max() < np.inf)
         if self._total <= self._room:
+            magnitudes = np.abs(chunk.numpy(), out=self._magnitudes[: len(chunk)])
             flags = self._flags[: len(chunk)]
             np.greater_equal(magnitudes, self._bound, out=flags.numpy())
             places = places_of(flags).numpy()

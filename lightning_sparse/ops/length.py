@@ -31,9 +31,7 @@ FOLLOWED = "mean_square", "mean_square_known", "unit", *LengthChanges._fields
 SIZE = len(FOLLOWED)
 
 
-def measure(
-    lengths: Tensor, following: Tensor, norm: Tensor, scale: Tensor | None, numel: int, beta2: float, acts: bool
-) -> Tensor:
+def measure(lengths: Tensor, norm: Tensor, scale: Tensor | None, numel: int, beta2: float, acts: bool) -> Tensor:
     """Follow the length of gradients; the host waits for nothing.
 
     With m the mean square of the gradient's coordinates and r the running mean of earlier ones, corrected for its start
@@ -44,8 +42,7 @@ def measure(
 
     Args:
         lengths: (5,) float64: the running mean, how far it is corrected, u; steps in which a gradient was clipped, and
-            in which what is remembered was measured anew.
-        following: the same, overwritten with what follows.
+            in which what is remembered was measured anew. Changed in place.
         norm: () float64 of the gradient. If it is 0 or not finite, nothing follows from it; if it is not finite,
             ``take`` is NaN, so that nothing of the gradient is absorbed.
         scale: () that the gradient still has; None: 1.
@@ -57,11 +54,10 @@ def measure(
         (3,) ``take``, ``carry`` and ``beta2 carry^2``, float64.
 
     Example:
-        >>> lengths, following = torch.zeros(2, SIZE, dtype=torch.float64)
+        >>> lengths = torch.zeros(SIZE, dtype=torch.float64)
         >>> for norm in (2.0, 2.0, 10.0, 1.0, 1.0):
-        ...     units = measure(lengths, following, torch.tensor(norm, dtype=torch.float64), None, 1, 0.9, True)
+        ...     units = measure(lengths, torch.tensor(norm, dtype=torch.float64), None, 1, 0.9, True)
         ...     print([round(x, 2) for x in units[:2].tolist()])
-        ...     lengths = following.clone()
         [1.0, 1.0]
         [1.0, 1.0]
         [0.4, 1.45]
@@ -72,7 +68,7 @@ def measure(
         from lightning_sparse.ops.triton import length as triton_length
 
         units = lengths.new_empty(3)
-        triton_length.measure(lengths, following, norm, scale, units, numel, beta2, acts, DECAY, LONG, FAR)
+        triton_length.measure(lengths, norm, scale, units, numel, beta2, acts, DECAY, LONG, FAR)
         return units
     square = (norm if scale is None else norm / scale.double()).square() / numel
     mean, known, unit = lengths[:3].unbind()
@@ -87,6 +83,6 @@ def measure(
     anew = moved & (unit > 0) & acts
     carry = torch.where(anew, length / unit, 1.0)
     acted = lengths[3:] + torch.stack([clips, anew])
-    torch.cat([goes_on, torch.where(moved, length, unit).view(1), acted], out=following)
+    torch.cat([goes_on, torch.where(moved, length, unit).view(1), acted], out=lengths)
     take = share.sqrt().where(square.isfinite(), torch.nan)
     return torch.stack([take, carry, beta2 * carry.square()])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -21,6 +22,21 @@ MANY = 1 << 26
 saves as long as the host takes to launch what replaces it."""
 FEWEST = 8
 """Elements of a cell, at least, with which cells move fewer bytes."""
+PIECE = 1 << 24
+"""Elements worked on at once: what is only needed on the way stays below some 64 MiB."""
+
+
+def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float) -> Tensor:
+    """``acc = decay * acc + grad`` where that is finite; () whether all was. See :func:`.ops.accumulate_`."""
+    finite = []
+    for run, part in zip(runs, torch.split(acc, [len(run) for run in runs]), strict=True):
+        for given, kept in zip(torch.split(run, PIECE), torch.split(part, PIECE), strict=True):
+            # Each rounded by itself, as kernels do; alpha= may round once.
+            formed = torch.add(given, kept) if decay == 1 else torch.mul(kept, decay).add_(given)
+            fits = formed.abs() < math.inf
+            torch.where(fits, formed, kept, out=kept)
+            finite.append(fits.all())
+    return reduce(torch.logical_and, finite)
 
 
 def top_k(x: Tensor, k: int) -> Tensor:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
+from lightning_sparse.core.step import Absorbed
 from lightning_sparse.methods.grouping import make_plan
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require, synchronize
 from tests.gpu.one_training import Training
@@ -81,11 +82,11 @@ def planted_race(device: str) -> None:
 class Racing(ls.Residual):
     """Plain error feedback that touches the gradient on a stream that has not waited for it."""
 
-    def accumulate_(self, state: Any, grad: Gradient, *args: Any, **options: Any) -> Tensor:
+    def absorb_(self, state: Any, grad: Gradient, *args: Any, **options: Any) -> Absorbed:
         with torch.cuda.stream(torch.cuda.Stream(grad.device)):
             for run in grad.runs:
                 run.mul_(1.0)
-        return super().accumulate_(state, grad, *args, **options)
+        return super().absorb_(state, grad, *args, **options)
 
 
 def planted_in_backward(device: str) -> None:
@@ -126,9 +127,13 @@ class Slow(ls.Residual):
         if torch.cuda.is_available() and self.cycles:
             torch.cuda._sleep(self.cycles)
 
-    def accumulate_(self, *args: Any, **options: Any) -> Tensor:
+    def absorb_(self, *args: Any, **options: Any) -> Absorbed:
         self._sleep()
-        return super().accumulate_(*args, **options)
+        return super().absorb_(*args, **options)
+
+    def settle_(self, *args: Any, **options: Any) -> None:
+        self._sleep()
+        super().settle_(*args, **options)
 
     def carry_(self, *args: Any, **options: Any) -> None:
         self._sleep()

@@ -46,14 +46,15 @@ from lightning_sparse.ops.triton import values as triton_values  # noqa: E402
 
 TARGET = GPUTarget("cuda", 90, 32)
 FLOATS = [
-    "acc", "residual", "grad", "bound", "scale", "x", "units", "values", "target", "source", "second", "beside", "by",
-    "following", "now", "out", "divisor",
+    "acc", "grad", "bound", "scale", "x", "units", "values", "second", "beside", "by", "out", "divisor", "taken",
+    "rounding",
 ]  # fmt: skip
 LONGS = ["number", "numbers", "indices", "sizes", "union"]
 TYPES = (
     dict.fromkeys(FLOATS, "*fp32")
     | dict.fromkeys(LONGS, "*i64")
-    | {"decay": "fp32", "value": "fp32", "flag": "*i1", "void": "*u8", "lanes": "*i16", "after": "*fp64"}
+    | {"decay": "fp32", "value": "fp32", "void": "*u8", "after": "*fp64"}
+    | dict.fromkeys(("flag", "finite", "skipped"), "*i1")
     | {"threshold": "*fp64", "parts": "*fp64", "sums": "*fp64", "state": ("*fp64",) * 5, "power": "*fp64"}
     | {"keep": "fp32", "add": "fp32", "damping": "fp32", "offset": "fp32"}
 )
@@ -71,11 +72,14 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
     both = tile | {"PROGRAMS": triton_launch.PROGRAMS}
     picks = {"PICKS": triton_union.PICKS}
     if "form" in what:
-        yield "form", triton_dense._form, tile | {"FORM": True, "SCALED": False}, {}, 8
+        yield "form", triton_dense._form, tile | {"SCALED": False}, {}, 8
     if "form_bf16" in what:
-        yield "form_bf16", triton_dense._form, tile | {"FORM": True, "SCALED": True}, {"grad": "*bf16"}, 8
+        yield "form_bf16", triton_dense._form, tile | {"SCALED": True}, {"grad": "*bf16"}, 8
+    if "add" in what:
+        yield "add", triton_dense._add, tile, {}, 8
+        yield "add_bf16", triton_dense._add, tile, {"grad": "*bf16"}, 8
     if "look" in what:
-        yield "look", triton_dense._form, tile | {"FORM": False, "SCALED": False}, {}, 8
+        yield "look", triton_dense._look, tile, {}, 8
     adam = tile | {"EPS": 1e-8}
     if "weigh" in what:
         yield "weigh", triton_second._weigh, adam | {"SCALED": False}, {}, 8
@@ -83,7 +87,7 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
         yield "weigh_bf16", triton_second._weigh, adam | {"SCALED": True}, {"grad": "*bf16"}, 8
         yield "moments", triton_second._form_moments, tile, {}, 8
         yield "scores", triton_second._store_scores, adam, {}, 8
-        given = dict.fromkeys(("lengths", "following", "norm", "units"), "*fp64") | {"scale": "*fp32", "numel": "i32"}
+        given = dict.fromkeys(("lengths", "norm", "units"), "*fp64") | {"scale": "*fp32", "numel": "i32"}
         given |= dict.fromkeys(("beta2", "rest"), "fp32")
         constants = {"KEEP": 0.9, "LONG": 2.0, "FAR": 1.25, "ACTS": True, "SCALED": True}
         yield "measure", triton_length._measure, constants, given, 1
@@ -107,7 +111,6 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             yield f"momentum_{grad}", triton_momentum._spend, tile | types, given, 8
     if "flags" in what:
         yield "fill", triton_dense._fill_if, tile, {}, 8
-        yield "copy", triton_dense._copy_if, tile, {}, 8
         parts: dict[str, Any] = dict.fromkeys(("yes", "no", "out"), ("*fp64", "*i64"))
         yield "choose", triton_dense._choose, {"SIZE": 8}, parts | {"sizes": ("i32", "i32")}, 4
     for weighed in (False, True):
@@ -142,7 +145,11 @@ def kernels(what: list[str]) -> Iterator[tuple[str, Any, dict[str, Any], dict[st
             for narrow in (False, True):
                 types = {"largest": "fp32", "grad": "*fp16" if narrow else "*fp32"}
                 constants = beside | {"NARROW": narrow, "SCALED": narrow, "EPS": 1e-8}
-                yield f"settle_{low}_{narrow}", triton_values._settle, constants, types, 4
+                yield f"average_{low}_{narrow}", triton_values._average, constants, types, 4
+    if "settle" in what:
+        for decided in (False, True):
+            constants = picks | {"EMPTY": decided, "DECIDED": decided}
+            yield f"subtract_{decided}", triton_values._subtract_at, constants, {}, 4
     if "begin" in what:
         constants = tile | {"MOST": 1.0, "MARGIN": 0.05, "WINDOW": 64}
         for known in (False, True):

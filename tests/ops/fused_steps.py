@@ -13,9 +13,9 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context, GroupState
 from lightning_sparse.engine.header import Header
-from lightning_sparse.engine.metrics import Statistics
 from lightning_sparse.engine.network import drive_ranks, together
-from lightning_sparse.engine.pipeline import commit_group, exchange_group, init_group
+from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
+from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.methods.sparsifiers import union_topk
 from tests.lockstep import strict
 
@@ -66,7 +66,7 @@ def walk(
     count: int = 3,
     memory: ls.Memory = PARTS["memory"],
 ) -> list[list[Tensor]]:
-    """Everything that a few steps leave behind, one of them void; ranks agree on half of what is large.
+    """Everything that a few steps leave behind, one of them skipped; ranks agree on half of what is large.
 
     Several groups travel together, behind a header, as in a real step. Squares of gradients are exact in float32, and
     so is a second beta of ``1 - 2**-i`` and what it leaves, however torch rounds products and sums.
@@ -92,11 +92,18 @@ def walk(
             steps.append(strict(together([*header, *own])))
         done = [ends[-len(sizes) :] for ends in drive_ranks(steps)]  # of each rank, of each group
         for rank, ends in enumerate(done):
-            void = torch.stack([void for _, _, void in ends]).any()
+            void = torch.stack([proposed.void for proposed in ends]).any()
             assert bool(void) == (step == VOID)
-            for group, (after, statistics, _) in enumerate(ends):
-                state = states[group][rank] = commit_group(states[group][rank], after, void, memory)
-                left += _left_behind(grads[group][rank], state, statistics, memory, step == VOID)
+            for group, proposed in enumerate(ends):
+                before = states[group][rank]
+                absorbed = [x.clone() for x in _remembered(memory, before)]
+                state = states[group][rank] = settle_group(before, proposed, void, memory)
+                if step == VOID:  # it settles nothing
+                    assert all(map(torch.equal, _remembered(memory, state), absorbed))
+                    assert all(map(torch.equal, state.selector, before.selector))
+                    assert torch.equal(state.counts, before.counts)
+                    assert torch.equal(state.union, before.union)
+                left += _left_behind(grads[group][rank], state, proposed, memory, step == VOID)
     return left
 
 
@@ -106,15 +113,22 @@ def _gradients(n: int, numel: int, dtype: torch.dtype, generator: torch.Generato
     return [(grad * 256).round() / 256 for grad in grads]
 
 
+def _remembered(memory: ls.Memory, state: GroupState) -> list[Tensor]:
+    return [*memory.vectors(state.memory).values(), *memory.counters(state.memory).values()]
+
+
 def _left_behind(
-    grad: Tensor, state: GroupState, statistics: Statistics, memory: ls.Memory, void: bool
+    grad: Tensor, state: GroupState, proposed: Proposed, memory: ls.Memory, void: bool
 ) -> list[list[Tensor]]:
-    vectors = [*memory.vectors(state.memory).values(), *memory.counters(state.memory).values()]
+    vectors = _remembered(memory, state)
+    assert all(bool(x.isfinite().all()) for x in vectors)
     assert state.counts is not None and state.union is not None
-    left = [[grad, *(x.clone() for x in vectors), *state.selector, state.counts, state.union]]
+    left = [[*(x.clone() for x in (grad, *vectors)), *state.selector, state.counts, state.union]]
     if not void:  # what is picked in a step that counts for nothing is anybody's choice
-        divisor, indices = memory.divisor(state.memory), statistics.indices
+        statistics, indices, divisor = proposed.statistics, proposed.update.indices, proposed.divisor
+        assert indices is not None
+        arrived = indices < statistics.numel
         left.append([statistics.indices, statistics.union, statistics.counts])
         left.append([torch.tensor(statistics.bytes_sent)])
-        left.append([] if divisor is None else [divisor[indices[indices < statistics.numel]]])
+        left.append([proposed.update.values[arrived].float(), *([] if divisor is None else [divisor[arrived]])])
     return left

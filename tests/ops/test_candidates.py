@@ -12,7 +12,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse import ops
 from lightning_sparse.core.candidates import Candidates
-from lightning_sparse.ops import host_choose, host_sums
+from lightning_sparse.ops import host_choose, host_sums, static
 from tests.covering import covering
 from tests.lockstep import Ranks, equal_states
 from tests.ops.compiled import VARIANTS
@@ -24,8 +24,8 @@ METHODS += ["clt_k", "striped_topk", "micro", "hard_threshold"]
 
 def accumulated(candidates: Candidates, numel: int = NUMEL, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    acc, grad = torch.zeros(numel), torch.randn(numel, generator=generator)
-    ops.accumulate_(acc, torch.randn(numel, generator=generator), [grad], 1.0, candidates)
+    grad, acc = (torch.randn(numel, generator=generator) for _ in range(2))
+    assert bool(ops.accumulate_(acc, [grad], 1.0, candidates))
     return acc
 
 
@@ -71,7 +71,6 @@ def test_the_next_selection_looks_at_candidates_only(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(host_choose, "reaching", refuse)
     assert torch.equal(ops.top_k(acc, 300, candidates), expected)
-    assert bool(ops.all_finite(acc, candidates))
     threshold = 1.01 * acc.abs()[expected].min().double()
     above, count = ops.above(acc, threshold, candidates=candidates)
     assert 0 < int(count) < 300
@@ -132,47 +131,70 @@ def test_whatever_is_written_afterwards_ends_what_was_noted() -> None:
     top = ops.top_k(acc, 1)
     acc[top] = 0
     assert candidates.reaching(acc, math.inf) is None
-    assert candidates.all_finite(acc) is None
     assert torch.equal(ops.top_k(acc, 300, candidates), ops.top_k(acc, 300))
 
 
 def test_a_gradient_is_known_to_be_empty_until_somebody_writes_to_it() -> None:
     candidates, grad = Candidates(), torch.ones(100)
     assert not candidates.cleared([grad])
-    ops.accumulate_(torch.zeros(100), torch.zeros(100), [grad], 1.0, candidates)
+    ops.accumulate_(torch.zeros(100), [grad], 1.0, candidates)
     assert candidates.cleared([grad])
     assert not grad.any()
     grad[3] = 1
     assert not candidates.cleared([grad])
 
 
-def test_a_vector_that_is_not_finite_tells_nothing_about_the_next_step() -> None:
+def test_a_gradient_that_is_not_finite_tells_nothing_about_the_next_step() -> None:
     candidates = Candidates()
     ops.top_k(accumulated(candidates), 300, candidates)
     bound = candidates.bound
-    acc = torch.zeros(NUMEL)
-    ops.accumulate_(acc, torch.full((NUMEL,), math.nan), [torch.ones(NUMEL)], 1.0, candidates)
-    assert not ops.all_finite(acc, candidates)
-    ops.top_k(acc.zero_(), 300, candidates)
+    acc, grad = torch.zeros(NUMEL), torch.ones(NUMEL)
+    grad[7] = math.nan
+    finite = ops.accumulate_(acc, [grad], 1.0, candidates)
+    assert not finite
+    assert candidates.cleared([grad])
+    assert candidates.reaching(acc, math.inf) is None
+    ops.top_k(acc, 300, candidates)
     assert candidates.bound == bound
 
 
 def test_a_decay_and_other_devices_accumulate_as_torch_does() -> None:
-    acc, grad = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
-    ops.accumulate_(acc, torch.ones(3), [grad], 0.5, Candidates())
-    assert acc.tolist() == [1.5, 2.5, 3.5]
-    assert grad.tolist() == [1.0, 2.0, 3.0]
+    acc, grad = torch.ones(4), torch.tensor([1.0, 2.0, 3.0, math.inf])
+    for candidates in (Candidates(), None):
+        finite = ops.accumulate_(acc, [grad[:1], grad[1:]], 0.5, candidates)
+        assert not finite
+    assert acc.tolist() == [1.75, 3.25, 4.75, 1.0]
+    assert grad.tolist() == [1.0, 2.0, 3.0, math.inf]
     meta = torch.zeros(3, device="meta")
-    ops.accumulate_(meta, meta, [meta], 1.0, Candidates())
+    for decay in (1.0, 0.5):
+        finite = ops.accumulate_(meta, [meta], decay, Candidates())
+        assert finite.device.type == "meta"
+        assert finite.shape == ()
+        assert finite.dtype == torch.bool
+
+
+def test_on_devices_long_runs_are_added_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(static, "PIECE", 100)
+    for place in (None, 0, 99, 100, 449, 450, 999):
+        acc, grad = torch.randn(1000), torch.randn(1000).bfloat16()
+        if place is not None:
+            grad[place] = math.inf
+        formed = acc + grad
+        expected = torch.where(formed.isfinite(), formed, acc)
+        finite = static.accumulate_(acc, [grad[:450], grad[450:]], 1.0)
+        assert bool(finite) == (place is None)
+        assert torch.equal(acc, expected)
 
 
 def test_what_kernels_write_ends_what_was_noted() -> None:
     acc, grad = torch.zeros(100), torch.ones(100)
     candidates = Candidates()
-    candidates.bound = 0.5
-    ops.accumulate_(acc, torch.zeros(100), [grad], 1.0, candidates)
-    assert candidates.all_finite(acc) is True and candidates.cleared([grad])
+    candidates.bound = 2.0
+    ops.accumulate_(acc, [grad], 1.0, candidates)
+    assert candidates.reaching(acc, 2.0) is not None
+    assert candidates.cleared([grad])
     ops.put_(acc, torch.tensor([3]), 0.0)
-    assert candidates.all_finite(acc) is None and candidates.cleared([grad])
+    assert candidates.reaching(acc, 2.0) is None
+    assert candidates.cleared([grad])
     ops.put_(grad, torch.tensor([3]), 2.0)
     assert not candidates.cleared([grad])

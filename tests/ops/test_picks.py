@@ -124,7 +124,7 @@ def journey(name: str, exchange: str | None, numel: int, density: float, n: int,
             *drive_ranks([recorded(each, [] if void else happened) for each in coroutines]), strict=True
         )
         happened += [bits(grad.nan_to_num(nan=7.0)) for grad in grads]
-        happened += [bits(state.memory.residual.now) for state in states]
+        happened += [bits(state.memory.residual) for state in states]
         happened += [bits(statistic.union) for statistic in statistics]
     return happened
 
@@ -157,7 +157,7 @@ def test_a_pick_outside_of_the_group_is_an_error() -> None:
     with pytest.raises(IndexError, match="vector of 4"):
         compiled.tell(acc, outside, None, 1, 9, Form.of(3, 1))
     with pytest.raises(IndexError, match="vector of 4"):
-        compiled.round_(acc, outside, outside, 0, 0, 9)
+        compiled.round(acc, outside, outside, 0, 0, 9)
 
 
 def test_a_union_is_as_long_as_promised_where_a_rank_raises_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,8 +183,8 @@ def test_picks_need_not_lie_side_by_side() -> None:
         assert words.tolist() == plain.tolist()
 
 
-def sent_and_left(n: int, numel: int, kind: str, ascend: bool) -> list[list[bytes]]:
-    """Of each rank, what an exchange of values and second values gives and leaves."""
+def exchanged(n: int, numel: int, kind: str, ascend: bool, beside: bool = True) -> list[list[bytes]]:
+    """Of each rank, what an exchange of values gives, with or without second values beside them."""
     accs, coroutines = [], []
     for rank in range(n):
         acc, second = values(numel + 1, kind, rank), values(numel + 1, "wide", n + rank).square()
@@ -195,12 +195,12 @@ def sent_and_left(n: int, numel: int, kind: str, ascend: bool) -> list[list[byte
         selection = Selection(
             indices, torch.tensor(len(order)), spare=torch.arange(len(order)) % 3 == 0, limit=len(order), aligned=True
         )
-        ctx = Context(5, 0.1, rank, n, second=second)
+        ctx = Context(5, 0.1, rank, n, second=second if beside else None)
         coroutines.append(as_exchange("packed_union", ls.UnionTopK())(acc, selection, ctx))
-        accs.append(acc)
+        accs.append((acc, bits(acc)))
     updates = drive_ranks(coroutines)  # type: ignore[arg-type]
-    left = [(*update, acc) for update, acc in zip(updates, accs, strict=True)]
-    return [[bits(x) for x in each if isinstance(x, Tensor)] for each in left]
+    assert all(bits(acc) == before for acc, before in accs), "it has been written to"
+    return [[bits(x) for x in update if isinstance(x, Tensor)] for update in updates]
 
 
 KINDS_OF_VALUES = ["normal", "ties", "zeros", "subnormal", "wide", "inf", "nan"]
@@ -216,15 +216,15 @@ KINDS_OF_VALUES = ["normal", "ties", "zeros", "subnormal", "wide", "inf", "nan"]
         ),
     ],
 )
-def test_second_values_travel_as_in_operations_on_tensors(
+def test_values_and_second_values_travel_as_in_operations_on_tensors(
     n: int, numel: int, kind: str, each_kernel: Callable[[], Iterator[str]]
 ) -> None:
-    for ascend in (True, False):
+    for ascend, beside in ((True, True), (False, True), (True, False)):
         expected = None
         for kernel in each_kernel():
-            found = sent_and_left(n, numel, kind, ascend)
+            found = exchanged(n, numel, kind, ascend, beside)
             expected = expected or found
-            assert found == expected, (kernel, ascend)
+            assert found == expected, (kernel, ascend, beside)
 
 
 @pytest.mark.parametrize("kind", ["strided", "wide", "narrow", "short"])
@@ -241,7 +241,7 @@ def test_second_values_of_another_form_are_read_as_tensors_are(kind: str) -> Non
     indices = torch.arange(0, 100, 9)
     selection = Selection(indices, torch.tensor(len(indices)), aligned=True)
 
-    def exchanged(second: Tensor) -> Tensor:
+    def mean(second: Tensor) -> Tensor:
         steps = [
             as_exchange("packed_union", ls.UnionTopK())(acc.clone(), selection, Context(0, 0.1, rank, 2, second=second))
             for rank in range(2)
@@ -252,9 +252,9 @@ def test_second_values_of_another_form_are_read_as_tensors_are(kind: str) -> Non
 
     if kind == "short":
         with pytest.raises(IndexError):
-            exchanged(given)
+            mean(given)
     else:
-        torch.testing.assert_close(exchanged(given).float(), exchanged(given.float().contiguous()), rtol=0.01, atol=0)
+        torch.testing.assert_close(mean(given).float(), mean(given.float().contiguous()), rtol=0.01, atol=0)
 
 
 @pytest.mark.parametrize("beside", [False, True])

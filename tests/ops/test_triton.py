@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.core.step import Context, Selection
 from lightning_sparse.methods.exchanges import packed_union
-from lightning_sparse.ops import choose, copy_if_, device_passes, fill_if_, host_choose, pad, static
+from lightning_sparse.ops import choose, device_dense, device_passes, fill_if_, host_choose, pad, static
 from lightning_sparse.ops.form import Form
 from tests.covering import covering
 from tests.ops.interpreted import in_triton, interpret
@@ -56,31 +56,59 @@ def marked(words: Tensor, numel: int) -> list[int]:
 )
 @pytest.mark.parametrize("scaled", [False, True])
 def test_one_pass_accumulates_clears_and_notes(kind: str, numel: int, dtype: torch.dtype, scaled: bool) -> None:
-    residual, grad = values(numel + 1, kind, 1), values(numel, "normal", 2).to(dtype)
+    before, grad = values(numel + 1, kind, 1), values(numel, "normal", 2).to(dtype)
     grad[: numel // 3] *= 1e-6  # subnormal in float16
     scale = torch.tensor(3.0 if dtype == torch.float32 else 8.0)  # the interpreter rounds to bfloat16 in its own way
-    given, acc, before, s = grad.clone(), torch.full((numel + 1,), 7.0), residual.clone(), scratch_for(numel)
-    bound = torch.tensor(1.5)
-    triton_dense.accumulate_(acc, residual, given, 1.0, scale if scaled else None, s.words, s.counts, s.broken, bound)
-    expected = torch.add(grad / scale if scaled else grad, residual[:-1])
-    nan = expected.isnan()
-    assert bits(acc[:-1][~nan]) == bits(expected[~nan])
-    assert bool(acc[:-1][nan].isnan().all())
+    given, acc, s, bound = grad.clone(), before.clone(), scratch_for(numel), torch.tensor(1.5)
+    triton_dense.accumulate_(acc, given, 1.0, scale if scaled else None, s.words, s.counts, s.broken, bound)
+    total = torch.add(grad / scale if scaled else grad, before[:-1])
+    expected = torch.where(total.isfinite(), total, before[:-1])
+    assert bits(acc[:-1]) == bits(expected)
     assert float(acc[-1]) == 0
     assert not given.any()
-    assert bits(residual) == bits(before)
     reached = expected.abs() >= bound
     assert marked(s.words, numel) == reached.nonzero().flatten().tolist()
     programs = triton_launch.Share.of(numel).programs
     assert s.counts[:programs].tolist() == [int(part.sum()) for part in reached.split(TILE)]
-    assert bool(s.broken) == (not bool(expected.isfinite().all()))
+    assert bool(s.broken) == (not bool(total.isfinite().all()))
 
 
-def test_a_decay_multiplies_the_residual() -> None:
-    s, acc, residual, grad = scratch_for(100), torch.empty(101), values(101, "normal", 3), values(100, "normal", 4)
-    expected = grad + 0.5 * residual[:-1]
-    triton_dense.accumulate_(acc, residual, grad, 0.5, None, s.words, s.counts, s.broken, torch.tensor(math.inf))
-    assert torch.equal(acc[:-1], expected)
+@pytest.mark.parametrize("places", [[], [5], [0, 2047, 2050]])
+def test_coordinates_that_would_not_be_finite_are_left_as_they_are(places: list[int]) -> None:
+    numel, largest = TILE + 3, torch.finfo(torch.float32).max
+    s, acc, grad = scratch_for(numel), values(numel + 1, "normal", 3), values(numel, "normal", 4)
+    acc[-1], acc[7], grad[7] = 0, largest, -largest
+    kept = torch.zeros(numel, dtype=torch.bool)
+    for place, number in zip(places, (math.nan, -math.inf, largest), strict=False):
+        grad[place], kept[place] = number, True
+        if number == largest:  # the sum overflows
+            acc[place] = largest
+    expected = torch.where(kept, acc[:-1], 0.5 * acc[:-1] + grad)
+    others = acc[:-1].clone()
+    with in_triton() as chosen:
+        assert bool(device_dense.accumulate_(others, grad, 0.5)) == (not places)
+        assert chosen.trouble is None
+        assert len(chosen._tried) == 1
+    triton_dense.accumulate_(acc, grad, 0.5, None, s.words, s.counts, s.broken, torch.tensor(math.inf))
+    assert bits(acc[:-1]) == bits(others) == bits(expected)
+    assert bool(s.broken) == bool(places)
+    assert bool(acc.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_gradient_is_taken_in_as_by_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = torch.promote_types(dtype, torch.float32)
+    acc, grad = values(TILE + 300, "normal", 1).to(wide), values(TILE + 300, "inf", 2).to(dtype)
+    found, expected, given = acc.clone(), acc.clone(), grad.clone()
+    monkeypatch.setattr(static, "PIECE", 1000)
+    assert not device_dense._in_torch(expected, grad, 0.7)
+    with in_triton() as chosen:
+        assert not device_dense.accumulate_(found, grad, 0.7)
+        assert len(chosen._tried) == (dtype != torch.float64)
+    total = 0.7 * acc + grad
+    assert torch.equal(found, torch.where(total.isfinite(), total, acc))
+    assert torch.equal(found, expected)
+    assert torch.equal(grad, given)
 
 
 SHARES = [(0.02, 0.02, 1, 3), (0.05, 0.0, 0, 2), (0.0, 0.03, 3, 4), (0.4, 1.0, 1, 2), (0.001, 0.01, 7, 8)]
@@ -164,11 +192,7 @@ def test_flags_decide_on_the_device(flag: bool) -> None:
     decides = torch.tensor(flag)
     with in_triton() as chosen:
         for dtype in (torch.float32, torch.float16):
-            x, source = values(TILE + 3, "normal", 1).to(dtype), values(TILE + 3, "nan", 2).to(dtype)
-            expected = source.clone() if flag else x.clone()
-            copied = x.clone()
-            copy_if_(copied, source, decides)
-            assert bits(copied) == bits(expected)
+            x = values(TILE + 3, "normal", 1).to(dtype)
             filled = fill_if_(x.clone(), decides, math.nan)
             assert bool(filled.isnan().all()) if flag else bits(filled) == bits(x)
         yes = (torch.tensor(3), (torch.tensor(2.5, dtype=torch.float64), None), torch.tensor([True, False]))

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 
 PLAIN = ["form", "weigh"]
 EVERYTHING = [
-    *PLAIN, "form_bf16", "second", "adam", "momentum", "look", "flags", "select", "union", "lanes", "begin", "sums",
+    *PLAIN, "form_bf16", "second", "add", "adam", "momentum", "look", "flags", "select", "union", "lanes", "settle",
+    "begin", "sums",
 ]  # fmt: skip
 
 
@@ -42,15 +43,17 @@ def test_kernels_are_compiled_for_hopper(what: list[str]) -> None:
             assert not numbers["fused"], f"{name} rounds a product and a sum together"
         if name.startswith("digit"):
             assert numbers["counting"] <= 66, f"{name} counts more than 8 bits at once: {numbers}"
-        if name.startswith("form"):  # gradient and residual, accumulator and gradient
+        if name.startswith("form"):  # gradient and accumulator are read and written
             assert min(numbers["wide_loads"], numbers["wide_stores"]) >= 3, f"{name}: {numbers}"
         if name == "form":  # four programs of 256 threads at once
             assert numbers["registers"] <= 64, f"{name}: {numbers}"
-        if name.startswith("weigh"):  # gradient, residual, second moment; accumulator, second moment, gradient
+        if name == "weigh":  # three of these
+            assert numbers["registers"] <= 80, f"{name}: {numbers}"
+        if name.startswith("weigh"):  # gradient, accumulator and second moment are read and written
             assert min(numbers["wide_loads"], numbers["wide_stores"]) >= 5, f"{name}: {numbers}"
-        if name in ("moments", "scores"):
+        if name in ("add", "add_bf16", "moments", "scores"):
             assert numbers["wide_stores"] >= 2, f"{name}: {numbers}"
-        if name.startswith(("look", "parts", "moments", "scores", "adam")):
+        if name.startswith(("look", "add", "parts", "moments", "scores", "adam")):
             assert numbers["wide_loads"] >= 2, f"{name}: {numbers}"
         if name.startswith("momentum"):  # gradients; steps waited are single bytes
             assert numbers["wide_loads"] >= 1, f"{name}: {numbers}"

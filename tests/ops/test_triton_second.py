@@ -57,26 +57,26 @@ def test_one_pass_forms_clears_and_notes(kind: str, numel: int, dtype: torch.dty
     residual, grad = values(numel + 1, "normal", 1), values(numel, kind, 2).to(dtype)
     now, power = values(numel + 1, "wide", 3).square().clamp(max=1e38), torch.tensor(BETA2, dtype=torch.float64)
     scale = torch.tensor(3.0 if dtype == torch.float32 else 8.0)  # the interpreter rounds to bfloat16 in its own way
-    given, acc, second, by = grad.clone(), *torch.full((2, numel + 1), 7.0), torch.empty(2)
+    given, acc, second, by = grad.clone(), residual.clone(), now.clone(), torch.empty(2)
     s, bound = scratch_for(numel), torch.tensor(0.5)
     weighed = triton_second.Weighed(second, by)
     noted = s.words, s.counts, s.broken, bound
     take, carry = (0.5, 0.75) if scaled else (1.0, 1.0)
     units = torch.tensor([take, carry, BETA2 * carry**2])
-    triton_second.weigh_(
-        acc, weighed, residual, now, given, scale if scaled else None, power, units, BETA2, EPS, DAMPING, *noted
-    )
+    triton_second.weigh_(acc, weighed, given, scale if scaled else None, power, units, BETA2, EPS, DAMPING, *noted)
     wide = ((grad / scale if scaled else grad) * take).float()
-    expected = wide + residual[:-1] * carry, moments_of(wide, now[:-1], units[2])
+    total, moments = wide + residual[:-1] * carry, moments_of(wide, now[:-1], units[2])
+    finite = total.isfinite()
+    expected = torch.where(finite, total, residual[:-1]), torch.where(finite, moments, now[:-1])
     for found, wanted in zip((acc, second), expected, strict=True):
-        same(found[:-1], wanted)
+        assert bits(found[:-1]) == bits(wanted)
         assert float(found[-1]) == 0
     assert not given.any()
     reached = scores_of(*expected, power).abs() >= bound
     assert marked(s.words, numel) == reached.nonzero().flatten().tolist()
     programs = triton_launch.Share.of(numel).programs
     assert s.counts[:programs].tolist() == [int(part.sum()) for part in reached.split(TILE)]
-    assert bool(s.broken) == (not bool(expected[0].isfinite().all()))
+    assert bool(s.broken) == (not bool(finite.all()))
     assert by.tolist() == (torch.tensor([EPS, DAMPING], dtype=torch.float64) * math.sqrt(1 - BETA2)).float().tolist()
 
 
@@ -118,15 +118,16 @@ def _note(score: Tensor, bound: float, s: triton_select.Scratch) -> None:
     triton_dense.look(score, s.words, s.counts, s.broken, torch.tensor(bound))
 
 
+@pytest.mark.parametrize("kind", ["wide", "nan", pytest.param("inf", marks=thorough)])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=thorough)])
-def test_other_methods_get_the_same_of_two_passes(dtype: torch.dtype) -> None:
+def test_other_methods_get_the_same_of_two_passes(dtype: torch.dtype, kind: str) -> None:
     numel, power = TILE + 301, torch.tensor(BETA2, dtype=torch.float64)
-    grad, residual, now = values(numel, "wide", 1).to(dtype), values(numel, "normal", 2), values(numel, "normal").abs()
-    acc, second, score = torch.empty((3, numel))
+    grad, residual, now = values(numel, kind, 1).to(dtype), values(numel, "normal", 2), values(numel, "normal").abs()
+    acc, second, score, given = residual.clone(), now.clone(), torch.empty(numel), grad.clone()
     units = torch.tensor([0.5, 0.75, BETA2 * 0.75**2], dtype=torch.float64)
     with in_triton() as chosen, pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_second, "FEW", 99)
-        device_second.form_(acc, second, residual, now, grad, units, BETA2)
+        finite = device_second.form_(acc, second, grad, units, BETA2)
         device_second.score_(score, acc, second, power, EPS, DAMPING)
         assert chosen.trouble is None
         assert len(chosen._tried) == 2
@@ -134,6 +135,14 @@ def test_other_methods_get_the_same_of_two_passes(dtype: torch.dtype) -> None:
         device_second.score_(torch.empty_like(double), double, second.double(), power, EPS, DAMPING)
         assert len(chosen._tried) == 2
     clipped = (grad * 0.5).float()  # in the gradient's dtype, as where it is clipped in place
-    same(acc, clipped + residual * 0.75)
-    same(second, moments_of(clipped, now, units[2].float()))
+    total = clipped + residual * 0.75
+    whole = total.isfinite()
+    assert bool(finite) == bool(whole.all())
+    assert bits(acc) == bits(torch.where(whole, total, residual))
+    assert bits(second) == bits(torch.where(whole, moments_of(clipped, now, units[2].float()), now))
     same(score, scores_of(acc, second, power))
+    same(grad, given)
+    kept, moments = residual.double(), now.double()
+    assert bool(device_second.form_(kept, moments, grad.double(), units, BETA2)) == bool(whole.all())
+    moments.clamp_(max=torch.finfo(torch.float32).max)
+    torch.testing.assert_close((kept.float(), moments.float()), (acc, second), rtol=1e-3, atol=1e-6)

@@ -6,18 +6,21 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse import ops
 from lightning_sparse.core.candidates import Candidates, Summed
-from lightning_sparse.ops import host_dense, host_reach, host_sums
+from lightning_sparse.ops import host_dense, host_reach, host_sums, static
 from tests.covering import covering, in_one_test
 from tests.ops.compiled import NUMPY
+from tests.static_path import static_path
 
-# Around the blocks, chunks and lanes of both; from 2**20 on, compiled code writes past the caches.
+# Around the blocks, chunks and lanes of both, and one of many chunks.
 SMALL = [1, 2, 31, 33, 1023, 1025, 2049]
 MIDDLE = [65_535, 65_537, 131_075]
 LARGE = (1 << 20) + 3
@@ -59,24 +62,24 @@ def test_one_pass_accumulates_clears_and_collects(
     numel: int, kind: str, dtype: torch.dtype, each_kernel: Callable[[], Iterator[str]]
 ) -> None:
     wide = torch.promote_types(dtype, torch.float32)
-    residual, grad = values(numel, kind, 1).to(wide), values(numel, "normal", 2).to(dtype)
+    spoilt = kind in ("nan", "inf")
+    residual = values(numel, "normal" if spoilt else kind, 1).to(wide)
+    grad = values(numel, kind if spoilt else "normal", 2).to(dtype)
     grad[: numel // 3] *= 1e-6  # subnormal in float16
-    expected = torch.add(grad, residual)
-    magnitudes, nan, zeros = expected.abs(), expected.isnan(), bits(torch.zeros_like(grad))
-    numbers, reached = bits(expected.masked_fill(nan, 0)), magnitudes.masked_fill(nan, -1.0)
+    formed = torch.add(grad, residual)
+    expected = torch.where(formed.isfinite(), formed, residual)
+    magnitudes, zeros = expected.abs(), bits(torch.zeros_like(grad))
     cuts = [numel // 3, numel // 3 + 5, numel // 2 + 70] if kind != "ties" else []
-    for bound in (0.0, max(0.0, float(reached.quantile(0.95))) if numel < 2**20 else 2.0, float("inf")):
-        places = (reached >= torch.tensor(bound, dtype=wide)).nonzero().flatten()
+    for bound in (0.0, float(magnitudes.quantile(0.95)) if numel < 2**20 else 2.0, float("inf"), float("nan")):
+        places = (magnitudes >= torch.tensor(bound, dtype=wide)).nonzero().flatten()
         for kernel in each_kernel():
-            acc, given, before = torch.empty_like(expected), grad.clone(), residual.clone()
+            acc, given = residual.clone(), grad.clone()
             runs = [run for run in torch.tensor_split(given, cuts) if len(run)]
-            found, finite, _ = host_dense.accumulate(acc, residual, runs, bound)
-            assert bits(acc.masked_fill(nan, 0)) == numbers, kernel
-            assert bool(acc[nan].isnan().all()), kernel
+            found, finite, _ = host_dense.accumulate(acc, runs, bound)
+            assert bits(acc) == bits(expected), kernel
             assert bits(given) == zeros, kernel
-            assert bits(residual) == bits(before), kernel
-            assert finite == bool(expected.isfinite().all()), kernel
-            if len(places) > numel // Candidates.ROOM:
+            assert finite != spoilt, kernel
+            if spoilt or len(places) > numel // Candidates.ROOM:
                 assert found is None, kernel
             else:
                 assert found is not None, kernel
@@ -148,17 +151,18 @@ def test_sums_have_the_same_bits(numel: int, kind: str, each_kernel: Callable[[]
 def test_a_pass_forms_the_sums_of_what_it_forms(
     numel: int, summed: Summed, each_kernel: Callable[[], Iterator[str]]
 ) -> None:
-    residual, grad, now = values(numel, "zeros"), values(numel, "normal", 2), values(numel, "normal", 3).abs()
+    grad = values(numel, "normal", 2)
     cuts = [min(cut, numel) for cut in (numel // 3, numel // 3 + 5, numel // 2 + 70, numel - numel // 7)]
     cuts.sort()
-    acc, *others = (torch.empty(numel + 1)[1:] for _ in range(3))  # whatever lines of a cache they begin at
+    acc, second, score = (torch.empty(numel + 1)[1:] for _ in range(3))  # whatever lines of a cache they begin at
     for kernel in each_kernel():
+        acc.copy_(values(numel, "zeros")), second.copy_(values(numel, "normal", 3).abs())
         runs = [run for run in torch.tensor_split(grad.clone(), cuts) if len(run)]
-        made = host_dense.accumulate(acc, residual, runs, 2.0, summed)[2]
+        made = host_dense.accumulate(acc, runs, 2.0, summed)[2]
         assert made == (None if kernel == NUMPY else host_sums.sums(acc, summed)), kernel
         runs = [run for run in torch.tensor_split(grad.clone(), cuts) if len(run)]
-        made = host_dense.weigh(acc, others[0], others[1], residual, now, runs, WEIGHTS[0], 2.0, summed)[2]
-        assert made == (None if kernel == NUMPY else host_sums.sums(others[1], summed)), kernel
+        made = host_dense.weigh(acc, second, score, runs, WEIGHTS[0], 2.0, summed)[2]
+        assert made == (None if kernel == NUMPY else host_sums.sums(score, summed)), kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -225,36 +229,45 @@ def test_top_k_of_blocks_is_that_of_what_they_hold(
 WEIGHTS = [host_dense.Weights(0.999, 0.001, 1e-10, 1 / 400), host_dense.Weights(0.0, 1.0, 1e-8, 0.01)]
 
 
+def weighed(acc: Tensor, second: Tensor, grad: Tensor, by: host_dense.Weights) -> tuple[Any, Any, Any, Any]:
+    """The sum, also where it is not finite; what is kept of it and of the second moment; and the score."""
+    one = acc.numpy().dtype.type
+    keep, add, least, damping = map(one, by)
+    with np.errstate(all="ignore"):
+        g, residual, now = grad.to(acc.dtype).numpy(), acc.numpy(), second.numpy()
+        formed = residual + g
+        squares = np.minimum(now * keep + add * g * g, np.finfo(one).max)
+        within = np.minimum(squares + np.square(formed * damping), np.finfo(one).max)
+        score = formed / np.sqrt(np.sqrt(within) + least)
+    fits = np.isfinite(formed)
+    return formed, np.where(fits, formed, residual), np.where(fits, squares, now), score
+
+
 @in_one_test("numel, kind, dtype, by", cells(KINDS, GRADIENTS, WEIGHTS))
 def test_one_pass_forms_second_moments_and_scores(
     numel: int, kind: str, dtype: torch.dtype, by: host_dense.Weights, each_kernel: Callable[[], Iterator[str]]
 ) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     grad, residual = values(numel, kind, 1).to(dtype), values(numel, "normal", 2).to(wide)
-    now = values(numel, "wide", 3).to(wide).square()
+    now = values(numel, "wide", 3).to(wide).square().clamp(max=torch.finfo(wide).max)
     one = residual.numpy().dtype.type
-    keep, add, least, damping = map(one, by)
-    with np.errstate(all="ignore"):
-        g, n = grad.to(wide).numpy(), now.numpy()
-        acc = residual.numpy() + g
-        second = np.minimum(n * keep + add * g * g, np.finfo(one).max)
-        within = np.minimum(second + np.square(acc * damping), np.finfo(one).max)
-        score = acc / np.sqrt(np.sqrt(within) + least)
-    magnitudes = np.where(np.isnan(score), -1, np.abs(score))
+    formed, acc, second, score = weighed(residual, now, grad, by)
+    fits = np.isfinite(formed)
+    magnitudes = np.where(fits, np.abs(score), -1)
     for bound in (0.0, max(0.0, float(np.sort(magnitudes[:1000])[-50:][0])), float("inf")):
         places = np.flatnonzero(magnitudes >= one(bound))
         for kernel, runs in product(each_kernel(), (1, 3)):
             given = grad.clone()
             lie = list(given.tensor_split(runs))
             in_place = runs == 1 and wide == dtype
-            formed = given if in_place else torch.empty_like(residual)
-            sums, following = torch.empty_like(residual), torch.empty_like(residual)
-            found, finite, _ = host_dense.weigh(sums, following, formed, residual, now, lie, by, bound)
-            for ours, theirs in ((sums, acc), (following, second), (formed, score)):
+            scores = given if in_place else torch.empty_like(residual)
+            sums, squares = residual.clone(), now.clone()
+            found, finite, _ = host_dense.weigh(sums, squares, scores, lie, by, bound)
+            for ours, theirs in ((sums, acc), (squares, second), (scores[fits], score[fits])):
                 np.testing.assert_array_equal(ours.numpy(), theirs, err_msg=kernel)
             assert in_place or not given.any(), kernel
-            assert finite == bool(np.isfinite(acc).all()), kernel
-            if len(places) > numel // Candidates.ROOM:
+            assert finite == bool(fits.all()), kernel
+            if not finite or len(places) > numel // Candidates.ROOM:
                 assert found is None, kernel
             else:
                 assert found is not None, kernel
@@ -262,21 +275,150 @@ def test_one_pass_forms_second_moments_and_scores(
                 np.testing.assert_array_equal(found[1], magnitudes[places].astype(one), err_msg=kernel)
 
 
+BAD = ["inf", "-inf", "nan", "beyond", "below", "against"]
+"""Not finite, or the sum of two numbers that are; the latter not in float16, whose largest number is too small."""
+
+
+def spoilt(numel: int, bad: str, dtype: torch.dtype, places: list[int]) -> tuple[Tensor, Tensor]:
+    """What is remembered, and a gradient with which it is not finite at some places."""
+    wide = torch.promote_types(dtype, torch.float32)
+    residual, grad = values(numel, "normal", 1).to(wide), values(numel, "normal", 2).to(dtype)
+    if bad in ("beyond", "below"):
+        sign = 1 if bad == "beyond" else -1
+        residual[places], grad[places] = sign * torch.finfo(wide).max, sign * torch.finfo(dtype).max
+    elif bad == "against":
+        residual[places], grad[places] = torch.finfo(wide).max, -torch.inf
+    else:
+        grad[places] = float(bad)
+    return residual, grad
+
+
+@in_one_test("numel, bad, dtype", covering(product([1, 15, 64, 65, 2047, 2049, 4200], BAD, GRADIENTS)))
+def test_what_would_not_be_finite_is_left_as_it_is(
+    numel: int, bad: str, dtype: torch.dtype, each_kernel: Callable[[], Iterator[str]]
+) -> None:
+    cuts = sorted({min(cut, numel) for cut in (1, 66, numel // 2 + 3, numel - 1)} - {0, numel})
+    ends = {0, 1, 15, 16, 63, 64, 65, 66, 127, 128, numel // 2 + 2, numel // 2 + 3, 2047, 2048, numel - 2, numel - 1}
+    ends = sorted(end for end in ends if 0 <= end < numel)
+    now, by = values(numel, "normal", 3).to(torch.promote_types(dtype, torch.float32)).square(), WEIGHTS[0]
+    for places in ([], *([end] for end in ends), ends):
+        residual, grad = spoilt(numel, bad, dtype, places)
+        formed = torch.add(grad, residual)
+        fits = formed.isfinite()
+        whole = bool(fits.all())
+        assert whole == (not places or (bad in ("beyond", "below") and dtype == torch.float16))
+        expected, decayed = torch.where(fits, formed, residual), residual * 0.5 + grad
+        less = torch.where(decayed.isfinite(), decayed, residual)
+        _, acc, second, score = weighed(residual, now, grad, by)
+        for kernel, split in product(each_kernel(), (False, True)):
+            told = kernel, places, split
+
+            def runs(split: bool = split, grad: Tensor = grad) -> list[Tensor]:
+                return list(torch.tensor_split(grad.clone(), cuts if split else []))
+
+            given, sums = runs(), residual.clone()
+            found, finite, added = host_dense.accumulate(sums, given, 1.0, "values")
+            assert bits(sums) == bits(expected), told
+            assert not any(run.any() for run in given), told
+            assert finite == whole, told
+            assert whole or (found is None and added is None), told
+            given, sums, squares, scores = runs(), residual.clone(), now.clone(), torch.empty_like(residual)
+            found, finite, added = host_dense.weigh(sums, squares, scores, given, by, 1.0, "values")
+            assert (bits(sums), bits(squares)) == (acc.tobytes(), second.tobytes()), told
+            assert bits(scores[fits]) == score[fits.numpy()].tobytes(), told
+            assert not any(run.any() for run in given), told
+            assert finite == whole, told
+            assert whole or (found is None and added is None), told
+            sums = residual.clone()
+            assert host_dense.add_(sums, runs(), 0.5) == bool(decayed.isfinite().all()), told
+            assert bits(sums) == bits(less), told
+        for decay, left, all_fit in ((1.0, expected, whole), (0.5, less, bool(decayed.isfinite().all()))):
+            sums = residual.clone()
+            assert bool(static.accumulate_(sums, torch.tensor_split(grad, cuts), decay)) == all_fit, places
+            assert bits(sums) == bits(left), places
+
+
+@hypothesis.settings(
+    deadline=None, max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
+@hypothesis.given(data=st.data())
+def test_any_gradient_is_added_as_operations_on_whole_vectors_do(
+    data: st.DataObject, each_kernel: Callable[[], Iterator[str]]
+) -> None:
+    numel = data.draw(st.integers(1, 300))
+    dtype = data.draw(st.sampled_from(GRADIENTS))
+    wide = torch.promote_types(dtype, torch.float32)
+    at, cuts = st.integers(0, numel - 1), sorted(data.draw(st.sets(st.integers(1, numel), max_size=3)) - {numel})
+    residual, grad = values(numel, "wide", 1).to(wide), values(numel, "zeros", 2).to(dtype)
+    anything = st.floats(width=16 if dtype == torch.float16 else 32)
+    for place, value in data.draw(st.lists(st.tuples(at, anything), max_size=4)):
+        grad[place] = value
+    largest = st.floats(width=32, allow_nan=False, allow_infinity=False)
+    for place, value in data.draw(st.lists(st.tuples(at, largest), max_size=4)):
+        residual[place] = value
+    now = values(numel, "normal", 3).to(wide).square()
+    formed, acc, second, _ = weighed(residual, now, grad, WEIGHTS[1])
+    finite = bool(np.isfinite(formed).all())
+    for kernel in each_kernel():
+        sums, squares, score = residual.clone(), now.clone(), torch.empty_like(residual)
+        assert host_dense.accumulate(sums, torch.tensor_split(grad.clone(), cuts), 1.0)[1] == finite, kernel
+        assert bits(sums) == acc.tobytes(), kernel
+        sums, runs = residual.clone(), torch.tensor_split(grad.clone(), cuts)
+        assert host_dense.weigh(sums, squares, score, runs, WEIGHTS[1], 1.0)[1] == finite, kernel
+        assert (bits(sums), bits(squares)) == (acc.tobytes(), second.tobytes()), kernel
+
+
 def test_infinity_is_noticed_whatever_is_collected(each_kernel: Callable[[], Iterator[str]]) -> None:
     for kernel in each_kernel():
         for bound in (1.0, float("inf"), float("nan")):
-            grad = torch.zeros(70_000)
+            acc, grad = torch.ones(70_000), torch.zeros(70_000)
             grad[3], grad[5] = -float("inf"), 2.0
-            found, finite, _ = host_dense.accumulate(torch.empty(70_000), torch.zeros(70_000), [grad], bound)
+            found, finite, _ = host_dense.accumulate(acc, [grad], bound)
             assert not finite, (kernel, bound)
-            assert found is not None
-            assert found[0].tolist() == ([3, 5] if bound == 1 else [3] if bound > 1 else []), (kernel, bound)
+            assert found is None, (kernel, bound)
+            assert acc[3:6].tolist() == [1, 1, 3], (kernel, bound)
+            assert not grad.any(), (kernel, bound)
 
 
 def test_large_numbers_in_a_run_that_is_not_aligned_are_finite(each_kernel: Callable[[], Iterator[str]]) -> None:
     for kernel in each_kernel():
-        numel = LARGE + 16  # 1, 15 up to where writing past the caches begins, whole strips, and 3
+        numel = LARGE + 16
         runs = [torch.zeros(1), torch.zeros(numel - 1)]
         runs[1][5:15] = 2e38
         acc = torch.zeros(numel)
-        assert host_dense.accumulate(acc, torch.zeros(numel), runs, 1.0)[1] == bool(acc.isfinite().all()), kernel
+        assert host_dense.accumulate(acc, runs, 1.0)[1], kernel
+        assert acc[5:17].tolist() == torch.tensor([0.0, *[2e38] * 10, 0.0]).tolist(), kernel
+
+
+@hypothesis.settings(
+    deadline=None, max_examples=50, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
+@hypothesis.given(
+    numel=st.integers(1, 40), picks=st.lists(st.integers(0, 39), max_size=60), whole=st.booleans(),
+    skipped=st.sampled_from([None, False, True]), dtype=st.sampled_from([torch.float32, torch.float64]),
+)  # fmt: skip
+def test_what_was_sent_is_taken_out_once(
+    numel: int,
+    picks: list[int],
+    whole: bool,
+    skipped: bool | None,
+    dtype: torch.dtype,
+    each_kernel: Callable[[], Iterator[str]],
+) -> None:
+    before, sent = values(numel + 1, "wide", 1).to(dtype), values(numel + 1, "normal", 2).to(dtype)
+    before[-1] = 0
+    indices = torch.tensor([pick for pick in picks if pick < numel], dtype=torch.int64)
+    given = None if whole else sent[indices]
+    expected = before.clone()
+    for place in {*indices.tolist()} if not skipped else ():
+        expected[place] = 0 if whole else before[place] - sent[place]
+    flag = None if skipped is None else torch.tensor(skipped)
+    for kernel in each_kernel():
+        x = before.clone()
+        ops.subtract_at_(x, indices, given, flag)
+        assert bits(x) == bits(expected), kernel
+    padded, more = torch.cat([indices, indices.new_full((3,), numel)]), torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
+    with static_path():
+        x = before.clone()
+        ops.subtract_at_(x, padded, None if given is None else torch.cat([given, more]), flag)
+    assert bits(x) == bits(expected)

@@ -1,4 +1,4 @@
-"""DDP's buckets: what lies in them, how they are answered, and how they are averaged without any compression."""
+"""The source of gradients in DDP's communication hook: buckets, which are answered in their own buffers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,57 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.ops import all_finite, static_shapes
 
 Positions = dict[tuple[int, ...], Tensor]
 """First coordinates of gradients in a bucket as tensors on the device, kept from step to step."""
+
+
+class BucketSource:
+    """Hands gradients in DDP's buckets to a router, and answers the buckets with averages.
+
+    Args:
+        router: of the engine.
+        names: of parameters, by id.
+        comm: the ranks.
+    """
+
+    def __init__(self, router: Reducer, names: Mapping[int, str], comm: TorchCollective) -> None:
+        self._router, self._names = router, names
+        self._bypass = DenseBypass(comm, names)
+        self._pending: list[PendingBucket] = []
+        self._positions: Positions = {}
+
+    def receive(self, bucket: Any) -> Future[Tensor]:
+        """Take the gradients of a ``GradBucket``, and answer with averages in its own buffer: the hook itself."""
+        router = self._router
+        with router.failing_together("in backward"):
+            router.begin_step()
+            if router.direct:
+                return self._pass_by(bucket)
+            pending = PendingBucket(bucket, self._names)
+            self._pending.append(pending)
+            if not bucket.is_last():
+                router.arrive(pending.gradients())
+                return pending.future
+            router.finish(pending.gradients(), self._mark)
+            answered, self._pending = self._pending, []
+            with router.on_stream():
+                for each in answered:
+                    each.answer()
+            return pending.future
+
+    def _mark(self, skipped: Tensor, unused: Set[str]) -> None:
+        for bucket in self._pending:
+            bucket.fill_nan_(skipped, unused, self._positions)
+
+    def _pass_by(self, bucket: Any) -> Future[Tensor]:
+        """Average as DDP does; with a loss scale, the scaler looks whether averages are finite."""
+        average = self._bypass.average(bucket)
+        if bucket.is_last():
+            self._router.pass_by(*self._bypass.end_step(self._router.looks_at_averages))
+        return average
 
 
 class PendingBucket:

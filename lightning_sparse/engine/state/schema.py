@@ -161,9 +161,7 @@ def _check_pending(state: Mapping[str, Any], name: str, pending: Any) -> None:
         _check(indices, INDICES, f"the state's coordinates of pending averages of {name}")
         expected = indices.numel()
         if expected and int(indices[-1]) >= residual.numel():
-            raise ValueError(
-                f"Expected an average below {residual.numel()} in {name}, but got {int(indices[-1])}."
-            )
+            raise ValueError(f"Expected an average below {residual.numel()} in {name}, but got {int(indices[-1])}.")
     if values.numel() != expected:
         raise ValueError(f"Expected {expected} pending averages of {name}, but got {values.numel()}.")
 

@@ -24,7 +24,7 @@ from lightning_sparse.methods.exchanges.base import (
     values_at,
 )
 from lightning_sparse.methods.exchanges.reduce_union import union_of
-from lightning_sparse.ops import compiled, locate, pad, places_of, put_, static_shapes, take, under
+from lightning_sparse.ops import compiled, locate, pad, places_of, static_shapes, take, under
 from lightning_sparse.ops.c.native_picks import Met, NativePicks
 from lightning_sparse.ops.form import CLASS_BITS, CLASSES, LEVELS, LOWEST, NIBBLE, OCTET, SILENT, TROUBLE, Form
 
@@ -95,8 +95,7 @@ class PackedUnion(Exchange):
             mean, second = yield from reduce_at(acc, indices, ctx)
             return Update(indices, mean, indices, None, picks.counts, union.size, named, second)
         unit = _step_of(_raised(union.levels, lowest, lanes.most), acc.dtype)
-        here = take(acc, indices)
-        whole = (here / unit).round_().clamp_(-lanes.most, lanes.most).nan_to_num_(nan=0.0)
+        whole = (take(acc, indices) / unit).round_().clamp_(-lanes.most, lanes.most).nan_to_num_(nan=0.0)
         if ctx.second is None:
             total, second = unpack((yield AllReduce(pack(whole.int()))), indices.numel()), None
         else:
@@ -109,13 +108,12 @@ class PackedUnion(Exchange):
             # Whoever has told has a quarter of the top there at least, also where that rounds to nothing.
             second = torch.maximum(parts_sum * _divided(top, n * lanes.parts), _divided(top, 4 * n))
         values = _divided(total * unit, n).masked_fill(trouble, float("nan"))
-        given, rounded, settled = whole != 0, whole * unit, not static_shapes(acc.device)
-        if settled:
-            sent, rounded, left = under(given, indices, rounded, here.sub_(rounded))
-            put_(acc, sent, left)
-        else:
+        given, rounded = whole != 0, whole * unit
+        if static_shapes(acc.device):
             sent = torch.where(given, indices, numel)
-        return Update(indices, values, sent, rounded, picks.counts, union.size, named, second, settled)
+        else:
+            sent, rounded = under(given, indices, rounded)
+        return Update(indices, values, sent, rounded, picks.counts, union.size, named, second)
 
 
 def _fits(second: Tensor | None, acc: Tensor) -> bool:
@@ -155,17 +153,17 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: La
         return Update(indices, mean, indices, None, *about, second)
     grid = met.lowest, _most_raised(lanes.most), lanes.most
     if ctx.second is None:
-        made = library.round_(acc, indices, levels, *grid)
+        made = library.round(acc, indices, levels, *grid)
         values, second = library.average((yield AllReduce(made.words)), made.units, n), None
     else:
         share = lanes.low, lanes.wide, lanes.parts
         tops = library.tops(rows, form, indices)
         offset = (ctx.rank + 0.5) / n
-        made = library.round_both_(acc, ctx.second, indices, levels, tops, *grid, *share, offset)
+        made = library.round_both(acc, ctx.second, indices, levels, tops, *grid, *share, offset)
         values, second = library.average_both((yield AllReduce(made.words)), made.units, tops, n, *share)
     if met.trouble:
         values.fill_(float("nan"))
-    return Update(indices, values, made.sent, made.values, *about, second, settled=True)
+    return Update(indices, values, made.sent, made.values, *about, second)
 
 
 class Lanes(NamedTuple):

@@ -6,9 +6,11 @@ known that the step counts, what was sent leaves again (:meth:`Memory.settle_`).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.registry import Registry
 from lightning_sparse.core.step import Absorbed, Context, Update
-from lightning_sparse.ops import all_finite, put_, static_shapes, subtract_at_, take, zeros
+from lightning_sparse.ops import all_finite, static_shapes, subtract_at_, zeros
 
 OLD_NAMES = {
     "accumulate_": "absorb_ adds the gradient to the residual in place and returns Absorbed",
@@ -353,7 +355,7 @@ def advance_(vectors: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         for vector, value in zip(vectors, values, strict=True):
             vector.copy_(value)
         return torch.ones((), dtype=torch.bool, device="cpu")
-    finite = torch.stack([value.isfinite() for value in values]).all(0)
+    finite = reduce(torch.logical_and, [value.abs() < math.inf for value in values])
     for vector, value in zip(vectors, values, strict=True):
         torch.where(finite, value, vector, out=vector)
     return finite.all()
@@ -381,7 +383,4 @@ def put_back_(acc: Tensor, update: Update, rounding: Tensor, skipped: Tensor | N
     if update.indices is None:
         acc[:-1].add_(rounding if skipped is None else rounding.masked_fill(skipped, 0))
         return
-    indices = update.indices if skipped is None else update.indices.masked_fill(skipped, acc.numel() - 1)
-    # Not index_add_: a repeated coordinate carries the same value and must count once.
-    put_(acc, indices, take(acc, indices) + rounding)
-    acc[-1:].zero_()
+    subtract_at_(acc, update.indices, rounding.neg(), skipped)

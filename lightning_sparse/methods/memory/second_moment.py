@@ -182,7 +182,7 @@ class SecondMoment(CountedFeedback):
             scale: () that the gradient still has.
         """
         numel = sum(run.numel() for run in runs)
-        return measure(state.lengths, state.lengths, joint_norm(runs), scale, numel, self.beta2, density < 1)
+        return measure(state.lengths, joint_norm(runs), scale, numel, self.beta2, density < 1)
 
     def counters(self, state: SecondMomentState) -> dict[str, Tensor]:  # type: ignore[override]
         """The number of steps, and what is known of lengths."""

@@ -63,7 +63,7 @@ INLINE int64_t pick_portable(const int32_t *indices, const uint32_t *m, int64_t 
 }
 static const chooser PORTABLE = {between_portable, of_stripe_portable, pick_portable};
 
-#ifdef STREAMS
+#ifdef X86
 AVX512 INLINE __mmask16 rest_of(int64_t n, int64_t i) { return (__mmask16)(n - i < 16 ? (1u << (n - i)) - 1 : 0xffffu); }
 
 AVX512 INLINE int64_t between_avx512(const uint32_t *m, int64_t n, uint32_t low, uint32_t high, uint32_t *found) {
@@ -262,7 +262,7 @@ INLINE float reached_by(const float *magnitudes, int64_t n, int64_t k) {
   }
 
 VARIANTS(portable, , PORTABLE)
-#ifdef STREAMS
+#ifdef X86
 VARIANTS(avx2, AVX2, PORTABLE)
 VARIANTS(avx512, AVX512, OF_AVX512)
 #endif

@@ -20,7 +20,7 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define STREAMS 1
+#define X86 1
 #define AVX2 __attribute__((target("avx2")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,popcnt,bmi,bmi2,prefer-vector-width=512")))
 #define PICK(function) (instructions == 2 ? function##_avx512 : instructions == 1 ? function##_avx2 : function##_portable)

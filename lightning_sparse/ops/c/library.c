@@ -6,7 +6,7 @@ int instructions = -1;
 // Choose instructions, at most those of a level; the level that is used. Called once, before anything else.
 EXPORT int ls_choose(int most) {
   instructions = 0;
-#ifdef STREAMS
+#ifdef X86
   __builtin_cpu_init();
   if (most > 0 && __builtin_cpu_supports("avx2")) instructions = 1;
   if (most > 1 && instructions && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

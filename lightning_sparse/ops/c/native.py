@@ -22,7 +22,8 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Of gradients."""
 
 Collected = tuple[Found | None, bool, Sums | None]
-"""What reaches a bound, if there was room; whether all is finite; and sums, if any were asked for."""
+"""What reaches a bound, if there was room; whether all sums were finite, else nothing is known of the rest; and what
+was added up, if anything was asked for."""
 
 
 class Native:
@@ -39,32 +40,24 @@ class Native:
         """The functions on picks."""
 
     def accumulate(
-        self,
-        acc: Tensor,
-        residual: Tensor,
-        runs: Sequence[Tensor],
-        bound: float,
-        room: int,
-        summed: Summed | None,
+        self, acc: Tensor, runs: Sequence[Tensor], bound: float, room: int, summed: Summed | None
     ) -> Collected:
-        """``acc = residual + grad`` and ``grad = 0``; what reaches a bound, whether all is finite, and sums."""
-        return _collect(self._library.ls_accumulate, (at(acc), at(residual)), runs, (), bound, room, summed)
+        """See :func:`~lightning_sparse.ops.host_dense.accumulate`."""
+        return _collect(self._library.ls_accumulate, [acc], runs, (), bound, room, summed)
 
     def weigh(
         self,
-        residual: Tensor,
+        formed: Sequence[Tensor],
         runs: Sequence[Tensor],
-        now: Tensor,
-        out: Sequence[Tensor],
         clear: bool,
         weights: Sequence[float],
         bound: float,
         room: int,
         summed: Summed | None,
     ) -> Collected:
-        """See :func:`~lightning_sparse.ops.host_dense.weigh`."""
-        about = at(now), *map(at, out), int(clear), (ctypes.c_float * 4)(*weights)
-        return _collect(self._library.ls_weigh, (at(residual),), runs, about, bound, room, summed)
+        """See :func:`~lightning_sparse.ops.host_dense.weigh`; formed are the first three vectors there."""
+        about = int(clear), (ctypes.c_float * 4)(*weights)
+        return _collect(self._library.ls_weigh, formed, runs, about, bound, room, summed)
 
     def above(self, x: Tensor, bound: float) -> Found:
         """What of a vector reaches a bound."""
@@ -145,7 +138,7 @@ class Native:
 
 def _collect(
     function: Any,
-    before: tuple[Any, ...],
+    formed: Sequence[Tensor],
     runs: Sequence[Tensor],
     after: tuple[Any, ...],
     bound: float,
@@ -156,7 +149,7 @@ def _collect(
 
     Args:
         function: of the library.
-        before: its arguments before those of the runs.
+        formed: the vectors that it writes to.
         runs: at least one.
         after: its arguments between those of the runs and the bound.
         bound: magnitude.
@@ -168,11 +161,13 @@ def _collect(
     starts = (ctypes.c_void_p * len(runs))(*map(at, runs))
     ends = (ctypes.c_int64 * len(runs))(*accumulate(run.numel() for run in runs))
     count = function(
-        *before, starts, ends, len(runs), KINDS[runs[0].dtype], *after, bound,
+        *map(at, formed), starts, ends, len(runs), KINDS[runs[0].dtype], *after, bound,
         at(indices), at(magnitudes), room, ctypes.byref(finite), SUMMED.index(summed) + 1 if summed else 0, out,
     )  # fmt: skip
+    if not finite.value:
+        return None, False, None
     found = None if count > room else (indices[:count].clone(), magnitudes[:count].clone())
-    return found, bool(finite.value), Sums(*out) if summed else None
+    return found, True, Sums(*out) if summed else None
 
 
 def _scratch(room: int) -> Found:

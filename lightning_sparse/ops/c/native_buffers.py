@@ -20,8 +20,8 @@ ARGUMENTS = {
     "d": ctypes.c_double,
 }
 FUNCTIONS = {
-    "ls_accumulate": "l: pp ppl i f pp l p lp",
-    "ls_weigh": "l: p ppl i p ppp ip f pp l p lp",
+    "ls_accumulate": "l: p ppl i f pp l p lp",
+    "ls_weigh": "l: ppp ppl i ip f pp l p lp",
     "ls_above": "l: pl f pp l",
     "ls_all_finite": "i: pl",
     "ls_sums": "i: pl l d f p",

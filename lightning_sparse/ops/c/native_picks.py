@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.ops.c.native_buffers import SLACK, address, at, written, zeros
+from lightning_sparse.ops.c.native_buffers import SLACK, address, at, zeros
 from lightning_sparse.ops.form import Form
 
 
@@ -160,8 +160,8 @@ class NativePicks:
     def _table(self) -> int:
         return zeros("table", self._library.ls_table())
 
-    def round_(self, acc: Tensor, union: Tensor, levels: Tensor, lowest: int, raise_by: int, most: int) -> Rounded:
-        """Values at a union in steps of powers of two; what of them does not travel stays in their place.
+    def round(self, acc: Tensor, union: Tensor, levels: Tensor, lowest: int, raise_by: int, most: int) -> Rounded:
+        """Values at a union in steps of powers of two.
 
         Args:
             acc: (numel + 1,) values.
@@ -179,7 +179,6 @@ class NativePicks:
             at(acc), acc.numel(), at(union), at(levels), size, lowest, raise_by,
             most, at(words), at(units), at(sent), at(rounded),
         )  # fmt: skip
-        written(acc)
         if found < 0:
             raise IndexError(f"an index is outside of a vector of {acc.numel()}")
         return Rounded(words, units, sent[:found], rounded[:found])
@@ -214,7 +213,7 @@ class NativePicks:
         )  # fmt: skip
         return tops
 
-    def round_both_(
+    def round_both(
         self,
         acc: Tensor,
         second: Tensor,
@@ -229,7 +228,7 @@ class NativePicks:
         parts: int,
         offset: float,
     ) -> Rounded:
-        """:meth:`round_` with second values in the same words.
+        """:meth:`round` with second values in the same words.
 
         Args:
             acc: see there, as the next three.
@@ -237,7 +236,7 @@ class NativePicks:
             union: see there.
             levels: see there.
             tops: (u,) uint8, see :meth:`tops`.
-            lowest: see :meth:`round_`, as the next two.
+            lowest: see :meth:`round`, as the next two.
             raise_by: see there.
             most: see there.
             low: bits of a word for second values.
@@ -253,7 +252,6 @@ class NativePicks:
             at(acc), at(second), acc.numel(), at(union), at(levels), at(tops), size, lowest, raise_by,
             most, low, wide, parts, offset, at(words), at(units), at(sent), at(rounded),
         )  # fmt: skip
-        written(acc)
         if found < 0:
             raise IndexError(f"an index is outside of a vector of {acc.numel()}")
         return Rounded(words, units, sent[:found], rounded[:found])
@@ -261,7 +259,7 @@ class NativePicks:
     def average_both(
         self, words: Tensor, units: Tensor, tops: Tensor, n: int, low: int, wide: bool, parts: int
     ) -> tuple[Tensor, Tensor]:
-        """Means over n ranks of values and of second values, from the sums of the words of :meth:`round_both_`."""
+        """Means over n ranks of values and of second values, from the sums of the words of :meth:`round_both`."""
         values, second = torch.empty_like(units), torch.empty_like(units)
         self._library.ls_average_both(
             at(words), at(units), at(tops), units.numel(), n, low, wide, parts, at(values), at(second)

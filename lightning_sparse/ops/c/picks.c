@@ -106,7 +106,7 @@ INLINE int32_t tell(const float *x, int64_t numel, const int64_t *indices, const
                                     float *magnitudes) {                                                               \
     return tell(x, numel, indices, spare, n, count, most, bits, words, magnitudes);                                    \
   }                                                                                                                    \
-  target static int64_t round_at_##name(float *x, int64_t size, const int64_t *indices, const int32_t *levels,   \
+  target static int64_t round_at_##name(const float *x, int64_t size, const int64_t *indices, const int32_t *levels,   \
                                         int64_t n, int64_t lowest, int64_t raise_by, float most, int32_t *words,       \
                                         float *units, int64_t *sent, float *rounded) {                                 \
     const lanes_of by = {most, 0, 0, 0};                                                                               \
@@ -119,7 +119,7 @@ INLINE int32_t tell(const float *x, int64_t numel, const int64_t *indices, const
   }
 
 VARIANTS(portable, )
-#ifdef STREAMS
+#ifdef X86
 VARIANTS(avx2, AVX2)
 VARIANTS(avx512, AVX512)
 #endif
@@ -128,7 +128,7 @@ EXPORT int32_t ls_tell(const float *x, int64_t numel, const int64_t *indices, co
                        int32_t count, float most, int64_t bits, int32_t *words, float *magnitudes) {
   return PICK(tell)(x, numel, indices, spare, n, count, most, bits, words, magnitudes);
 }
-EXPORT int64_t ls_round(float *x, int64_t size, const int64_t *indices, const int32_t *levels, int64_t n,
+EXPORT int64_t ls_round(const float *x, int64_t size, const int64_t *indices, const int32_t *levels, int64_t n,
                         int64_t lowest, int64_t raise_by, float most, int32_t *words, float *units, int64_t *sent,
                         float *rounded) {
   return PICK(round_at)(x, size, indices, levels, n, lowest, raise_by, most, words, units, sent, rounded);

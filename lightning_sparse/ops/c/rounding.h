@@ -37,10 +37,10 @@ INLINE void in_steps(const float *values, const int32_t *levels, int64_t count, 
   }
 }
 
-// Values at the union in steps of powers of two; in their places in x, what does not travel is left, and what does is
-// listed. With second values, parts of their tops, rounded down after `offset` is added, take the low bits; second and
-// tops are missing where there are none. The number of values that are not rounded to zero; -1 where an index is outside.
-INLINE int64_t round_in_lanes(float *x, const float *second, int64_t size, const int64_t *indices,
+// Values at the union in steps of powers of two; what travels is listed. With second values, parts of their tops, rounded
+// down after `offset` is added, take the low bits; second and tops are missing where there are none. The number of values
+// that are not rounded to zero; -1 where an index is outside.
+INLINE int64_t round_in_lanes(const float *x, const float *second, int64_t size, const int64_t *indices,
                               const int32_t *levels, const uint8_t *tops, int64_t n, int64_t lowest, int64_t raise_by,
                               const lanes_of by, float offset, int32_t *words, float *units, int64_t *sent,
                               float *rounded) {
@@ -54,7 +54,7 @@ INLINE int64_t round_in_lanes(float *x, const float *second, int64_t size, const
     for (int64_t i = 0; i < count; i++) {
       int64_t j = indices[start + i];
       if (start + i + AHEAD < n) {
-        __builtin_prefetch(x + indices[start + i + AHEAD], 1);
+        __builtin_prefetch(x + indices[start + i + AHEAD]);
         if (second) __builtin_prefetch(second + indices[start + i + AHEAD]);
       }
       outside |= (uint64_t)j >= (uint64_t)size;
@@ -77,8 +77,7 @@ INLINE int64_t round_in_lanes(float *x, const float *second, int64_t size, const
       for (int64_t i = 0; i < (count + 1) / 2; i++)
         words[start / 2 + i] = (int32_t)((uint32_t)lanes[2 * i] + ((uint32_t)lanes[2 * i + 1] << 16));
     for (int64_t i = 0; i < count; i++) {
-      float part = steps[i] * units[start + i];
-      sent[found] = indices[start + i], rounded[found] = part, x[indices[start + i]] = values[i] - part;
+      sent[found] = indices[start + i], rounded[found] = steps[i] * units[start + i];
       found += steps[i] != 0;
     }
   }

@@ -45,10 +45,11 @@ EXPORT void ls_tops(const int32_t *words, int64_t n, int64_t stride, int64_t num
 }
 
 #define VARIANTS(suffix, target)                                                                                       \
-  target static int64_t round_both_##suffix(float *x, const float *second, int64_t size, const int64_t *indices,       \
-                                            const int32_t *levels, const uint8_t *tops, int64_t n, int64_t lowest,     \
-                                            int64_t raise_by, const lanes_of by, float offset, int32_t *words,         \
-                                            float *units, int64_t *sent, float *rounded) {                             \
+  target static int64_t round_both_##suffix(const float *x, const float *second, int64_t size,                         \
+                                            const int64_t *indices, const int32_t *levels, const uint8_t *tops,        \
+                                            int64_t n, int64_t lowest, int64_t raise_by, const lanes_of by,            \
+                                            float offset, int32_t *words, float *units, int64_t *sent,                 \
+                                            float *rounded) {                                                          \
     return round_in_lanes(x, second, size, indices, levels, tops, n, lowest, raise_by, by, offset, words, units, sent, \
                           rounded);                                                                                    \
   }                                                                                                                    \
@@ -58,16 +59,16 @@ EXPORT void ls_tops(const int32_t *words, int64_t n, int64_t stride, int64_t num
   }
 
 VARIANTS(portable, )
-#ifdef STREAMS
+#ifdef X86
 VARIANTS(avx2, AVX2)
 VARIANTS(avx512, AVX512)
 #endif
 
 // The arguments of ls_round, and second values, what ls_tops gave, and how both share words.
-EXPORT int64_t ls_round_both(float *x, const float *second, int64_t size, const int64_t *indices, const int32_t *levels,
-                             const uint8_t *tops, int64_t n, int64_t lowest, int64_t raise_by, float most, int32_t low,
-                             int32_t wide, int32_t parts, float offset, int32_t *words, float *units, int64_t *sent,
-                             float *rounded) {
+EXPORT int64_t ls_round_both(const float *x, const float *second, int64_t size, const int64_t *indices,
+                             const int32_t *levels, const uint8_t *tops, int64_t n, int64_t lowest, int64_t raise_by,
+                             float most, int32_t low, int32_t wide, int32_t parts, float offset, int32_t *words,
+                             float *units, int64_t *sent, float *rounded) {
   const lanes_of by = {most, low, wide, parts};
   return PICK(round_both)(x, second, size, indices, levels, tops, n, lowest, raise_by, by, offset, words, units, sent,
                           rounded);

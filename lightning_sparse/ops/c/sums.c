@@ -25,7 +25,7 @@ INLINE void sums(const float *x, int64_t n, int64_t kind, double level, float bo
   }
 
 VARIANTS(portable, )
-#ifdef STREAMS
+#ifdef X86
 VARIANTS(avx2, AVX2)
 VARIANTS(avx512, AVX512)
 #endif

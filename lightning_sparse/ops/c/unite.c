@@ -85,7 +85,7 @@ INLINE int64_t fewer_portable(int64_t found, uint32_t all, uint32_t some, uint32
   return kept;
 }
 
-#ifdef STREAMS
+#ifdef X86
 AVX512 INLINE int64_t fewer_avx512(int64_t found, uint32_t all, uint32_t some, uint32_t sum, int64_t *places,
                                    uint16_t *said) {
   uint32_t steps[17];
@@ -320,7 +320,7 @@ INLINE int64_t average_pairs(const int32_t *words, int64_t n, int64_t stride, in
   }
 
 VARIANTS(portable, , fewer_portable)
-#ifdef STREAMS
+#ifdef X86
 VARIANTS(avx2, AVX2, fewer_portable)
 VARIANTS(avx512, AVX512, fewer_avx512)
 #endif

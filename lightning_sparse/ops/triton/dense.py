@@ -1,4 +1,4 @@
-"""The passes over whole groups: form the accumulator, and what happens to all of a vector only if a flag is set."""
+"""The passes over whole groups: add the gradient to acc, and what happens to all of a vector only if a flag is set."""
 
 from __future__ import annotations
 
@@ -7,62 +7,62 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_sparse.ops.triton.launch import TILE, Share, launch
+from lightning_sparse.ops.triton.second import TINY, _at, _put
+
+
+@triton.jit
+def _absorb(
+    acc, grad, scale, decay, i, left,
+    SCALED: tl.constexpr, CLEAR: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """``acc = decay acc + grad / scale`` in a tile, where that is finite; return acc, and what it would be."""
+    given = _at(grad, i, left, WHOLE)
+    before = _at(acc, i, left, WHOLE)
+    if SCALED:
+        given = tl.div_rn(given.to(tl.float32), tl.load(scale)).to(grad.dtype.element_ty)
+    formed = before * decay + given.to(tl.float32)
+    x = tl.where(tl.abs(formed) < float("inf"), formed, before)
+    _put(acc, i, x, left, WHOLE)
+    if CLEAR:
+        _put(grad, i, tl.zeros_like(given), left, WHOLE)
+    return x, formed
 
 
 @triton.jit(do_not_specialize=["numel", "per"])
 def _form(
-    acc, residual, grad, words, counts, broken, bound, scale, decay, numel, per,
-    TILE: tl.constexpr, FORM: tl.constexpr, SCALED: tl.constexpr,
+    acc, grad, words, counts, broken, bound, scale, decay, numel, per,
+    TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """``acc = decay residual + grad / scale``, ``grad = 0``; note what reaches the bound, and what is not finite.
+    """Form acc and clear the gradient; note which magnitudes reach the bound, and whether something is not finite.
 
-    Without FORM, acc is only looked at. A tile is 64 words of 32 lanes, so that a row of flags becomes a word.
+    A tile is 64 words of 32 lanes, so that a row of flags becomes a word. Places are counted from the start of a tile,
+    which takes fewer registers. Zeros, and so what lies behind the end, are never noted.
     """
     pid = tl.program_id(0)
     row = tl.arange(0, TILE // 32)
     lane = tl.arange(0, 32)
     places = row[:, None] * 32 + lane[None, :]
-    least = tl.load(bound)
-    tiles = tl.cdiv(numel, TILE)
+    least = tl.maximum(tl.load(bound), TINY)
     found = tl.zeros((TILE // 32, 32), tl.int32)  # added up behind the loop; what is not finite, in the upper half
-    for tile in range(pid * per, tl.minimum((pid + 1) * per, tiles)):
-        i = tile * TILE + places
-        inside = i < numel
-        if FORM:
-            if tile * TILE + TILE <= numel:  # without a mask: 128 bits at once
-                given = tl.load(grad + i)
-                left = tl.load(residual + i)
-                if SCALED:
-                    given = tl.div_rn(given.to(tl.float32), tl.load(scale)).to(grad.dtype.element_ty)
-                x = left * decay + given.to(tl.float32)
-                tl.store(acc + i, x)
-                tl.store(grad + i, tl.zeros_like(given))
-            else:
-                given = tl.load(grad + i, mask=inside, other=0.0)
-                left = tl.load(residual + i, mask=inside, other=0.0)
-                if SCALED:
-                    given = tl.div_rn(given.to(tl.float32), tl.load(scale)).to(grad.dtype.element_ty)
-                x = left * decay + given.to(tl.float32)
-                tl.store(acc + i, x, mask=inside)
-                tl.store(grad + i, tl.zeros_like(given), mask=inside)
-        elif tile * TILE + TILE <= numel:
-            x = tl.load(acc + i)
+    for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
+        start = tile * TILE
+        left = numel - start
+        if left >= TILE:  # without a mask: 128 bits at once
+            x, formed = _absorb(acc + start, grad + start, scale, decay, places, left, SCALED, True, True)
         else:
-            x = tl.load(acc + i, mask=inside, other=0.0)
-        magnitude = tl.abs(x)
-        reached = ((magnitude >= least) & inside).to(tl.int32)
+            x, formed = _absorb(acc + start, grad + start, scale, decay, places, left, SCALED, True, False)
+        reached = (tl.abs(x) >= least).to(tl.int32)
         tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
-        found += reached + (((magnitude < float("inf")).to(tl.int32) ^ 1) << 16)
+        found += reached + (((tl.abs(formed) < float("inf")).to(tl.int32) ^ 1) << 16)
     tl.store(counts + pid, tl.sum(found & 0xFFFF))
     if tl.max(found) > 0xFFFF:
         tl.store(broken, 1)
-    if FORM and pid == 0:
+    if pid == 0:
         tl.store(acc + numel, 0.0)
 
 
 def accumulate_(
     acc: Tensor,
-    residual: Tensor,
     grad: Tensor,
     decay: float,
     scale: Tensor | None,
@@ -71,34 +71,84 @@ def accumulate_(
     broken: Tensor,
     bound: Tensor,
 ) -> None:
-    """Form the accumulator, set the gradient to zero, and note what will probably be picked; 16 bytes a coordinate.
+    """Add the gradient to acc and set it to zero, and note what will probably be picked; 16 bytes a coordinate.
 
     Args:
-        acc: (numel + 1,) float32, overwritten; its last slot with zero.
-        residual: the same, not written to.
+        acc: (numel + 1,) float32, changed in place; a coordinate that would not be finite is left as it is. The last
+            slot becomes zero.
         grad: (numel,) or more, float32, bfloat16 or float16; the first numel become zero.
-        decay: of the residual.
+        decay: of acc.
         scale: () float32 that the gradient is divided by, in its own precision; None: nothing.
-        words: int32, a bit for each coordinate, rounded up to tiles: which magnitudes reach the bound.
+        words: int32, a bit for each coordinate, rounded up to tiles: which magnitudes reach the bound, but
+            for zeros.
         counts: (programs,) int32, how many do so, by program.
-        broken: (1,) int32, set to 1 if something is not finite, else left as it is.
+        broken: (1,) int32, set to 1 if something would not be finite, else left as it is.
         bound: () float32.
     """
     numel = acc.numel() - 1
     share = Share.of(numel)
     launch(
-        _form, share.programs, acc, residual, grad, words, counts, broken, bound, bound if scale is None else scale,
-        decay, numel, share.per, TILE=TILE, FORM=True, SCALED=scale is not None,
+        _form, share.programs, acc, grad, words, counts, broken, bound, bound if scale is None else scale,
+        decay, numel, share.per, TILE=TILE, SCALED=scale is not None,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["numel", "per"])
+def _add(acc, grad, finite, decay, numel, per, TILE: tl.constexpr):
+    pid = tl.program_id(0)
+    i = tl.arange(0, TILE)
+    trouble = tl.zeros((TILE,), tl.int32)
+    for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
+        start = tile * TILE
+        left = numel - start
+        if left >= TILE:
+            _, x = _absorb(acc + start, grad + start, grad, decay, i, left, False, False, True)
+        else:
+            _, x = _absorb(acc + start, grad + start, grad, decay, i, left, False, False, False)
+        trouble |= (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
+    if tl.max(trouble) > 0:
+        tl.store(finite, 0)
+
+
+def add_(acc: Tensor, grad: Tensor, decay: float, finite: Tensor) -> None:
+    """Add the gradient to (numel,) acc, and nothing else; 12 bytes a coordinate in float32.
+
+    Args:
+        acc: as of :func:`accumulate_`, without a slot more.
+        grad: (numel,) float32, bfloat16 or float16, not written to.
+        decay: of acc.
+        finite: () bool, set to False if something would not be finite, else left as it is.
+    """
+    share = Share.of(acc.numel())
+    launch(_add, share.programs, acc, grad, finite, decay, acc.numel(), share.per, TILE=TILE)
+
+
+@triton.jit(do_not_specialize=["numel", "per"])
+def _look(x, words, counts, broken, bound, numel, per, TILE: tl.constexpr):
+    pid = tl.program_id(0)
+    row = tl.arange(0, TILE // 32)
+    lane = tl.arange(0, 32)
+    places = row[:, None] * 32 + lane[None, :]
+    least = tl.load(bound)
+    found = tl.zeros((TILE // 32, 32), tl.int32)
+    for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
+        i = tile * TILE + places
+        if tile * TILE + TILE <= numel:  # noqa: SIM108
+            magnitude = tl.abs(_at(x, i, numel, True))
+        else:
+            magnitude = tl.abs(_at(x, i, numel, False))
+        reached = ((magnitude >= least) & (i < numel)).to(tl.int32)
+        tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
+        found += reached + (((magnitude < float("inf")).to(tl.int32) ^ 1) << 16)
+    tl.store(counts + pid, tl.sum(found & 0xFFFF))
+    if tl.max(found) > 0xFFFF:
+        tl.store(broken, 1)
 
 
 def look(x: Tensor, words: Tensor, counts: Tensor, broken: Tensor, bound: Tensor) -> None:
-    """Note what of (numel,) float32 reaches a bound, as :func:`accumulate_` does; 4 bytes a coordinate."""
+    """Note what of (numel,) float32 reaches a bound, also zeros, as :func:`accumulate_` does; 4 bytes a coordinate."""
     share = Share.of(x.numel())
-    launch(
-        _form, share.programs, x, x, x, words, counts, broken, bound, bound,
-        1.0, x.numel(), share.per, TILE=TILE, FORM=False, SCALED=False,
-    )  # fmt: skip
+    launch(_look, share.programs, x, words, counts, broken, bound, x.numel(), share.per, TILE=TILE)
 
 
 @triton.jit(do_not_specialize=["numel", "per"])
@@ -114,21 +164,6 @@ def fill_if_(x: Tensor, flag: Tensor, value: float) -> None:
     """Fill all of a vector if the () flag is set; otherwise nothing but the flag is read."""
     share = Share.of(x.numel())
     launch(_fill_if, share.programs, x, flag, value, x.numel(), share.per, TILE=TILE)
-
-
-@triton.jit(do_not_specialize=["numel", "per"])
-def _copy_if(target, source, flag, numel, per, TILE: tl.constexpr):
-    if tl.load(flag) != 0:
-        pid = tl.program_id(0)
-        for tile in range(pid * per, (pid + 1) * per):
-            i = tile * TILE + tl.arange(0, TILE)
-            tl.store(target + i, tl.load(source + i, mask=i < numel), mask=i < numel)
-
-
-def copy_if_(target: Tensor, source: Tensor, flag: Tensor) -> None:
-    """Copy a vector if the () flag is set; otherwise nothing but the flag is read."""
-    share = Share.of(target.numel())
-    launch(_copy_if, share.programs, target, source, flag, target.numel(), share.per, TILE=TILE)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ def _number(x: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numel"])
 def _measure(
-    lengths, following, norm, scale, units, numel, beta2, rest,
+    lengths, norm, scale, units, numel, beta2, rest,
     KEEP: tl.constexpr, LONG: tl.constexpr, FAR: tl.constexpr, ACTS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     keep = _number(KEEP)
@@ -41,11 +41,11 @@ def _measure(
     moved = counts & ((length > far * unit) | (far * length < unit))
     anew = moved & (unit > 0) & ACTS
     carry = tl.where(anew, length / tl.where(unit > 0, unit, 1.0), 1.0)
-    tl.store(following, mean)
-    tl.store(following + 1, known)
-    tl.store(following + 2, tl.where(moved, length, unit))
-    tl.store(following + 3, tl.load(lengths + 3) + tl.where(clips, 1.0, 0.0))
-    tl.store(following + 4, tl.load(lengths + 4) + tl.where(anew, 1.0, 0.0))
+    tl.store(lengths, mean)
+    tl.store(lengths + 1, known)
+    tl.store(lengths + 2, tl.where(moved, length, unit))
+    tl.store(lengths + 3, tl.load(lengths + 3) + tl.where(clips, 1.0, 0.0))
+    tl.store(lengths + 4, tl.load(lengths + 4) + tl.where(anew, 1.0, 0.0))
     tl.store(units, tl.where(square < float("inf"), tl.sqrt(share), float("nan")))
     tl.store(units + 1, carry)
     tl.store(units + 2, (_number(1.0) * beta2 + rest) * (carry * carry))
@@ -53,7 +53,6 @@ def _measure(
 
 def measure(
     lengths: Tensor,
-    following: Tensor,
     norm: Tensor,
     scale: Tensor | None,
     units: Tensor,
@@ -67,7 +66,7 @@ def measure(
     """One launch of one program; the arguments are those of :func:`.length.measure`, ``units`` is what it returns."""
     beta2_float = float(np.float32(beta2))
     launch(
-        _measure, 1, lengths, following, norm, lengths if scale is None else scale, units, numel,
+        _measure, 1, lengths, norm, lengths if scale is None else scale, units, numel,
         beta2_float, beta2 - beta2_float, warps=1,
         KEEP=keep, LONG=long, FAR=far, ACTS=acts, SCALED=scale is not None,
     )  # fmt: skip

@@ -17,6 +17,8 @@ from lightning_sparse.ops.triton.launch import TILE, Share, launch
 
 MOST = tl.constexpr(3.4028234663852886e38)
 """The largest float32."""
+TINY = tl.constexpr(1.401298464324817e-45)
+"""The smallest above 0."""
 
 
 class Weighed(NamedTuple):
@@ -77,59 +79,62 @@ def _put(x, i, value, numel, WHOLE: tl.constexpr):
 
 @triton.jit
 def _moments(
-    acc, following, residual, now, grad, scale, units, add, i, numel,
+    acc, second, grad, scale, units, add, i, left,
     SCALED: tl.constexpr, CLEAR: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Form a tile of the accumulator and of the next second moment."""
-    given = _at(grad, i, numel, WHOLE)
+    """Form a tile of accumulator and second moment, where the former is finite; return both, and what it would be."""
+    given = _at(grad, i, left, WHOLE)
     if SCALED:
         given = tl.div_rn(given.to(tl.float32), tl.load(scale)).to(grad.dtype.element_ty)
     take = tl.load(units).to(grad.dtype.element_ty).to(tl.float32)
     given = (given.to(tl.float32) * take).to(grad.dtype.element_ty)
     wide = given.to(tl.float32)
-    x = wide + _at(residual, i, numel, WHOLE) * tl.load(units + 1)
-    second = _at(now, i, numel, WHOLE) * tl.load(units + 2) + (wide * add) * wide
-    second = tl.where(second > MOST, MOST, second)  # squares overflow where gradients do not
-    _put(acc, i, x, numel, WHOLE)
-    _put(following, i, second, numel, WHOLE)
+    before = _at(acc, i, left, WHOLE)
+    formed = wide + before * tl.load(units + 1)
+    finite = tl.abs(formed) < float("inf")
+    x = tl.where(finite, formed, before)
+    _put(acc, i, x, left, WHOLE)
+    before = _at(second, i, left, WHOLE)
+    moment = before * tl.load(units + 2) + (wide * add) * wide
+    moment = tl.where(moment > MOST, MOST, moment)  # squares overflow where gradients do not
+    moment = tl.where(finite, moment, before)
+    _put(second, i, moment, left, WHOLE)
     if CLEAR:
-        _put(grad, i, tl.zeros_like(given), numel, WHOLE)
-    return x, second
+        _put(grad, i, tl.zeros_like(given), left, WHOLE)
+    return x, moment, formed
 
 
 @triton.jit(do_not_specialize=["numel", "per"])
 def _weigh(
-    acc, following, residual, now, grad, words, counts, broken, bound, scale, power, by, units, add, damping,
-    numel, per,
+    acc, second, grad, words, counts, broken, bound, scale, power, by, units, add, damping, numel, per,
     EPS: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Form all, clear the gradient, and note which scores reach the bound, as ``triton_dense._form`` does."""
+    """Form both, clear the gradient, and note which scores reach the bound, as ``triton_dense._form`` does."""
     pid = tl.program_id(0)
     row = tl.arange(0, TILE // 32)
     lane = tl.arange(0, 32)
-    places = row[:, None] * 32 + lane[None, :]
-    reach = tl.load(bound)
+    i = row[:, None] * 32 + lane[None, :]
+    reach = tl.maximum(tl.load(bound), TINY)
     least = _least(power, EPS)
     damp = _damp(power, damping)
-    found = 0
-    trouble = 0
+    found = tl.zeros((TILE // 32,), tl.int32)  # added up behind the loop; what is not finite, in the upper half
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
-        i = tile * TILE + places
-        if tile * TILE + TILE <= numel:
-            x, second = _moments(acc, following, residual, now, grad, scale, units, add, i, numel, SCALED, True, True)
+        start = tile * TILE
+        left = numel - start
+        vectors = acc + start, second + start, grad + start
+        if left >= TILE:
+            x, moment, formed = _moments(*vectors, scale, units, add, i, left, SCALED, True, True)
         else:
-            x, second = _moments(acc, following, residual, now, grad, scale, units, add, i, numel, SCALED, True, False)
-        magnitude = tl.abs(_score(x, second, least, damp))
-        reached = ((magnitude >= reach) & (i < numel)).to(tl.int32)
+            x, moment, formed = _moments(*vectors, scale, units, add, i, left, SCALED, True, False)
+        reached = (tl.abs(_score(x, moment, least, damp)) >= reach).to(tl.int32)
         tl.store(words + tile * (TILE // 32) + row, tl.sum(reached << lane[None, :], axis=1))
-        found += tl.sum(reached)
-        trouble += tl.sum((tl.abs(x) < float("inf")).to(tl.int32) ^ 1)
-    tl.store(counts + pid, found)
-    if trouble > 0:
+        found += tl.sum(reached + (((tl.abs(formed) < float("inf")).to(tl.int32) ^ 1) << 16), axis=1)
+    tl.store(counts + pid, tl.sum(found & 0xFFFF))
+    if tl.max(found) > 0xFFFF:
         tl.store(broken, 1)
     if pid == 0:
         tl.store(acc + numel, 0.0)
-        tl.store(following + numel, 0.0)
+        tl.store(second + numel, 0.0)
         tl.store(by, least)
         tl.store(by + 1, damp)
 
@@ -137,8 +142,6 @@ def _weigh(
 def weigh_(
     acc: Tensor,
     weighed: Weighed,
-    residual: Tensor,
-    now: Tensor,
     grad: Tensor,
     scale: Tensor | None,
     power: Tensor,
@@ -154,51 +157,63 @@ def weigh_(
     """Form accumulator and second moment, clear the gradient, and note what will probably be picked; 24 bytes each.
 
     Args:
-        acc: (numel + 1,) float32, overwritten; its last slot with zero.
-        weighed: overwritten, the last slot of the second moments with zero.
-        residual: as acc, not written to.
-        now: second moments so far, not written to.
+        acc: (numel + 1,) float32, changed in place; a coordinate that would not be finite is left as it is, and so is
+            its second moment. The last slot becomes zero.
+        weighed: second moments are changed in place, the last slot becomes zero; the numbers are overwritten.
         grad: (numel,) or more, float32, bfloat16 or float16; the first numel become zero.
         scale: () float32 that the gradient is divided by, in its own precision; None: nothing.
         power: () float64 ``beta2^t``, with t the number of the step from 1.
-        units: (3,) float32 ``take``, ``carry`` and ``keep``: by which gradient, residual and second moments are
-            multiplied.
+        units: (3,) float32 ``take``, ``carry`` and ``keep``: by which gradient, acc and second moments are multiplied.
         beta2: decay of the second moment.
         eps: Adam's.
         damping: what sums are multiplied by before their squares are added, a number of float32.
-        words: int32, a bit for each coordinate, rounded up to tiles: which scores reach the bound.
+        words: int32, a bit for each coordinate, rounded up to tiles: which scores reach the bound, but for
+            zeros.
         counts: (programs,) int32, how many do so, by program.
-        broken: (1,) int32, set to 1 if some of acc is not finite, else left as it is.
+        broken: (1,) int32, set to 1 if some of acc would not be finite, else left as it is.
         bound: () float32.
     """
     numel = acc.numel() - 1
     share = Share.of(numel)
     launch(
-        _weigh, share.programs, acc, weighed.second, residual, now, grad, words, counts, broken, bound,
+        _weigh, share.programs, acc, weighed.second, grad, words, counts, broken, bound,
         bound if scale is None else scale, power, weighed.by, units, 1 - beta2, damping, numel, share.per,
         EPS=eps, TILE=TILE, SCALED=scale is not None,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["numel", "per"])
-def _form_moments(acc, following, residual, now, grad, units, add, numel, per, TILE: tl.constexpr):
+def _form_moments(acc, second, grad, units, finite, add, numel, per, TILE: tl.constexpr):
     pid = tl.program_id(0)
+    i = tl.arange(0, TILE)
+    trouble = tl.zeros((TILE,), tl.int32)
     for tile in range(pid * per, tl.minimum((pid + 1) * per, tl.cdiv(numel, TILE))):
-        i = tile * TILE + tl.arange(0, TILE)
-        if tile * TILE + TILE <= numel:
-            _moments(acc, following, residual, now, grad, grad, units, add, i, numel, False, False, True)
+        start = tile * TILE
+        left = numel - start
+        vectors = acc + start, second + start, grad + start
+        if left >= TILE:
+            _, _, x = _moments(*vectors, grad, units, add, i, left, False, False, True)
         else:
-            _moments(acc, following, residual, now, grad, grad, units, add, i, numel, False, False, False)
+            _, _, x = _moments(*vectors, grad, units, add, i, left, False, False, False)
+        trouble |= (tl.abs(x) < float("inf")).to(tl.int32) ^ 1
+    if tl.max(trouble) > 0:
+        tl.store(finite, 0)
 
 
-def form_(
-    acc: Tensor, following: Tensor, residual: Tensor, now: Tensor, grad: Tensor, units: Tensor, beta2: float
-) -> None:
-    """Form accumulator and second moment of (numel,) vectors, and nothing else; 20 bytes a coordinate in float32."""
+def form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float, finite: Tensor) -> None:
+    """Form accumulator and second moment of (numel,) vectors, and nothing else; 20 bytes a coordinate in float32.
+
+    Args:
+        acc: as of :func:`weigh_`, without a slot more.
+        second: as acc.
+        grad: (numel,) float32, bfloat16 or float16, not written to.
+        units: as of :func:`weigh_`.
+        beta2: decay of the second moment.
+        finite: () bool, set to False if some of acc would not be finite, else left as it is.
+    """
     share = Share.of(acc.numel())
     launch(
-        _form_moments, share.programs, acc, following, residual, now, grad, units, 1 - beta2, acc.numel(), share.per,
-        TILE=TILE,
+        _form_moments, share.programs, acc, second, grad, units, finite, 1 - beta2, acc.numel(), share.per, TILE=TILE
     )  # fmt: skip
 
 

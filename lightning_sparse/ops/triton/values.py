@@ -36,7 +36,7 @@ def _top(code):
 
 @triton.jit(do_not_specialize=["slots", "most", "raise_by", "n", "most_parts"])
 def _round(
-    acc, second, indices, levels, lowest, words, lanes, units, slots, most, raise_by, n, most_parts, offset,
+    acc, second, indices, levels, lowest, words, taken, units, slots, most, raise_by, n, most_parts, offset,
     LOW: tl.constexpr, WIDE: tl.constexpr, RANKS: tl.constexpr, PICKS: tl.constexpr,
 ):  # fmt: skip
     """Values, with LOW > 0 above as many bits of second values, in words of one (WIDE) or two coordinates."""
@@ -58,7 +58,7 @@ def _round(
         parts = tl.where(parts > limit, limit, tl.where(parts < -limit, -limit, parts))
         # To the nearest integer, of two the even one: behind the point of 1.5 * 2**23 there is nothing left.
         lane = tl.where(parts == parts, (parts + 12582912.0) - 12582912.0, 0.0).to(tl.int32)
-        tl.store(lanes + slot, lane.to(tl.int16), mask=inside)
+        tl.store(taken + slot, lane.to(tl.float32) * unit, mask=inside)
         tl.store(units + slot, unit, mask=inside)
         if LOW > 0:
             top = _top(tl.load(levels + slots + slot, mask=inside, other=0))
@@ -89,8 +89,8 @@ def _divisor(sum_of_parts, code, value, power, damping, n, most_parts, EPS: tl.c
 
 
 @triton.jit(do_not_specialize=["slots", "n", "numel", "most_parts"])
-def _settle(
-    acc, grad, indices, words, lanes, units, trouble, scale, values, void, codes, power, divisor,
+def _average(
+    grad, indices, words, units, trouble, scale, values, rounding, void, codes, power, divisor,
     slots, n, numel, most_parts, damping, largest,
     LOW: tl.constexpr, WIDE: tl.constexpr, EPS: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr,
     PICKS: tl.constexpr,
@@ -113,25 +113,41 @@ def _settle(
     if NARROW:
         given = tl.where(given > largest, largest, tl.where(given < -largest, -largest, given))
     given = given.to(grad.dtype.element_ty)
-    live = inside & (place < numel)
-    tl.store(grad + place, given, mask=live)
-    tl.store(values + slot, value, mask=inside)
+    tl.store(grad + place, given, mask=inside & (place < numel))
+    handed = given.to(tl.float32)
+    checked = handed
+    if SCALED:
+        handed = tl.div_rn(handed, tl.load(scale))
+    tl.store(values + slot, handed, mask=inside)
+    if NARROW:
+        tl.store(rounding + slot, value - handed, mask=inside)
+        checked = value
     if LOW > 0:
         code = tl.load(codes + slot, mask=inside, other=0)
-        tl.store(divisor + place, _divisor(below, code, value, power, damping, n, most_parts, EPS), mask=live)
-    lane = tl.load(lanes + slot, mask=inside, other=0).to(tl.float32)
-    left = tl.load(acc + place, mask=live, other=0.0)
-    left = tl.where(lane != 0, left - lane * unit, left)
-    checked = given.to(tl.float32)
-    if NARROW:
-        sent = checked
-        if SCALED:
-            sent = tl.div_rn(checked, tl.load(scale))
-        left = left + (value - sent)
-        checked = value
-    tl.store(acc + place, left, mask=live)
+        tl.store(divisor + slot, _divisor(below, code, value, power, damping, n, most_parts, EPS), mask=inside)
     if tl.sum((inside & ((tl.abs(checked) < float("inf")) == 0)).to(tl.int32)) > 0:
         tl.store(void, 1)
+
+
+@triton.jit(do_not_specialize=["slots", "numel"])
+def _subtract_at(
+    x, indices, values, skipped, slots, numel,
+    EMPTY: tl.constexpr, DECIDED: tl.constexpr, PICKS: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0) * PICKS + tl.arange(0, PICKS)
+    live = slot < slots
+    if not DECIDED:
+        live &= tl.load(skipped) == 0
+    place = tl.load(indices + slot, mask=live, other=0)
+    live &= place < numel
+    if EMPTY:
+        tl.store(x + place, tl.zeros((PICKS,), x.dtype.element_ty), mask=live)
+    else:
+        before = tl.load(indices + slot - 1, mask=live & (slot > 0), other=-1)
+        value = tl.load(values + slot, mask=live, other=0.0)
+        live &= (place != before) & (value != 0)
+        left = tl.load(x + place, mask=live, other=0.0)
+        tl.store(x + place, left - value, mask=live)
 
 
 class Beside(NamedTuple):
@@ -149,8 +165,6 @@ class Beside(NamedTuple):
     """Added before second values are rounded down, in [0, 1); each rank has its own."""
     power: Tensor
     """() float64 ``beta2^t``."""
-    divisor: Tensor
-    """(numel + 1,) float32, written to where averages arrive."""
     eps: float
     damping: float
     """What averages are multiplied by before their squares are added."""
@@ -161,10 +175,10 @@ class Rounded(NamedTuple):
 
     words: Tensor
     """int32, ((u + 1) // 2,) pairs of integers or (u,) integers, to be added up over ranks."""
-    lanes: Tensor
-    """(u,) int16 the integers of values."""
+    taken: Tensor
+    """(u,) float32 what of the values they stand for."""
     units: Tensor
-    """(u,) float32 what they are multiples of."""
+    """(u,) float32 what that is a multiple of."""
 
 
 def round_to_lanes(
@@ -184,18 +198,28 @@ def round_to_lanes(
     slots = indices.numel()
     low, wide, parts = (0, False, 0) if beside is None else (beside.low, beside.wide, beside.parts)
     words = levels.new_empty(slots if wide else (slots + 1) // 2)
-    lanes, units = levels.new_empty(slots, dtype=torch.int16), acc.new_empty(slots)
+    taken, units = acc.new_empty(slots), acc.new_empty(slots)
     second, offset = (acc, 0.0) if beside is None else (beside.second, beside.offset)
     raise_by = max(0, most.bit_length() - 7)
     launch(
-        _round, -(-words.numel() // PICKS), acc, second, indices, levels, lowest, words, lanes, units, slots, most,
+        _round, -(-words.numel() // PICKS), acc, second, indices, levels, lowest, words, taken, units, slots, most,
         raise_by, n, parts, offset, LOW=low, WIDE=wide, RANKS=MOST_RANKS, PICKS=PICKS, warps=4,
     )  # fmt: skip
-    return Rounded(words, lanes, units)
+    return Rounded(words, taken, units)
 
 
-def settle_(
-    acc: Tensor,
+class Average(NamedTuple):
+    """Averages at the union, which are in the gradient, too."""
+
+    values: Tensor
+    """(u,) float32 what the gradient got, without the scale."""
+    rounding: Tensor | None
+    """(u,) float32 what the gradient's dtype has lost; None: nothing."""
+    divisor: Tensor | None
+    """(u,) float32 what averages are divided by, where second values travel."""
+
+
+def average_(
     grad: Tensor,
     indices: Tensor,
     total: Tensor,
@@ -204,13 +228,13 @@ def settle_(
     scale: Tensor | None,
     void: Tensor,
     n: int,
+    numel: int,
     codes: Tensor | None = None,
     beside: Beside | None = None,
-) -> Tensor:
-    """Put the average into the gradient, which is zero elsewhere, and leave in acc what did not travel.
+) -> Average:
+    """Put the average into the gradient, which is zero elsewhere.
 
     Args:
-        acc: (numel + 1,) float32.
         grad: (numel,) or more, float32, bfloat16 or float16.
         indices: (u,) int64 different coordinates, and numel.
         total: sums of :attr:`Rounded.words` over ranks.
@@ -219,21 +243,32 @@ def settle_(
         scale: () float32 of the loss, or None.
         void: () uint8, set to 1 if an average is not finite.
         n: number of ranks.
+        numel: length of the group.
         codes: (u,) int32 largest code that was told, where second values travel.
         beside: second values.
-
-    Returns:
-        (u,) float32 averages without the scale.
     """
-    slots, values = indices.numel(), acc.new_empty(indices.numel())
-    adam = (trouble, trouble, acc) if beside is None else (codes, beside.power, beside.divisor)
+    units, narrow = rounded.units, grad.dtype != torch.float32
+    slots, values = indices.numel(), torch.empty_like(units)
+    rounding = torch.empty_like(units) if narrow else None
+    divisor = None if beside is None else torch.empty_like(units)
+    adam = (trouble, trouble, units) if beside is None else (codes, beside.power, divisor)
     low, wide, parts, eps, damping = (0, False, 0, 0.0, 1.0)
     if beside is not None:
         low, wide, parts, eps, damping = beside.low, beside.wide, beside.parts, beside.eps, beside.damping
     launch(
-        _settle, -(-slots // PICKS), acc, grad, indices, total, rounded.lanes, rounded.units, trouble,
-        trouble if scale is None else scale, values, void, *adam, slots, n, acc.numel() - 1, parts, damping,
-        torch.finfo(grad.dtype).max, LOW=low, WIDE=wide, EPS=eps, SCALED=scale is not None,
-        NARROW=grad.dtype != acc.dtype, PICKS=PICKS, warps=4,
+        _average, -(-slots // PICKS), grad, indices, total, units, trouble, trouble if scale is None else scale,
+        values, values if rounding is None else rounding, void, *adam, slots, n, numel, parts, damping,
+        torch.finfo(grad.dtype).max, LOW=low, WIDE=wide, EPS=eps, SCALED=scale is not None, NARROW=narrow,
+        PICKS=PICKS, warps=4,
     )  # fmt: skip
-    return values
+    return Average(values, rounding, divisor)
+
+
+def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
+    """As :func:`.device_settle.subtract_at_`, which says it in words."""
+    slots = indices.numel()
+    launch(
+        _subtract_at, -(-slots // PICKS), x, indices, x if values is None else values,
+        x if skipped is None else skipped, slots, x.numel() - 1, EMPTY=values is None, DECIDED=skipped is None,
+        PICKS=PICKS, warps=4,
+    )  # fmt: skip

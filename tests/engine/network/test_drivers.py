@@ -58,8 +58,7 @@ class Groups:
 
     def finish(self, results: list[Any]) -> tuple[Any, ...]:
         """Everything that a step leaves behind on this rank."""
-        self.states, made = (list(part) for part in zip(*results, strict=True))
-        statistics = [each.statistics for each in made]
+        self.states, statistics = (list(part) for part in zip(*results, strict=True))
         seen = [(s.counts, s.union, s.indices, s.threshold, s.bytes_sent) for s in statistics]
         residuals = [ls.Residual().residual(state.memory).clone() for state in self.states]
         return (*self.grads, *seen, *residuals, *(state[1:] for state in self.states))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 
 import lightning_sparse as ls
 from lightning_sparse.core.messages import Steps, resolve
-from lightning_sparse.core.step import Context, Selection
+from lightning_sparse.core.step import Context, Selection, Update
+from lightning_sparse.engine.network.drivers import drive_ranks
 from lightning_sparse.methods.exchanges.packed_union import _classes, _read, _tell, pack, unpack
-from lightning_sparse.ops import compiled
+from lightning_sparse.ops import compiled, subtract_at_
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.form import Form
 from tests.lockstep import Outcome, Ranks
@@ -310,3 +312,40 @@ def test_nothing_selected_in_the_first_step_of_a_thread() -> None:
 
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(run).result(30) == [0.0] * 50
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_a_rank_has_sent_is_listed_and_its_accumulator_stays(dtype: torch.dtype, beside: bool) -> None:
+    """Where shapes are static, too: there, places of what is not sent hold the padding index."""
+    n, numel = 3, 500
+    accs = torch.randn(n, numel + 1, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    accs[:, ::50] *= 1e-9  # rounded to zero
+    accs[:, numel] = 0
+    exchange, picks = ls.PackedUnion(), torch.arange(0, numel, 10)
+
+    def updates() -> list[Update]:
+        given = accs.clone()
+        coroutines = []
+        for rank, acc in enumerate(given):
+            ctx = Context(0, 0.1, rank, n, second=acc.square() if beside else None)
+            coroutines.append(exchange(acc, Selection(picks, torch.tensor(len(picks)), aligned=True), ctx))
+        made = drive_ranks(coroutines)  # type: ignore[arg-type]
+        assert torch.equal(given, accs)
+        return list(made)
+
+    for with_padding in (False, True):
+        with static_path() if with_padding else nullcontext():
+            made = updates()
+        total = torch.zeros(numel + 1, dtype=dtype)
+        for acc, update in zip(accs, made, strict=True):
+            assert update.sent is not None and update.sent_values is not None
+            sent = update.sent < numel
+            assert bool(sent.all()) != with_padding
+            assert bool(update.sent_values[sent].all()) and not update.sent_values[~sent].any()
+            assert torch.equal(update.sent[sent], update.sent[sent].unique())
+            left = acc.clone()
+            subtract_at_(left, update.sent, update.sent_values)
+            assert float(left[picks].abs().max()) < 0.05 * float(acc[picks].abs().max())
+            total.index_add_(0, update.sent[sent], update.sent_values[sent])
+        torch.testing.assert_close(made[0].values * n, total[made[0].indices])

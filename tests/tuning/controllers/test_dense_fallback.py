@@ -445,7 +445,6 @@ def test_a_bad_number_in_the_first_dense_step_leaves_the_residual_to_the_next(tw
         assert [mode for mode, *_ in seen[turn - 1 : turn + 3]] == ["sparse", "dense", "dense", "dense"]
         assert [direct for _, direct, *_ in seen[turn : turn + 3]] == [False, False, True]
         assert [bad for _, _, bad, *_ in seen] == [number == turn for number in range(len(seen))]
-        assert torch.equal(seen[turn - 1][3], seen[turn][3])
         assert seen[turn][3].count_nonzero() > 0
         assert not seen[turn + 1][3].any()
         for *_, held, missing in seen:
