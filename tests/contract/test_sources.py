@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.api.attach import sizes_of
 from lightning_sparse.core.layout import flattened
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.methods.grouping import ParameterSize, make_plan
+from lightning_sparse.engine.state.state import Shard
+from lightning_sparse.methods.grouping import make_plan
 from tests.ranks import Ranks
 from tests.sums import SIZES, gradient
 
@@ -59,8 +61,7 @@ class AtTheEnd:
         self.module = module
         self.parameters = dict(module.named_parameters())
         settings = ls.SparsificationConfig(**{**OPTIONS, **options})
-        sizes = [ParameterSize(name, p.numel(), 4, name, p.dim()) for name, p in reversed(self.parameters.items())]
-        plan = make_plan(sizes, settings.grouping, settings.rules, 1.0)
+        plan = make_plan(sizes_of(self.parameters), settings.grouping, settings.rules, 1.0)
         device = torch.device("cpu")
         self.engine = Engine(plan, self.parameters, settings, comm, device, watch_usage=True, shards=shards)
 
@@ -235,9 +236,10 @@ def test_averages_are_those_of_the_source_in_ddp_and_come_a_step_later(two_ranks
 WHOLE = {"first": 301, "second": 21, "third": 299, "fourth": 7}
 
 
-def shard_of(name: str, half: int) -> tuple[int, int, int]:
-    length = -(-WHOLE[name] // 2)
-    return (0, length, WHOLE[name]) if half == 0 else (length, WHOLE[name] - length, WHOLE[name])
+def shard_of(name: str, half: int) -> Shard:
+    numel = WHOLE[name]
+    length = -(-numel // 2)
+    return Shard(0, length, numel) if half == 0 else Shard(length, numel - length, numel)
 
 
 def train_shards() -> list[dict[str, Any]]:
@@ -245,7 +247,7 @@ def train_shards() -> list[dict[str, Any]]:
     half, replica = divmod(dist.get_rank(), 2)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     module = Layers({name: (shard_of(name, half)[1],) for name in WHOLE})
-    shards = {name: ls_shard(name, half) for name in WHOLE}
+    shards = {name: shard_of(name, half) for name in WHOLE}
     source = AtTheEnd(module, network(groups[half]), shards)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     for _ in range(6):
@@ -260,12 +262,6 @@ def train_shards() -> list[dict[str, Any]]:
     found = {name: whole.engine.residual(name).clone() for name in WHOLE}
     whole.close()
     return [{"half": half, "state": state, "weights": weights, "notes": notes, "found": found}]
-
-
-def ls_shard(name: str, half: int) -> Any:
-    from lightning_sparse.engine.state.state import Shard
-
-    return Shard(*shard_of(name, half))
 
 
 @pytest.fixture(scope="module")
