@@ -3,10 +3,10 @@
 A source calls ``engine.router``, on all ranks in the same order:
 
 - ``begin_step()`` when the first gradients of a backward are here; ``arrive`` does so by itself;
-- ``arrive(gradients)`` with flat gradients by name of the parameter. Groups whose last gradient has come
-  begin to work. Averages take the place of the gradients;
-- ``finish(gradients, mark)`` with the last ones. Averages are in their places when it returns. ``mark(skipped, unused)``
-  is called before: it puts NaN into gradients if the step is skipped;
+- ``arrive(gradients)`` with flat gradients by name of the parameter. Groups whose last gradient has come begin to work.
+  Averages take the place of the gradients;
+- ``finish(gradients, mark)`` with the last ones. Averages are in their places when it returns. Before that,
+  ``mark(skipped, unused)`` is called: it puts NaN into gradients if the step is skipped;
 - ``finish(..., late=True)`` where optimizers get these averages at a later step, and ``hand_over()`` when they are in
   ``.grad``. Until then, states hold them as pending;
 - ``unused`` names the parameters that no rank used in the latest backward, and whose gradients nobody has touched;

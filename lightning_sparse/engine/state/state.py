@@ -235,7 +235,8 @@ def _anew(group: GroupReducer) -> str:
 
 def _numel(group: GroupReducer, name: str) -> int:
     span = group.spans[name]
-    return span.stop - span.start
+    numel: int = span.stop - span.start
+    return numel
 
 
 def _remembered(group: GroupReducer, name: str) -> dict[str, Tensor]:
