@@ -18,7 +18,8 @@ from lightning_sparse.core.step import Context, GroupState, Selection, Update
 from lightning_sparse.engine import pipeline
 from lightning_sparse.engine.metrics import Statistics
 from lightning_sparse.engine.network import drive_ranks
-from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
+from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.methods.exchanges import Exchange, as_exchange
 from lightning_sparse.methods.memory import Memory, Residual
 from lightning_sparse.methods.sparsifiers import Sparsifier
@@ -60,6 +61,8 @@ class Outcome(NamedTuple):
     """(numel,) residuals after the step."""
     states: list[GroupState]
     statistics: list[Statistics]
+    divisors: list[Tensor | None]
+    """(u,) numbers that averages are divided by."""
 
 
 class Ranks:
@@ -103,7 +106,7 @@ class Ranks:
         with patch.object(pipeline, "DENSE", self._watched(pipeline.DENSE)):
             done = drive_ranks([strict(self._steps(rank, row)) for rank, row in enumerate(gradients)])
         number, self.steps = self.steps, self.steps + 1
-        grads, states, statistics, seen = zip(*done, strict=True)
+        grads, states, proposed, seen = zip(*done, strict=True)
         self.states = list(states)
         accs, selections, updates = zip(*seen, strict=True)
         return Outcome(
@@ -116,17 +119,18 @@ class Ranks:
             averages=torch.stack(grads),
             after=self.residuals(),
             states=self.states,
-            statistics=list(statistics),
+            statistics=[made.statistics for made in proposed],
+            divisors=[made.divisor for made in proposed],
         )
 
-    def _steps(self, rank: int, row: Tensor) -> Steps[tuple[Tensor, GroupState, Statistics, Any]]:
+    def _steps(self, rank: int, row: Tensor) -> Steps[tuple[Tensor, GroupState, Proposed, Any]]:
         grad = row.clone()
         ctx = Context(step=self.steps, density=self.density, rank=rank, world_size=self.n)
         exchange = self._watched(self.exchange)
-        state, statistics = yield from reduce_group(
-            grad, self.states[rank], ctx, memory=self.memory, sparsifier=self.sparsifier, exchange=exchange
-        )
-        return grad, state, statistics, self._seen.pop(rank)
+        parts: dict[str, Any] = {"memory": self.memory, "sparsifier": self.sparsifier, "exchange": exchange}
+        proposed = yield from exchange_group(grad, self.states[rank], ctx, **parts)
+        state = settle_group(self.states[rank], proposed, proposed.void, self.memory)
+        return grad, state, proposed, self._seen.pop(rank)
 
     def _watched(self, exchange: Exchange) -> Any:
         """The same exchange; what it is given and gives is noted by rank."""

@@ -150,7 +150,6 @@ def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> N
         assert not optimizer.state
 
 
-
 def on_device(*shape: int) -> Tensor:
     return torch.ones(shape, device=CUDA)
 

@@ -445,11 +445,15 @@ def test_an_old_average_is_neither_sent_again_nor_changed(two_ranks: Ranks) -> N
 
 def poisoned(
     executor: str, bad: float, options: dict[str, Any], layer: str | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Three steps at fixed parameters; in the second one rank 1 has a bad number in its input, or in one gradient."""
+) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Three steps at fixed parameters; in the second one rank 1 has a bad number in its input, or in one gradient.
+
+    Returns:
+        Averages and residuals after each step, and this rank's own gradient in the second one.
+    """
     ddp, engine = wrapped("default", executor=executor, density=0.05, **options)
     assert engine is not None
-    grads, residuals = [], []
+    grads, residuals, own = [], [], torch.empty(0)
     for step, batch in enumerate(batches(3)):
         hook = None
         if step == 1 and dist.get_rank() == 1:
@@ -459,24 +463,28 @@ def poisoned(
                 weight = getattr(ddp.module, layer).weight
                 hook = weight.register_hook(lambda grad: grad * bad)
         ddp.zero_grad()
+        if step == 1:
+            alone = torch.autograd.grad(ddp.module(batch).square().mean(), list(ddp.module.parameters()))
+            own = torch.cat([grad.flatten() for grad in alone])
         ddp(batch).square().mean().backward()
         if hook is not None:
             hook.remove()
         grads.append(torch.cat([p.grad.flatten() for p in ddp.parameters()]))
         residuals.append(torch.cat([engine.residual(name) for name, _ in ddp.module.named_parameters()]).clone())
     engine.close()
-    return grads, residuals
+    return grads, residuals, own
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("executor", ["inline", "thread"])
 def test_a_bad_number_on_one_rank_voids_the_step_on_all(two_ranks: Ranks, executor: str, bad: float) -> None:
     for options in ({"sparsifier": "topk"}, {"sparsifier": "exdyna"}, {"sparsifier": ls.HardThreshold(1e-3)}):
-        for grads, residuals in two_ranks(poisoned, executor, bad, options):
+        for grads, residuals, own in two_ranks(poisoned, executor, bad, options):
             assert grads[0].isfinite().all()
             assert grads[1].isnan().all()
             assert grads[2].isfinite().all()
-            assert all(residual.isfinite().all() for residual in residuals)
+            assert torch.equal(residuals[1], residuals[0] + own.where(own.isfinite(), 0.0))
+            assert residuals[2].isfinite().all()
 
 
 def kept_dense() -> tuple[Tensor, Tensor, list[tuple[str, bool]], float]:

@@ -20,8 +20,8 @@ from lightning_sparse.core.messages import AllGather
 from lightning_sparse.engine import executor as executors
 from lightning_sparse.engine.header import Header, digest_of
 from lightning_sparse.engine.network import TorchCollective, drive_ranks, process_group, together
-from lightning_sparse.engine.skip import SkipFlag
-from lightning_sparse.engine.state.versions import Counts
+from lightning_sparse.engine.skip import Decision
+from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.exchanges import GatherPairs
 from tests.covering import covering, in_turns
 from tests.engine.test_engine import balance, batches, poisoned, train, unused, wrapped
@@ -258,11 +258,14 @@ def test_unused_parameters_are_the_same_to_groups_that_travel_by_themselves(two_
 def test_a_bad_number_in_one_of_many_groups_voids_the_step(two_ranks: Ranks, messages: str) -> None:
     for options in ({"sparsifier": "union_topk"}, {"sparsifier": "topk", "exchange": "tree"}):
         many = {**options, "grouping": "layer", "messages": messages}
-        for grads, residuals in two_ranks(poisoned, "thread", float("nan"), many, "head"):
+        answers = two_ranks(poisoned, "thread", float("nan"), many, "head")
+        for grads, residuals, own in answers:
             assert grads[0].isfinite().all()
             assert grads[1].isnan().all()
             assert grads[2].isfinite().all()
-            assert torch.equal(residuals[0], residuals[1])
+            assert torch.equal(residuals[1], residuals[0] + own.where(own.isfinite(), 0.0))
+        assert [bool(own.isfinite().all()) for *_, own in answers] == [True, False]
+        assert all(own.isfinite().any() for *_, own in answers)
 
 
 # ---- Errors
@@ -322,15 +325,15 @@ class OneRankFails(ls.Constant):
         return super().__call__(step)
 
 
-class DoesNotCommit(ls.Residual):
-    """A memory that fails on one rank when the step is concluded."""
+class DoesNotSettle(ls.Residual):
+    """A memory that fails on one rank when the step is settled."""
 
     fails: ClassVar[bool] = False
 
-    def commit(self, *args: Any) -> Any:
+    def settle_(self, *args: Any) -> None:
         if self.fails:
             raise ArithmeticError("in a memory")
-        return super().commit(*args)
+        super().settle_(*args)
 
 
 def failing_locally(where: str, options: dict[str, Any]) -> tuple[str, list[str], bool]:
@@ -343,7 +346,7 @@ def failing_locally(where: str, options: dict[str, Any]) -> tuple[str, list[str]
     for number, batch in enumerate(batches(4)):
         if number == 1 and dist.get_rank() == 1:
             model.trunk.bias.requires_grad_(True)
-            DoesNotCommit.fails = True
+            DoesNotSettle.fails = True
         begin = time.monotonic()
         try:
             ddp(batch).square().mean().backward()
@@ -355,7 +358,7 @@ def failing_locally(where: str, options: dict[str, Any]) -> tuple[str, list[str]
 
 FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "schedule": ({"density": OneRankFails(0.05)}, "in backward"),
-    "memory": ({"memory": DoesNotCommit()}, "in backward"),
+    "memory": ({"memory": DoesNotSettle()}, "in settling the step"),
     "thawed": ({}, "before the first exchange"),
 }
 
@@ -375,25 +378,25 @@ def test_nobody_waits_for_a_rank_that_fails_beside_its_exchange(where: str, mess
 
 
 def drifting(what: str, options: dict[str, Any]) -> tuple[str, int, bool]:
-    """What a rank that has drifted apart and the others are told, the steps that count, and whether residuals stay."""
+    """What a rank that has drifted apart and the others are told, the steps that count, and whether nothing is lost."""
     ddp, engine = wrapped("default", density=0.05, **options)
     assert engine is not None
     first, second = batches(2)
     ddp(first).square().mean().backward()
-    before = {name: engine.residual(name).clone() for name in engine.parameters}
+    before = [engine.residual(name).clone() for name in engine.parameters]
+    own = torch.autograd.grad(ddp.module(second).square().mean(), list(engine.parameters.values()))
+    ddp.zero_grad()
     if dist.get_rank() == 1:
         if what == "step":
-            version = engine._record.latest
-            engine._record.history = engine._record.history._replace(
-                latest=version._replace(start=Counts(7), skipped=None), before=None
-            )
+            engine._record.restart(Counts(7))
         else:
             engine._reducer._digest += 1
     try:
         ddp(second).square().mean().backward()
     except RuntimeError as error:
-        same = all(torch.equal(engine.residual(name), residual) for name, residual in before.items())
-        return str(error), engine.step, same
+        after = [engine.residual(name) for name in engine.parameters]
+        kept = all(torch.equal(x, y + grad.flatten()) for x, y, grad in zip(after, before, own, strict=True))
+        return str(error), engine.step, kept and engine.state_dict()["absorbed"] == sorted(engine.parameters)
     return "", engine.step, False
 
 
@@ -410,11 +413,11 @@ def test_ranks_that_have_drifted_apart_are_told_before_anything_counts(what: str
         answers = ranks(drifting, what, {"executor": executor, "grouping": "layer"})
     finally:
         ranks.stop()
-    for (message, step, same), expected in zip(answers, (1, 7 if what == "step" else 1), strict=True):
+    for (message, step, kept), expected in zip(answers, (1, 7 if what == "step" else 1), strict=True):
         assert "The ranks have drifted apart: rank 1 and rank 0" in message
         assert DRIFTED[what] in message
         assert step == expected
-        assert same
+        assert kept
 
 
 def test_what_differs_is_named_with_the_ranks_that_differ_from_rank_0() -> None:
@@ -454,9 +457,9 @@ def test_on_a_device_headers_are_checked_where_the_host_hears_whether_a_step_cou
     flag, stream = torch.zeros((), dtype=torch.bool), executors.side_stream(torch.device("cpu"))
     comm = TorchCollective()
     same, different = torch.zeros(2, 4, dtype=torch.int32), torch.eye(2, 4, dtype=torch.int32)
-    assert not bool(SkipFlag(flag, stream, comm.wait_until, same))
+    assert not bool(Decision(flag, stream, comm.wait_until, same))
     before = streams.host_waits
-    skipped = SkipFlag(flag, stream, comm.wait_until, different)
+    skipped = Decision(flag, stream, comm.wait_until, different)
     assert streams.host_waits == before
     with pytest.raises(RuntimeError, match="rank 1 and rank 0 are about to exchange different things"):
         bool(skipped)

@@ -29,8 +29,13 @@ class Twins(nn.Module):
         return y + self.other(x) if both else y
 
 
-def train(memory: ls.Memory, both: list[bool], executor: str) -> tuple[list[tuple[int, int]], Any, Any, Tensor]:
-    """Picks in each layer at each step; the state before the last step and after it; the last average."""
+def train(
+    memory: ls.Memory, both: list[bool], executor: str, spoilt: int | None = None
+) -> tuple[list[tuple[int, int]], Any, Any, Tensor]:
+    """Picks in each layer at each step; the state before the last step and after it; the last average.
+
+    In the step with the number ``spoilt``, the gradients of rank 1 are not finite.
+    """
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Twins(), find_unused_parameters=True)
     rules = ls.Rules(dense_ndim=0, dense_numel=0)
@@ -41,7 +46,8 @@ def train(memory: ls.Memory, both: list[bool], executor: str) -> tuple[list[tupl
         ddp.zero_grad()
         before = after
         generator = torch.Generator().manual_seed(step)  # equal on all ranks: so are their picks
-        ddp(torch.randn(4, 20, generator=generator), uses_both).square().mean().backward()
+        loss = ddp(torch.randn(4, 20, generator=generator), uses_both).square().mean()
+        (loss * float("nan") if step == spoilt and dist.get_rank() == 1 else loss).backward()
         grads = [layer.weight.grad for layer in (ddp.module.used, ddp.module.other)]
         picks.append(tuple(0 if grad is None else int(grad.count_nonzero()) for grad in grads))
         engine.count_as_applied()
@@ -80,6 +86,16 @@ def test_what_is_remembered_of_an_unused_parameter_stays(two_ranks: Ranks, memor
             assert vector.any(), name
             assert torch.equal(after["parameters"]["other.weight"][name], vector), name
             assert not torch.equal(after["parameters"]["used.weight"][name], before["parameters"]["used.weight"][name])
+
+
+@pytest.mark.parametrize("memory", MEMORIES, ids=repr)
+def test_in_a_skipped_step_it_stays_too(two_ranks: Ranks, memory: ls.Memory) -> None:
+    for rank, (_, before, after, average) in enumerate(two_ranks(train, memory, [True, True, False], "thread", 2)):
+        assert bool(average.isnan().all())
+        for name, vector in before["parameters"]["other.weight"].items():
+            assert torch.equal(after["parameters"]["other.weight"][name], vector), name
+            now, then = (state["parameters"]["used.weight"][name] for state in (after, before))
+            assert bool(now.isfinite().all()) and torch.equal(now, then) == (rank == 1), name
 
 
 def clipped(decay: float) -> Tensor:

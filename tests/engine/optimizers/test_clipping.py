@@ -35,11 +35,14 @@ def test_a_limit_is_for_averages_which_are_shorter_by_the_root_of_the_number_of_
 def test_what_is_not_finite_is_left_to_be_found(algorithm: str) -> None:
     piece = torch.tensor([math.inf, math.nan, 3.0])
     Clipping(0.5, algorithm).apply_([piece], 4, 1.0, None)
-    assert piece[0] == math.inf and bool(piece[1].isnan())
+    if algorithm == "value":
+        assert piece[0] == math.inf and bool(piece[1].isnan()) and float(piece[2].abs()) <= 3.0
+    else:  # nobody knows how long the rest should be
+        assert bool(piece.isnan().all())
 
 
 def asked_within_a_step() -> list[list[Any]]:
-    """What states say is clipped: before the first optimizer's step, which is not, after it, and where ranks differ."""
+    """What states clip from the next step on: before an optimizer's step, after it, and where ranks differ."""
     training = Training()
     engine, optimizer = training.engine, training.optimizer
     loss_of(training.ddp, 0, training.rank).backward()
@@ -64,4 +67,4 @@ def asked_within_a_step() -> list[list[Any]]:
 def test_a_state_says_what_the_next_step_clips(two_ranks: Ranks) -> None:
     everything = ["0.bias", "0.weight", "2.bias", "2.weight"]
     clipped = [{"limit": 0.5, "algorithm": "norm", "parameters": everything}]
-    assert two_ranks(asked_within_a_step) == [[[], clipped, clipped, clipped]] * 2
+    assert two_ranks(asked_within_a_step) == [[clipped] * 4] * 2

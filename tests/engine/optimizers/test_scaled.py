@@ -234,13 +234,13 @@ def test_a_resumed_run_knows_earlier_factors(two_ranks: Ranks) -> None:
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
 
 
-def kept_at_moments() -> tuple[list[dict[str, list[float]]], list[dict[str, list[float]]], bool]:
-    """Lengths of states: before a backward and behind it; loaded ones; whether the step that follows adds nothing."""
+def kept_at_moments() -> list[dict[str, list[float]]]:
+    """Lengths of states: after a step, before the averages of the next one are applied, after that; and loaded ones."""
     training = Training()
     halve, engine = by(0.5), training.engine
     training.step(0, halve)
+    after_first = engine.state_dict()["lengths"]
     training.optimizer.zero_grad()
-    start = engine.state_dict()["lengths"]
     training.ddp(torch.ones(5, WIDTH)).square().mean().backward()
     before = engine.state_dict()["lengths"]
     halve(1, list(training.module.parameters()))
@@ -253,13 +253,13 @@ def kept_at_moments() -> tuple[list[dict[str, list[float]]], list[dict[str, list
     loaded = again.engine.state_dict()["lengths"]
     for one in (training, again):
         one.engine.close()
-    return [start, before], [loaded], state["lengths"] == before
+    return [after_first, before, state["lengths"], loaded]
 
 
-def test_a_state_has_the_lengths_of_its_moment_and_those_of_rank_0_are_loaded(two_ranks: Ranks) -> None:
-    (moments, [first], unknown), (_, [second], _) = two_ranks(kept_at_moments)
-    assert moments[0] and moments[0] == moments[1] and not unknown
-    assert first == second != moments[0]
+def test_a_state_has_the_lengths_of_applied_averages_and_those_of_rank_0_are_loaded(two_ranks: Ranks) -> None:
+    (after_first, before, after, loaded), (*_, elsewhere) = two_ranks(kept_at_moments)
+    assert after_first and after_first == before != after
+    assert loaded == elsewhere == after
 
 
 def fallen() -> tuple[LengthChanges, LengthChanges, list[str], list[dict[str, float]]]:

@@ -1,9 +1,11 @@
-"""Memories by hand and against plain loops: what enters, what is taken out, what a void step leaves."""
+"""Memories by hand and against plain loops: what they absorb, what leaves them, what a skipped step leaves."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,22 +14,19 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
+from lightning_sparse import ops
 from lightning_sparse.core.layout import Gradient
-from lightning_sparse.core.step import Context, Update
+from lightning_sparse.core.step import Absorbed, Context, Update
+from lightning_sparse.engine.network import TorchCollective, drive
 from lightning_sparse.engine.optimizers.pairs import check_pair
+from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
 from lightning_sparse.methods.memory import NoMemory, Residual, as_memory
 from lightning_sparse.methods.memory.base import FeedbackState
 from tests.covering import in_one_test
 from tests.lockstep import noise
+from tests.static_path import static_path
 
 CPU = torch.device("cpu")
-
-
-def accumulate(memory: ls.Memory, state: Any, grad: Tensor, ctx: Context) -> Tensor:
-    return memory.accumulate_(state, Gradient([grad]), ctx)
-
-
-GO, VOID = torch.tensor(False), torch.tensor(True)
 CTX = Context(step=0, density=0.5, rank=0, world_size=4)
 MEMORIES = [
     Residual(),
@@ -46,16 +45,10 @@ every_memory = in_one_test("memory", ((memory,) for memory in MEMORIES), apart=0
 
 
 @pytest.fixture(params=["host", "static"], autouse=True)
-def formulation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of taking a step back, the second without looking at the flag."""
-    if request.param == "static":
-        memories = [
-            module for name, module in sys.modules.items() if name.startswith("lightning_sparse.methods.memory")
-        ]
-        asking = [module for module in memories if "static_shapes" in vars(module)]
-        assert len(asking) == 3
-        for module in asking:
-            monkeypatch.setattr(module, "static_shapes", lambda device: True)
+def formulation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where the host knows whether a step counts, and where only the device does."""
+    with static_path() if request.param == "static" else nullcontext():
+        yield
 
 
 def update(indices: list[int] | None, values: list[float], sent: list[int] | None, sent_values=None) -> Update:
@@ -90,124 +83,188 @@ def residual(state: FeedbackState) -> list[float]:
     return Residual().residual(state).tolist()
 
 
-def end(
-    memory: ls.Memory,
-    state: Any,
-    what: Update,
-    rounding: Tensor | None = None,
-    void: Tensor = GO,
-    unused: tuple[slice, ...] = (),
-) -> Any:
-    """The state after a step that has accumulated."""
-    memory.settle_(state, what, rounding)
-    return memory.commit(state, void, unused)
+def absorb(memory: ls.Memory, state: Any, grad: Tensor, ctx: Context = CTX) -> Absorbed:
+    return memory.absorb_(state, Gradient([grad.clone()]), ctx)
+
+
+def accumulate(memory: ls.Memory, state: Any, grad: Tensor, ctx: Context = CTX) -> Tensor:
+    """A copy of the accumulator of a step: it is what is remembered, and settling changes it."""
+    found = absorb(memory, state, grad, ctx)
+    assert found.finite
+    return found.acc.clone()
+
+
+def settle(memory: ls.Memory, state: Any, what: Update, rounding: Tensor | None = None) -> None:
+    """Let a step count."""
+    memory.settle_(state, what, rounding, torch.tensor(False) if ops.static_shapes(CPU) else None)
 
 
 def snapshot(memory: ls.Memory, state: Any) -> dict[str, bytes]:
-    """The bits of all that is remembered of coordinates."""
-    return {name: vector[:-1].numpy().tobytes() for name, vector in memory.vectors(state).items()}
+    """The bits of all that is remembered."""
+    vectors = {name: vector[:-1].numpy().tobytes() for name, vector in memory.vectors(state).items()}
+    return vectors | {name: counter.numpy().tobytes() for name, counter in memory.counters(state).items()}
+
+
+def copies(memory: ls.Memory, state: Any) -> dict[str, Tensor]:
+    return {name: vector[:-1].clone() for name, vector in memory.vectors(state).items()}
+
+
+def takes_a_norm(memory: ls.Memory) -> bool:
+    return isinstance(memory, ls.ClipByNorm | ls.SecondMoment)
 
 
 # ---- what all memories do
 
 
 @every_memory
-def test_a_step_changes_nothing_that_is_remembered_until_it_is_committed(memory: ls.Memory) -> None:
+def test_the_accumulator_is_what_is_remembered(memory: ls.Memory) -> None:
     state = memory.init(5, CPU, torch.float32)
+    residual = memory.residual(state)
     for seed in range(3):
-        before = snapshot(memory, state)
-        accumulate(memory, state, noise(1, 5, seed=seed, dtype=torch.float32)[0], CTX)
-        memory.settle_(state, release([1, 3]), torch.tensor([0.5, 0.5]))
-        assert snapshot(memory, state) == before
-        kept, state = state, memory.commit(state, GO)
-        assert snapshot(memory, kept) == before  # until the next step begins
-    assert isinstance(memory, NoMemory) or all(any(bits) for bits in before.values())
+        found = absorb(memory, state, noise(1, 5, seed=seed, dtype=torch.float32)[0])
+        assert bool(found.finite) and found.finite.shape == () and found.finite.dtype == torch.bool
+        if residual is not None and not isinstance(memory, ls.LowPass):
+            assert found.acc.data_ptr() == residual.data_ptr()
+        settle(memory, state, release([1, 3]), torch.tensor([0.5, 0.5]))
+        assert residual is None or memory.residual(state).data_ptr() == residual.data_ptr()
+    assert all(bool(vector.any()) for vector in memory.vectors(state).values())
 
 
 @every_memory
-def test_the_spare_slot_is_zero_whatever_was_there(memory: ls.Memory) -> None:
+def test_settling_changes_what_was_sent_and_nothing_else(memory: ls.Memory) -> None:
+    state = memory.init(5, CPU, torch.float32)
+    for seed in range(3):
+        acc = accumulate(memory, state, noise(1, 5, seed=seed, dtype=torch.float32)[0])
+        before, counted = copies(memory, state), memory.counters(state).get("steps")
+        steps = None if counted is None else float(counted)
+        settle(memory, state, release([1, 3]), torch.tensor([0.5, 0.25]))
+        after = copies(memory, state)
+        if isinstance(memory, ls.LowPass):  # follows everywhere
+            before["residual"] += memory.beta * (acc[:-1] - before["residual"])
+        for name, vector in after.items():
+            assert torch.equal(vector[[0, 2, 4]], before[name][[0, 2, 4]])
+            assert name != "second" or torch.equal(vector, before[name])
+        if after and not isinstance(memory, ls.LowPass):
+            assert after["residual"][[1, 3]].tolist() == [0.5, 0.25]
+        assert steps is None or float(memory.counters(state)["steps"]) == steps + 1 == seed + 1
+
+
+@every_memory
+def test_the_spare_slot_is_zero_whatever_the_padding_carries(memory: ls.Memory) -> None:
     state, grad = memory.init(2, CPU, torch.float32), torch.tensor([1.0, 1.0])
-    for _ in range(3):
-        acc = accumulate(memory, state, grad.clone(), CTX)
+    for sent_values in (None, [0.5, 7.0, 7.0], None):
+        acc = absorb(memory, state, grad).acc
         assert acc.shape == (3,)
         assert bool(acc[:2].isfinite().all())
         assert acc[2] == 0
-        acc[2] = float("nan")
-        state = end(memory, state, release([0, 2, 2]))
+        settle(memory, state, release([0, 2, 2], sent_values), torch.tensor([0.5, 9.0, 9.0]))
+        assert all(vector[2] == 0 for vector in memory.vectors(state).values())
 
 
 @every_memory
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
-def test_a_gradient_that_is_not_finite_shows_in_the_accumulator(memory: ls.Memory, spoilt: float) -> None:
-    state = memory.init(3, CPU, torch.float32)
-    for _ in range(2):  # before and after the first void step
-        acc = accumulate(memory, state, torch.tensor([0.0, spoilt, 0.0]), CTX)
-        assert not bool(acc.isfinite().all())
-        acc.fill_(float("nan"))
-        state = end(memory, state, release([1]), void=VOID)
+def test_a_coordinate_that_is_not_finite_is_left_as_it_is(memory: ls.Memory, spoilt: float) -> None:
+    """The others are absorbed, as if it had been 0; but where a norm is taken, which nobody knows."""
+    disturbed, calm = (memory.init(4, CPU, torch.float32) for _ in range(2))
+    for seed in range(4):
+        gradient = noise(1, 4, seed=seed, dtype=torch.float32)[0]
+        if seed != 1:  # else two steps are skipped in a row
+            accs = [accumulate(memory, state, gradient) for state in (disturbed, calm)]
+            assert torch.equal(*accs)
+            settle(memory, disturbed, release([seed]))
+            settle(memory, calm, release([seed]))
+        before, bits = copies(memory, disturbed), snapshot(memory, disturbed)
+        gradient[2] = spoilt
+        found = absorb(memory, disturbed, gradient)
+        assert not found.finite
+        if takes_a_norm(memory):
+            assert snapshot(memory, disturbed) == bits
+            continue
+        assert isinstance(memory, NoMemory) or bool(found.acc.isfinite().all())
+        gradient[2] = 0.0
+        absorb(memory, calm, gradient)
+        for name, vector in memory.vectors(calm).items():
+            assert torch.equal(memory.vectors(disturbed)[name][2], before[name][2])
+            vector[2] = before[name][2]
+        assert snapshot(memory, disturbed) == snapshot(memory, calm)
+
+
+@pytest.mark.parametrize("memory", [Residual(), ls.MomentumCorrection()], ids=repr)
+def test_sums_that_are_too_large_are_left_as_they_are_too(memory: ls.Memory) -> None:
+    state, large = memory.init(3, CPU, torch.float32), torch.tensor([1.0, 6e37, 2.0])
+    found = [bool(absorb(memory, state, large).finite) for _ in range(8)]
+    assert found[0] and not found[-1]
+    residual, *velocity = memory.vectors(state).values()
+    assert 5e37 < residual[1] < 3.4e38 and residual[0] >= 8
+    assert all(vector[1].isfinite() for vector in velocity)
 
 
 @every_memory
-@pytest.mark.parametrize("rest", [release([1]), release(None), release([0, 1, 2, 3], [1.0, float("nan"), 0.0, 0.0])])
-def test_a_void_step_leaves_no_trace(memory: ls.Memory, rest: Update) -> None:
-    disturbed, calm = (memory.init(4, CPU, torch.float32) for _ in range(2))
+@pytest.mark.parametrize(
+    "what",
+    [release([1]), release(None), release(None, [1.0] * 4), release([0, 1, 2, 3], [1.0, float("nan"), 0.0, 0.0])],
+)
+def test_a_skipped_step_settles_nothing_and_keeps_what_it_has_absorbed(memory: ls.Memory, what: Update) -> None:
+    """The flag is known to the device only, and what came from other ranks may be NaN."""
+    state = memory.init(4, CPU, torch.float32)
     for seed in range(5):
-        gradient = noise(1, 4, seed=seed, dtype=torch.float32)[0]
-        if seed:
-            before = snapshot(memory, disturbed)
-            spoilt = gradient.clone()
-            spoilt[2] = float("nan")
-            accumulate(memory, disturbed, spoilt, CTX).fill_(float("nan"))
-            disturbed = end(memory, disturbed, rest, torch.full_like(rest.values, float("nan")), VOID)
-            assert snapshot(memory, disturbed) == before
-        accs = [accumulate(memory, state, gradient.clone(), CTX).clone() for state in (disturbed, calm)]
-        assert torch.equal(*accs)
-        disturbed, calm = (end(memory, state, release([seed % 4])) for state in (disturbed, calm))
-        assert snapshot(memory, disturbed) == snapshot(memory, calm)
-
-
-@every_memory
-def test_a_step_that_is_void_elsewhere_leaves_no_trace_either(memory: ls.Memory) -> None:
-    """The gradient was fine here; another group's was not."""
-    disturbed, calm = (memory.init(4, CPU, torch.float32) for _ in range(2))
-    for seed in range(6):
-        gradient = noise(1, 4, seed=seed, dtype=torch.float32)[0]
+        absorb(memory, state, noise(1, 4, seed=seed, dtype=torch.float32)[0])
+        before = snapshot(memory, state)
+        memory.settle_(state, what, torch.full_like(what.values, float("nan")), torch.tensor(True))
+        assert snapshot(memory, state) == before
         if seed % 2:
-            accumulate(memory, disturbed, 3 * gradient, CTX)
-            disturbed = end(memory, disturbed, release([3, 1, 0]), torch.tensor([0.5, 0.25, 0.5]), VOID)
-        accs = [accumulate(memory, state, gradient.clone(), CTX).clone() for state in (disturbed, calm)]
-        assert torch.equal(*accs)
-        disturbed, calm = (end(memory, state, release([seed % 4])) for state in (disturbed, calm))
-        assert snapshot(memory, disturbed) == snapshot(memory, calm)
+            settle(memory, state, release([seed]))
 
 
 @every_memory
-@pytest.mark.parametrize("void", [GO, VOID], ids=["counts", "void"])
-def test_what_is_remembered_of_unused_parameters_stays(memory: ls.Memory, void: Tensor) -> None:
-    state, spans = memory.init(5, CPU, torch.float32), (slice(0, 1), slice(2, 4))
-    for seed in range(3):
-        accumulate(memory, state, noise(1, 5, seed=seed, dtype=torch.float32)[0], CTX)
-        state = end(memory, state, release([seed]))
-    before = {name: vector.clone() for name, vector in memory.vectors(state).items()}
-    accumulate(memory, state, torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0]), CTX)[[0, 2, 3]] = 0.0
-    state = end(memory, state, release([1, 2]), void=void, unused=spans)
-    for name, vector in memory.vectors(state).items():
+@pytest.mark.parametrize("skipped", [False, True], ids=["counts", "skipped"])
+def test_what_is_remembered_of_unused_parameters_stays(memory: ls.Memory, skipped: bool) -> None:
+    parts = {"memory": memory, "sparsifier": ls.TopK(), "exchange": ls.EXCHANGES.resolve("reduce_union")}
+    ctx, spans = Context(0, 0.5, 0, 1), [slice(0, 1), slice(2, 4)]
+    state = init_group(5, torch.float32, CPU, ctx, memory=memory, sparsifier=parts["sparsifier"])
+    for grad in noise(3, 5, dtype=torch.float32):
+        made = drive(exchange_group(grad, state, ctx, **parts), TorchCollective())
+        state = settle_group(state, made, made.void, memory)
+    before = copies(memory, state.memory)
+    grad = torch.tensor([0.0, 64.0, 0.0, 0.0, float("nan") if skipped else 0.25])
+    made = drive(exchange_group(grad, state, ctx, **parts, unused=spans), TorchCollective())
+    assert bool(made.void) == skipped
+    for name, vector in copies(memory, state.memory).items():
         for span in spans:
             assert torch.equal(vector[span], before[name][span])
-        assert torch.equal(vector[:-1], before[name][:-1]) == bool(void)
+    absorbed = copies(memory, state.memory)
+    settle_group(state, made, made.void, memory, spans)
+    for name, vector in copies(memory, state.memory).items():
+        assert not skipped or torch.equal(vector, absorbed[name])
+        for span in spans:
+            assert torch.equal(vector[span], before[name][span])
+        absorbs_nothing = takes_a_norm(memory) or isinstance(memory, ls.LowPass)  # whose residual follows later
+        assert torch.equal(vector, before[name]) == (skipped and absorbs_nothing)
+
+
+@every_memory
+def test_averages_that_nobody_has_applied_are_given_back(memory: ls.Memory) -> None:
+    state = memory.init(5, CPU, torch.float32)
+    absorb(memory, state, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+    before = copies(memory, state)
+    memory.give_back_(state, slice(1, 4), torch.tensor([0, 2]), torch.tensor([0.5, 0.25]))
+    memory.give_back_(state, slice(4, 5), None, torch.tensor([8.0]))
+    for name, vector in copies(memory, state).items():
+        given = torch.tensor([0.0, 0.5, 0.0, 0.25, 8.0]) if name == "residual" else torch.zeros(5)
+        assert torch.equal(vector, before[name] + given)
+    assert all(vector[-1] == 0 for vector in memory.vectors(state).values())
 
 
 @every_memory
 def test_residuals_are_scaled_and_nothing_else_is(memory: ls.Memory) -> None:
     state = memory.init(4, CPU, torch.float32)
-    accumulate(memory, state, torch.tensor([1.0, 2.0, 3.0, 4.0]), CTX)
-    state = end(memory, state, release([3]))
-    before = {name: vector.clone() for name, vector in memory.vectors(state).items()}
-    scaled = memory.scale(state, [(slice(0, 2), 0.5), (slice(2, 4), 1.0)])
-    assert snapshot(memory, state) == {name: vector[:-1].numpy().tobytes() for name, vector in before.items()}
-    for name, vector in memory.vectors(scaled).items():
-        factors = torch.tensor([0.5, 0.5, 1.0, 1.0]) if name == "residual" else torch.ones(4)
-        assert torch.equal(vector[:-1], before[name][:-1] * factors)
+    accumulate(memory, state, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    settle(memory, state, release([3]))
+    before = copies(memory, state)
+    memory.scale_(state, [(slice(0, 2), 0.5), (slice(3, 4), 3.0)])
+    for name, vector in copies(memory, state).items():
+        factors = torch.tensor([0.5, 0.5, 1.0, 3.0]) if name == "residual" else torch.ones(4)
+        assert torch.equal(vector, before[name] * factors)
 
 
 @every_memory
@@ -218,49 +275,50 @@ def test_narrow_gradients_enter_wide_accumulators(memory: ls.Memory) -> None:
     clips = isinstance(memory, ls.ClipByNorm)
     for gradient in gradients:
         narrow, wide = (
-            accumulate(memory, state, gradient.to(dtype), CTX)
+            accumulate(memory, state, gradient.to(dtype))
             for state, dtype in zip(states, (torch.bfloat16, torch.float32), strict=True)
         )
         assert narrow.dtype == torch.float32
         torch.testing.assert_close(narrow, wide, rtol=2.0**-6 if clips else 0, atol=2.0**-7 if clips else 0)
-        states = [end(memory, state, release([1, 4])) for state in states]
+        for state in states:
+            settle(memory, state, release([1, 4]))
 
 
 @every_memory
 def test_states_have_the_accumulators_dtype(memory: ls.Memory) -> None:
     for dtype in (torch.float32, torch.float64):
         state = memory.init(3, CPU, dtype)
-        assert accumulate(memory, state, torch.ones(3, dtype=dtype), CTX).dtype == dtype
+        assert accumulate(memory, state, torch.ones(3, dtype=dtype)).dtype == dtype
         assert all(vector.dtype == dtype and vector.shape == (4,) for vector in memory.vectors(state).values())
 
 
 # ---- Residual
 
 
-def test_accumulate_adds_the_gradient() -> None:
-    state, grad = remembering(1.0, 2.0, 3.0), torch.tensor([10.0, 20.0, 30.0])
-    acc = accumulate(Residual(), state, grad, CTX)
-    assert acc.tolist() == [11.0, 22.0, 33.0, 0.0]
-    assert grad.tolist() == [10.0, 20.0, 30.0]
+def test_the_residual_takes_the_gradient_in_at_once() -> None:
+    state = remembering(1.0, 2.0, 3.0)
+    assert accumulate(Residual(), state, torch.tensor([10.0, 20.0, 30.0])).tolist() == [11.0, 22.0, 33.0, 0.0]
+    assert residual(state) == [11.0, 22.0, 33.0]
 
 
 def test_a_residual_that_decays_counts_less_from_step_to_step() -> None:
     memory, state = Residual(decay=0.5), remembering(8.0, 4.0)
-    assert accumulate(memory, state, torch.tensor([1.0, 1.0]), CTX).tolist() == [5.0, 3.0, 0.0]
-    state = end(memory, state, release([1]))
+    assert accumulate(memory, state, torch.tensor([1.0, 1.0])).tolist() == [5.0, 3.0, 0.0]
+    settle(memory, state, release([1]))
     assert residual(state) == [5.0, 0.0]
-    assert accumulate(memory, state, torch.tensor([0.0, 0.0]), CTX).tolist() == [2.5, 0.0, 0.0]
+    assert accumulate(memory, state, torch.tensor([0.0, 0.0])).tolist() == [2.5, 0.0, 0.0]
 
 
 def test_a_narrow_gradient_enters_a_wide_accumulator_exactly() -> None:
     state = remembering(2.0**-20, 0.0)
     grad = torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
-    assert accumulate(Residual(), state, grad, CTX).tolist() == [1.0 + 2.0**-20, 3.0, 0.0]
+    assert accumulate(Residual(), state, grad).tolist() == [1.0 + 2.0**-20, 3.0, 0.0]
 
 
 def step(state: FeedbackState, grad: list[float], what: Update, rounding: Tensor | None = None) -> FeedbackState:
-    accumulate(Residual(), state, torch.tensor(grad), CTX)
-    return end(Residual(), state, what, rounding)
+    accumulate(Residual(), state, torch.tensor(grad))
+    settle(Residual(), state, what, rounding)
+    return state
 
 
 def test_what_was_sent_is_taken_out_and_the_rest_stays() -> None:
@@ -291,7 +349,7 @@ def test_what_a_cast_of_the_average_lost_is_added_once_for_each_coordinate() -> 
     # Coordinate 2 appears twice with the same value, and coordinate 3 is the padding index.
     state = step(state, [0.0] * 3, update([0, 2, 2, 3], [9.0] * 4, sent=[0]), rounding)
     assert residual(state) == [0.25, 2.0, 3.5]
-    assert accumulate(Residual(), state, torch.zeros(3), CTX).tolist() == [0.25, 2.0, 3.5, 0.0]
+    assert accumulate(Residual(), state, torch.zeros(3)).tolist() == [0.25, 2.0, 3.5, 0.0]
     state = step(state, [0.0] * 3, update(None, [9.0] * 3, sent=None), torch.tensor([1.0, 2.0, 3.0]))
     assert residual(state) == [1.0, 2.0, 3.0]
 
@@ -299,10 +357,10 @@ def test_what_a_cast_of_the_average_lost_is_added_once_for_each_coordinate() -> 
 def test_no_memory_remembers_nothing() -> None:
     memory = NoMemory()
     state = memory.init(3, CPU, torch.float64)
-    first = accumulate(memory, state, torch.tensor([1.0, 2.0, 3.0]), CTX).tolist()
-    state = end(memory, state, update([0], [1.0], sent=[0]), torch.tensor([5.0]), unused=(slice(0, 2),))
+    first = accumulate(memory, state, torch.tensor([1.0, 2.0, 3.0])).tolist()
+    settle(memory, state, update([0], [1.0], sent=[0]), torch.tensor([5.0]))
     assert first == [1.0, 2.0, 3.0, 0.0]
-    assert accumulate(memory, state, torch.tensor([4.0, 5.0, 6.0]), CTX).tolist() == [4.0, 5.0, 6.0, 0.0]
+    assert accumulate(memory, state, torch.tensor([4.0, 5.0, 6.0])).tolist() == [4.0, 5.0, 6.0, 0.0]
     assert memory.residual(state) is None
 
 
@@ -316,13 +374,13 @@ def test_the_low_pass_follows_its_formula(beta: float) -> None:
     rng = np.random.default_rng(0)
     for _ in range(12):
         gradient = rng.integers(-64, 64, 7) / 8
-        acc = accumulate(memory, state, torch.tensor(gradient), CTX)
+        acc = accumulate(memory, state, torch.tensor(gradient))
         assert acc[:-1].tolist() == pytest.approx(list(e + gradient), abs=1e-12)
         sent, released = np.zeros(7), rng.choice(7, 3, replace=False)
         sent[released] = (e + gradient)[released].round()  # on the wire
         # What the cast of the mean loses counts like what was not sent.
         rounding = torch.tensor([0.125, 0.25, 0.0], dtype=torch.float64)
-        state = end(memory, state, wide(release(released.tolist(), sent[released].tolist())), rounding)
+        settle(memory, state, wide(release(released.tolist(), sent[released].tolist())), rounding)
         e = e + beta * (gradient - sent)
         e[released] += beta * rounding.numpy()
         assert residual(state) == pytest.approx(list(e), abs=1e-12)
@@ -333,8 +391,8 @@ def test_the_low_pass_at_1_is_the_residual() -> None:
     for seed in range(6):
         gradient = torch.randn(9, generator=torch.Generator().manual_seed(seed))
         for i, memory in enumerate((ls.LowPass(1.0), Residual())):
-            accumulate(memory, states[i], gradient, CTX)
-            states[i] = end(memory, states[i], release([seed, 8]))
+            accumulate(memory, states[i], gradient)
+            settle(memory, states[i], release([seed, 8]))
         assert residual(states[0]) == residual(states[1])
 
 
@@ -374,12 +432,12 @@ def test_momentum_correction_follows_the_paper(nesterov: bool, masking: bool) ->
     for number in range(20):
         gradient = rng.integers(1, 64, 6) / 8
         expected = plain.accumulate(gradient.tolist())
-        acc = accumulate(memory, state, torch.tensor(gradient), CTX)
+        acc = accumulate(memory, state, torch.tensor(gradient))
         assert acc[:-1].tolist() == pytest.approx(expected, abs=1e-12)
         places = sorted(rng.choice(6, rng.integers(0, 7), replace=False).tolist())
         values = [expected[j] if number % 3 else math.ceil(expected[j]) for j in places]
         plain.send(places, values)
-        state = end(memory, state, wide(release(places, None if number % 3 else [float(v) for v in values])))
+        settle(memory, state, wide(release(places, None if number % 3 else [float(v) for v in values])))
         assert residual(state) == pytest.approx(plain.v, abs=1e-12)
         assert memory.vectors(state)["momentum"][:-1].tolist() == pytest.approx(plain.u, abs=1e-12)
 
@@ -393,12 +451,12 @@ def test_without_masking_every_velocity_is_sent_or_kept(nesterov: bool) -> None:
         gradient = noise(1, 8, seed=seed)[0]
         buffer = 0.5 * buffer + gradient
         velocities = velocities + (gradient + 0.5 * buffer if nesterov else buffer)
-        acc = accumulate(memory, state, gradient, CTX)
+        acc = accumulate(memory, state, gradient)
         places = [seed % 8, (3 * seed + 1) % 8]
         released = sorted(set(places))
         sent = sent.double()
         sent[released] += acc[released]
-        state = end(memory, state, release(released))
+        settle(memory, state, release(released))
         assert torch.equal(velocities, sent + memory.residual(state))  # halves of multiples of 1/256: exact
 
 
@@ -419,8 +477,8 @@ def test_where_everything_is_sent_momentum_is_that_of_sgd(nesterov: bool, maskin
     sgd = torch.optim.SGD([theirs], lr=1.0, momentum=0.5, nesterov=nesterov)
     for seed in range(20):
         theirs.grad = noise(1, 4, seed=seed)[0]
-        acc = accumulate(memory, state, theirs.grad.clone(), CTX)[:-1].clone()
-        state = end(memory, state, everything)
+        acc = accumulate(memory, state, theirs.grad)[:-1]
+        settle(memory, state, everything)
         sgd.step()
         with torch.no_grad():
             ours -= acc
@@ -431,8 +489,9 @@ def test_where_everything_is_sent_momentum_is_that_of_sgd(nesterov: bool, maskin
 def momentum_after(what: Update) -> list[float]:
     memory = ls.MomentumCorrection(0.5)
     state = memory.init(4, CPU, torch.float32)
-    accumulate(memory, state, torch.tensor([1.0, 2.0, 3.0, 4.0]), CTX)
-    return memory.vectors(end(memory, state, what))["momentum"][:-1].tolist()
+    accumulate(memory, state, torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    settle(memory, state, what)
+    return memory.vectors(state)["momentum"][:-1].tolist()
 
 
 def test_masking_clears_what_was_sent_and_nothing_else() -> None:
@@ -460,7 +519,7 @@ def test_masking_spares_what_was_dropped_on_the_way() -> None:
 def test_a_long_gradient_is_shortened_to_the_limit_over_the_root_of_n(n: int) -> None:
     memory, ctx = ls.ClipByNorm(6.0), CTX._replace(world_size=n)
     gradient = torch.tensor([30.0, -40.0, 0.0])
-    acc = accumulate(memory, memory.init(3, CPU, torch.float32), gradient.clone(), ctx)
+    acc = accumulate(memory, memory.init(3, CPU, torch.float32), gradient, ctx)
     limit = 6 / math.sqrt(n)
     assert acc.tolist() == pytest.approx([0.6 * limit, -0.8 * limit, 0.0, 0.0])
 
@@ -478,7 +537,8 @@ def test_norms_of_long_vectors_are_exact_to_the_dtype(numel: int, dtype: torch.d
     gradient = (10 * torch.randn(numel, generator=torch.Generator().manual_seed(0))).to(dtype)
     expected = math.sqrt(math.fsum(g * g for g in gradient.tolist()))
     memory = ls.ClipByNorm(1.0)
-    acc = accumulate(memory, memory.init(numel, CPU, torch.float32), gradient, CTX._replace(world_size=1))
+    state = memory.init(numel, CPU, torch.promote_types(dtype, torch.float32))
+    acc = accumulate(memory, state, gradient, CTX._replace(world_size=1))
     tolerance = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}[dtype]
     assert expected > 1
     assert math.sqrt(math.fsum(a * a for a in acc.tolist())) == pytest.approx(1, rel=tolerance)
@@ -489,8 +549,8 @@ def test_a_clipping_memory_is_the_memory_inside_for_all_else() -> None:
     states = [memory.init(5, CPU, torch.float32) for memory in (clipping, plain)]
     for seed in range(4):
         for i, memory in enumerate((clipping, plain)):
-            accumulate(memory, states[i], noise(1, 5, seed=seed, dtype=torch.float32)[0], CTX)
-            states[i] = end(memory, states[i], release([seed]), torch.tensor([0.5]))
+            accumulate(memory, states[i], noise(1, 5, seed=seed, dtype=torch.float32)[0])
+            settle(memory, states[i], release([seed]), torch.tensor([0.5]))
         assert snapshot(clipping, states[0]) == snapshot(plain, states[1])
         assert torch.equal(clipping.residual(states[0]), plain.residual(states[1]))
 
@@ -515,9 +575,9 @@ def adam_steps(kind: str, memory: ls.AdamCorrection, steps: int, **settings: Any
     state = memory.init(7, CPU, torch.float64)
     for seed in range(steps):
         theirs.grad = noise(1, 7, seed=seed)[0] * 10.0 ** (seed % 5 - 3)
-        acc = accumulate(memory, state, theirs.grad.clone(), CTX._replace(world_size=1))
-        ours.grad = acc[:-1].clone()
-        state = end(memory, state, release(None))
+        acc = accumulate(memory, state, theirs.grad, CTX._replace(world_size=1))
+        ours.grad = acc[:-1]
+        settle(memory, state, release(None))
         adam.step()
         sgd.step()
     return ours.detach(), theirs.detach()
@@ -569,9 +629,18 @@ def test_edges_of_the_ranges_are_allowed() -> None:
     assert ls.AdamCorrection(0, 0).beta2 == 0
 
 
-@pytest.mark.parametrize("name", ["check_optimizer", "has_momentum"])
-def test_memories_of_the_earlier_interface_are_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=f"memory Own not to define {name}.*averages and decays"):
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("check_optimizer", "check_optimizer: the properties averages and decays say"),
+        ("has_momentum", "averages and decays"),
+        ("accumulate_", "accumulate_: absorb_ adds the gradient to the residual in place"),
+        ("commit", "a step that counts ends with settle_"),
+        ("adapted", "adapt_ works in place"),
+    ],
+)
+def test_memories_of_earlier_interfaces_are_refused(name: str, advice: str) -> None:
+    with pytest.raises(TypeError, match=f"memory Own not to define {name}, which nobody calls.*{advice}"):
         type("Own", (Residual,), {name: lambda self, *_: True})
 
 
@@ -684,8 +753,8 @@ def test_decay_with_momentum_is_that_of_sgd() -> None:
     for seed in range(8):
         theirs.grad = noise(1, 4, seed=seed)[0]
         ctx = CTX._replace(parameters=[(slice(0, 4), ours)])
-        acc = accumulate(memory, state, theirs.grad.clone(), ctx)[:-1].clone()
-        state = end(memory, state, wide(release(None)))
+        acc = accumulate(memory, state, theirs.grad, ctx)[:-1]
+        settle(memory, state, wide(release(None)))
         sgd.step()
         ours -= 0.5 * acc
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-14, atol=1e-14)

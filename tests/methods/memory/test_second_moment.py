@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
-from lightning_sparse.core.step import Context
+from lightning_sparse.core.step import Context, Update
 from lightning_sparse.engine.optimizers.adam_rule import AdamRule
 from lightning_sparse.engine.state.schema import second_moment_in
 from lightning_sparse.methods.exchanges.packed_union import Lanes
@@ -149,10 +149,9 @@ def test_packed_second_moments_are_averaged_in_parts_of_the_largest_that_was_tol
         expected = [reference_parts(v, picked, int(j), ((1 << low) - 1) // n) for j in update.indices]
         np.testing.assert_allclose(update.second, expected, rtol=1e-12)
         correction = 1 - beta2 ** (step + 1)
-        divisors = [memory.divisor(state.memory) for state in outcome.states]
-        assert all(torch.equal(divisor, divisors[0]) for divisor in divisors)
+        assert all(torch.equal(divisors, outcome.divisors[0]) for divisors in outcome.divisors)
         np.testing.assert_allclose(
-            divisors[0][update.indices],
+            outcome.divisors[0],
             np.sqrt(np.array(expected) / correction + np.square(update.values.numpy() / 2)) + 1e-8,
             rtol=1e-12,
         )
@@ -168,7 +167,7 @@ def test_integers_are_shared_as_long_as_each_rank_has_a_part(n: int) -> None:
 
 
 @pytest.mark.parametrize("exchange", ["packed_union", "reduce_union", "dense"])
-def test_a_void_step_leaves_no_trace_and_is_not_counted(exchange: str) -> None:
+def test_a_step_whose_gradients_have_no_length_leaves_no_trace_and_is_not_counted(exchange: str) -> None:
     memory = ls.SecondMoment(0.5)
     gradients = stream(6, 3, 50)
 
@@ -177,17 +176,39 @@ def test_a_void_step_leaves_no_trace_and_is_not_counted(exchange: str) -> None:
         for number, rows in enumerate(gradients):
             if number == void_at:
                 bad = rows.clone()
-                bad[1, 7] = float("nan")
+                bad[:, 7] = float("nan")
                 assert ranks.step(bad, number).averages.isnan().all()
             outcome = ranks.step(rows, number)
         return outcome
 
     plain, after_void = run(None), run(3)
     assert torch.equal(plain.averages, after_void.averages)
-    arrived = plain.averages[0].nonzero().flatten()
+    for then, now in zip(plain.divisors, after_void.divisors, strict=True):
+        assert torch.equal(then, now)
     for then, now in zip(plain.states, after_void.states, strict=True):
-        assert torch.equal(memory.divisor(then.memory)[arrived], memory.divisor(now.memory)[arrived])
         assert torch.equal(then.memory.steps, now.memory.steps)
+
+
+@pytest.mark.parametrize("exchange", ["packed_union", "reduce_union", "dense"])
+def test_a_step_that_another_rank_makes_void_is_absorbed_and_not_counted(exchange: str) -> None:
+    memory = ls.SecondMoment(0.5)
+    ranks = Ranks(3, 50, sparsifier=ls.UnionTopK(), exchange=exchange, density=0.2, memory=memory)
+    lengths = Length()
+    for rows in stream(4, 3, 50):
+        before = {name: vector[:-1].clone() for name, vector in memory.vectors(ranks.states[0].memory).items()}
+        steps, selector = ranks.states[0].memory.steps.clone(), ranks.states[0].selector
+        bad = rows.clone()
+        bad[1] = float("inf")
+        assert ranks.step(bad).averages.isnan().all()
+        take, carry = lengths(rows[0].tolist())
+        state = ranks.states[0]
+        now = memory.vectors(state.memory)
+        torch.testing.assert_close(now["residual"][:-1], carry * before["residual"] + take * rows[0])
+        squares = 0.5 * carry**2 * before["second"] + 0.5 * (take * rows[0]).square()
+        torch.testing.assert_close(now["second"][:-1], squares)
+        assert torch.equal(state.memory.steps, steps) and state.selector is selector
+        ranks.step(rows)
+        lengths(rows[0].tolist())
 
 
 def test_a_residual_without_a_second_moment_starts_with_short_steps() -> None:
@@ -207,12 +228,13 @@ def test_the_start_is_corrected_by_the_product_of_all_second_betas(betas: list[f
     state = memory.init(1, torch.device("cpu"), torch.float64)
     for number, beta2 in enumerate(betas):
         memory, before = ls.SecondMoment(beta2), memory
-        state = memory.adapted(state, before)
-        grad = Gradient([torch.full((1,), 3.0, dtype=torch.float64)])
-        memory.accumulate_(state, grad, Context(number, 1.0, 0, 1))
-        corrected = memory.second(state)[0] / (1 - memory.power(state))
+        memory.adapt_(state, before)
+        grad, ctx = Gradient([torch.full((1,), 3.0, dtype=torch.float64)]), Context(number, 1.0, 0, 1)
+        second = memory.absorb_(state, grad, ctx).second[:-1]
+        corrected = second / (1 - memory.power(state))
         assert float(corrected) == pytest.approx(9.0, rel=1e-12)
-        state = memory.commit(state, False)
+        one = torch.ones(1, dtype=torch.int64)
+        memory.settle_(state, Update(None, torch.full((1,), 3.0), None, None, counts=one, union=one[0]))
         assert math.isfinite(float(state.steps))  # or it could not be saved
     assert betas[0] != betas[-1] or float(state.steps) == len(betas)
 
