@@ -16,6 +16,7 @@ import torch.nn.utils.prune
 from torch import Tensor, nn
 
 import lightning_sparse as ls
+from tests.covering import by_default
 from tests.integrations.test_checkpoints import same, strategy_of
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, make_data, make_module, make_trainer
@@ -68,6 +69,41 @@ def test_a_second_fit_sends_what_the_first_one_has_not(two_ranks: Ranks, package
     # Nothing is lost: what all ranks computed is what was applied, times the ranks, and what they still hold.
     assert torch.equal(2 * way + residual + own_residual, steps * (slope + own_slope))
     assert moved[0] > 150 and all(count < 20 for count in moved[8:])  # the warm-up is over, and does not come again
+
+
+def fit_after_an_interruption(package: str, hook: str) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Way of the weights, residual, gradient of a step, and exchanges, where an error in a hook has ended a fit."""
+    module = make_module(package)
+    module.net = Integers()
+    module.training_step = lambda batch, batch_idx: module.net(batch[0])
+    module.validation_step = lambda batch, batch_idx: None
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=1.0)
+    strategy = strategy_of(package, {**SPARSE, "sparsifier": "topk", "executor": "inline"})
+    trainer = make_trainer(package, strategy=strategy, max_epochs=1)
+
+    def interrupt(*_: Any) -> None:
+        if trainer.global_step == 3:
+            raise ZeroDivisionError("in a hook")
+
+    setattr(module, hook, interrupt)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, make_data(), make_data(16))
+    setattr(module, hook, lambda *_: None)
+    trainer.fit(module, make_data(), make_data(16))
+    residual = strategy.engine.state_dict()["parameters"]["net.weight"]["residual"]
+    return -module.net.weight.detach().flatten(), residual, module.net.slope.flatten(), strategy.engine.step
+
+
+@pytest.mark.parametrize(
+    "hook", by_default(["on_after_backward", "on_before_optimizer_step", "on_before_backward", "on_train_batch_end"], 2)
+)
+def test_a_fit_after_an_error_sends_what_was_not_applied(two_ranks: Ranks, hook: str) -> None:
+    (way, residual, slope, steps), (own_way, own_residual, own_slope, _) = two_ranks(
+        fit_after_an_interruption, "pytorch_lightning", hook
+    )
+    assert steps > 6
+    assert torch.equal(way, own_way)
+    assert torch.equal(2 * way + residual + own_residual, steps * (slope + own_slope))
 
 
 def shrink(module: Any) -> None:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import lightning_sparse as ls
+from lightning_sparse.methods.grouping import make_plan
 from tests.sums import SPARSE, Sums, count, pending, waiting
 
 
@@ -53,6 +54,8 @@ class Case:
     """The step in which all is sent."""
     empties: int | None = None
     """The step before which residuals are emptied."""
+    regroup: int | None = None
+    """The step between whose backward and end groups change."""
     unused: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Parameters that no rank uses in a step."""
     steps: int = 4
@@ -121,6 +124,11 @@ class Training:
             got = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
             self.handed = {name: grad.double() / self.case.scale for name, grad in got.items()}
 
+    def regroup(self) -> None:
+        parameters = [p for group in self.engine.plan for p in group.parameters][::-1]
+        self.engine.regroup(make_plan(parameters, "model", rules=ls.Rules(dense_ndim=0, dense_numel=0)))
+        self.look("regrouped")
+
     def exchange(self) -> None:
         self.given = {}
         for _ in range(self.case.local):
@@ -161,6 +169,8 @@ class Training:
                 if self.case.in_turn:
                     self.step(self.optimizers[number : number + 1])
                     self.optimizers[number].zero_grad()
+            if step == self.case.regroup:
+                self.regroup()
             if not self.case.in_turn:
                 self.step(self.optimizers)
 
@@ -187,7 +197,8 @@ class Training:
                 parameter.copy_(first.weights[name])
         states = [look.state for look in looks]
         notes = self.engine.load_state_dict(states[dist.get_rank()] if len(states) == n else ls.merge_states(states))
-        assert notes == [] or len(states) != n, notes
+        assert all("starts anew" in note for note in notes), notes
+        assert not notes or len(states) != n or self.case.regroup is not None, notes
         self.handed, self.applied = (
             {name: x.clone() for name, x in each.items()} for each in (first.handed, first.applied)
         )
@@ -272,7 +283,7 @@ def check(ranks: Sequence[Sequence[Look]], memory: Any, off: float = 0.0) -> Non
         for look, other in zip(before, after, strict=True):
             assert other.moment != "resumed" or look.state["step"] == other.state["step"]
         _check_pending(after[0])
-        for name in before[0].state["parameters"]:
+        for name in kept_by(before):
             expected = total(before, name, memory) + sum(
                 more(look, other, name, memory, len(ranks)) for look, other in zip(before, after, strict=True)
             )
@@ -285,9 +296,14 @@ def check(ranks: Sequence[Sequence[Look]], memory: Any, off: float = 0.0) -> Non
 
 def check_resized(before: Sequence[Look], after: Sequence[Look], memory: Any) -> None:
     """Whether as much is there, in the mean over ranks, when another number of ranks has loaded a state."""
-    for name in before[0].state["parameters"]:
+    for name in kept_by(before):
         expected = (total(before, name, memory) + given_back(before, name, memory)) / len(before)
         assert torch.equal(total(after, name, memory) / len(after), expected), name
+
+
+def kept_by(looks: Sequence[Look]) -> list[str]:
+    """Names of the parameters of which something may wait; of those that are always sent as a whole, nothing does."""
+    return [name for name, vectors in looks[0].state["parameters"].items() if "residual" in vectors]
 
 
 def total(looks: Sequence[Look], name: str, memory: Any) -> Tensor:
@@ -332,6 +348,7 @@ def _check_pending(look: Look) -> None:
     """Whether averages are pending between backward and step, and only there; of a step that counts."""
     if look.moment in ("after backward", "unscaled", "clipped"):
         counts = all(bool(x.isfinite().all()) for x in look.handed.values())
-        assert set(look.state["pending"]) == (look.handed.keys() if counts else set()), look.moment
+        expected = look.handed.keys() & set(kept_by([look])) if counts else set()
+        assert set(look.state["pending"]) == expected, look.moment
     if look.moment in ("before", "after a flush", "resumed"):
         assert not look.state["pending"], look.moment

@@ -25,7 +25,7 @@ import lightning_sparse as ls
 from lightning_sparse.config import StrategyConfig
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.engine.state.plain import checksum
-from lightning_sparse.engine.state.schema import check_state, with_pending
+from lightning_sparse.engine.state.schema import check_state, renamed, with_pending
 from lightning_sparse.engine.state.side_files import SideFile, side_directory
 from tests.network import AbandonedError, Network, Port
 
@@ -429,6 +429,20 @@ def test_a_rank_without_a_state_stops_all_or_is_warned_of(tmp_path: Path) -> Non
     assert files(path) == ["rank-0-of-2.a-1.pt"]
     with pytest.warns(UserWarning, match="rank 1: rank-1-of-2.a-1.pt is missing .* starts empty on all ranks"):
         resumed(2, path)
+
+
+def test_side_files_with_states_of_the_first_format_are_loaded(tmp_path: Path) -> None:
+    class Earlier(Engine):
+        def state_dict(self, moment: torch.Tensor | None = None) -> dict[str, Any]:
+            return super().state_dict(moment) | {"format": 1}
+
+    path = tmp_path / "x.ckpt"
+    results(save_with(path, lambda comm: Earlier(comm, step=7)))
+    for engine in resumed(2, path, strict=True):
+        assert same(engine.loaded, Earlier(engine.comm, "a", 7).state_dict())
+    for engine in resumed(3, path, strict=True):
+        assert engine.loaded is not None
+        assert (engine.loaded["format"], engine.loaded["pending"]) == (2, {})
 
 
 def lose_one(directory: Path) -> None:
@@ -939,6 +953,17 @@ def test_averages_that_are_pending_are_merged_as_they_are(order: tuple[int, int]
         assert whole["w"]["residual"].tolist() == [1.5, 1.5 + 0.5 * n, 1.5, 1.5 - 8 * n]
         assert whole["b"]["residual"].tolist() == [1.5 + 2 * n, 1.5 + 4 * n]
     assert merged["parameters"]["w"]["residual"].tolist() == [1.5] * 4  # not written to
+
+
+def test_averages_that_are_pending_follow_parameters_to_other_names() -> None:
+    state, lost = renamed(with_averages(0), {"w": "v"})
+    check_state(state)
+    assert lost == ["There is no parameter b any more."]
+    assert with_pending(state, 2)["parameters"]["v"]["residual"].tolist() == [1.0, 2.0, 1.0, -15.0]
+    assert renamed(with_averages(1), {"w": "v"})[0]["absorbed"] == ["v"]
+    only_pending = with_averages(0)
+    only_pending["parameters"]["b"]["residual"].zero_()
+    assert renamed(only_pending, {"w": "v"})[1] == lost
 
 
 def test_states_that_do_not_belong_together_are_not_merged() -> None:

@@ -65,6 +65,9 @@ CASES: dict[str, Case] = {
     "skipped and clipped": Case({"memory": ls.ClipByNorm(100.0)}, bad=1, off=ROUNDED),
     "skipped and scaled": Case(bad=1, scale=64.0),
     "lr_aware": Case({"lr_aware": True}),
+    "regrouped": Case({"sparsifier": "union_topk"}, regroup=1),
+    "no memory": Case({"memory": ls.NoMemory()}),
+    "some dense": Case({"rules": ls.Rules(dense=["*.third"], dense_ndim=0, dense_numel=0)}),
     "unused": Case(unused={1: ("third",), 2: ("first", "second")}, ddp={"find_unused_parameters": True}),
     "unused in one group": Case(
         {"grouping": "model", "sparsifier": "union_topk"}, unused={1: ("third",)}, ddp={"find_unused_parameters": True}
