@@ -1,14 +1,15 @@
 """Gradients that are the same integers in every step, so that what has become of them can be counted exactly.
 
 The loss is a sum of parameters times integers, which differ from rank to rank. With SGD at rate 1, starting at 0, what
-was sent is in the weights w and the rest in the residuals. In float32, too, it holds exactly that
-``sum_i residual_i - n w = step * sum_i gradient_i``.
+was applied is in the weights w, what was handed out and not applied is pending, and the rest is in the residuals. At
+every moment, in float32, too, it holds exactly that ``sum_i residual_i + n pending - n w = sum_i count_i gradient_i``,
+where a rank has absorbed as many gradients as it has settled exchanges, and one more where its state says so.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,28 +47,74 @@ class Sums(nn.Module):
             layer.register_parameter(name, nn.Parameter(torch.zeros(shape)))
             self.add_module(f"in_{name}", layer)
 
-    def forward(self, rank: int) -> Tensor:
-        terms = [(p.flatten() * gradient(name, rank)).sum() for name, p in self.named_parameters()]
-        return torch.stack(terms).sum()
+    def forward(self, rank: int, without: Collection[str] = ()) -> Tensor:
+        used = [(name, p) for name, p in self.named_parameters() if name.rpartition(".")[2] not in without]
+        return torch.stack([(p.flatten() * gradient(name, rank).to(p.dtype)).sum() for name, p in used]).sum()
 
 
-def check_sums(weights: dict[str, Tensor], states: Sequence[dict[str, Any]], steps: dict[str, int] | int) -> None:
-    """Whether weights and the states of all ranks hold what so many steps have brought, for each parameter."""
+State = Mapping[str, Any]
+
+
+def pending(states: Sequence[State], name: str) -> Tensor:
+    """(numel,) averages of a parameter that have been handed out and not been applied, in double precision.
+
+    Args:
+        states: of all ranks. The one of rank 0, whose weights are saved, holds them.
+        name: of the parameter.
+    """
+    [first, *others] = sorted(states, key=lambda state: int(state["rank"]))
+    assert not any(state["pending"] for state in others)
+    dense = torch.zeros(first["spans"][name][2], dtype=torch.float64)
+    if (found := first["pending"].get(name)) is None:
+        return dense
+    if "indices" not in found:
+        return found["values"].double()
+    indices = found["indices"].long()
+    assert torch.equal(indices, indices.unique())
+    return dense.index_copy_(0, indices, found["values"].double())
+
+
+def waiting(states: Sequence[State], name: str) -> Tensor:
+    """(numel,) sum of residuals and pending averages of all ranks of a run, in double precision."""
     n = len(states)
     assert sorted(state["rank"] for state in states) == list(range(n))
+    assert {state["world_size"] for state in states} == {n}
+    kept = torch.stack([state["parameters"][name]["residual"].double() for state in states]).sum(0)
+    return kept + n * pending(states, name)
+
+
+def count(state: State, name: str) -> int:
+    """How many gradients of a parameter a rank has absorbed."""
+    return int(state["step"]) + int(state["void_steps"]) + (name in state["absorbed"])
+
+
+def check_sums(weights: Mapping[str, Tensor], states: Sequence[State], steps: int | None = None) -> None:
+    """Whether weights and the states of all ranks hold all that was absorbed, for each parameter and coordinate.
+
+    Args:
+        weights: of rank 0, some or all.
+        states: of all ranks.
+        steps: of which the states have to be; None: of any, but all of the same one.
+    """
+    [settled] = {state["step"] for state in states}
+    assert steps in (None, settled), f"expected the states of step {steps}, but they are of step {settled}"
     for name, weight in weights.items():
-        given = sum(gradient(name, rank) for rank in range(n))
-        kept = sum(state["parameters"][name]["residual"] for state in states)
-        count = steps if isinstance(steps, int) else steps[name]
-        assert torch.equal(kept - n * weight.flatten(), count * given), (name, count)
+        counts = {state["rank"]: count(state, name) for state in states}
+        given = sum(number * gradient(name, rank).double() for rank, number in counts.items())
+        kept = waiting(states, name) - len(states) * weight.double().flatten()
+        assert torch.equal(kept, given), (name, counts)
+
+
+def saved_in(path: Path | str, n: int) -> list[dict[str, Any]]:
+    """The states of all ranks beside a checkpoint."""
+    marker = torch.load(path, weights_only=False)["lightning_sparse"]["residuals"]
+    files = [f"{path}.sparse/rank-{rank}-of-{n}.{marker['save']}.pt" for rank in range(n)]
+    return [torch.load(file, weights_only=True)["state"] for file in files]
 
 
 def check_files(path: Path | str, n: int) -> int:
-    """Whether a checkpoint and its side files hold the same step, exactly; returns which."""
+    """Whether a checkpoint and its side files hold the same moment, exactly; returns of which step."""
     checkpoint = torch.load(path, weights_only=False)
-    marker = checkpoint["lightning_sparse"]["residuals"]
-    files = [f"{path}.sparse/rank-{rank}-of-{n}.{marker['save']}.pt" for rank in range(n)]
-    states = [torch.load(file, weights_only=True)["state"] for file in files]
-    assert {state["step"] for state in states} == {marker["step"]}
-    check_sums(checkpoint["state_dict"], states, marker["step"])
-    return int(marker["step"])
+    step = int(checkpoint["lightning_sparse"]["residuals"]["step"])
+    check_sums(checkpoint["state_dict"], saved_in(path, n), step)
+    return step

@@ -373,11 +373,7 @@ class Engine(EngineView):
 
     @property
     def moment(self) -> Tensor:
-        """(1,) int64: how many exchanges have settled here, for :meth:`state_dict`.
-
-        Ranks may be asked at different moments, one before the end of an exchange and another one after it. The states
-        of a checkpoint belong together if all ranks pass the largest of their moments.
-        """
+        """(1,) int64: how many exchanges and flushes have settled here, see :meth:`state_dict`."""
         return self._kept.moment
 
     def state_dict(self, moment: Tensor | None = None) -> dict[str, Any]:
@@ -389,17 +385,22 @@ class Engine(EngineView):
         that have been absorbed so far. Where the number of ranks has changed, see
         :func:`~lightning_sparse.merge_states`.
 
+        Ranks may be asked at different moments, one before the end of an exchange and another one after it. Their
+        states belong together if each rank takes one, all agree on the largest ``state["moment"]``, and a rank whose
+        own is smaller takes another one, of that moment.
+
         Args:
-            moment: the largest :attr:`moment` of all ranks; None: that of this one.
+            moment: (1,) the state after so many exchanges and flushes, as another rank has taken it: this rank waits
+                until it has settled as many. None: the latest one.
 
         Returns:
-            ``step``, ``void_steps``, ``rank``, ``world_size``, ``settings``; ``parameters`` and ``counters``: what is
-            remembered of each, by name; ``spans``: which coordinates of each parameter, as first one, number, and
-            number of all; ``pending``: averages that are not applied; ``absorbed``: parameters of which a gradient was
-            absorbed that is not exchanged; ``groups``: what sparsifiers and schedules have learned; ``rates``: latest
-            learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``: what gradients are
-            clipped to in place of their averages; ``lengths``: see
-            :class:`~lightning_sparse.engine.optimizers.scaled.Lengths`.
+            ``moment``: how many exchanges and flushes of this engine have settled; ``step``, ``void_steps``, ``rank``,
+            ``world_size``, ``settings``; ``parameters`` and ``counters``: what is remembered of each, by name;
+            ``spans``: which coordinates of each parameter, as first one, number, and number of all; ``pending``:
+            averages that are not applied; ``absorbed``: parameters of which a gradient was absorbed that is not
+            exchanged; ``groups``: what sparsifiers and schedules have learned; ``rates``: latest learning rates;
+            ``surplus``: what changes of them have left in residuals; ``clippings``: what gradients are clipped to in
+            place of their averages; ``lengths``: see :class:`~lightning_sparse.engine.optimizers.scaled.Lengths`.
 
         Raises:
             RuntimeError: if this rank is past the given moment, or does not get there; or if an error has ended a step

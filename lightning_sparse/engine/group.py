@@ -20,7 +20,14 @@ from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Agreement, Context, GroupState
 from lightning_sparse.engine.metrics import Statistics, norm_of
 from lightning_sparse.engine.optimizers.scaled import Handed
-from lightning_sparse.engine.pipeline import exchange_group, init_group, sends_everything, settle_group, takes_kernels
+from lightning_sparse.engine.pipeline import (
+    exchange_group,
+    forget_overflow_,
+    init_group,
+    sends_everything,
+    settle_group,
+    takes_kernels,
+)
 from lightning_sparse.engine.proposal import Proposed, spread_divisor
 from lightning_sparse.methods.density import Constant
 from lightning_sparse.methods.exchanges import Dense, Exchange
@@ -249,6 +256,10 @@ class GroupReducer:
         if static_shapes(self.device) or not skipped:
             places = None if static_shapes(self.device) else made.proposed.statistics.indices
             self.density.learned = self.density.observed(made.step, made.grad, skipped, places)
+
+    def forget_overflow(self, world_size: int) -> None:
+        """See :func:`~lightning_sparse.engine.pipeline.forget_overflow_`, where nobody could wait for the decision."""
+        forget_overflow_(self.state, self.memory, world_size)
 
     def adapt(self, memory: Memory) -> None:
         """Go on with a memory of the same kind that has other settings."""

@@ -182,6 +182,7 @@ def settle_group(
     """
     after, on_device = proposed.after, isinstance(skipped, Tensor) and static_shapes(skipped.device)
     if not on_device and skipped:
+        forget_overflow_(state, memory, len(proposed.statistics.counts))
         return state
     with _left_alone(memory, state, unused):
         memory.settle_(state.memory, proposed.update, proposed.rounding, skipped if on_device else None)
@@ -194,6 +195,16 @@ def settle_group(
     new = GroupState(None, after.selector, after.counts, after.union)
     kept: GroupState = choose(skipped, old, new)
     return kept._replace(memory=state.memory, candidates=state.candidates)
+
+
+def forget_overflow_(state: GroupState, memory: Memory, world_size: int) -> None:
+    """Forget residuals so large that their sum over ranks may not be finite, after a step that was skipped.
+
+    All later steps would be skipped otherwise.
+    """
+    residual = memory.residual(state.memory)
+    if residual is not None:
+        residual.masked_fill_(residual.abs() > torch.finfo(residual.dtype).max / world_size, 0.0)
 
 
 @contextmanager

@@ -86,8 +86,7 @@ def steps(
     for step in range(count):
         grad = torch.zeros(NUMEL, dtype=dtype, device=DEVICE)
         with no_waiting():
-            state, proposed = drive(reduce_group(grad, state, ctx._replace(step=step), **parts), Mirror(rank))
-        statistics = proposed.statistics
+            state, statistics = drive(reduce_group(grad, state, ctx._replace(step=step), **parts), Mirror(rank))
         assert grad.device == statistics.union.device == statistics.counts.device == DEVICE
 
 

@@ -16,7 +16,7 @@ from typing import Any
 SWITCH = "LIGHTNING_SPARSE_KERNELS"
 OFF = ("numpy", "reference")
 """What the switch is set to where the C library is to be left alone; the first one that the tree knows."""
-UNTIMED = ("format", "settings", "spans", "pending", "absorbed")
+UNTIMED = ("format", "settings", "spans", "pending", "absorbed", "moment")
 """Of states: how they are written, and not what they hold."""
 TIMES = "time/"
 """Begins the names of logged quantities that are times."""

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from torch import Tensor
 
 from lightning_sparse.config import Resize
 from lightning_sparse.core.checks import is_integer
@@ -94,28 +93,35 @@ class SideFiles:
         """
         self._number += 1
         own = SideFile(engine.comm.rank, engine.comm.world_size, engine.run_id, self._number)
-        moment, counted = engine.moment, -1 if global_step is None else global_step
+        counted = -1 if global_step is None else global_step
+        state, problem = _take(engine)
         if comm is not None:
-            on_ranks = comm.all_gather(
-                torch.cat([moment, torch.tensor([counted], device="cpu")]).to(engine.device)
-            ).cpu()
-            moment, counted = on_ranks[:, :-1].amax(0), int(on_ranks[0, -1])
-        facts = {"save": own.save, "global_step": counted}
-        step, problem = self._write(facts, own.name, path, engine, moment, write)
+            # An exchange may end while ranks agree: what was taken before is of before it, and stays so.
+            moment = -1 if state is None else state["moment"]
+            on_ranks = comm.all_gather(torch.tensor([moment, counted]).to(engine.device)).cpu()
+            newest, counted = int(on_ranks[:, 0].max()), int(on_ranks[0, 1])
+            if not problem and moment < newest:
+                state, problem = _take(engine, newest)
+        step = 0 if state is None else state["step"]
+        if state is not None:
+            content = _sealed({"save": own.save, "global_step": counted, "state": state})
+            problem = self._write(content, own.name, path, write)
         oldest = ""
         if comm is not None:
             notes = comm.all_gather_object(Note(_oldest_needed(path, own), problem), engine.device)
             oldest = notes[0].fact
             if trouble := by_reason(notes):
                 raise RuntimeError(
-                    f"The residuals for checkpoint {os.fspath(path)} could not be saved: {trouble}. The checkpoint was "
-                    "not written; what was there before is unchanged. Set save_residuals=False to do without them."
+                    f"The residuals for checkpoint {os.fspath(path)} could not be saved: {trouble.rstrip('.')}. The "
+                    "checkpoint was not written; what was there before is unchanged. Set save_residuals=False to do "
+                    "without them."
                 )
         elif problem:
-            warnings.warn(f"Rank {own.rank} could not save its residuals: {problem}.", stacklevel=3)
+            warnings.warn(f"Rank {own.rank} could not save its residuals: {problem.rstrip('.')}.", stacklevel=3)
         yield {
             "format": FORMAT,
-            **facts,
+            "save": own.save,
+            "global_step": counted,
             "world_size": own.world_size,
             "step": step,
             "directory": os.path.basename(side_directory(path)),
@@ -123,30 +129,19 @@ class SideFiles:
         if oldest:
             remove(path, own.rank, own.world_size, lambda file: file.run != own.run or file.number < int(oldest))
 
-    def _write(
-        self,
-        facts: dict[str, Any],
-        name: str,
-        path: Path,
-        engine: Engine,
-        moment: Tensor,
-        write: Callable[[State, str], None],
-    ) -> tuple[int, str]:
-        """Write the file; returns the step whose state it holds, and what went wrong."""
+    def _write(self, content: State, name: str, path: Path, write: Callable[[State, str], None]) -> str:
+        """Write the file; returns what went wrong."""
         target = self._latest[os.fspath(path)] = f"{side_directory(path)}/{name}"
         self._late.pop(os.fspath(path), None)
-        step = 0
         try:
-            state = engine.state_dict(moment)
-            step, content = state["step"], _sealed({**facts, "state": state})
             try:
                 write(content, target)
             except FileNotFoundError:
                 # Another rank has removed the empty directory after it was made and before the file was in it.
                 write(content, target)
         except Exception as error:  # of any plugin and any file system
-            return step, reason(error, SideFileError)
-        return step, ""
+            return reason(error, SideFileError)
+        return ""
 
     def remove(self, path: Path, rank: int, world_size: int) -> None:
         """Remove the side files of a checkpoint that rank 0 has removed; there may be none.
@@ -257,6 +252,14 @@ def restore(
             warnings.warn(text, stacklevel=2)
     if resized and resize == "flush":
         engine.flush_next_step()
+
+
+def _take(engine: Engine, moment: int | None = None) -> tuple[State | None, str]:
+    """The state of an engine, and what went wrong."""
+    try:
+        return engine.state_dict(None if moment is None else torch.tensor([moment], device="cpu")), ""
+    except Exception as error:  # of any memory
+        return None, reason(error, RuntimeError)
 
 
 def _sealed(content: dict[str, Any]) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class Kept:
             if moment is not None and record.counts.number > int(moment[0]):
                 raise RuntimeError(
                     f"The state after exchange {int(moment[0])} is asked for, and this rank has settled "
-                    f"{record.counts.number}. All ranks save after the newest exchange of any rank: pass the largest "
-                    "of their moments."
+                    f"{record.counts.number}. All ranks save after the newest exchange of any rank: take a state on "
+                    "each of them, and another one where the moment of the first one is not the largest."
                 )
             return capture(reducer, self._names, self._parked, self._comm)
 

@@ -39,6 +39,7 @@ def capture(reducer: Reducer, names: Sequence[str], parked: Parked, comm: TorchC
     lengths = reducer.lengths.state(pending.keys())
     return {
         "format": STATE_FORMAT,
+        "moment": record.counts.number,
         "step": record.counts.step,
         "void_steps": record.counts.void,
         "rank": comm.rank,

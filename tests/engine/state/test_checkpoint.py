@@ -25,6 +25,7 @@ import lightning_sparse as ls
 from lightning_sparse.config import StrategyConfig
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
 from lightning_sparse.engine.state.plain import checksum
+from lightning_sparse.engine.state.schema import check_state, with_pending
 from lightning_sparse.engine.state.side_files import SideFile, side_directory
 from tests.network import AbandonedError, Network, Port
 
@@ -46,14 +47,12 @@ class Engine:
         self.flushing = False
         self.remarks: list[str] = []
 
-    @property
-    def moment(self) -> torch.Tensor:
-        return torch.tensor([self.step])
-
     def state_dict(self, moment: torch.Tensor | None = None) -> dict[str, Any]:
+        assert moment is None or int(moment) == self.step
         generator = torch.Generator().manual_seed(hash((self.run_id, self.step, self.comm.rank)) % 2**31)
         return {
-            "format": 1,
+            "format": 2,
+            "moment": self.step,
             "step": self.step,
             "void_steps": 0,
             "rank": self.comm.rank,
@@ -382,6 +381,56 @@ def test_alone_after_an_error_a_rank_saves_what_it_can(tmp_path: Path) -> None:
     assert load(run.path)["step"] == 4
 
 
+class Moving(Engine):
+    """An exchange ends here after the first state was taken: while this rank waits for that, or while ranks agree."""
+
+    def state_dict(self, moment: torch.Tensor | None = None) -> dict[str, Any]:
+        state = super().state_dict(moment)
+        self.step += moment is None
+        return state
+
+
+class Broken(Engine):
+    """An error has ended a step on rank 1 while residuals were being changed."""
+
+    def state_dict(self, moment: torch.Tensor | None = None) -> dict[str, Any]:
+        if self.comm.rank == 1:
+            raise RuntimeError("An error has ended a step. They cannot be saved.")
+        return super().state_dict(moment)
+
+
+def save_with(path: Path, make: Callable[[Any], Engine], agreeing: bool = True) -> list[Any]:
+    """What each of two ranks says when they save, with engines of their own."""
+
+    def job(comm: Port) -> None:
+        with SideFiles().beside(path, make(comm), write, comm if agreeing else None) as marker:  # type: ignore[arg-type]
+            if comm.rank == 0:
+                write({"marker": marker, "step": marker["step"]}, str(path))
+
+    return on_ranks(2, job)
+
+
+@pytest.mark.parametrize("ahead", [None, 0, 1])
+def test_all_ranks_save_after_the_newest_exchange_of_any(tmp_path: Path, ahead: int | None) -> None:
+    path = tmp_path / "x.ckpt"
+    results(save_with(path, lambda comm: Moving(comm, step=7 + (comm.rank == ahead))))
+    assert load(str(path))["step"] == 7 + (ahead is not None)
+    assert_continues(path, 2)
+
+
+def test_a_rank_without_a_state_stops_all_or_is_warned_of(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    for outcome in save_with(path, lambda comm: Broken(comm, step=7)):
+        with pytest.raises(RuntimeError, match=r"rank 1: An error has ended a step\. They cannot be saved\. The check"):
+            raise outcome
+    assert not path.exists()
+    with pytest.warns(UserWarning, match="Rank 1 could not save its residuals: An error has ended a step"):
+        results(save_with(path, lambda comm: Broken(comm, step=7), agreeing=False))
+    assert files(path) == ["rank-0-of-2.a-1.pt"]
+    with pytest.warns(UserWarning, match="rank 1: rank-1-of-2.a-1.pt is missing .* starts empty on all ranks"):
+        resumed(2, path)
+
+
 def lose_one(directory: Path) -> None:
     (directory / "rank-1-of-2.a-2.pt").unlink()
 
@@ -450,8 +499,8 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
         for field in ("step", "void_steps", "rank", "world_size", "settings", "parameters", "counters", "groups")
     ),
     (edit_state(without("rates")), "rank 1: .*holds no state: .*rates to be a dict.* but got nothing"),
-    (edit_state(without("format")), "rank 1: .*holds no state: Expected a state of format 1"),
-    (edit(lambda content: content.update(state=[])), "rank 1: .*holds no state: Expected a state of format 1"),
+    (edit_state(without("format")), "rank 1: .*holds no state: Expected a state of format 2"),
+    (edit(lambda content: content.update(state=[])), "rank 1: .*holds no state: Expected a state of format 2"),
     (edit_state(lambda state: state.update(step="2")), "rank 1: .*step to be an integer from 0 on, but got '2'"),
     (edit_state(lambda state: state.update(void_steps=-1)), "rank 1: .*void_steps to be an integer from 0 on"),
     (edit_state(lambda state: state.update(rates={"bias": "high"})), "rank 1: .*learning rate of bias to be a finite"),
@@ -817,6 +866,22 @@ def test_other_numbers_of_ranks_may_drop_the_pending_update_and_say_how_much(tmp
         assert not any(v.any() for vectors in engine.loaded["parameters"].values() for v in vectors.values())
 
 
+def test_averages_that_are_pending_are_dropped_with_the_residuals(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+
+    class Within(Engine):
+        def state_dict(self, moment: torch.Tensor | None = None) -> dict[str, Any]:
+            return with_averages(self.comm.rank)
+
+    results(save_with(path, Within))
+    norm = np.linalg.norm([1.5, 2.0, 1.5, -6.5, 3.5, 5.5])
+    with pytest.warns(UserWarning, match=rf"3 ranks instead of 2 and resize='zero': .* an update of norm {norm:.4g} "):
+        engines = resumed(3, path, resize="zero")
+    for engine in engines:
+        assert engine.loaded is not None
+        assert engine.loaded["pending"] == {}
+
+
 @pytest.mark.parametrize("resize", ["merge", "flush", "zero"])
 def test_other_numbers_of_ranks_need_all_files(tmp_path: Path, resize: str) -> None:
     run = Run(3, tmp_path / "x.ckpt")
@@ -842,7 +907,38 @@ def test_merged_states_are_means_to_the_last_bit(dtype: torch.dtype) -> None:
     got = merged["parameters"]["w"]["residual"].numpy()
     np.testing.assert_allclose(got, exact, rtol=2**-24 if dtype == torch.float32 else 1e-13, atol=0)
     assert got.dtype == exact.astype(str(dtype).removeprefix("torch.")).dtype
-    assert {key: merged[key] for key in head} == head
+    assert {key: merged[key] for key in head} == {**head, "format": 2}  # of the first format, nothing is pending
+    assert merged["pending"] == {}
+
+
+def with_averages(rank: int) -> dict[str, Any]:
+    """A state within a step: some averages are pending, and rank 1 has absorbed a gradient more of one parameter."""
+    vectors = {name: torch.full((numel,), float(1 + rank)) for name, numel in (("w", 4), ("b", 2))}
+    averages = {
+        "w": {"indices": torch.tensor([1, 3], dtype=torch.int32), "values": torch.tensor([0.5, -8.0])},
+        "b": {"values": torch.tensor([2.0, 4.0])},
+    }
+    return {
+        "format": 2, "moment": 3, "step": 3, "void_steps": 0, "rank": rank, "world_size": 2, "settings": "s",
+        "parameters": {name: {"residual": vector} for name, vector in vectors.items()}, "counters": {}, "groups": [],
+        "rates": {}, "spans": {"w": [0, 4, 4], "b": [0, 2, 2]}, "absorbed": ["w"] if rank else [],
+        "pending": {} if rank else averages,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_averages_that_are_pending_are_merged_as_they_are(order: tuple[int, int]) -> None:
+    states = [with_averages(rank) for rank in order]
+    merged = ls.merge_states(states)
+    check_state(merged)
+    assert same(merged["pending"], with_averages(0)["pending"])
+    assert merged["parameters"]["w"]["residual"].tolist() == [1.5] * 4
+    # One of any number of ranks takes them in, so that the mean over ranks has each of them once.
+    for n in (1, 3):
+        whole = with_pending(merged, n)["parameters"]
+        assert whole["w"]["residual"].tolist() == [1.5, 1.5 + 0.5 * n, 1.5, 1.5 - 8 * n]
+        assert whole["b"]["residual"].tolist() == [1.5 + 2 * n, 1.5 + 4 * n]
+    assert merged["parameters"]["w"]["residual"].tolist() == [1.5] * 4  # not written to
 
 
 def test_states_that_do_not_belong_together_are_not_merged() -> None:

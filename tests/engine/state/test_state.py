@@ -173,7 +173,7 @@ def load_another_model() -> list[str]:
     state = first.engine.state_dict()
     first.engine.close()
     state["parameters"]["gone.weight"] = {"residual": torch.ones(3)}
-    state["parameters"]["0.bias"] = {"residual": torch.ones(7)}
+    state["parameters"]["0.bias"], state["spans"]["0.bias"] = {"residual": torch.ones(7)}, [0, 7, 7]
     other = Run()
     notes = other.engine.load_state_dict(state)
     assert not other.engine.residual("0.bias").any()
@@ -212,8 +212,16 @@ def drop(*path: Any) -> Any:
     return change
 
 
+def pending(averages: Any) -> Any:
+    return put({"0.bias": averages}, "pending")
+
+
+def int32(*indices: int) -> Tensor:
+    return torch.tensor(indices, dtype=torch.int32)
+
+
 NO_STATES: dict[str, Any] = {
-    "Expected a state of format 1, as Engine.state_dict() gives it": put(77, "format"),
+    "Expected a state of format 2, as Engine.state_dict() gives it": put(77, "format"),
     "step to be an integer from 0 on, but got nothing": drop("step"),
     "step to be an integer from 0 on, but got True": put(True, "step"),
     "settings to be a string, but got None": put(None, "settings"),
@@ -221,7 +229,7 @@ NO_STATES: dict[str, Any] = {
     "counters to be a dict with names as keys, but got {1: 2}": put({1: 2}, "counters"),
     "groups to be a list": put({}, "groups"),
     "learning rate of 0.bias to be a finite number above 0, but got 'high'": put({"0.bias": "high"}, "rates"),
-    "of format 1, as Engine.state_dict() gives it.": put(True, "format"),
+    "of format 2, as Engine.state_dict() gives it.": put(True, "format"),
     "surplus of 0.bias to be of step 3 at most, but got 4": put({"0.bias": [2.0, 4]}, "surplus"),
     "surplus of 0.bias to be a list of a number from 1 on": put({"0.bias": [0.5, 1]}, "surplus"),
     "steps of 0.bias to be a finite number, but got 'many'": put({"0.bias": {"steps": "many"}}, "counters"),
@@ -233,6 +241,21 @@ NO_STATES: dict[str, Any] = {
         [{"limit": 1.0, "algorithm": "both", "parameters": ["0.bias"]}], "clippings"
     ),
     "a rank below 2 in the state, but got 2": put(2, "rank"),
+    "spans to be a dict with names as keys, but got None": put(None, "spans"),
+    "span of 0.bias to be a list of a start, a length and": put([0, 41, 40], "spans", "0.bias"),
+    "Expected 39 coordinates of 0.bias in residual, but got 40": put([1, 39, 40], "spans", "0.bias"),
+    "absorbed parameters to be a list of names": put("0.bias", "absorbed"),
+    "pending averages to be a dict": put([], "pending"),
+    "averages of 0.bias to be a dict with names as keys, but got a list": pending([0.5] * 40),
+    "averages of 0.bias to be a vector": pending({}),
+    "averages of 0.bias to be a vector of finite": pending({"values": torch.full((40,), float("nan"))}),
+    "coordinates of pending averages of 0.bias to be": pending({"values": torch.ones(2), "indices": int32(3, 3)}),
+    "ascending int32 coordinates": pending({"values": torch.ones(2), "indices": int32(3, 4).long()}),
+    "vector of ascending": pending({"values": torch.ones(2), "indices": int32(-1, 4)}),
+    "Expected an average below 40 in 0.bias, but got 40": pending({"values": torch.ones(2), "indices": int32(3, 40)}),
+    "Expected 2 pending averages of 0.bias, but got 3": pending({"values": torch.ones(3), "indices": int32(3, 4)}),
+    "Expected 40 pending averages of 0.bias, but got 3": pending({"values": torch.ones(3)}),
+    "residual of gone, of which averages are pending, to be": put({"gone": {"values": torch.ones(3)}}, "pending"),
     "residual of 0.bias to be a vector": put(torch.ones(40, dtype=torch.int32), "parameters", "0.bias", "residual"),
     "shape (4, 10)": put(torch.ones(4, 10), "parameters", "0.bias", "residual"),
     "residual of 2.bias": put([1.0], "parameters", "2.bias", "residual"),
@@ -241,7 +264,8 @@ NO_STATES: dict[str, Any] = {
     "in group 0 of the state dense to be True or False, but got 1": put(1, "groups", 0, "dense"),
     "density of group 1 to be a dict": put(0.1, "groups", 1, "state", "density"),
     "do not belong together": put(5, "step"),
-    "the states of the ranks do not belong": put(torch.ones(41), "parameters", "0.bias", "residual"),
+    "40 coordinates of 0.bias in residual, but got 41": put(torch.ones(41), "parameters", "0.bias", "residual"),
+    "the states of the ranks do not belong": drop("parameters", "0.bias", "residual"),
     "states of the ranks do not belong": put(torch.ones(40).double(), "parameters", "0.bias", "residual"),
 }
 

@@ -1,0 +1,171 @@
+"""Nothing that was absorbed is missing in a state, and nothing is there twice: at any moment, and whoever loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lightning_sparse as ls
+from tests.covering import covering, in_one_test, in_turns
+from tests.engine.state.account import Case, Look, Training, check, check_resized, packed, unpacked
+from tests.ranks import Ranks
+
+HALF = ls.MomentumCorrection(0.5)
+ROUNDED = 1e-5
+"""Where sums are not of integers."""
+ADAMW: dict[str, Any] = {"optimizer": torch.optim.AdamW, "settings": {"lr": 0.01}}
+CASES: dict[str, Case] = {
+    "residual": Case(),
+    "union": Case({"sparsifier": "union_topk"}),
+    "reduce union": Case({"sparsifier": "union_topk", "exchange": "reduce_union", "grouping": "model"}),
+    "exdyna": Case({"sparsifier": "exdyna", "density": 0.1}),
+    "own messages": Case({"messages": "group"}),
+    "decay": Case({"memory": ls.Residual(decay=0.5)}),
+    "momentum": Case({"memory": ls.MomentumCorrection(0.5, masking=False)}),
+    "momentum masked": Case({"memory": HALF}),
+    "nesterov": Case({"memory": ls.MomentumCorrection(0.5, nesterov=True), "sparsifier": "union_topk"}),
+    "low pass": Case({"memory": ls.LowPass(0.5)}),
+    "adam": Case({"memory": ls.AdamCorrection(beta1=0.5)}, off=ROUNDED),
+    "second moment": Case({"sparsifier": "union_topk"}, **ADAMW),
+    "clip by norm": Case({"memory": ls.ClipByNorm(100.0)}, off=ROUNDED),
+    "clip and momentum": Case({"memory": ls.ClipByNorm(100.0, HALF)}, off=ROUNDED),
+    "weight decay": Case({"memory": ls.WeightDecay(0.5)}),
+    "scaled": Case(scale=1024.0),
+    "scaled second moment": Case({"sparsifier": "union_topk"}, scale=1024.0, **ADAMW),
+    "clipped by hand": Case(clip=1.0),
+    "clipped and scaled": Case({"memory": HALF}, clip=1.0, scale=64.0),
+    "accumulated": Case(local=2),
+    "two optimizers": Case(optimizers=2),
+    "four optimizers of Adam": Case({"sparsifier": "union_topk"}, optimizers=4, **ADAMW),
+    "two exchanges": Case({"executor": "inline"}, exchanges=2),
+    "bfloat16": Case(dtype=torch.bfloat16),
+    "bfloat16 momentum": Case({"memory": HALF, "sparsifier": "union_topk"}, dtype=torch.bfloat16),
+    "float16 scaled": Case(dtype=torch.float16, scale=4.0, settings={"lr": 1 / 64}),
+    "density 1": Case({"density": 1.0}),
+    "density 1 in bfloat16": Case({"density": 1.0}, dtype=torch.bfloat16),
+    "warm-up": Case({"density": ls.Warmup(1.0, 0.02, 3)}),
+    "accordion": Case({"density": ls.Accordion(0.02, 0.2, interval=2)}),
+    "flushed": Case(flush=2),
+    "flushed momentum": Case({"memory": HALF}, flush=1, optimizers=2),
+    "emptied": Case(empties=2),
+    "emptied second moment": Case({"sparsifier": "union_topk"}, empties=2, **ADAMW),
+    "skipped": Case(bad=1),
+    "skipped momentum": Case({"memory": HALF}, bad=1),
+    "skipped low pass": Case({"memory": ls.LowPass(0.5)}, bad=2),
+    "skipped second moment": Case({"sparsifier": "union_topk"}, bad=1, **ADAMW),
+    "skipped and clipped": Case({"memory": ls.ClipByNorm(100.0)}, bad=1, off=ROUNDED),
+    "skipped and scaled": Case(bad=1, scale=64.0),
+    "lr_aware": Case({"lr_aware": True}),
+    "unused": Case(unused={1: ("third",), 2: ("first", "second")}, ddp={"find_unused_parameters": True}),
+    "unused in one group": Case(
+        {"grouping": "model", "sparsifier": "union_topk"}, unused={1: ("third",)}, ddp={"find_unused_parameters": True}
+    ),
+}
+MADE = [("thread", False), ("inline", True), ("thread", True), ("inline", False)]
+"""Executor, and whether gradients are views of DDP's buckets."""
+MOMENTS = ["within backward", "after backward", "after a step"]
+PAIRS = [*in_turns(list(CASES), MOMENTS), ("emptied", "emptied"), ("clipped and scaled", "clipped")]
+LEFT = {
+    "own messages",
+    "nesterov",
+    "clip and momentum",
+    "scaled second moment",
+    "clipped and scaled",
+    "bfloat16 momentum",
+}
+LEFT |= {"four optimizers of Adam", "density 1 in bfloat16", "accordion", "flushed momentum", "emptied second moment"}
+LEFT |= {
+    "skipped momentum",
+    "skipped low pass",
+    "skipped and clipped",
+    "skipped and scaled",
+    "lr_aware",
+    "reduce union",
+}
+"""To thorough runs."""
+CELLS = [(name, moment, MADE[number % len(MADE)]) for number, (name, moment) in enumerate(PAIRS)]
+
+
+def memory_of(case: Case) -> Any:
+    if "memory" in case.options:
+        return case.options["memory"]
+    return ls.Residual() if case.optimizer is torch.optim.SGD else ls.SecondMoment()
+
+
+def training_of(name: str, executor: str, view: bool) -> Training:
+    case = CASES[name]
+    options, ddp = {"executor": executor, **case.options}, {**case.ddp, "gradient_as_bucket_view": view}
+    return Training(replace(case, options=options, ddp=ddp))
+
+
+def latest(looks: Sequence[Look], moment: str) -> Look:
+    """The last one of this moment that has others behind it."""
+    return [look for look in looks[1:-1] if look.moment == moment][-1]
+
+
+def train(name: str, moment: str, executor: str, view: bool) -> bytes:
+    """All looks of a run, and of one that goes on from its last state at a moment, which is looked at between them."""
+    first = training_of(name, executor, view)
+    first.run(CASES[name].steps)
+    saved = latest(first.looks, moment)
+    other = training_of(name, executor, view)
+    other.resume([saved] * dist.get_world_size())
+    other.run(2)
+    return packed([first.close(), [saved, *other.close()]])
+
+
+@in_one_test("name, moment, made", covering(CELLS, together=1, thorough=LEFT), apart=0)
+def test_all_that_was_absorbed_is_in_a_state_and_in_those_who_load_it(
+    two_ranks: Ranks, name: str, moment: str, made: Any
+) -> None:
+    for ranks in zip(*map(unpacked, two_ranks(train, name, moment, *made)), strict=True):
+        check(ranks, memory_of(CASES[name]), CASES[name].off)
+
+
+# ---- Other numbers of ranks
+
+
+def train_once(name: str, moment: str, executor: str, view: bool) -> bytes:
+    """The last look at a moment."""
+    training = training_of(name, executor, view)
+    training.run(CASES[name].steps - 1)
+    return packed(latest(training.close(), moment))
+
+
+def go_on(name: str, seen: list[bytes], executor: str, view: bool) -> bytes:
+    """From what all ranks of another run have seen at a moment."""
+    training = training_of(name, executor, view)
+    training.resume(list(map(unpacked, seen)))
+    training.run(1)
+    return packed(training.close())
+
+
+MERGED = ["residual", "union", "momentum masked", "low pass", "second moment", "scaled", "bfloat16", "density 1"]
+MERGED += ["decay", "momentum", "two optimizers", "flushed", "skipped", "clipped by hand"]
+
+
+@in_one_test(
+    "name, moment",
+    covering(in_turns(MERGED, MOMENTS), together=1, thorough=MERGED[6:]),
+    apart=0,
+)
+def test_any_number_of_ranks_has_all_that_was_absorbed(
+    alone: Ranks, two_ranks: Ranks, three_ranks: Ranks, name: str, moment: str
+) -> None:
+    memory, seen = memory_of(CASES[name]), two_ranks(train_once, name, moment, *MADE[0])
+    for ranks in (alone, three_ranks):
+        after = [unpacked(looks) for looks in ranks(go_on, name, seen, *MADE[1])]
+        check_resized([unpacked(look) for look in seen], [looks[0] for looks in after], memory)
+        check(after, memory, ROUNDED)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    ranks = Ranks(1)
+    yield ranks
+    ranks.stop()
