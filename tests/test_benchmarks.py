@@ -314,7 +314,7 @@ def test_the_files_that_a_step_enters_are_those_of_the_documentation() -> None:
 def test_files_of_a_step_are_printed_with_their_functions(capsys: pytest.CaptureFixture[str]) -> None:
     found = benchmark("step_files").main(["sgd"], functions=True)["sgd"]
     assert next(iter(found.usual)) == "api/attach.py"
-    assert found.usual["engine/reducer.py"]["Reducer._conclude"] == 1
+    assert found.usual["engine/reducer.py"]["Reducer._settle"] == 1
     assert found.usual["engine/batch.py"]["Batches._steps_of"] > 1, "a generator is entered each time it goes on"
     printed = capsys.readouterr().out
-    assert f"files: {len(found.usual)}" in printed and "Reducer._conclude" in printed
+    assert f"files: {len(found.usual)}" in printed and "Reducer._settle" in printed
