@@ -29,6 +29,7 @@ from lightning_sparse.engine.sources.comm_hook import BucketSource
 from lightning_sparse.engine.state.kept import Kept
 from lightning_sparse.engine.state.record import Averages, Counts
 from lightning_sparse.engine.state.schema import renamed
+from lightning_sparse.engine.state.state import Shard
 from lightning_sparse.engine.view import EngineView
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
@@ -47,6 +48,8 @@ class Engine(EngineView):
         device: where gradients live.
         watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
         frozen: parameters that need no gradient, by name.
+        shards: start, length and number of all coordinates of parameters of which this rank has a part, by name. All
+            ranks of ``comm`` have the same part.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Engine(EngineView):
         device: torch.device,
         watch_usage: bool = False,
         frozen: Mapping[str, Parameter] | None = None,
+        shards: Mapping[str, Shard] | None = None,
     ) -> None:
         left_open, settings = settings.memory is None, replace(settings, memory=settings.memory_in_use)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
@@ -82,11 +86,16 @@ class Engine(EngineView):
             reducer.close()
             raise
         self._source = BucketSource(reducer, {id(p): name for name, p in parameters.items()}, comm)
-        self._kept = Kept(reducer, parameters, self.frozen, comm, device)
+        self._kept = Kept(reducer, parameters, self.frozen, comm, device, shards or {})
         self._compared_kernels = self._told_of_waits = False
         self._binding = OptimizerBinding(reducer, parameters, comm, device, left_open)
         if not left_open:  # else optimizers settle the memory
             reducer.prepare()
+
+    @property
+    def router(self) -> Reducer:
+        """Takes gradients from a source and gives averages back, see :mod:`lightning_sparse.engine.sources`."""
+        return self._reducer
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

@@ -71,8 +71,10 @@ class Executor(Protocol):
 
     blocked_seconds: float
     """Time that backward was blocked since this was last set to zero."""
-    failed: bool
-    """True if a job has raised an error that has not been raised in :meth:`drain` yet."""
+
+    @property
+    def failed(self) -> bool:
+        """True if a job has raised an error that has not been raised in :meth:`drain` yet."""
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run a job now or later."""
@@ -87,7 +89,9 @@ class Executor(Protocol):
 class Inline:
     """Executor inside the hook."""
 
-    failed = False
+    @property
+    def failed(self) -> bool:
+        return False
 
     def __init__(self) -> None:
         self.blocked_seconds = 0.0

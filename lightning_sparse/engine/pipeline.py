@@ -180,20 +180,21 @@ def settle_group(
         memory: of the group.
         unused: coordinates of parameters that no rank used, as they were given to :func:`exchange_group`.
     """
-    after, on_device = proposed.after, isinstance(skipped, Tensor) and static_shapes(skipped.device)
-    if not on_device and skipped:
+    after = proposed.after
+    on_device = skipped if isinstance(skipped, Tensor) and static_shapes(skipped.device) else None
+    if on_device is None and skipped:
         forget_overflow_(state, memory, len(proposed.statistics.counts))
         return state
     with _left_alone(memory, state, unused):
-        memory.settle_(state.memory, proposed.update, proposed.rounding, skipped if on_device else None)
-    if not isinstance(skipped, Tensor) or not on_device or after is state:
+        memory.settle_(state.memory, proposed.update, proposed.rounding, on_device)
+    if on_device is None or after is state:
         return after
     counts, union = state.counts, state.union
     if counts is None and after.counts is not None and after.union is not None:
         counts, union = torch.full_like(after.counts, -1), torch.full_like(after.union, -1)
     old = GroupState(None, state.selector, counts, union)
     new = GroupState(None, after.selector, after.counts, after.union)
-    kept: GroupState = choose(skipped, old, new)
+    kept: GroupState = choose(on_device, old, new)
     return kept._replace(memory=state.memory, candidates=state.candidates)
 
 

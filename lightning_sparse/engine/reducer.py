@@ -101,6 +101,8 @@ class Reducer:
         )
         self.messages: Messages = "group" if settings.messages == "group" else "step"
         """What travels together."""
+        self._late: list[tuple[Decision, Set[str]]] = []
+        """Of steps whose averages are handed over later: whether each counts, and the parameters that it is about."""
         self._begun = self._flushes = False
         self._model_bytes = sum(p.nbytes for p in parameters.values())
         self._number = 0
@@ -216,7 +218,7 @@ class Reducer:
             if group.complete:
                 self._submit(group)
 
-    def finish(self, gradients: Iterable[tuple[str, Tensor]], mark: Mark) -> None:
+    def finish(self, gradients: Iterable[tuple[str, Tensor]], mark: Mark, late: bool = False) -> None:
         """Take the last gradients of a backward; averages are in their places when this returns.
 
         Signals wait while the last jobs of the step are submitted: a handler may wait for the step to settle then, as
@@ -225,15 +227,27 @@ class Reducer:
         Args:
             gradients: as of :meth:`arrive`.
             mark: is called when all groups have been exchanged and the step may be skipped: puts NaN into gradients.
+            late: whether optimizers get the averages later, when :meth:`hand_over` is called.
         """
         with held():
             begin = Stamp.now(self._device)
             self.arrive(gradients)
-            self._send_last(mark)
+            self._send_last(mark, late)
         self._executor.drain()
         self.exposed_ms = self._measure_exposed(begin)
         self._count()
         self._end_step()
+
+    def hand_over(self) -> None:
+        """Let optimizers apply the averages of the oldest step that was finished late: they are in ``.grad`` now."""
+        with self.record.changing():
+            self.record.hand_over()
+        self.skipped.note(*self._late.pop(0))
+
+    @property
+    def unused(self) -> Set[str]:
+        """Names of the parameters that no rank used in the latest backward."""
+        return {name for group in self.groups for name in group.untouched}
 
     def pass_by(self, names: Set[str], skipped: Tensor | None) -> None:
         """Note that the source has averaged all gradients by itself.
@@ -327,28 +341,28 @@ class Reducer:
     def _parameters_of(self, group: GroupReducer) -> list[tuple[slice, Tensor]]:
         return [(span, self._parameters[name].detach()) for name, span in group.spans.items()]
 
-    def _send_last(self, mark: Mark) -> None:
+    def _send_last(self, mark: Mark, late: bool) -> None:
         """Send what has not been sent, and settle when it is exchanged."""
         incomplete = [g.plan.name for g in self.groups if g.arrived and not g.complete]
         assert not incomplete, f"only some gradients of the groups {incomplete} have arrived"
         if self.messages == "step":
             # Where all is dense, there is one sum, and nothing that a header could travel with.
             self._batches.send(None if self._all_dense else Header(self.step, self._flushes, self._digest))
-        self._executor.submit(partial(self._settle, mark))
+        self._executor.submit(partial(self._settle, mark, late))
 
     def _count(self) -> None:
         ran = [group.statistics for group in self.groups if group.ran and group.statistics is not None]
         sent = sum(statistics.bytes_sent for statistics in ran) + self.shared_bytes
         self.totals.add(sent, sum(statistics.dense_bytes for statistics in ran))
 
-    def _settle(self, mark: Mark) -> None:
+    def _settle(self, mark: Mark, late: bool) -> None:
         """All groups have been exchanged: does the step count? Then residuals lose what was sent.
 
         A gradient that is not finite is so on all ranks by now, so that nothing is sent.
         """
         with self.on_stream(), self.failing_together("in settling the step"):
             skipped = self._any_not_finite()
-            unused = {name for group in self.groups for name in group.untouched}
+            unused = self.unused
             if not self.on_stream.host_knows or skipped:
                 mark(skipped, unused)
             # On a device, with nonfinite="nan" and without a loss scale, nobody asks.
@@ -361,8 +375,10 @@ class Reducer:
                 averages = [made for group in self.groups if (made := _averages_of(group)) is not None]
                 for group in self.groups:
                     group.settle(skipped)
-                self.record.settle(decision, names, averages)
-            self.skipped.note(decision, names)
+                self.record.settle(decision, names, averages, late)
+            self._late.append((decision, names))
+            if not late:
+                self.skipped.note(*self._late.pop())
 
     @property
     def looks_at_averages(self) -> bool:

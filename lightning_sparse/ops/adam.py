@@ -120,8 +120,8 @@ def _on_host(one: Moved, by: Step) -> None:
     """In place, where all are numbers."""
     parameter, grad, divisor, indices = one
     rate, keep, scale, skip = by
-    numbers = scale is None and skip is None and not isinstance(rate, Tensor)
-    if not numbers or parameter.dtype != grad.dtype or grad.dtype != divisor.dtype:
+    numbers = scale is None and skip is None
+    if not numbers or isinstance(rate, Tensor) or parameter.dtype != grad.dtype or grad.dtype != divisor.dtype:
         _in_torch([one.everywhere()], by)
         return
     if indices is not None and not (fills_memory(parameter) and parameter.stride() == grad.stride()):

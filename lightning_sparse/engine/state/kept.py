@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.engine.state.state import Draft, Parked, capture, draft_of, load, parked
+from lightning_sparse.engine.state.state import Draft, Parked, Shard, capture, draft_of, load, parked
 
 
 class Kept:
@@ -23,6 +23,7 @@ class Kept:
         frozen: parameters that need no gradient, by name.
         comm: the ranks.
         device: where gradients live.
+        shards: of parameters of which the engine has a part.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class Kept:
         frozen: Mapping[str, Parameter],
         comm: TorchCollective,
         device: torch.device,
+        shards: Mapping[str, Shard],
     ) -> None:
         self.loads = 0
         """How many states were loaded."""
         self._reducer, self._names, self._frozen = reducer, list(parameters), frozen
         self._comm, self._device = comm, device
         self._parked: Parked = {}
+        self._shards = shards
 
     @property
     def moment(self) -> Tensor:
@@ -58,7 +61,7 @@ class Kept:
                     f"{record.counts.number}. All ranks save after the newest exchange of any rank: take a state on "
                     "each of them, and another one where the moment of the first one is not the largest."
                 )
-            return capture(reducer, self._names, self._parked, self._comm)
+            return capture(reducer, self._names, self._shards, self._parked, self._comm)
 
     def load(self, state: Mapping[str, Any], suit: Callable[[Mapping[str, Any]], None]) -> Draft:
         """See :meth:`.Engine.load_state_dict`; nothing changes before all ranks know that all of them can.
@@ -95,4 +98,4 @@ class Kept:
         plan = [group.plan for group in reducer.groups]
         with reducer.on_stream.between_steps():
             algorithm = reducer.settings.algorithm
-            return draft_of(state, plan, reducer.form, self._frozen, algorithm, self._comm)
+            return draft_of(state, plan, reducer.form, self._frozen, algorithm, self._comm, self._shards)

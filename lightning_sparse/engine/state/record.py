@@ -68,6 +68,25 @@ class Averages(NamedTuple):
         return different, values.new_empty(len(different)).index_copy_(0, first, values)
 
 
+def added(parts: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None, Tensor]:
+    """Add up sparse vectors of one length: ascending coordinates, or None for all of them, and values.
+
+    Example:
+        >>> added([(torch.tensor([1, 4]), torch.tensor([0.5, 2.0])), (torch.tensor([4]), torch.tensor([3.0]))])
+        (tensor([1, 4]), tensor([0.5000, 5.0000]))
+    """
+    if len(parts) == 1:
+        return parts[0]
+    dense = [values for indices, values in parts if indices is None]
+    places = torch.cat([indices for indices, _ in parts if indices is not None] or [torch.zeros(0, dtype=torch.long)])
+    different, where = torch.unique(places, return_inverse=True)
+    sparse = torch.cat([values for indices, values in parts if indices is not None] or [dense[0][:0]])
+    if not dense:
+        return different, sparse.new_zeros(len(different)).index_add_(0, where, sparse)
+    total = torch.stack(dense).sum(0)
+    return None, total.index_add_(0, places, sparse.to(total.dtype))
+
+
 class Handout:
     """The averages that an exchange has handed out, and who has applied them.
 
@@ -84,8 +103,17 @@ class Handout:
     ) -> None:
         self._parameters, self._decision = parameters, decision
         self._averages = {name: each for each in averages for name in each.spans if name in parameters}
-        self._before = {name: parameter._version for name, parameter in parameters.items()}
         self._stepped: Set[str] = frozenset()
+        self.begin()
+
+    @property
+    def names(self) -> Set[str]:
+        """Names of the parameters that got an average."""
+        return self._parameters.keys()
+
+    def begin(self) -> None:
+        """From now on, whoever writes to a parameter applies its average."""
+        self._before = {name: parameter._version for name, parameter in self._parameters.items()}
 
     def step(self, names: Set[str]) -> None:
         """An optimizer that holds these has finished a step."""
@@ -103,6 +131,10 @@ class Handout:
     def done(self, held: Set[str]) -> bool:
         """Whether nobody can need the averages any more, whether the exchange counted or not; waits for nothing."""
         return not self._left(held)
+
+    def all(self) -> dict[str, Averages]:
+        """Return all averages, by parameter; none of an exchange that was skipped. May wait for the device."""
+        return {} if self._decision is not None and self._decision else self._averages
 
     def waiting(self, held: Set[str]) -> dict[str, Averages]:
         """Return the averages that have not been applied, by parameter; none, when no other one will be.
@@ -144,6 +176,8 @@ class Record:
         """Parameters of which a gradient was absorbed whose exchange is not settled."""
         self._whole = True
         self._handouts: Sequence[Handout] = ()
+        self._late: Sequence[Handout] = ()
+        """Of exchanges whose averages the source hands over later."""
         self._number = 0
         self._handed_out: dict[str, int] = {}
         """The number of the handout in which a parameter got its latest average."""
@@ -192,7 +226,7 @@ class Record:
 
     def forget_averages(self) -> None:
         """Another state takes the place of the one that they belonged to."""
-        self._handouts = ()
+        self._handouts = self._late = ()
 
     def begin_step(self) -> None:
         """The first gradients of a step are here."""
@@ -204,27 +238,40 @@ class Record:
         for handout in self._handouts:
             handout.absorb(names)
 
-    def settle(self, decision: Decision, names: Set[str], averages: Sequence[Averages]) -> None:
+    def settle(self, decision: Decision, names: Set[str], averages: Sequence[Averages], late: bool = False) -> None:
         """An exchange has settled, within :meth:`changing`.
 
         Args:
             decision: whether it counts.
             names: of the parameters that got an average.
             averages: of groups whose residual can take them back.
+            late: whether they are handed over later, by :meth:`hand_over`.
         """
         self.start, self.decision, self.absorbed = self.counts, decision, frozenset()
-        self._hand_out(names, averages, decision)
+        handout = self._handout(names, averages, decision)
+        if late:
+            self._late = [*self._late, handout]
+        else:
+            self._hand_over(handout)
+
+    def hand_over(self) -> None:
+        """Optimizers get the averages of the oldest exchange that has kept them back; within :meth:`changing`."""
+        first, *self._late = self._late
+        first.begin()
+        self._hand_over(first)
 
     def flush(self, averages: Sequence[Averages], names: Set[str]) -> None:
         """All residuals have been handed out as averages, and are empty; within :meth:`changing`."""
         counts = self.counts
         self.start, self.decision = counts._replace(flushes=counts.flushes + 1), None
-        self._hand_out(names, averages, None)
+        self._hand_over(self._handout(names, averages, None))
 
-    def _hand_out(self, names: Set[str], averages: Sequence[Averages], decision: Decision | None) -> None:
+    def _handout(self, names: Set[str], averages: Sequence[Averages], decision: Decision | None) -> Handout:
+        return Handout({name: self._parameters[name] for name in names}, averages, decision)
+
+    def _hand_over(self, handout: Handout) -> None:
         self._number += 1
-        self._handed_out.update(dict.fromkeys(names, self._number))
-        handout = Handout({name: self._parameters[name] for name in names}, averages, decision)
+        self._handed_out.update(dict.fromkeys(handout.names, self._number))
         self._handouts = [*self._handouts, handout]
 
     def hold(self, optimizer: Optimizer) -> Set[str]:
@@ -258,9 +305,8 @@ class Record:
         return {name for name, number in self._handed_out.items() if number > seen}
 
     @property
-    def pending(self) -> dict[str, Averages]:
-        """Averages that have been handed out and not been applied, by parameter; may wait for the device."""
-        found: dict[str, Averages] = {}
-        for handout in self._handouts:
-            found |= handout.waiting(self.held)
-        return found
+    def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
+        """Averages that have not been applied, by parameter, on the CPU; may wait for the device. See :func:`added`."""
+        waiting = [handout.waiting(self.held) for handout in self._handouts] + [late.all() for late in self._late]
+        names = dict.fromkeys(name for each in waiting for name in each)
+        return {name: added([each[name].of(name) for each in waiting if name in each]) for name in names}

@@ -17,11 +17,28 @@ from lightning_sparse.engine.state.schema import STATE_FORMAT, State, check_stat
 from lightning_sparse.methods.density import GroupDensity
 from lightning_sparse.methods.grouping import Group
 
+
+class Shard(NamedTuple):
+    """A part of a parameter, flat."""
+
+    start: int
+    length: int
+    numel: int
+    """Coordinates of the whole parameter."""
+
+    @classmethod
+    def whole(cls, numel: int) -> Shard:
+        """All of a parameter."""
+        return cls(0, numel, numel)
+
+
 Parked = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, float]]]
 """What is remembered of parameters that need no gradient now: vectors and counters, by name."""
 
 
-def capture(reducer: Reducer, names: Sequence[str], parked: Parked, comm: TorchCollective) -> State:
+def capture(
+    reducer: Reducer, names: Sequence[str], shards: Mapping[str, Shard], parked: Parked, comm: TorchCollective
+) -> State:
     """The state of an engine after its newest exchange: plain data and tensors on the CPU; copies.
 
     Rank 0, whose weights are saved, adds the averages that its optimizers have not applied.
@@ -29,13 +46,14 @@ def capture(reducer: Reducer, names: Sequence[str], parked: Parked, comm: TorchC
     Args:
         reducer: of the engine; nothing of it changes meanwhile.
         names: of all parameters, in order.
+        shards: of parameters of which the engine has a part.
         parked: of the engine.
         comm: the ranks.
     """
     record, group_of = reducer.record, reducer.group_of
     remembered = {name: _remembered(group_of[name], name) for name in names}
     counters = {group.plan.name: _counters(group) for group in reducer.groups}
-    pending = {name: averages.of(name) for name, averages in record.pending.items()}
+    pending = record.pending
     lengths = reducer.lengths.state(pending.keys())
     return {
         "format": STATE_FORMAT,
@@ -46,7 +64,7 @@ def capture(reducer: Reducer, names: Sequence[str], parked: Parked, comm: TorchC
         "world_size": comm.world_size,
         "settings": reducer.settings.algorithm,
         "parameters": remembered | {name: dict(vectors) for name, (vectors, _) in parked.items()},
-        "spans": {name: [0, numel, numel] for name in names for numel in [_numel(group_of[name], name)]},
+        "spans": {name: list(shards.get(name) or Shard.whole(_numel(group_of[name], name))) for name in names},
         "pending": {
             name: {"values": values} | ({} if indices is None else {"indices": indices.int()})
             for name, (indices, values) in (pending.items() if comm.rank == 0 else ())
@@ -161,6 +179,7 @@ def draft_of(
     frozen: Mapping[str, Any],
     algorithm: str,
     comm: TorchCollective,
+    shards: Mapping[str, Shard],
 ) -> Draft:
     """The groups as they will be if all ranks can load their states.
 
@@ -171,6 +190,7 @@ def draft_of(
         frozen: parameters that need no gradient now, by name.
         algorithm: see :attr:`SparsificationConfig.algorithm`.
         comm: the ranks.
+        shards: of parameters of which the engine has a part.
     """
     misfits, world_size = Misfits([], []), comm.world_size
     if comm.rank == 0:
@@ -191,7 +211,7 @@ def draft_of(
         group = form(one, flush=remembers, step=state["step"])
         spans = {name: state.get("spans", {}).get(name) for name in parts}
         counters = {name: state["counters"].get(name, {}) for name in parts}
-        misfits.remembered.extend(_fill(group, parts, spans, counters))
+        misfits.remembered.extend(_fill(group, parts, spans, counters, shards))
         groups.append(group)
         learned.append(None)
         known = given.get(one.name)
@@ -215,7 +235,8 @@ def _anew(group: GroupReducer) -> str:
 
 def _numel(group: GroupReducer, name: str) -> int:
     span = group.spans[name]
-    return span.stop - span.start
+    numel: int = span.stop - span.start
+    return numel
 
 
 def _remembered(group: GroupReducer, name: str) -> dict[str, Tensor]:
@@ -234,6 +255,7 @@ def _fill(
     remembered: Mapping[str, Mapping[str, Tensor]],
     spans: Mapping[str, Sequence[int] | None],
     counters: Mapping[str, Mapping[str, float]],
+    shards: Mapping[str, Shard],
 ) -> list[str]:
     """Fill a group that has just been formed with what is remembered of its parameters.
 
@@ -242,6 +264,7 @@ def _fill(
         remembered: of each parameter, see :func:`_remembered`.
         spans: the first coordinate, how many there are, and how many the parameter has; None: all of it.
         counters: of each parameter, see :func:`_counters`; of different ones, the largest count.
+        shards: of parameters of which the engine has a part.
 
     Returns:
         Sentences about what did not fit.
@@ -250,13 +273,17 @@ def _fill(
     memory, state = group.memory, group.state.memory
     vectors = memory.vectors(state)
     for name, span in group.spans.items():
-        numel = span.stop - span.start
+        own = shards.get(name) or Shard.whole(span.stop - span.start)
         for vector, values in remembered[name].items():
-            start, length, whole = spans[name] or (0, values.numel(), values.numel())
-            if vector in vectors and whole == numel:
-                vectors[vector][span][start : start + length].copy_(values)
+            start, length, numel = spans[name] or Shard.whole(values.numel())
+            first, last = max(start, own.start), min(start + length, own.start + own.length)
+            if vector in vectors and numel == own.numel:
+                kept = values[first - start : last - start]
+                vectors[vector][span][first - own.start : last - own.start].copy_(kept)
+                if len(kept) < own.length:
+                    notes.append(f"Of {name}, the {vector} of {len(kept)} of {own.length} coordinates is known.")
             elif vector in vectors:
-                notes.append(f"{name} had {whole} coordinates and has {numel}: its {vector} is dropped.")
+                notes.append(f"{name} had {numel} coordinates and has {own.numel}: its {vector} is dropped.")
             elif bool(values.any()):
                 notes.append(f"The memory keeps no {vector}: that of {name} is dropped.")
         memory.complete_(state, span, remembered[name].keys())

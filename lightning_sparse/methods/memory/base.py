@@ -370,12 +370,12 @@ def take_out_(acc: Tensor, update: Update, skipped: Tensor | None = None) -> Non
     """Set what was sent to zero, or to the rounding error of what was sent; see :meth:`Memory.settle_`."""
     if update.sent is not None:
         subtract_at_(acc, update.sent, update.sent_values, skipped)
-    elif update.sent_values is None and skipped is None:
-        acc.zero_()
-    elif update.sent_values is None:
-        acc.masked_fill_(~skipped, 0.0)
-    else:
+    elif update.sent_values is not None:
         acc[:-1].sub_(update.sent_values if skipped is None else update.sent_values.masked_fill(skipped, 0))
+    elif skipped is None:
+        acc.zero_()
+    else:
+        acc.masked_fill_(~skipped, 0.0)
 
 
 def put_back_(acc: Tensor, update: Update, rounding: Tensor, skipped: Tensor | None = None) -> None:

@@ -71,7 +71,7 @@ class LowPass(Feedback):
         """Two zero vectors of ``numel + 1`` slots."""
         return LowPassState(*(zeros(numel + 1, device, dtype) for _ in range(2)))
 
-    def absorb_(self, state: LowPassState, grad: Gradient, ctx: Context) -> Absorbed:  # type: ignore[override]
+    def absorb_(self, state: LowPassState, grad: Gradient, ctx: Context) -> Absorbed:
         """``acc = residual + grad``; the residual follows in :meth:`settle_`."""
         state.acc.copy_(state.residual)
         finite = [advance_([state.acc[span]], [run + state.residual[span]]) for span, run in pieces(grad)]

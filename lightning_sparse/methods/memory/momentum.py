@@ -72,7 +72,7 @@ class MomentumCorrection(Feedback):
         """Two zero vectors of ``numel + 1`` slots."""
         return MomentumState(*(zeros(numel + 1, device, dtype) for _ in range(2)))
 
-    def absorb_(self, state: MomentumState, grad: Gradient, ctx: Context) -> Absorbed:  # type: ignore[override]
+    def absorb_(self, state: MomentumState, grad: Gradient, ctx: Context) -> Absorbed:
         """``residual += m`` with the next m."""
         finite = []
         for span, run in pieces(grad):

@@ -1,0 +1,289 @@
+"""Sources of gradients: DDP's hook, one over ``.grad`` at the end of backward, and one whose averages come a step late.
+
+Gradients are integers and the rate is 1, so that sums are exact: residuals, averages that wait and weights hold all
+that was absorbed, at every moment.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence, Set
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_sparse as ls
+from lightning_sparse.api.attach import sizes_of
+from lightning_sparse.core.layout import flattened
+from lightning_sparse.engine import Engine
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.state.state import Shard
+from lightning_sparse.methods.grouping import make_plan
+from tests.ranks import Ranks
+from tests.sums import SIZES, gradient
+
+OPTIONS: dict[str, Any] = {
+    "sparsifier": "topk",
+    "density": 0.05,
+    "rules": ls.Rules(dense_ndim=0, dense_numel=0),
+    "grouping": "model",
+}
+STEPS, SKIPPED, UNUSED, SAVED = 20, 7, 4, 12
+LOCAL = 2
+"""Backwards of which one exchange is made."""
+
+
+class Layers(nn.Module):
+    """Parameters whose gradients are integers; those of shards have other lengths."""
+
+    def __init__(self, sizes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, factors: dict[str, float], rank: int) -> Tensor:
+        """The factor of a gradient; without one, a parameter is not used."""
+        terms = [
+            (self.get_parameter(name).flatten() * gradient(name, rank)[: self.get_parameter(name).numel()]).sum() * by
+            for name, by in factors.items()
+        ]
+        return torch.stack(terms).sum()
+
+
+class AtTheEnd:
+    """Exchanges ``.grad`` in place when a backward is over."""
+
+    def __init__(self, module: Layers, comm: TorchCollective, shards: Any = None, **options: Any) -> None:
+        self.module = module
+        self.parameters = dict(module.named_parameters())
+        settings = ls.SparsificationConfig(**{**OPTIONS, **options})
+        plan = make_plan(sizes_of(self.parameters), settings.grouping, settings.rules, 1.0)
+        device = torch.device("cpu")
+        self.engine = Engine(plan, self.parameters, settings, comm, device, watch_usage=True, shards=shards)
+
+    def backward(self, losses: Sequence[Tensor]) -> None:
+        for loss in losses:
+            loss.backward()
+        self.exchange({name: self._grad(p) for name, p in self.parameters.items()})
+
+    def _grad(self, parameter: nn.Parameter) -> Tensor:
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    def exchange(self, grads: dict[str, Tensor]) -> None:
+        flat = {name: flattened(grad) for name, grad in grads.items()}
+        self.engine.router.finish(flat.items(), lambda skipped, unused: self.mark(flat, skipped, unused))
+        for name in grads.keys() - self.engine.router.unused:
+            self.parameters[name].grad = grads[name]
+
+    def mark(self, flat: dict[str, Tensor], skipped: Tensor, unused: Set[str]) -> None:
+        for name, values in flat.items() if skipped else ():
+            if name not in unused:
+                values.fill_(float("nan"))
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class OneStepLate(AtTheEnd):
+    """Exchanges copies, and gives optimizers the averages of the step before."""
+
+    kept: dict[str, Tensor] | None = None
+
+    def exchange(self, grads: dict[str, Tensor]) -> None:
+        copies = {name: grad.clone() for name, grad in grads.items()}
+        flat = {name: flattened(grad) for name, grad in copies.items()}
+        router = self.engine.router
+        router.finish(flat.items(), lambda skipped, unused: self.mark(flat, skipped, unused), late=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for name, average in (self.kept or {}).items():
+            self.parameters[name].grad = average
+        if self.kept is not None:
+            router.hand_over()
+        used = copies.keys() - router.unused
+        self.kept = {} if self.engine.void else {name: copies[name] for name in used}
+
+
+class InDDP:
+    """The source of the package."""
+
+    def __init__(self, module: Layers, comm: TorchCollective) -> None:
+        comm.close()
+        self.module = module
+        self.ddp = DistributedDataParallel(module, find_unused_parameters=True, bucket_cap_mb=0.001)
+        self.engine = ls.attach(self.ddp, **OPTIONS, watch=None)
+
+    def backward(self, losses: Sequence[tuple[dict[str, float], int]]) -> None:
+        *local, last = losses
+        with self.ddp.no_sync():
+            for one in local:
+                self.ddp(*one).backward()
+        self.ddp(*last).backward()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+SOURCES: dict[str, Any] = {"in DDP": InDDP, "at the end": AtTheEnd, "one step late": OneStepLate}
+
+
+def network(group: Any = None) -> TorchCollective:
+    return TorchCollective.over(group or dist.group.WORLD, None, torch.device("cpu"), False)
+
+
+class Look(NamedTuple):
+    """A moment."""
+
+    weights: dict[str, Tensor]
+    state: dict[str, Any]
+    absorbed: dict[str, Tensor]
+    """By this rank so far."""
+
+
+def factors_of(step: int, rank: int) -> dict[str, float]:
+    """Of each parameter's gradient in a step."""
+    factors = {name: 1.0 for name in SIZES if not (step == UNUSED and name == "third")}
+    if step == SKIPPED and rank == 1:
+        factors["first"] = float("nan")
+    if step == UNUSED + 1 and rank == 0:
+        del factors["second"]  # used on the other rank
+    return factors
+
+
+def train(kind: str) -> list[Look]:
+    """Steps, with a state between exchange and optimizer in each; one that is loaded in the middle."""
+    rank, module = dist.get_rank(), Layers(SIZES)
+    source = SOURCES[kind](module, network())
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    absorbed = {name: torch.zeros(p.numel()) for name, p in module.named_parameters()}
+    looks: list[Look] = []
+
+    def look() -> None:
+        weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+        taken = {name: total.clone() for name, total in absorbed.items()}
+        looks.append(Look(weights, source.engine.state_dict(), taken))
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        factors = factors_of(step, rank)
+        source.backward([_loss(source, factors, rank) for _ in range(LOCAL)])
+        for name, by in factors.items():
+            absorbed[name] += (LOCAL * by * gradient(name, rank)).nan_to_num(nan=0.0)
+        look()
+        if step == SAVED:  # the optimizer's step is lost, and what it would have applied is not
+            buffer = io.BytesIO()
+            torch.save(looks[-1].state, buffer)
+            buffer.seek(0)
+            source.close()
+            source = SOURCES[kind](module, network())
+            assert source.engine.load_state_dict(torch.load(buffer)) == []
+            look()
+            continue
+        source.engine.skip_void(optimizer)
+        optimizer.step()
+        look()
+    source.close()
+    return looks
+
+
+def _loss(source: Any, factors: dict[str, float], rank: int) -> Any:
+    return (factors, rank) if isinstance(source, InDDP) else source.module(factors, rank)
+
+
+def missing(both: Sequence[Look]) -> Iterator[tuple[str, Tensor]]:
+    """``sum absorbed - sum_i residual_i - n (pending - weights)`` of each parameter."""
+    n, pending = len(both), both[0].state["pending"]
+    for name, weight in both[0].weights.items():
+        waits = torch.zeros(weight.numel())
+        if name in pending:
+            values = pending[name]["values"]
+            waits.index_add_(0, pending[name].get("indices", torch.arange(weight.numel())).long(), values)
+        kept = sum(one.state["parameters"][name]["residual"] for one in both)
+        yield name, sum(one.absorbed[name] for one in both) - kept - n * (waits - weight.flatten())
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_no_source_loses_anything_at_any_moment(two_ranks: Ranks, kind: str) -> None:
+    waited = 0
+    for both in zip(*two_ranks(train, kind), strict=True):
+        assert all(torch.equal(both[0].weights[name], both[1].weights[name]) for name in both[0].weights)
+        waited += bool(both[0].state["pending"])
+        for name, lost in missing(both):
+            assert not lost.any(), (both[0].state["step"], name)
+    assert waited >= STEPS - 2
+
+
+def test_averages_are_those_of_the_source_in_ddp_and_come_a_step_later(two_ranks: Ranks) -> None:
+    """Up to the step that is lost."""
+    moves = {}
+    for kind in SOURCES:
+        looks = two_ranks(train, kind)[0][1 : 2 * SAVED : 2]
+        moves[kind] = [torch.cat([w.flatten() for w in look.weights.values()]) for look in looks]
+    for at_once, at_the_end in zip(moves["in DDP"], moves["at the end"], strict=True):
+        assert torch.equal(at_once, at_the_end)
+    assert not moves["one step late"][0].any()
+    for at_once, late in zip(moves["in DDP"], moves["one step late"][1:], strict=False):
+        assert torch.equal(at_once, late)
+
+
+# ---- Shards: two halves of each parameter, of unequal lengths, with two replicas each
+
+
+WHOLE = {"first": 301, "second": 21, "third": 299, "fourth": 7}
+
+
+def shard_of(name: str, half: int) -> Shard:
+    numel = WHOLE[name]
+    length = -(-numel // 2)
+    return Shard(0, length, numel) if half == 0 else Shard(length, numel - length, numel)
+
+
+def train_shards() -> list[dict[str, Any]]:
+    """States of the replicas of a half, with the weights; the last one is loaded into an engine of whole parameters."""
+    half, replica = divmod(dist.get_rank(), 2)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    module = Layers({name: (shard_of(name, half)[1],) for name in WHOLE})
+    shards = {name: shard_of(name, half) for name in WHOLE}
+    source = AtTheEnd(module, network(groups[half]), shards)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    for _ in range(6):
+        optimizer.zero_grad()
+        source.backward([module(dict.fromkeys(WHOLE, 1.0), replica)])
+        optimizer.step()
+    state = source.engine.state_dict()
+    source.close()
+    weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+    whole = AtTheEnd(Layers({name: (size,) for name, size in WHOLE.items()}), network(groups[half]))
+    notes = whole.engine.load_state_dict(state)
+    found = {name: whole.engine.residual(name).clone() for name in WHOLE}
+    whole.close()
+    return [{"half": half, "state": state, "weights": weights, "notes": notes, "found": found}]
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
+
+
+def test_shards_of_unequal_length_are_kept_with_their_place_in_the_parameter(four_ranks: Ranks) -> None:
+    seen = [found for [found] in four_ranks(train_shards)]
+    for half in (0, 1):
+        replicas = seen[2 * half : 2 * half + 2]
+        for name in WHOLE:
+            start, length, numel = shard_of(name, half)
+            assert all(one["state"]["spans"][name] == [start, length, numel] for one in replicas)
+            given = sum(gradient(name, replica)[:length] for replica in (0, 1))
+            kept = sum(one["state"]["parameters"][name]["residual"] for one in replicas)
+            assert torch.equal(kept - 2 * replicas[0]["weights"][name], 6 * given)
+            for one in replicas:
+                own = one["state"]["parameters"][name]["residual"]
+                assert torch.equal(one["found"][name][start : start + length], own)
+                assert not one["found"][name][:start].any()
+                assert not one["found"][name][start + length :].any()
+                assert any(name in note for note in one["notes"])
