@@ -88,18 +88,26 @@ def count(state: State, name: str) -> int:
     return int(state["step"]) + int(state["void_steps"]) + (name in state["absorbed"])
 
 
-def check_sums(weights: Mapping[str, Tensor], states: Sequence[State], steps: int | None = None) -> None:
+def check_sums(
+    weights: Mapping[str, Tensor],
+    states: Sequence[State],
+    steps: int | None = None,
+    loaded: Sequence[State] = (),
+) -> None:
     """Whether weights and the states of all ranks hold all that was absorbed, for each parameter and coordinate.
 
     Args:
         weights: of rank 0, some or all.
         states: of all ranks.
         steps: of which the states have to be; None: of any, but all of the same one.
+        loaded: what the run has gone on from, if from within a backward: what was absorbed there comes on top.
     """
     [settled] = {state["step"] for state in states}
     assert steps in (None, settled), f"expected the states of step {steps}, but they are of step {settled}"
     for name, weight in weights.items():
         counts = {state["rank"]: count(state, name) for state in states}
+        for state in loaded:
+            counts[state["rank"]] += name in state["absorbed"]
         given = sum(number * gradient(name, rank).double() for rank, number in counts.items())
         kept = waiting(states, name) - len(states) * weight.double().flatten()
         assert torch.equal(kept, given), (name, counts)
@@ -112,9 +120,9 @@ def saved_in(path: Path | str, n: int) -> list[dict[str, Any]]:
     return [torch.load(file, weights_only=True)["state"] for file in files]
 
 
-def check_files(path: Path | str, n: int) -> int:
-    """Whether a checkpoint and its side files hold the same moment, exactly; returns of which step."""
+def check_files(path: Path | str, n: int, loaded: Sequence[State] = ()) -> int:
+    """Whether a checkpoint and its side files hold all that was absorbed, see :func:`check_sums`; returns the step."""
     checkpoint = torch.load(path, weights_only=False)
     step = int(checkpoint["lightning_sparse"]["residuals"]["step"])
-    check_sums(checkpoint["state_dict"], saved_in(path, n), step)
+    check_sums(checkpoint["state_dict"], saved_in(path, n), step, loaded)
     return step

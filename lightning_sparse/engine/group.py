@@ -208,7 +208,7 @@ class GroupReducer:
         if ctx.parameters is not None:
             used_ones = [p for name, p in zip(self.spans, ctx.parameters, strict=True) if name not in unused]
             ctx = ctx._replace(parameters=used_ones)
-        used = self.spans.keys() - unused
+        used = self.spans.keys() - unused if self.memory.remembers_at_once else set()
         proposed = yield from exchange_group(
             grad,
             self.state,

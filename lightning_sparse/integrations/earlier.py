@@ -24,11 +24,16 @@ class Left(NamedTuple):
     """Parameters of the state."""
     changed: list[str]
     """Names of parameters whose weights have changed since."""
+    broken: str = ""
+    """Why there is no state; empty: there is one."""
 
     @classmethod
     def by(cls, engine: Engine) -> Left:
-        """Return the current state of an engine."""
-        return cls(engine.state_dict(), _parameters_of(engine), [])
+        """Return the current state of an engine, if an error has not broken it."""
+        try:
+            return cls(engine.state_dict(), _parameters_of(engine), [])
+        except RuntimeError as error:
+            return cls({}, {}, [], str(error))
 
 
 class EarlierFit:
@@ -64,11 +69,13 @@ def go_on(engine: Engine, left: Left | None) -> str:
     now = {id(p) for p in _parameters_of(engine).values()}
     here = {} if left is None else {name: p for name, p in left.parameters.items() if id(p) in now}
     changed = set() if left is None else set(left.changed) & here.keys()
-    outline = checksum([left is None, sorted(here), sorted(changed)])
+    outline = checksum([left is None or left.broken, sorted(here), sorted(changed)])
     agreed = len(set(engine.comm.all_gather_object(outline, engine.device))) == 1
     if left is None:
         return ""
     anew = "What was not sent before is dropped, and schedules start anew"
+    if left.broken:
+        return f"{anew}: {left.broken}"
     if not agreed:
         return f"{anew}: the ranks disagree about what has changed since."
     if not here:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +255,45 @@ def test_what_is_lost_when_a_model_is_wrapped_again_is_said_once(two_ranks: Rank
     assert own_said == []
     assert not after["net.2.weight"]["residual"].any()
     assert same(after["net.0.weight"], before["net.0.weight"])
+
+
+@dataclass(frozen=True)
+class FailsOnce(ls.Residual):
+    """Has an error in the third step of the first fit, while a residual is being changed."""
+
+    calls: list[int] = field(default_factory=list, repr=False, compare=False)
+
+    def settle_(self, *args: Any) -> None:
+        super().settle_(*args)
+        self.calls.append(1)
+        if len(self.calls) == 9:
+            raise ZeroDivisionError("only once")
+
+
+def fit_after_an_error(package: str) -> tuple[dict[str, Any], list[str], int]:
+    module, begins = make_module(package), list[dict[str, Any]]()
+
+    class Look(importlib.import_module(package).Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            begins.append(trainer.strategy.engine.state_dict())
+
+    strategy = strategy_of(package, {**SPARSE, "memory": FailsOnce()})
+    trainer = make_trainer(package, strategy=strategy, max_epochs=2, callbacks=[Look()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(module, make_data())
+        trainer.fit(module, make_data())
+    return begins[-1], told(caught), strategy.engine.step
+
+
+def test_a_fit_after_an_error_that_has_broken_residuals_starts_anew_and_says_so(two_ranks: Ranks) -> None:
+    seen = two_ranks(fit_after_an_error, "pytorch_lightning")
+    assert [len(said) for _, said, _ in seen] == [1, 0]
+    assert seen[0][1][0].startswith(
+        "What was not sent before is dropped, and schedules start anew: An error has ended a step while residuals were"
+    )
+    for begins, _, steps in seen:
+        assert begins["step"] == 0
+        assert steps == 6
+        assert not any(vectors["residual"].any() for vectors in begins["parameters"].values())

@@ -1,4 +1,4 @@
-"""Checkpoints at any moment of a step: weights and residuals of one and the same step, in the files, exactly."""
+"""Checkpoints at any moment of a step: what was absorbed and is not in the weights is beside them, exactly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import lightning_sparse as ls
 from tests.covering import covering, in_turns
 from tests.integrations.test_checkpoints import saver, strategy_of
 from tests.ranks import Ranks
-from tests.sums import SPARSE, Sums, check_files
+from tests.sums import SPARSE, Sums, check_files, saved_in
 from tests.trainers import PACKAGES, make_trainer
 
 HOOKS = [
@@ -36,8 +36,10 @@ HOOKS = [
     "on_before_optimizer_step",
     "on_train_batch_end",
 ]
-LATER = ["on_train_batch_end"]
-"""The optimizer has stepped."""
+EXCHANGED = ["on_after_backward", "on_before_optimizer_step"]
+"""The optimizer has not stepped yet."""
+LATER = [*EXCHANGED, "on_train_batch_end"]
+"""The exchange is over."""
 
 
 def make_module(package: str) -> Any:
@@ -63,21 +65,38 @@ def alone() -> Any:
     ranks.stop()
 
 
-def fit(package: str, options: dict[str, Any], callbacks: list[Any], steps: int = 5, module: Any = None) -> Any:
+def fit(
+    package: str,
+    options: dict[str, Any],
+    callbacks: list[Any],
+    steps: int = 5,
+    module: Any = None,
+    load: str | None = None,
+    said: list[str] | None = None,
+) -> Any:
     # Small buckets, so that groups run at different times of backward.
-    strategy = strategy_of(package, {**SPARSE, "bucket_cap_mb": 0.0005, **options})
+    options = {**SPARSE, "bucket_cap_mb": 0.0005, **options}
+    plugins = []
+    if options.pop("scaled", False):
+        mixed = importlib.import_module(package + ".plugins").MixedPrecision
+        plugins.append(mixed("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
     trainer = make_trainer(
         package,
-        strategy=strategy,
+        strategy=strategy_of(package, options),
+        plugins=plugins,
         devices=dist.get_world_size(),
         max_epochs=1,
         enable_checkpointing=any("Checkpoint" in type(callback).__name__ for callback in callbacks),
         callbacks=callbacks,
         use_distributed_sampler=False,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # callbacks that save make Lightning think of a fit before this one
-        trainer.fit(module or make_module(package), DataLoader(torch.zeros(steps, 1), batch_size=1))
+    with warnings.catch_warnings(record=True) as caught:  # callbacks that save make Lightning think of an earlier fit
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module or make_module(package), DataLoader(torch.zeros(steps, 1), batch_size=1), ckpt_path=load)
+        finally:
+            if said is not None:
+                said.extend(str(warning.message) for warning in caught if "residuals" in str(warning.message))
     return trainer
 
 
@@ -87,40 +106,49 @@ def calling(package: str, hooks: dict[str, Callable[[Any], None]]) -> Any:
     return type("Calling", (importlib.import_module(package).Callback,), methods)()
 
 
-def save_in_hooks(package: str, executor: str, folder: str, options: dict[str, Any]) -> None:
+def save_in_hooks(package: str, options: dict[str, Any], folder: str) -> None:
     def save_in(hook: str) -> Callable[[Any], None]:
         return lambda trainer: trainer.save_checkpoint(f"{folder}/{hook}-{trainer.fit_loop.total_batch_idx}.ckpt")
 
     module = make_module(package)
     [in_the_middle] = [p for name, p in module.named_parameters() if name.endswith("second")]
     in_the_middle.register_post_accumulate_grad_hook(lambda _: save_in("backward")(module.trainer))
-    fit(
-        package,
-        {"executor": executor, **options},
-        [calling(package, {hook: save_in(hook) for hook in HOOKS})],
-        4,
-        module,
-    )
+    fit(package, options, [calling(package, {hook: save_in(hook) for hook in HOOKS})], 4, module)
+
+
+def resume(package: str, options: dict[str, Any], path: str) -> None:
+    trainer = fit(package, {**options, "strict_resume": True}, [], 7, None, path)
+    trainer.save_checkpoint(f"{path}.resumed")
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "union": {"sparsifier": "union_topk", "exchange": "reduce_union", "grouping": "model"},
     "unused": {"find_unused_parameters": True},
+    "scaled": {"scaled": True, "gradient_as_bucket_view": True},
 }
 
 
 @pytest.mark.parametrize(("settings", "executor"), covering(in_turns(list(SETTINGS), ["inline", "thread"]), together=1))
-def test_what_is_saved_in_a_hook_is_of_one_step(
+def test_what_is_saved_in_a_hook_holds_what_was_absorbed_and_so_do_those_who_load_it(
     alone: Ranks, two_ranks: Ranks, tmp_path: Path, executor: str, settings: str
 ) -> None:
+    options = {**SETTINGS[settings], "executor": executor}
     for ranks, package in ((alone, PACKAGES[0]), (two_ranks, PACKAGES[1])):
         folder = tmp_path / package
-        ranks(save_in_hooks, package, executor, str(folder), SETTINGS[settings])
+        ranks(save_in_hooks, package, options, str(folder))
         for hook in [*HOOKS, "backward"]:
             for batch in range(4):
-                step = check_files(folder / f"{hook}-{batch}.ckpt", ranks.world_size)
-                assert step == batch + (hook in LATER), hook
+                path = folder / f"{hook}-{batch}.ckpt"
+                assert check_files(path, ranks.world_size) == batch + (hook in LATER), hook
+                [first, *_] = saved_in(path, ranks.world_size)
+                assert bool(first["pending"]) == (hook in EXCHANGED), hook
+        for hook in ("backward", "on_after_backward", "on_train_batch_end"):
+            path = folder / f"{hook}-2.ckpt"
+            ranks(resume, package, options, str(path))
+            # Lightning repeats a batch whose step was not taken; its gradient was absorbed before and is so again.
+            steps = check_files(f"{path}.resumed", ranks.world_size, saved_in(path, ranks.world_size))
+            assert steps == 7 + (hook == "on_after_backward"), hook
 
 
 # ---- Signals
@@ -185,7 +213,7 @@ def check_signals(alone: Ranks, tmp_path: Path, executor: str, moments: int, see
 
 
 @pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_what_a_signal_handler_saves_is_of_one_step(alone: Ranks, tmp_path: Path, executor: str) -> None:
+def test_what_a_signal_handler_saves_holds_what_was_absorbed(alone: Ranks, tmp_path: Path, executor: str) -> None:
     check_signals(alone, tmp_path, executor, 20, 0)
 
 
@@ -221,7 +249,9 @@ def interrupted(executor: str, folder: str, seed: int) -> str:
 @pytest.mark.parametrize(
     "seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(2, 25))]
 )
-def test_what_is_saved_after_ctrl_c_is_of_one_step(alone: Ranks, tmp_path: Path, executor: str, seed: int) -> None:
+def test_what_is_saved_after_ctrl_c_holds_what_was_absorbed(
+    alone: Ranks, tmp_path: Path, executor: str, seed: int
+) -> None:
     [path] = alone(interrupted, executor, str(tmp_path), seed)
     assert check_files(path, 1) > 0
 
@@ -250,11 +280,74 @@ def fail_in_backward(executor: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize("executor", ["inline", "thread"])
-def test_what_is_saved_after_an_error_within_backward_is_of_the_step_before(
+def test_what_is_saved_after_an_error_within_backward_holds_what_was_absorbed(
     two_ranks: Ranks, tmp_path: Path, executor: str
 ) -> None:
     assert two_ranks(fail_in_backward, executor, str(tmp_path)) == ["LostRankError", "ZeroDivisionError"]
     assert check_files(tmp_path / "step=3.ckpt", 2) == 3
+
+
+@dataclass(frozen=True)
+class FailsWithin(ls.Residual):
+    """Has an error in the fourth step while a residual is being changed: rank 1 absorbs, or any rank settles.
+
+    One rank alone that had an error in settling and saved a checkpoint would wait for the others in Lightning's barrier
+    behind that, and they for it in Lightning's message at the end of a batch.
+    """
+
+    where: str = ""
+    steps: list[int] = field(default_factory=list, repr=False, compare=False)
+
+    def absorb_(self, state: Any, grad: Any, ctx: Any) -> Any:
+        if self.where == "absorb" and ctx.rank == 1 and ctx.step == 3 and grad.numel == 300:
+            state.residual[:100] += 1
+            raise ZeroDivisionError("only here")
+        return super().absorb_(state, grad, ctx)
+
+    def settle_(self, state: Any, update: Any, *others: Any) -> None:
+        if self.where == "settle" and state.residual.numel() == 301:
+            self.steps.append(1)
+            if len(self.steps) == 8:  # there are two groups of this size
+                raise ZeroDivisionError("only here")
+        super().settle_(state, update, *others)
+
+
+def fail_within(executor: str, where: str, folder: str) -> tuple[str, list[str]]:
+    package, said = "pytorch_lightning", list[str]()
+    emergency = saver(package, dirpath=folder, filename="saved", save_on_exception=True)
+    try:
+        fit(package, {"executor": executor, "memory": FailsWithin(where=where)}, [emergency], 6, said=said)
+    except (RuntimeError, ZeroDivisionError) as error:
+        return type(error).__name__, said
+    return "nothing", said
+
+
+def resume_without(path: str) -> list[str]:
+    said: list[str] = []
+    fit("pytorch_lightning", {}, [], 7, load=path, said=said)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("where", "executor"), covering(in_turns(["absorb", "settle"], ["inline", "thread"]), together=1)
+)
+def test_residuals_that_an_error_has_left_half_changed_are_not_saved(
+    two_ranks: Ranks, tmp_path: Path, where: str, executor: str
+) -> None:
+    kinds, said = zip(*two_ranks(fail_within, executor, where, str(tmp_path)), strict=True)
+    broken = range(2) if where == "settle" else [1]
+    assert kinds == tuple("ZeroDivisionError" if rank in broken else "LostRankError" for rank in range(2))
+    sentence = (
+        "could not save its residuals: An error has ended a step while residuals were being changed: some of them are "
+        "of before it and some of after it. They cannot be saved; go on from an earlier checkpoint."
+    )
+    assert list(said) == [[f"Rank {rank} {sentence}"] * (rank in broken) for rank in range(2)]
+    whole = [rank for rank in range(2) if rank not in broken]
+    files = tmp_path / "saved.ckpt.sparse"
+    assert [file.name[:6] for file in files.glob("*")] == [f"rank-{rank}" for rank in whole]
+    told, nothing = two_ranks(resume_without, str(tmp_path / "saved.ckpt"))
+    assert len(told) == 1 and nothing == []
+    assert ("rank 1: rank-1-of-2." if whole else "ranks 0, 1: there are no side files in") in told[0]
 
 
 # ---- Ranks at different moments
@@ -277,7 +370,9 @@ def test_all_ranks_save_what_belongs_to_the_weights_of_rank_0(
     two_ranks: Ranks, tmp_path: Path, first: str, other: str
 ) -> None:
     two_ranks(save_apart, first, other, str(tmp_path))
-    assert check_files(tmp_path / "apart.ckpt", 2) == 2 + (first in LATER)
+    assert check_files(tmp_path / "apart.ckpt", 2) == 3
+    [saved, _] = saved_in(tmp_path / "apart.ckpt", 2)
+    assert bool(saved["pending"]) == (first in EXCHANGED)
 
 
 @dataclass(frozen=True)

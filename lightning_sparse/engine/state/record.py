@@ -104,6 +104,7 @@ class Handout:
     ) -> None:
         self._parameters, self._decision = parameters, decision
         self._averages = {name: each for each in averages for name in each.spans if name in parameters}
+        self._taken: Set[str] = frozenset()
         self._stepped: Set[str] = frozenset()
         self.begin()
 
@@ -124,8 +125,17 @@ class Handout:
         """All have been applied, or never will be."""
         self.step(self._before.keys())
 
-    def absorb(self, names: Iterable[str]) -> None:
+    def absorb(self, names: Set[str], held: Set[str]) -> None:
         """A new gradient of these has been absorbed: averages that were still in ``.grad`` came with it."""
+        self._taken = self._taken | (names & self._left(held).keys())
+
+    @property
+    def taken(self) -> dict[str, Averages]:
+        """Averages that have come back with a gradient, by parameter; may wait for the device."""
+        return {name: each for name, each in self.all().items() if name in self._taken}
+
+    def replace(self, names: Iterable[str]) -> None:
+        """New gradients of these have been exchanged: all averages before have come with them, or never will."""
         for name in names:
             self._averages.pop(name, None)
 
@@ -237,7 +247,7 @@ class Record:
         """A new gradient of these parameters is absorbed, within :meth:`changing`."""
         self.absorbed = self.absorbed | names
         for handout in self._handouts:
-            handout.absorb(names)
+            handout.absorb(names, self.held)
 
     def settle(self, decision: Decision, names: Set[str], averages: Sequence[Averages], late: bool = False) -> None:
         """An exchange has settled, within :meth:`changing`.
@@ -248,6 +258,8 @@ class Record:
             averages: of groups whose residual can take them back.
             late: whether they are handed over later, by :meth:`hand_over`.
         """
+        for handout in self._handouts:
+            handout.replace(self.absorbed | names)
         self.start, self.decision, self.absorbed = self.counts, decision, frozenset()
         handout = self._handout(names, averages, decision)
         if late:
@@ -308,6 +320,15 @@ class Record:
     @property
     def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
         """Averages that have not been applied, by parameter, on the CPU; may wait for the device. See :func:`added`."""
-        waiting = [handout.waiting(self.held) for handout in self._handouts] + [late.all() for late in self._late]
-        names = dict.fromkeys(name for each in waiting for name in each)
-        return {name: added([each[name].of(name) for each in waiting if name in each]) for name in names}
+        return _joined([each.waiting(self.held) for each in self._handouts] + [late.all() for late in self._late])
+
+    @property
+    def taken(self) -> dict[str, tuple[Tensor | None, Tensor]]:
+        """Averages in :attr:`pending` that this rank has absorbed with a new gradient, while others may not have."""
+        return _joined([handout.taken for handout in self._handouts])
+
+
+def _joined(parts: Sequence[Mapping[str, Averages]]) -> dict[str, tuple[Tensor | None, Tensor]]:
+    """Averages by parameter, on the CPU, see :func:`added`."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: added([part[name].of(name) for part in parts if name in part]) for name in names}

@@ -54,6 +54,9 @@ def capture(
     remembered = {name: _remembered(group_of[name], name) for name in names}
     counters = {group.plan.name: _counters(group) for group in reducer.groups}
     pending = record.pending
+    for name, (indices, values) in record.taken.items():  # which another rank may not have absorbed, so that they wait
+        residual = remembered[name]["residual"]
+        residual[slice(None) if indices is None else indices] -= values
     lengths = reducer.lengths.state(pending.keys())
     return {
         "format": STATE_FORMAT,

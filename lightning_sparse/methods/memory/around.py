@@ -101,6 +101,11 @@ class Around(Memory):
         return self.memory.reads_parameters
 
     @property
+    def remembers_at_once(self) -> bool:
+        """As the memory inside."""
+        return self.memory.remembers_at_once
+
+    @property
     def needs_second(self) -> bool:
         """As the memory inside."""
         return self.memory.needs_second

@@ -59,6 +59,11 @@ class Memory(ABC):
         return False
 
     @property
+    def remembers_at_once(self) -> bool:
+        """Whether :meth:`absorb_` changes the residual already, and not :meth:`settle_` alone."""
+        return True
+
+    @property
     def needs_second(self) -> bool:
         """Whether exchanges have to average :attr:`.Absorbed.second`, too."""
         return False

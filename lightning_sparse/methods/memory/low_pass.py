@@ -86,3 +86,8 @@ class LowPass(Feedback):
         if rounding is not None:
             put_back_(follows, update, self.beta * rounding, skipped)
         state.residual.copy_(follows if skipped is None else torch.where(skipped, state.residual, follows))
+
+    @property
+    def remembers_at_once(self) -> bool:
+        """The residual follows when the step counts."""
+        return False

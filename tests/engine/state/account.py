@@ -43,6 +43,8 @@ class Case:
     exchanges: int = 1
     """Backwards with an exchange before each step."""
     optimizers: int = 1
+    in_turn: bool = False
+    """Whether one optimizer steps after each exchange, while averages stay in the parameters of the others."""
     clip: float | None = None
     """To what the norm of averages is clipped between backward and step."""
     bad: int | None = None
@@ -127,8 +129,7 @@ class Training:
         self.backward()
         self.look("after backward")
 
-    def step(self) -> None:
-        """Of all optimizers."""
+    def step(self, optimizers: Sequence[Optimizer]) -> None:
         if self.case.scale != 1:
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
@@ -137,7 +138,7 @@ class Training:
         if self.case.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.case.clip)
             self.look("clipped")
-        for optimizer in self.optimizers:
+        for optimizer in optimizers:
             self.engine.skip_void(optimizer)
             stepped = {id(p) for p in optimizer.param_groups[0]["params"] if p.grad is not None}
             optimizer.step()
@@ -149,15 +150,19 @@ class Training:
     def run(self, steps: int) -> None:
         self.look("before")
         for step in range(steps):
-            for optimizer in self.optimizers:
+            for optimizer in () if self.case.in_turn else self.optimizers:
                 optimizer.zero_grad()
             if step == self.case.empties:
                 self.empty()
             if step == self.case.flush:
                 self.engine.flush_next_step()
-            for _ in range(self.case.exchanges):
+            for number in range(self.case.exchanges):
                 self.exchange()
-            self.step()
+                if self.case.in_turn:
+                    self.step(self.optimizers[number : number + 1])
+                    self.optimizers[number].zero_grad()
+            if not self.case.in_turn:
+                self.step(self.optimizers)
 
     def empty(self) -> None:
         """Apply what residuals hold."""

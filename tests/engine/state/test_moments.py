@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 import lightning_sparse as ls
+from lightning_sparse.core.layout import Gradient
 from tests.ranks import Ranks
 from tests.sums import SPARSE, Sums, check_sums
 
@@ -372,6 +373,72 @@ def test_a_state_is_waited_for_and_none_of_another_moment_is_given(alone: Ranks)
     assert "The state after exchange 2 is asked for, and this rank has settled 3." in past
     assert "take a state on each of them, and another one where" in past
     assert "Another rank has settled exchange 2, and this one has only settled 1. Save a moment later." in future
+
+
+# ---- Errors
+
+
+@dataclass(frozen=True)
+class FailsWithin(ls.Residual):
+    """Has an error in the third step, while the residual of the second group of 300 coordinates is being changed."""
+
+    where: str = ""
+    calls: list[int] = field(default_factory=list, repr=False, compare=False)
+
+    def absorb_(self, state: Any, grad: Gradient, ctx: Any) -> Any:
+        absorbed = super().absorb_(state, grad, ctx)
+        self._fail("absorb", state)
+        return absorbed
+
+    def settle_(self, state: Any, *others: Any) -> None:
+        self._fail("settle", state)
+        super().settle_(state, *others)
+
+    def _fail(self, where: str, state: Any) -> None:
+        if where == self.where and state.residual.numel() == 301:
+            self.calls.append(1)
+            if len(self.calls) == 6:
+                raise ZeroDivisionError("only here")
+
+
+@dataclass(frozen=True)
+class FailsBetween(ls.TopK):
+    """Has an error when all residuals are whole."""
+
+    def select(self, acc: Tensor, state: Any, ctx: Any) -> Any:
+        if ctx.step == 2 and acc.numel() == 20:
+            raise ZeroDivisionError("only here")
+        return super().select(acc, state, ctx)
+
+
+def fail(options: dict[str, Any]) -> tuple[list[Look], list[str]]:
+    """Looks after each step and after an error, if states are given then, and what else is said."""
+    training, looks, said = Training(**options), [], []
+    with pytest.raises(ZeroDivisionError):
+        for _ in range(3):
+            training.backward()
+            training.optimizer.step()
+            looks.append(training.look())
+    try:
+        looks.append(training.look())
+    except RuntimeError as error:
+        said.append(str(error))
+    training.engine.close()
+    return looks, said
+
+
+@pytest.mark.parametrize("executor", ["inline", "thread"])
+def test_after_an_error_there_is_a_state_unless_residuals_were_being_changed(alone: Ranks, executor: str) -> None:
+    for where in ("absorb", "settle"):
+        [(looks, [said])] = alone(fail, {"memory": FailsWithin(where=where), "executor": executor})
+        assert len(looks) == 2
+        assert "An error has ended a step while residuals were being changed" in said
+        assert "go on from an earlier checkpoint" in said
+    [(looks, said)] = alone(fail, {"sparsifier": FailsBetween(), "executor": executor})
+    assert (len(looks), said) == (3, [])
+    for steps, (weights, state) in zip((1, 2, 2), looks, strict=True):
+        check_sums(weights, [state], steps)
+    assert {"in_fourth.fourth", "in_third.third"} <= set(looks[-1][1]["absorbed"])
 
 
 # ---- What else changes what is remembered
