@@ -165,8 +165,8 @@ def measure(
 
 
 def bytes_for(numel: int, ranks: int) -> int:
-    """About what a size takes: gradient, two buffers and room to work of every rank, and the common vectors."""
-    return 4 * numel * (4 * ranks + VECTORS + 6)
+    """About what a size takes: gradient, residual and room to work of every rank, and the common vectors."""
+    return 4 * numel * (3 * ranks + VECTORS + 6)
 
 
 def draw(rows: list[dict[str, Any]], facts: dict[str, Any], path: Path) -> None:

@@ -30,7 +30,8 @@ from torch.nn import functional
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.network import drive_ranks
-from lightning_sparse.engine.pipeline import init_group, reduce_group
+from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
+from lightning_sparse.engine.proposal import spread_divisor
 from lightning_sparse.methods.exchanges import as_exchange
 
 WORDS, LENGTH, BATCH, RANKS = 4096, 64, 8, 2
@@ -137,14 +138,18 @@ def train(
         optimizer.step()
         for number, group in enumerate(groups):
             rows = [torch.cat([own[p].flatten() for p in group]) for own in gradients]
+            before = states[number]
             exchanged = [
-                reduce_group(
+                exchange_group(
                     row, state, at._replace(step=step, rank=rank), memory=memory, sparsifier=union, exchange=exchange
                 )
-                for rank, (row, state) in enumerate(zip(rows, states[number], strict=True))
+                for rank, (row, state) in enumerate(zip(rows, before, strict=True))
             ]
-            states[number] = [state for state, _ in drive_ranks(exchanged)]
-            divisor = memory.divisor(states[number][0].memory)[:-1]
+            made = drive_ranks(exchanged)
+            states[number] = [
+                settle_group(state, one, one.void, memory) for state, one in zip(before, made, strict=True)
+            ]
+            divisor = spread_divisor(made[0].update.indices, made[0].divisor, len(rows[0]))
             moves = (rows[0] / divisor * (rate * math.sqrt(RANKS))).split([p.numel() for p in group])
             with torch.no_grad():
                 for parameter, move in zip(group, moves, strict=True):

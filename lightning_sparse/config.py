@@ -159,10 +159,10 @@ class SparsificationConfig:
     """Where there is one rank only, and nobody to send to: "dense" trains as plain DDP does, "sparse" rehearses the
     method, with residuals."""
     nonfinite: Literal["skip", "nan"] = "skip"
-    """Where a gradient is not finite on some rank, all ranks agree, residuals stay as they were, and gradients become
-    NaN. With loss scaling the scaler skips the step. Without: "skip" leaves the optimizer's step out on all ranks (on
-    CUDA, the host waits for backward to learn about it, but for fused optimizers), "nan" leaves it to the optimizer, as
-    plain DDP does."""
+    """Where a gradient is not finite on some rank, all ranks agree, nothing is sent, finite gradients wait in the
+    residuals, and averages become NaN. With loss scaling the scaler skips the step. Without: "skip" leaves the
+    optimizer's step out on all ranks (on CUDA, the host waits for backward to learn about it, but for fused
+    optimizers), "nan" leaves it to the optimizer, as plain DDP does."""
     lr_aware: bool = False
     """Keep what residuals are worth when the learning rate changes: multiply those of each parameter group by
     ``lr_old / lr_new``. For SGD; refused with optimizers that scale gradients by themselves, such as Adam."""

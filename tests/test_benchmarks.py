@@ -47,7 +47,7 @@ def test_local_steps_are_timed_beside_copies(tmp_path: Path, capsys: pytest.Capt
     for row in found["rows"]:
         assert 0 < row["quartiles"][0] <= row["copies"] <= row["quartiles"][1]
     assert found["rows"][3]["given"] == {"all_gather": 4 + 8 * 200}
-    assert found["rows"][3]["state_bytes"] == 2 * 4 * 20001
+    assert found["rows"][3]["state_bytes"] == 4 * 20001
     assert found["kernels"] in capsys.readouterr().out
     assert "union_topk" in (tmp_path / "local_step.svg").read_text()
 
@@ -58,7 +58,7 @@ def test_local_steps_are_timed_with_second_moments(tmp_path: Path, monkeypatch: 
     benchmark("local_step").main([*words, "--steps", "2", "--ranks", "2"])
     found = json.loads((tmp_path / "local_step.json").read_text())
     assert found["memory"] == "second_moment"
-    assert [row["state_bytes"] for row in found["rows"][2:]] == 2 * [5 * 4 * 20001 + 8 + 8 + 2 * 5 * 8]
+    assert [row["state_bytes"] for row in found["rows"][2:]] == 2 * [2 * 4 * 20001 + 8 + 5 * 8]
 
 
 def test_clipping_is_compared_with_dense_training(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_many_ranks_cost_what_the_network_says(tmp_path: Path, capsys: pytest.Ca
         pairs = (n - 1) * (latency + (4 + 8 * density * numel) * byte)
         assert rows["topk", n]["dense_ms"] == pytest.approx(1e3 * dense)
         assert rows["topk", n]["transfer_ms"] == pytest.approx(1e3 * pairs)
-        assert rows["topk", n]["memory_bytes"] == pytest.approx(8 * numel + 8 * density * numel * n, rel=1e-3)
+        assert rows["topk", n]["memory_bytes"] == pytest.approx(4 * numel + 8 * density * numel * n, rel=1e-3)
     assert rows["topk", 256]["over_dense"] > 1 > rows["topk", 4]["over_dense"]
     assert rows["union_topk", 256]["over_dense"] < 1
     printed = capsys.readouterr().out
@@ -314,7 +314,7 @@ def test_the_files_that_a_step_enters_are_those_of_the_documentation() -> None:
 def test_files_of_a_step_are_printed_with_their_functions(capsys: pytest.CaptureFixture[str]) -> None:
     found = benchmark("step_files").main(["sgd"], functions=True)["sgd"]
     assert next(iter(found.usual)) == "api/attach.py"
-    assert found.usual["engine/reducer.py"]["Reducer._conclude"] == 1
+    assert found.usual["engine/reducer.py"]["Reducer._settle"] == 1
     assert found.usual["engine/batch.py"]["Batches._steps_of"] > 1, "a generator is entered each time it goes on"
     printed = capsys.readouterr().out
-    assert f"files: {len(found.usual)}" in printed and "Reducer._conclude" in printed
+    assert f"files: {len(found.usual)}" in printed and "Reducer._settle" in printed

@@ -281,12 +281,12 @@ class GroupReducer:
 
         The coordinates are ascending on a CPU; None: the divisors are of all coordinates, and 1 where none arrived.
         """
-        numel, divided = self.plan.numel, self.divided
+        divided = self.divided
         if divided is None:  # groups are new, and nothing has arrived yet
-            divided = Divided(None, torch.ones(numel, dtype=self.wide, device=self.device))
+            divided = Divided(None, torch.ones(self.plan.numel, dtype=self.wide, device=self.device))
         indices, by = divided
         if indices is None or static_shapes(self.device):
-            every = spread_divisor(indices, by, numel)
+            every = spread_divisor(indices, by, self.plan.numel)
             return {name: (None, every[span]) for name, span in self.spans.items()}
         if bool((indices[1:] < indices[:-1]).any()):
             indices, order = indices.sort()

@@ -325,7 +325,7 @@ def total_s(step: Step) -> float | None:
 
 @quantity("0 and up", part="steps", unit="steps", over_run="last")
 def void(step: Step) -> float | None:
-    """Steps so far that all ranks skipped, residuals as before, because a gradient was not finite on some rank."""
+    """Steps so far that all ranks skipped, because a gradient was not finite on some rank; finite ones wait."""
     return step.skipped_steps
 
 

@@ -250,7 +250,8 @@ class SparseStrategy:
                 self._told_of_void.add(engine.run_id)
                 rank_zero_warn(
                     f"A gradient was not finite on some rank in the backward after step {known.step}: no rank takes "
-                    "this step, and residuals are as before. sparse/steps/void counts such steps from now on."
+                    "this step, and finite gradients wait in the residuals. sparse/steps/void counts such steps from "
+                    "now on."
                 )
 
 

@@ -132,6 +132,29 @@ def test_a_flag_does_not_outlast_the_step_it_was_meant_for(streams: Streams) -> 
     assert run.engine.void_steps == 1
 
 
+@pytest.mark.parametrize("where", ["streams", "one_rank"])
+def test_finite_gradients_of_a_skipped_step_wait(request: pytest.FixtureRequest, where: str) -> None:
+    request.getfixturevalue(where)
+    run = Run(FUSED["SGD"])
+    run.step()
+    run.optimizer.zero_grad()
+    names, batch = list(run.engine.parameters), torch.randn(4, 20)
+    before = [run.engine.residual(name).clone() for name in names]
+    own = torch.autograd.grad(run.ddp.module(batch).square().mean(), list(run.engine.parameters.values()))
+    hook = run.engine.parameters[names[0]].register_hook(lambda grad: grad.index_fill(0, torch.tensor([1]), torch.inf))
+    run.ddp(batch).square().mean().backward()
+    hook.remove()
+    run.skip(run.optimizer)
+    run.optimizer.step()
+    assert run.engine.void_steps == 1
+    own[0][1] = 0.0  # as if it had not come
+    for name, then, gradient in zip(names, before, own, strict=True):
+        assert torch.equal(run.engine.residual(name), then + gradient.flatten())
+    run.step()
+    assert (run.engine.step, run.engine.void_steps) == (2, 1)
+    assert bool(flat(run.ddp).isfinite().all())
+
+
 def test_where_the_host_knows_gradients_are_dropped(one_rank: None) -> None:
     run = Run(FUSED["Adam"])
     run.step()

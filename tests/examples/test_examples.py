@@ -88,7 +88,7 @@ def test_models_that_people_recognise(
     assert "step_ms" in found
     if script == "lora_gpt":
         assert "49,152" in output  # coordinates of the adapters: all that is exchanged
-        assert "keeps 0.983 MB" in output
+        assert "keeps 0.393 MB" in output
         assert "stay dense" not in output  # nothing else is
 
 

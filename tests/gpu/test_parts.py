@@ -261,7 +261,7 @@ def in_a_group(job: Callable[[], Any]) -> Any:
 
 
 def test_a_training_runs_on_two_cpus(two_ranks: Ranks) -> None:
-    training.on_two_ranks(two_ranks, training.a_void_step_changes_nothing, "cpu")
+    training.on_two_ranks(two_ranks, training.a_skipped_step_moves_nothing, "cpu")
 
 
 @pytest.mark.usefixtures("not_launched")

@@ -108,7 +108,7 @@ def losses_are_those_of_the_cpu(device: str) -> Numbers:
     return {"last loss": round(losses[-1], 4), "on the CPU": round(expected[-1], 4)}
 
 
-def a_void_step_changes_nothing(device: str) -> None:
+def a_skipped_step_moves_nothing(device: str) -> None:
     for layout in ("default", "find_unused"):
         results = []
         for where in (device, "cpu"):
@@ -119,7 +119,7 @@ def a_void_step_changes_nothing(device: str) -> None:
             last = dist.get_rank() == dist.get_world_size() - 1
             losses.append(training.step(factor=float("inf") if last else 1.0))
             require(training.engine.void, "nobody noticed the infinite loss")
-            require(torch.equal(training.parameters(), before), "a void step moved parameters")
+            require(torch.equal(training.parameters(), before), "a skipped step moved parameters")
             losses += [training.step() for _ in range(3)]
             require(training.engine.step == 6 and training.engine.void_steps == 1, "steps were miscounted")
             results.append(training.end(losses))
@@ -247,7 +247,7 @@ def a_default_device_changes_nothing(device: str) -> None:
 JOBS: list[Callable[[str], Numbers | None]] = [
     density_1_is_plain_ddp,
     losses_are_those_of_the_cpu,
-    a_void_step_changes_nothing,
+    a_skipped_step_moves_nothing,
     a_scaled_loss_trains_like_an_unscaled_one,
     half_precision_trains,
     steps_of_adam_are_those_of_the_cpu,

@@ -1,4 +1,4 @@
-"""Gradients that are not finite, on one rank and in one parameter: such steps leave no trace on any rank."""
+"""Gradients that are not finite: all ranks skip the step, and only what is not finite is lost."""
 
 from __future__ import annotations
 
@@ -24,16 +24,21 @@ BATCHES, PLAIN = 100, 24
 """In Lightning's Trainer and, for every memory, with plain DDP."""
 
 
-def bad_batches(seed: int, share: float = 0.1, batches: int = BATCHES) -> dict[int, tuple[str, float]]:
+EVERYWHERE = "everywhere"
+"""In all gradients of all ranks, so that nothing is absorbed."""
+
+
+def bad_batches(seed: int, batches: int = BATCHES, everywhere: bool = True) -> dict[int, tuple[str, float]]:
     """Where something goes wrong: number of the batch to the parameter and what is added to its gradient."""
     rng = random.Random(seed)
-    chosen = {0, 1, *rng.sample(range(batches), int(share * batches))}  # the first step has nothing to go back to
+    chosen = {0, 1, *rng.sample(range(batches), batches // 10)}  # the first step has nothing to go back to
     names = [f"{layer}.{kind}" for layer in ("first", "second", "third") for kind in ("weight", "bias")]
+    names = [EVERYWHERE] if everywhere else names
     return {n: (rng.choice(names), rng.choice([float("inf"), float("-inf"), float("nan")])) for n in sorted(chosen)}
 
 
 class Net(nn.Module):
-    """Three layers; one coordinate of a gradient goes wrong on rank 1 where it is told so."""
+    """Three layers; one coordinate of a gradient goes wrong on rank 1 where it is told so, or everything on all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,6 +51,8 @@ class Net(nn.Module):
             p.register_hook(lambda grad, name=name: self.spoil(name, grad))  # type: ignore[no-untyped-call]
 
     def spoil(self, name: str, grad: Tensor) -> Tensor | None:
+        if self.wrong is not None and self.wrong[0] == EVERYWHERE:
+            return grad + self.wrong[1]
         if self.wrong is None or self.wrong[0] != name or dist.get_rank() != 1:
             return None
         grad = grad.clone()
@@ -199,6 +206,23 @@ def test_a_run_with_overflows_ends_where_one_without_these_batches_does(
         assert torch.equal(without.parameters, results[0][2].parameters)
 
 
+@pytest.mark.parametrize("choice", by_default(CHOICES))
+def test_what_skips_a_step_makes_no_difference_to_what_waits(two_ranks: Ranks, choice: str) -> None:
+    """One coordinate of one rank is not finite, and all others are absorbed; the loss scale is a power of two."""
+    optimizer, sparse = CHOICES[choice]
+    sparse = {"grouping": "layer", **sparse}
+    numbers, wrong = list(range(30)), bad_batches(3, batches=30, everywhere=False)
+    runs = [(numbers, wrong, scaled) for scaled in (True, False)]
+    results = list(zip(*(two_ranks(fit, PACKAGES[0], *run, optimizer, sparse) for run in runs), strict=True))
+    for scaled, skipped in results:
+        for run in (scaled, skipped):
+            assert (run.steps, run.void_steps) == (30 - len(wrong), len(wrong))
+            assert torch.equal(run.parameters, results[0][0].parameters)
+            assert same(run.optimizer, results[0][0].optimizer)
+        assert skipped.parameters.isfinite().all()
+        assert same(scaled.engine, skipped.engine)
+
+
 def fit_in_windows(scaled: bool, clipping: dict[str, Any]) -> tuple[Result, Result]:
     """Three batches a step, of which the one that overflows is not always the last."""
     package, wrong = "pytorch_lightning", bad_batches(7, batches=60)
@@ -296,15 +320,11 @@ def fit_taking_turns(wrong: dict[tuple[int, int], tuple[str, float]], left_out: 
     return flat(module)
 
 
+TURNS = {(0, 0): float("inf"), (3, 1): float("nan"), (4, 0): -float("inf"), (4, 1): float("inf"), (7, 0): float("inf")}
+
+
 def test_only_the_optimizer_whose_turn_it_was_skips(two_ranks: Ranks) -> None:
-    inf = float("inf")
-    wrong = {
-        (0, 0): ("second.weight", inf),
-        (3, 1): ("third.bias", inf),
-        (4, 0): ("first.bias", -inf),
-        (4, 1): ("third.weight", inf),
-        (7, 0): ("first.weight", inf),
-    }
+    wrong = {turn: (EVERYWHERE, value) for turn, value in TURNS.items()}
     overflown = two_ranks(fit_taking_turns, wrong, set())
     without = two_ranks(fit_taking_turns, {}, set(wrong))
     for ours, reference in zip(overflown, without, strict=True):
@@ -362,7 +382,7 @@ LAYOUTS: list[dict[str, Any]] = [
 def train(
     numbers: list[int], wrong: dict[int, tuple[str, float]], momentum: float, layout: dict[str, Any], **options: Any
 ) -> tuple[Tensor, dict[str, Any], dict[str, Any], int]:
-    """Parameters, state of the engine and of the optimizer, number of void steps."""
+    """Parameters, state of the engine and of the optimizer, number of skipped steps."""
     ddp = DistributedDataParallel(Net(), **layout)
     engine = ls.attach(ddp, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02, momentum=momentum)
@@ -379,8 +399,8 @@ def train(
     return flat(ddp.module), state, optimizer.state_dict(), engine.void_steps
 
 
-def train_with_and_without(executor: str, seed: int, number: int) -> tuple[bool, bool, bool, bool]:
-    """Finite, and parameters, engine and optimizer the same."""
+def train_with_and_without(executor: str, seed: int, number: int) -> tuple[tuple[bool, ...], Tensor, bool]:
+    """Finite, and parameters, engine and optimizer the same; parameters where one coordinate overflows, finite too."""
     memory, wrong = MEMORIES[number], bad_batches(seed, batches=PLAIN)
     options = {
         "sparsifier": ["topk", "exdyna", "sidco_e", "clt_k", "union_topk"][(number + seed) % 5],
@@ -393,8 +413,13 @@ def train_with_and_without(executor: str, seed: int, number: int) -> tuple[bool,
     layout = LAYOUTS[(number + seed) % len(LAYOUTS)]
     a = train(list(range(PLAIN)), wrong, momentum, layout, **options)
     b = train([n for n in range(PLAIN) if n not in wrong], {}, momentum, layout, **options)
-    assert (a[3], b[3]) == (len(wrong), 0)
-    return bool(b[0].isfinite().all()), torch.equal(a[0], b[0]), same(a[1], b[1]), same(a[2], b[2])
+    alone = bad_batches(seed, PLAIN, everywhere=False)
+    c = train(list(range(PLAIN)), alone, momentum, layout, **options)
+    assert (a[3], b[3], c[3]) == (len(wrong), 0, len(alone))
+    vectors = [vector for of_one in c[1]["parameters"].values() for vector in of_one.values()]
+    finite = all(bool(x.isfinite().all()) for x in [*vectors, c[0]])
+    alike = bool(b[0].isfinite().all()), torch.equal(a[0], b[0]), same(a[1], b[1]), same(a[2], b[2])
+    return alike, c[0], finite
 
 
 SOME = [0, 1, 2, 4, 8]
@@ -411,10 +436,15 @@ SOME = [0, 1, 2, 4, 8]
         ]
     ),
 )
-def test_every_memory_forgets_an_overflow(two_ranks: Ranks, executor: str, seed: int, numbers: list[int]) -> None:
+def test_every_memory_forgets_what_is_not_finite(
+    two_ranks: Ranks, executor: str, seed: int, numbers: list[int]
+) -> None:
     for number in numbers:
-        for result in two_ranks(train_with_and_without, executor, seed, number):
-            assert result == (True, True, True, True), MEMORIES[number]
+        results = two_ranks(train_with_and_without, executor, seed, number)
+        for alike, parameters, finite in results:
+            assert alike == (True, True, True, True), MEMORIES[number]
+            assert finite, MEMORIES[number]
+            assert torch.equal(parameters, results[0][1]), MEMORIES[number]
 
 
 def train_scaled(numbers: list[int], wrong: dict[int, tuple[str, float]], scaled: bool) -> tuple[Tensor, Any, Any, int]:

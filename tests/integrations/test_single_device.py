@@ -118,7 +118,7 @@ def test_one_device_trains_as_plain_ddp_bit_for_bit_and_says_how_to_rehearse(
     [[(plain, dense, sparse), said, kept, held]] = alone(beside_ddp, door, package, name)
     assert torch.equal(dense, plain)
     assert not torch.equal(sparse, plain)
-    assert kept[:2] == [0, 0] and kept[2] >= 2 * 4 * 333
+    assert kept[:2] == [0, 0] and kept[2] >= 4 * 333
     assert held[0] == held[1] == 4
     assert len(said[1]) == 2 and said[1][0].startswith(SAID)
     assert said[1][1].startswith("sparse_ddp: in ") and "nothing was sent by the only rank" in said[1][1]

@@ -77,7 +77,7 @@ def test_a_run_says_what_it_does_and_what_it_sent(two_ranks: Ranks, package: str
     start, end = said
     assert start == (
         "sparse_ddp: TopK() selects 1 % of 300 parameters; 123 others stay dense (fewer than 2 dimensions or fewer "
-        "than 256 coordinates). Residual(decay=1.0) keeps 0.0029 MB on each of 2 ranks. "
+        "than 256 coordinates). Residual(decay=1.0) keeps 0.0017 MB on each of 2 ranks. "
         "callbacks=[lightning_sparse.SparsityMonitor()] shows more."
     )
     # In a ring of two: 16 bytes of header, 4 of a count and 3 pairs of 8, and 123 dense float32.

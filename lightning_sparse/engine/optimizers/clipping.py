@@ -80,8 +80,6 @@ class GradientClipping:
         """Keys of optimizers for which clipping in place of averages was asked since their latest step."""
         self.acting: Set[int | None] = frozenset()
         """Keys of those that the latest step began with."""
-        self.began_in_place: Sequence[tuple[Clipping, Set[str]]] = ()
-        """Limits in place of clipping averages, as the latest step began with them."""
 
     @property
     def in_place(self) -> list[tuple[Clipping, Set[str]]]:
@@ -127,7 +125,6 @@ class GradientClipping:
 
     def begin_step(self, sparsified: Callable[[], Set[str]]) -> list[tuple[Clipping, Set[str], int]]:
         """Fix the limits of a step: each with the parameters that are clipped together, and their coordinates."""
-        self.began_in_place = self.in_place
         waiting = sparsified() if self.keys_in_place else frozenset()
         acting = {
             key: (clipping, names, sum(self._parameters[name].numel() for name in names))

@@ -98,7 +98,7 @@ class SideFiles:
         if comm is not None:
             # An exchange may end while ranks agree: what was taken before is of before it, and stays so.
             moment = -1 if state is None else state["moment"]
-            on_ranks = comm.all_gather(torch.tensor([moment, counted]).to(engine.device)).cpu()
+            on_ranks = comm.all_gather(torch.tensor([moment, counted], device=engine.device)).cpu()
             newest, counted = int(on_ranks[:, 0].max()), int(on_ranks[0, 1])
             if not problem and moment < newest:
                 state, problem = _take(engine, newest)

@@ -78,7 +78,8 @@ def added(parts: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None,
     if len(parts) == 1:
         return parts[0]
     dense = [values for indices, values in parts if indices is None]
-    places = torch.cat([indices for indices, _ in parts if indices is not None] or [torch.zeros(0, dtype=torch.long)])
+    none = torch.zeros(0, dtype=torch.long, device="cpu")
+    places = torch.cat([none, *(indices for indices, _ in parts if indices is not None)])
     different, where = torch.unique(places, return_inverse=True)
     sparse = torch.cat([values for indices, values in parts if indices is not None] or [dense[0][:0]])
     if not dense:

@@ -55,7 +55,7 @@ class Memory(ABC):
 
     @property
     def reads_parameters(self) -> bool:
-        """Whether :meth:`accumulate_` needs ``ctx.parameters``."""
+        """Whether :meth:`absorb_` needs ``ctx.parameters``."""
         return False
 
     @property
@@ -65,12 +65,12 @@ class Memory(ABC):
 
     @property
     def needs_second(self) -> bool:
-        """Whether exchanges have to average :meth:`second`, too."""
+        """Whether exchanges have to average :attr:`.Absorbed.second`, too."""
         return False
 
     @property
     def second_decay(self) -> float:
-        """By how much :meth:`second` is multiplied in a step, in [0, 1), where there is one."""
+        """By how much :attr:`.Absorbed.second` is multiplied in a step, in [0, 1), where there is one."""
         return 0.0
 
     @property

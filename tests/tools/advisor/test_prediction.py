@@ -20,7 +20,7 @@ import lightning_sparse as ls
 from lightning_sparse.api import simulation
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context
-from lightning_sparse.engine.pipeline import reduce_group
+from lightning_sparse.engine.pipeline import exchange_group
 from lightning_sparse.methods.grouping import ParameterSize
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor import Measured, Method, Prediction, Scenario
@@ -216,7 +216,7 @@ def recorded(name: str, ranks: int, numel: int, density: float) -> dict[str, tup
 
     def recording(grad: Tensor, state: Any, ctx: Context, **parts: Any) -> Steps[Any]:
         """The group's step, with its messages counted."""
-        steps, answer = reduce_group(grad, state, ctx, **parts), None
+        steps, answer = exchange_group(grad, state, ctx, **parts), None
         while True:
             try:
                 message = steps.send(answer)
@@ -237,7 +237,7 @@ def recorded(name: str, ranks: int, numel: int, density: float) -> dict[str, tup
             yield (common + own).pow(3).roll(step * (numel // 7 + 1), 1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulation, "reduce_group", recording)
+        patch.setattr(simulation, "exchange_group", recording)
         list(ls.simulate(stream(), sparsifier=name, density=density))
     counted_steps = steps - warmup
     return {
