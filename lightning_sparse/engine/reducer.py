@@ -437,6 +437,7 @@ class Reducer:
         """Stop the communication thread, give the process group back, stop looking at parameters and optimizers."""
         self.skipped.close()
         self._executor.close()
+        self.record.close()
         self._sparse_gradients.close()
         if self._usage is not None:
             self._usage.close()

@@ -106,6 +106,7 @@ class Handout:
         self._averages = {name: each for each in averages for name in each.spans if name in parameters}
         self._taken: Set[str] = frozenset()
         self._stepped: Set[str] = frozenset()
+        self._closed = False
         self.begin()
 
     @property
@@ -120,6 +121,16 @@ class Handout:
     def step(self, names: Set[str]) -> None:
         """An optimizer that holds these has finished a step."""
         self._stepped = self._stepped | names
+
+    def close(self) -> None:
+        """From now on, nobody applies averages: DDP, too, writes to the parameters of a model that it wraps again."""
+        self._stepped, self._closed = self._stepped | self._written, True
+
+    @property
+    def _written(self) -> Set[str]:
+        """Names of the parameters that somebody has written to."""
+        before = {} if self._closed else self._before
+        return {name for name, number in before.items() if self._parameters[name]._version != number}
 
     def apply_all(self) -> None:
         """All have been applied, or never will be."""
@@ -156,8 +167,7 @@ class Handout:
         return {} if self._decision is not None and self._decision else self._left(held)
 
     def _left(self, held: Set[str]) -> dict[str, Averages]:
-        stepped, names = self._stepped, self._before.keys()
-        done = {name for name, p in self._parameters.items() if name in stepped or p._version != self._before[name]}
+        names, done = self._before.keys(), self._stepped | self._written
         expected = names & held if held else names
         if done and expected <= done:
             return {}
@@ -307,6 +317,11 @@ class Record:
         for handout in self._handouts:
             handout.apply_all()
         self._drop_applied()
+
+    def close(self) -> None:
+        """No average is applied any more, whatever is done to parameters."""
+        for handout in self._handouts:
+            handout.close()
 
     def _drop_applied(self) -> None:
         """Give the memory of averages free that nobody waits for."""
