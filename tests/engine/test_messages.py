@@ -378,7 +378,7 @@ def test_nobody_waits_for_a_rank_that_fails_beside_its_exchange(where: str, mess
 
 
 def drifting(what: str, options: dict[str, Any]) -> tuple[str, int, bool]:
-    """What a rank that has drifted apart and the others are told, the steps that count, and whether nothing is lost."""
+    """The error of this rank when one has drifted apart, the steps that count, and whether nothing is lost."""
     ddp, engine = wrapped("default", density=0.05, **options)
     assert engine is not None
     first, second = batches(2)

@@ -42,7 +42,7 @@ def test_what_is_not_finite_is_left_to_be_found(algorithm: str) -> None:
 
 
 def asked_within_a_step() -> list[list[Any]]:
-    """What states clip from the next step on: before an optimizer's step, after it, and where ranks differ."""
+    """Clippings in states, from the next step on: before an optimizer's step, after it, and where ranks differ."""
     training = Training()
     engine, optimizer = training.engine, training.optimizer
     loss_of(training.ddp, 0, training.rank).backward()
