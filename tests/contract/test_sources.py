@@ -131,8 +131,8 @@ class InDDP:
 SOURCES: dict[str, Any] = {"in DDP": InDDP, "at the end": AtTheEnd, "one step late": OneStepLate}
 
 
-def network(group: Any = None) -> TorchCollective:
-    return TorchCollective.over(group or dist.group.WORLD, None, torch.device("cpu"), False)
+def network() -> TorchCollective:
+    return TorchCollective.over(dist.group.WORLD, None, torch.device("cpu"), False)
 
 
 class Look(NamedTuple):
@@ -248,7 +248,7 @@ def train_shards() -> list[dict[str, Any]]:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     module = Layers({name: (shard_of(name, half)[1],) for name in WHOLE})
     shards = {name: shard_of(name, half) for name in WHOLE}
-    source = AtTheEnd(module, network(groups[half]), shards)
+    source = AtTheEnd(module, TorchCollective(groups[half]), shards)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     for _ in range(6):
         optimizer.zero_grad()
@@ -257,7 +257,7 @@ def train_shards() -> list[dict[str, Any]]:
     state = source.engine.state_dict()
     source.close()
     weights = {name: p.detach().clone() for name, p in module.named_parameters()}
-    whole = AtTheEnd(Layers({name: (size,) for name, size in WHOLE.items()}), network(groups[half]))
+    whole = AtTheEnd(Layers({name: (size,) for name, size in WHOLE.items()}), TorchCollective(groups[half]))
     notes = whole.engine.load_state_dict(state)
     found = {name: whole.engine.residual(name).clone() for name in WHOLE}
     whole.close()

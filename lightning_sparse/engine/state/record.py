@@ -244,6 +244,7 @@ class Record:
     def restart(self, start: Counts) -> None:
         """Other groups, between two steps, which remember what those before did."""
         self.start, self.decision, self.absorbed = start, None, frozenset()
+        self._handed_out = {}
 
     def forget_averages(self) -> None:
         """Another state takes the place of the one that they belonged to."""

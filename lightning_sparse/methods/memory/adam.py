@@ -54,6 +54,7 @@ class AdamCorrection(CountedFeedback):
     weight decay is AdamW's: it is added to a direction, not to a gradient. Start from the rate that AdamW has in dense
     training, and try lower ones the lower the density.
 
+    Squares of a skipped step are absorbed, and the step is not counted: the steps after it are shorter for a while.
     Steps are counted for each group, not for each parameter as in torch: a parameter that is used for the first time at
     a late step T gets a first step that is longer by up to ``sqrt((1 - beta2^T) / (1 - beta2))``, as a row of an
     embedding that is new to AdamW does.

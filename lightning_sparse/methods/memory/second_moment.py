@@ -92,6 +92,7 @@ class SecondMoment(CountedFeedback):
     two vectors of ``numel`` accumulator elements a rank, one more than :class:`Residual`; Adam's own two are not made
     for parameters that are sparsified.
 
+    Squares of a skipped step are absorbed, and the step is not counted: the steps after it are shorter for a while.
     Steps are counted for each group, not for each parameter as in torch: a parameter that is used for the first time at
     a late step T gets first steps that are longer by up to ``sqrt((1 - beta2^T) / (1 - beta2))``, as a row of an
     embedding that is new to AdamW does.
