@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -75,8 +75,10 @@ class Kept:
         settings, groups = reducer.settings, reducer.groups
         if isinstance(state, Mapping):
             suit(state)
+        # All ranks must form groups alike: averages of different memories are messages of different lengths.
+        remembering = set[str]().union(*self._comm.all_gather_object(_remembering(state), self._device))
         try:
-            draft = load(lambda: self._draft(state), state, self._comm, self._device)
+            draft = load(lambda: self._draft(state, remembering), state, self._comm, self._device)
         except ValueError:
             if reducer.settings is not settings:
                 reducer.settings = settings
@@ -93,9 +95,20 @@ class Kept:
         reducer.on_stream.synchronize()
         return draft
 
-    def _draft(self, state: Mapping[str, Any]) -> Draft:
+    def _draft(self, state: Mapping[str, Any], remembering: Set[str]) -> Draft:
         reducer = self._reducer
         plan = [group.plan for group in reducer.groups]
         with reducer.on_stream.between_steps():
             algorithm = reducer.settings.algorithm
-            return draft_of(state, plan, reducer.form, self._frozen, algorithm, self._comm, self._shards)
+            return draft_of(state, plan, reducer.form, self._frozen, algorithm, self._comm, self._shards, remembering)
+
+
+def _remembering(state: Any) -> set[str]:
+    """Names of the parameters of which a state remembers something; none of a state that cannot be read."""
+    try:
+        waiting = set(state.get("pending", {}))
+        return waiting | {
+            n for n, vectors in state["parameters"].items() if any(bool(v.any()) for v in vectors.values())
+        }
+    except Exception:  # of a damaged state, about which ranks agree later
+        return set()

@@ -153,15 +153,15 @@ def _check_pending(state: Mapping[str, Any], name: str, pending: Any) -> None:
     _check(pending, NAMED, f"the state's pending averages of {name}")
     values = pending.get("values", MISSING)
     _check(values, VECTOR, f"the state's pending averages of {name}")
-    residual = state["parameters"].get(name, {}).get("residual", MISSING)
-    _check(residual, VECTOR, f"the state's residual of {name}, of which averages are pending,")
-    expected = residual.numel()
+    span = state.get("spans", {}).get(name, MISSING)
+    _check(span, SPAN, f"the state's span of {name}, of which averages are pending,")
+    expected = numel = span[1]
     if "indices" in pending:
         indices = pending["indices"]
         _check(indices, INDICES, f"the state's coordinates of pending averages of {name}")
         expected = indices.numel()
-        if expected and int(indices[-1]) >= residual.numel():
-            raise ValueError(f"Expected an average below {residual.numel()} in {name}, but got {int(indices[-1])}.")
+        if expected and int(indices[-1]) >= numel:
+            raise ValueError(f"Expected an average below {numel} in {name}, but got {int(indices[-1])}.")
     if values.numel() != expected:
         raise ValueError(f"Expected {expected} pending averages of {name}, but got {values.numel()}.")
 
@@ -177,13 +177,19 @@ def with_pending(state: Mapping[str, Any], world_size: int) -> State:
     """
     parameters = dict(state["parameters"])
     for name, pending in state.get("pending", {}).items():
-        residual = parameters[name]["residual"].clone()
-        values = world_size * pending["values"].to(residual.dtype)
+        vectors = parameters.get(name, {})
+        values, wide = pending["values"], torch.promote_types(pending["values"].dtype, torch.float32)
+        residual = (
+            vectors["residual"].clone()
+            if "residual" in vectors
+            else values.new_zeros(state["spans"][name][1], dtype=wide)
+        )
+        values = world_size * values.to(residual.dtype)
         if "indices" in pending:
             residual.index_add_(0, pending["indices"].long(), values)
         else:
             residual += values
-        parameters[name] = {**parameters[name], "residual": residual}
+        parameters[name] = {**vectors, "residual": residual}
     return {**state, "parameters": parameters, "pending": {}}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -183,6 +183,7 @@ def draft_of(
     algorithm: str,
     comm: TorchCollective,
     shards: Mapping[str, Shard],
+    remembering: Set[str],
 ) -> Draft:
     """The groups as they will be if all ranks can load their states.
 
@@ -194,6 +195,7 @@ def draft_of(
         algorithm: see :attr:`SparsificationConfig.algorithm`.
         comm: the ranks.
         shards: of parameters of which the engine has a part.
+        remembering: parameters of which the state of any rank remembers something.
     """
     misfits, world_size = Misfits([], []), comm.world_size
     if comm.rank == 0:
@@ -210,8 +212,7 @@ def draft_of(
     learned: list[Learned | None] = []
     for one in plan:
         parts = {p.name: state["parameters"].get(p.name, {}) for p in one.parameters}
-        remembers = any(bool(vector.any()) for vectors in parts.values() for vector in vectors.values())
-        group = form(one, flush=remembers, step=state["step"])
+        group = form(one, flush=not remembering.isdisjoint(parts), step=state["step"])
         spans = {name: state.get("spans", {}).get(name) for name in parts}
         counters = {name: state["counters"].get(name, {}) for name in parts}
         misfits.remembered.extend(_fill(group, parts, spans, counters, shards))

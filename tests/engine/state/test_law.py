@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from tests.covering import covering, in_one_test, in_turns
@@ -176,3 +177,32 @@ def alone() -> Iterator[Ranks]:
     ranks = Ranks(1)
     yield ranks
     ranks.stop()
+
+
+def loaded_into_dense_groups() -> tuple[list[str], bool, float]:
+    """A state whose residuals are all in averages that wait, loaded where everything is dense."""
+    module = torch.nn.Linear(20, 20, bias=False)
+    torch.nn.init.ones_(module.weight)
+    batch = torch.full((4, 20), float(1 + dist.get_rank()))
+    states = []
+    for rules in (ls.Rules(dense_ndim=0, dense_numel=0), ls.Rules(dense=("*",))):
+        ddp = DistributedDataParallel(module)
+        engine = ls.attach(ddp, sparsifier="union_topk", density=0.1, rules=rules, memory=ls.SecondMoment(), watch=None)
+        if states:
+            notes = engine.load_state_dict(states[0])
+        else:
+            engine.flush_next_step()
+        module.weight.grad = None
+        ddp(batch).sum().backward()
+        states.append(engine.state_dict())
+        engine.close()
+    waits = bool(states[0]["pending"]) == (dist.get_rank() == 0)
+    assert module.weight.grad is not None
+    return notes, waits, float(module.weight.grad.mean())
+
+
+def test_averages_that_wait_are_sent_by_dense_groups_too(two_ranks: Ranks) -> None:
+    for notes, waits, mean in two_ranks(loaded_into_dense_groups):
+        assert all("learned" in note for note in notes)
+        assert waits
+        assert mean == 2 * 4 * 1.5  # both backwards, each of four rows of 1 and 2
