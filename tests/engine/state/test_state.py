@@ -274,7 +274,7 @@ NO_STATES: dict[str, Any] = {
     "Expected an average below 40 in 0.bias, but got 40": pending({"values": torch.ones(2), "indices": int32(3, 40)}),
     "Expected 2 pending averages of 0.bias, but got 3": pending({"values": torch.ones(3), "indices": int32(3, 4)}),
     "Expected 40 pending averages of 0.bias, but got 3": pending({"values": torch.ones(3)}),
-    "residual of gone, of which averages are pending, to be": put({"gone": {"values": torch.ones(3)}}, "pending"),
+    "span of gone, of which averages are pending, to be a list": put({"gone": {"values": torch.ones(3)}}, "pending"),
     "residual of 0.bias to be a vector": put(torch.ones(40, dtype=torch.int32), "parameters", "0.bias", "residual"),
     "shape (4, 10)": put(torch.ones(4, 10), "parameters", "0.bias", "residual"),
     "residual of 2.bias": put([1.0], "parameters", "2.bias", "residual"),
