@@ -154,6 +154,10 @@ class Threaded:
                 self._error = error
 
 
+LOOK_SECONDS = 0.05
+"""After so long, a thread that waits looks for signals again."""
+
+
 class Gate:
     """Gate at which one thread waits for another one, and still handles signals."""
 
@@ -163,7 +167,10 @@ class Gate:
 
     def wait(self) -> None:
         """Wait until the gate is open."""
-        self._lock.acquire()
+        # A signal that comes after the interpreter's last look and before the wait would be heard behind it only: a
+        # handler on another rank may wait for this one's.
+        while not self._lock.acquire(timeout=LOOK_SECONDS):
+            pass
 
     def open(self) -> None:
         """Open the gate for the other thread."""
