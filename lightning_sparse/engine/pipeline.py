@@ -221,7 +221,7 @@ def _left_alone(memory: Memory, state: GroupState, unused: Sequence[slice]) -> I
 def _offered(absorbed: Absorbed, unused: Sequence[slice]) -> tuple[Tensor, Tensor]:
     """Return the accumulator and the score that a step selects and sends from.
 
-    They are copies where there are unused parameters, which must not compete for the density.
+    Unused parameters must not compete for the density: they are zero in a copy of the accumulator, and in the score.
     """
     acc, score = absorbed.acc, absorbed.score
     if unused:

@@ -101,8 +101,6 @@ class Reducer:
         )
         self.messages: Messages = "group" if settings.messages == "group" else "step"
         """What travels together."""
-        self._late: list[tuple[Decision, Set[str]]] = []
-        """Of steps whose averages are handed over later: whether each counts, and the parameters that it is about."""
         self._begun = self._flushes = False
         self._model_bytes = sum(p.nbytes for p in parameters.values())
         self._number = 0
@@ -151,15 +149,12 @@ class Reducer:
         """Go on with these groups, between two steps."""
         self.skipped.resolve()
         with self.record.changing():
-            self._adopt(groups, counts)
-
-    def _adopt(self, groups: list[GroupReducer], counts: Counts) -> None:
-        self.direct = False
-        self.record.restart(counts)
+            self.direct = False
+            self.record.restart(counts)
+            self.groups = groups
+            self.group_of = {p.name: group for group in groups for p in group.plan.parameters}
         self._number = counts.step
-        self.groups = groups
         self.adoptions += 1
-        self.group_of = {p.name: group for group in groups for p in group.plan.parameters}
         self._model_numel = sum(g.plan.numel for g in groups if not g.plan.dense) or None
         self._digest_of_plan = digest_of([group.plan for group in groups])
         self._digest = digest_of(self.settings, self._digest_of_plan)
@@ -241,8 +236,8 @@ class Reducer:
     def hand_over(self) -> None:
         """Let optimizers apply the averages of the oldest step that was finished late: they are in ``.grad`` now."""
         with self.record.changing():
-            self.record.hand_over()
-        self.skipped.note(*self._late.pop(0))
+            decision, names = self.record.hand_over()
+        self.skipped.note(decision, names)
 
     @property
     def unused(self) -> Set[str]:
@@ -376,9 +371,8 @@ class Reducer:
                 for group in self.groups:
                     group.settle(skipped)
                 self.record.settle(decision, names, averages, late)
-            self._late.append((decision, names))
             if not late:
-                self.skipped.note(*self._late.pop())
+                self.skipped.note(decision, names)
 
     @property
     def looks_at_averages(self) -> bool:

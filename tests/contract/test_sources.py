@@ -24,7 +24,7 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.state import Shard
 from lightning_sparse.methods.grouping import make_plan
 from tests.ranks import Ranks
-from tests.sums import SIZES, gradient
+from tests.sums import SIZES, gradient, waiting
 
 OPTIONS: dict[str, Any] = {
     "sparsifier": "topk",
@@ -196,14 +196,9 @@ def _loss(source: Any, factors: dict[str, float], rank: int) -> Any:
 
 def missing(both: Sequence[Look]) -> Iterator[tuple[str, Tensor]]:
     """``sum absorbed - sum_i residual_i - n (pending - weights)`` of each parameter."""
-    n, pending = len(both), both[0].state["pending"]
+    states = [one.state for one in both]
     for name, weight in both[0].weights.items():
-        waits = torch.zeros(weight.numel())
-        if name in pending:
-            values = pending[name]["values"]
-            waits.index_add_(0, pending[name].get("indices", torch.arange(weight.numel())).long(), values)
-        kept = sum(one.state["parameters"][name]["residual"] for one in both)
-        yield name, sum(one.absorbed[name] for one in both) - kept - n * (waits - weight.flatten())
+        yield name, sum(one.absorbed[name] for one in both) - waiting(states, name) + len(both) * weight.flatten()
 
 
 @pytest.mark.parametrize("kind", SOURCES)

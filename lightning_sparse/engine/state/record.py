@@ -197,7 +197,7 @@ class Record:
         """Parameters of which a gradient was absorbed whose exchange is not settled."""
         self._whole = True
         self._handouts: Sequence[Handout] = ()
-        self._late: Sequence[Handout] = ()
+        self._late: Sequence[tuple[Decision, Handout]] = ()
         """Of exchanges whose averages the source hands over later."""
         self._number = 0
         self._handed_out: dict[str, int] = {}
@@ -274,15 +274,20 @@ class Record:
         self.start, self.decision, self.absorbed = self.counts, decision, frozenset()
         handout = self._handout(names, averages, decision)
         if late:
-            self._late = [*self._late, handout]
+            self._late = [*self._late, (decision, handout)]
         else:
             self._hand_over(handout)
 
-    def hand_over(self) -> None:
-        """Optimizers get the averages of the oldest exchange that has kept them back; within :meth:`changing`."""
-        first, *self._late = self._late
+    def hand_over(self) -> tuple[Decision, Set[str]]:
+        """Optimizers get the averages of the oldest exchange that has kept them back; within :meth:`changing`.
+
+        Returns:
+            Whether that exchange counts, and the names of its parameters.
+        """
+        (decision, first), *self._late = self._late
         first.begin()
         self._hand_over(first)
+        return decision, first.names
 
     def flush(self, averages: Sequence[Averages], names: Set[str]) -> None:
         """All residuals have been handed out as averages, and are empty; within :meth:`changing`."""
@@ -336,7 +341,7 @@ class Record:
     @property
     def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
         """Averages that have not been applied, by parameter, on the CPU; may wait for the device. See :func:`added`."""
-        return _joined([each.waiting(self.held) for each in self._handouts] + [late.all() for late in self._late])
+        return _joined([each.waiting(self.held) for each in self._handouts] + [late.all() for _, late in self._late])
 
     @property
     def taken(self) -> dict[str, tuple[Tensor | None, Tensor]]:

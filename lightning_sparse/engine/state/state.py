@@ -67,7 +67,7 @@ def capture(
         "world_size": comm.world_size,
         "settings": reducer.settings.algorithm,
         "parameters": remembered | {name: dict(vectors) for name, (vectors, _) in parked.items()},
-        "spans": {name: list(shards.get(name) or Shard.whole(_numel(group_of[name], name))) for name in names},
+        "spans": {name: list(_shard(group_of[name], name, shards)) for name in names},
         "pending": {
             name: {"values": values} | ({} if indices is None else {"indices": indices.int()})
             for name, (indices, values) in (pending.items() if comm.rank == 0 else ())
@@ -237,10 +237,10 @@ def _anew(group: GroupReducer) -> str:
     return f"What was learned about the group {group.plan.name} starts anew"
 
 
-def _numel(group: GroupReducer, name: str) -> int:
+def _shard(group: GroupReducer, name: str, shards: Mapping[str, Shard]) -> Shard:
+    """The part of a parameter that the engine has: as a rule all of it."""
     span = group.spans[name]
-    numel: int = span.stop - span.start
-    return numel
+    return shards.get(name) or Shard.whole(span.stop - span.start)
 
 
 def _remembered(group: GroupReducer, name: str) -> dict[str, Tensor]:
@@ -277,7 +277,7 @@ def _fill(
     memory, state = group.memory, group.state.memory
     vectors = memory.vectors(state)
     for name, span in group.spans.items():
-        own = shards.get(name) or Shard.whole(span.stop - span.start)
+        own = _shard(group, name, shards)
         for vector, values in remembered[name].items():
             start, length, numel = spans[name] or Shard.whole(values.numel())
             first, last = max(start, own.start), min(start + length, own.start + own.length)

@@ -96,18 +96,18 @@ def reduce_at(acc: Tensor, indices: Tensor | None, ctx: Context) -> Steps[tuple[
         Two tensors of u values; None for the second one where there is none.
     """
     if indices is None:
-        values = acc[:-1].clone()  # the sum takes the place of what is sent
+        parts = [acc[:-1]] if ctx.second is None else [acc[:-1], ctx.second[:-1]]
+        sent = torch.cat(parts)  # a copy: the sum takes its place
         if ctx.trouble is not None:
-            values[:1].masked_fill_(ctx.trouble, float("nan"))
+            sent[:1].masked_fill_(ctx.trouble, float("nan"))
     else:
         values = values_at(acc, indices, ctx)
+        sent = values if ctx.second is None else torch.cat([values, take(ctx.second, indices)])
+    mean = (yield AllReduce(sent)) / ctx.world_size
     if ctx.second is None:
-        total = yield AllReduce(values)
-        return total / ctx.world_size, None
-    second = ctx.second[:-1] if indices is None else take(ctx.second, indices)
-    total = yield AllReduce(torch.cat([values, second]))
-    mean, mean_second = (total / ctx.world_size).chunk(2)
-    return mean, mean_second
+        return mean, None
+    first, second = mean.chunk(2)
+    return first, second
 
 
 def own_picks(selection: Selection) -> Tensor:

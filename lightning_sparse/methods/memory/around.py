@@ -40,10 +40,6 @@ class Around(Memory):
         """Settle the memory inside."""
         self.memory.settle_(state, update, rounding, skipped)
 
-    def give_back_(self, state: Any, span: slice, indices: Tensor | None, values: Tensor) -> None:
-        """Give back to the memory inside."""
-        self.memory.give_back_(state, span, indices, values)
-
     def divisors(self, state: Any, update: Update, ctx: Context) -> Tensor | None:
         """Return those of the memory inside."""
         return self.memory.divisors(state, update, ctx)

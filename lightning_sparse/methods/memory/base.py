@@ -114,16 +114,6 @@ class Memory(ABC):
                 is changed then, and values may be NaN. None: the step counts.
         """
 
-    def give_back_(self, state: Any, span: slice, indices: Tensor | None, values: Tensor) -> None:  # noqa: B027
-        """Add averages that nobody has applied to the residual, between two steps; all ranks do so.
-
-        Args:
-            state: this group's state.
-            span: the coordinates of a parameter.
-            indices: (u,) int64 different coordinates within it; None: all.
-            values: (u,) averages.
-        """
-
     def divisors(self, state: Any, update: Update, ctx: Context) -> Tensor | None:
         """Return the (u,) numbers that averages have to be divided by to be steps of Adam; None: they are gradients.
 
@@ -286,14 +276,6 @@ class Feedback(Memory):
         take_out_(state.residual, update, skipped)
         if rounding is not None:
             put_back_(state.residual, update, rounding, skipped)
-
-    def give_back_(self, state: FeedbackState, span: slice, indices: Tensor | None, values: Tensor) -> None:
-        """``residual[indices] += values``."""
-        place = state.residual[span]
-        if indices is None:
-            place.add_(values)
-        else:
-            place.index_add_(0, indices, values)
 
     def scale_(self, state: FeedbackState, factors: Sequence[tuple[slice, float]]) -> None:
         """The residual and nothing else."""

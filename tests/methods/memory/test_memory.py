@@ -20,6 +20,7 @@ from lightning_sparse.core.step import Absorbed, Context, Update
 from lightning_sparse.engine.network import TorchCollective, drive
 from lightning_sparse.engine.optimizers.pairs import check_pair
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
+from lightning_sparse.engine.state.schema import with_pending
 from lightning_sparse.methods.memory import NoMemory, Residual, as_memory
 from lightning_sparse.methods.memory.base import FeedbackState
 from tests.covering import in_one_test
@@ -249,11 +250,14 @@ def test_averages_that_nobody_has_applied_are_given_back(memory: ls.Memory) -> N
     state = memory.init(5, CPU, torch.float32)
     absorb(memory, state, torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
     before = copies(memory, state)
-    memory.give_back_(state, slice(1, 4), torch.tensor([0, 2]), torch.tensor([0.5, 0.25]))
-    memory.give_back_(state, slice(4, 5), None, torch.tensor([8.0]))
-    for name, vector in copies(memory, state).items():
-        given = torch.tensor([0.0, 0.5, 0.0, 0.25, 8.0]) if name == "residual" else torch.zeros(5)
-        assert torch.equal(vector, before[name] + given)
+    given = torch.tensor([0.0, 0.5, 0.0, 0.25, 8.0])
+    some = {"indices": torch.tensor([1, 3, 4], dtype=torch.int32), "values": given[[1, 3, 4]]}
+    for pending in (some, {"values": given}):
+        saved = {"parameters": {"p": copies(memory, state)}, "spans": {"p": [0, 5, 5]}, "pending": {"p": pending}}
+        found = with_pending(saved, 1)["parameters"]["p"]
+        for name, vector in before.items():
+            assert torch.equal(found[name], vector + (given if name == "residual" else torch.zeros(5)))
+            assert torch.equal(copies(memory, state)[name], vector)
     assert all(vector[-1] == 0 for vector in memory.vectors(state).values())
 
 
