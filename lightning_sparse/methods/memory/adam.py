@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_sparse.core.checks import check_positive, check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context
-from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, advance_, pieces
+from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, advance_, pieces
 from lightning_sparse.ops import zeros
 
 
@@ -85,6 +85,7 @@ class AdamCorrection(CountedFeedback):
     beta1: float = 0.0
     beta2: float = 0.999
     eps: float = 1e-8
+    averages = "directions"
 
     def __post_init__(self) -> None:
         check_share(self.beta1, "beta1", zero=True, one=False)
@@ -111,20 +112,7 @@ class AdamCorrection(CountedFeedback):
                 vectors.append(state.first[piece])
                 first = torch.mul(vectors[2], self.beta1).add_(wide, alpha=1 - self.beta1)
                 moments.append(first)
-            corrected = first / (1 - torch.pow(self.beta1, steps)), second / (1 - torch.pow(self.beta2, steps))
-            direction = self._direction(*corrected, ctx.world_size)
+            first, second = first / (1 - torch.pow(self.beta1, steps)), second / (1 - torch.pow(self.beta2, steps))
+            direction = math.sqrt(ctx.world_size) * first / (second.sqrt() + self.eps)
             finite.append(advance_(vectors, [vectors[0] + direction, *moments]))
         return Absorbed(state.residual, torch.stack(finite).all())
-
-    def for_dense(self) -> Memory:
-        """The same: the optimizer behind it is no Adam for dense groups either."""
-        return self
-
-    @property
-    def averages(self) -> Literal["directions"]:
-        """Adam's directions: the optimizer behind it has to apply them as they are."""
-        return "directions"
-
-    def _direction(self, first: Tensor, second: Tensor, n: int) -> Tensor:
-        """From bias-corrected moments."""
-        return math.sqrt(n) * first / (second.sqrt() + self.eps)

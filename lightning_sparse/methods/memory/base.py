@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from typing import Any, ClassVar, Literal
 
@@ -53,35 +53,21 @@ class Memory(ABC):
                 f"more. {advice}."
             )
 
-    @property
-    def reads_parameters(self) -> bool:
-        """Whether :meth:`absorb_` needs ``ctx.parameters``."""
-        return False
-
-    @property
-    def remembers_at_once(self) -> bool:
-        """Whether :meth:`absorb_` changes the residual already, and not :meth:`settle_` alone."""
-        return True
-
-    @property
-    def needs_second(self) -> bool:
-        """Whether exchanges have to average :attr:`.Absorbed.second`, too."""
-        return False
+    reads_parameters: ClassVar[bool] = False
+    """True if :meth:`absorb_` needs ``ctx.parameters``."""
+    remembers_at_once: ClassVar[bool] = True
+    """True if :meth:`absorb_` changes the residual; False if only :meth:`settle_` does."""
+    needs_second: ClassVar[bool] = False
+    """True if exchanges have to average :attr:`.Absorbed.second`, too."""
+    averages: ClassVar[Literal["gradients", "velocities", "directions"]] = "gradients"
+    """Quantity that is averaged over ranks. The optimizer must not form velocities or directions a second time."""
+    decays: ClassVar[bool] = False
+    """True if the average contains a weight decay."""
 
     @property
     def second_decay(self) -> float:
-        """By how much :attr:`.Absorbed.second` is multiplied in a step, in [0, 1), where there is one."""
+        """Decay of :attr:`.Absorbed.second` in a step, in [0, 1); 0 if there is none."""
         return 0.0
-
-    @property
-    def averages(self) -> Literal["gradients", "velocities", "directions"]:
-        """What ranks average. Velocities and directions are for optimizers that do not form them, too."""
-        return "gradients"
-
-    @property
-    def decays(self) -> bool:
-        """Whether what is averaged holds a weight decay."""
-        return False
 
     @abstractmethod
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> Any:
@@ -162,7 +148,7 @@ class Memory(ABC):
         """(numel,) view of what has not been sent yet, or None if nothing is remembered."""
 
     def carry_(self, state: Any, target: slice, memory: Memory, other: Any, source: slice) -> None:
-        """Take over what is remembered of some coordinates from the state of another group.
+        """Copy the state of some coordinates from another group; of each counter, keep the larger value.
 
         Args:
             state: of the group that takes, which is still being formed.
@@ -174,6 +160,9 @@ class Memory(ABC):
         vectors, others = self.vectors(state), memory.vectors(other)
         for name in vectors.keys() & others.keys():
             vectors[name][target].copy_(others[name][source])
+        known = memory.counters(other)
+        for name, counter in self.counters(state).items():
+            counter.copy_(torch.maximum(counter, known.get(name, counter)))
         self.complete_(state, target, others.keys())
 
     def complete_(self, state: Any, span: slice, names: Collection[str]) -> None:  # noqa: B027  # most start at zero
@@ -210,8 +199,11 @@ class Memory(ABC):
         return {}
 
     def for_dense(self) -> Memory:
-        """The memory of groups that are kept dense, where nothing is left unsent."""
-        return NoMemory()
+        """Return the memory of groups that are kept dense, where nothing is left unsent.
+
+        Velocities and directions are formed for dense groups, too: the optimizer does not form them.
+        """
+        return NoMemory() if self.averages == "gradients" else self
 
 
 MEMORIES: Registry[Memory] = Registry("memory", Memory)  # type: ignore[type-abstract]
@@ -260,11 +252,13 @@ class FeedbackState:
 
 
 class Feedback(Memory):
-    """What all memories with a residual have in common; they differ in :meth:`absorb_`."""
+    """Error feedback: a residual, in :attr:`state_class`. Subclasses define :meth:`absorb_`."""
 
-    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> FeedbackState:
-        """One zero vector of ``numel + 1`` slots."""
-        return FeedbackState(zeros(numel + 1, device, dtype))
+    state_class: ClassVar[type[FeedbackState]] = FeedbackState
+
+    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> Any:
+        """Make a zero vector of ``numel + 1`` slots for each field of :attr:`state_class`."""
+        return self.state_class(*(zeros(numel + 1, device, dtype) for _ in fields(self.state_class)))
 
     def settle_(
         self, state: FeedbackState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
@@ -284,8 +278,7 @@ class Feedback(Memory):
 
     def vectors(self, state: FeedbackState) -> dict[str, Tensor]:
         """All that there are."""
-        found = {name: getattr(state, name) for name in state.remembered}
-        return {name: vector for name, vector in found.items() if vector is not None}
+        return {name: vector for name in state.remembered if (vector := getattr(state, name)) is not None}
 
     def residual(self, state: FeedbackState) -> Tensor:
         """(numel,) view."""
@@ -309,12 +302,6 @@ class CountedFeedback(Feedback):
         """As of every residual; the step is counted."""
         super().settle_(state, update, rounding, skipped)
         state.steps.add_(1 if skipped is None else ~skipped)
-
-    def carry_(self, state: CountedState, target: slice, memory: Memory, other: Any, source: slice) -> None:
-        """Vectors, and the number of steps: the largest, where groups that become one have counted differently."""
-        super().carry_(state, target, memory, other, source)
-        if isinstance(other, type(state)):
-            state.steps.copy_(torch.maximum(state.steps, other.steps))
 
     def counters(self, state: CountedState) -> dict[str, Tensor]:
         """The number of steps."""

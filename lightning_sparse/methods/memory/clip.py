@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_sparse.core.checks import check_positive
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Context
-from lightning_sparse.methods.memory.around import Around, check_inside
 from lightning_sparse.methods.memory.base import MEMORIES, Memory
 from lightning_sparse.methods.memory.residual import Residual
+from lightning_sparse.methods.memory.transform import GradientTransform
 from lightning_sparse.ops import static_shapes
 
 CHUNK = 1 << 16
@@ -23,7 +23,7 @@ CHUNK = 1 << 16
 
 @MEMORIES.register
 @dataclass(frozen=True)
-class ClipByNorm(Around):
+class ClipByNorm(GradientTransform):
     """Clip each rank's gradient before it is accumulated; around any other memory.
 
     Clipping the average, as the Trainer's ``gradient_clip_val`` does, would clip what has gathered in residuals for
@@ -59,9 +59,9 @@ class ClipByNorm(Around):
 
     def __post_init__(self) -> None:
         check_positive(self.max_norm, "max_norm")
-        check_inside(self.memory)
+        super().__post_init__()
 
-    def change_(self, grad: Gradient, ctx: Context) -> None:
+    def transform_(self, grad: Gradient, ctx: Context) -> None:
         """Scale the gradient in place; if its norm is not finite, all of it becomes NaN, and none is absorbed."""
         whole = norm(grad.flat())
         scale = (self.max_norm / math.sqrt(ctx.world_size) / whole).clamp(max=1).where(whole.isfinite(), float("nan"))

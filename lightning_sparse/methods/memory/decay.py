@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from lightning_sparse.core.checks import check_integer, expect, is_number
 from lightning_sparse.core.layout import Gradient, flattened
 from lightning_sparse.core.step import Context
-from lightning_sparse.methods.memory.around import Around, check_inside
 from lightning_sparse.methods.memory.base import MEMORIES, Memory
 from lightning_sparse.methods.memory.residual import Residual
+from lightning_sparse.methods.memory.transform import GradientTransform
 
 
 @MEMORIES.register
 @dataclass(frozen=True)
-class WeightDecay(Around):
+class WeightDecay(GradientTransform):
     """Add the weight decay to each rank's gradient before it is accumulated; around any other memory.
 
     ``gradient + decay * parameter`` is what ``torch.optim.SGD(weight_decay=decay)`` forms behind the exchange, from the
@@ -48,22 +48,15 @@ class WeightDecay(Around):
     decay: float
     memory: Memory = field(default_factory=Residual)
     min_ndim: int = 0
+    reads_parameters = True
+    decays = True
 
     def __post_init__(self) -> None:
         expect(is_number(self.decay) and self.decay >= 0, "decay", "a number of at least 0", self.decay)
         check_integer(self.min_ndim, "min_ndim", least=0)
-        check_inside(self.memory)
+        super().__post_init__()
 
-    @property
-    def reads_parameters(self) -> bool:
-        return True
-
-    @property
-    def decays(self) -> bool:
-        """True: the optimizer's own would come on top of it."""
-        return True
-
-    def change_(self, grad: Gradient, ctx: Context) -> None:
+    def transform_(self, grad: Gradient, ctx: Context) -> None:
         """Add the decay in place."""
         if ctx.parameters is None:
             raise ValueError("WeightDecay needs the parameters of a model, and there is none here.")

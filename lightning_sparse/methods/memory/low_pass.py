@@ -10,16 +10,7 @@ from torch import Tensor
 from lightning_sparse.core.checks import check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context, Update
-from lightning_sparse.methods.memory.base import (
-    MEMORIES,
-    Feedback,
-    FeedbackState,
-    advance_,
-    pieces,
-    put_back_,
-    take_out_,
-)
-from lightning_sparse.ops import zeros
+from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState, advance_, pieces, put_back_
 
 
 @dataclass(frozen=True)
@@ -63,13 +54,11 @@ class LowPass(Feedback):
     """
 
     beta: float = 0.1
+    remembers_at_once = False
+    state_class = LowPassState
 
     def __post_init__(self) -> None:
         check_share(self.beta, "beta")
-
-    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> LowPassState:
-        """Two zero vectors of ``numel + 1`` slots."""
-        return LowPassState(*(zeros(numel + 1, device, dtype) for _ in range(2)))
 
     def absorb_(self, state: LowPassState, grad: Gradient, ctx: Context) -> Absorbed:
         """``acc = residual + grad``; the residual follows in :meth:`settle_`."""
@@ -81,13 +70,8 @@ class LowPass(Feedback):
         self, state: LowPassState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
     ) -> None:
         """``(1 - beta) residual + beta (acc - sent)``; what a cast of the mean lost was not sent either."""
-        take_out_(state.acc, update, skipped)
+        super().settle_(FeedbackState(state.acc), update, None, skipped)
         follows = torch.lerp(state.residual, state.acc, self.beta)
         if rounding is not None:
             put_back_(follows, update, self.beta * rounding, skipped)
         state.residual.copy_(follows if skipped is None else torch.where(skipped, state.residual, follows))
-
-    @property
-    def remembers_at_once(self) -> bool:
-        """The residual follows when the step counts."""
-        return False

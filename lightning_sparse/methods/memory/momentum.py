@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from torch import Tensor
 from lightning_sparse.core.checks import check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context, Update
-from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState, Memory, advance_, pieces
-from lightning_sparse.ops import zeros
+from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState, advance_, pieces
 
 
 @dataclass(frozen=True)
@@ -64,13 +63,11 @@ class MomentumCorrection(Feedback):
     momentum: float = 0.9
     nesterov: bool = False
     masking: bool = True
+    averages = "velocities"
+    state_class = MomentumState
 
     def __post_init__(self) -> None:
         check_share(self.momentum, "momentum", zero=True, one=False)
-
-    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> MomentumState:
-        """Two zero vectors of ``numel + 1`` slots."""
-        return MomentumState(*(zeros(numel + 1, device, dtype) for _ in range(2)))
 
     def absorb_(self, state: MomentumState, grad: Gradient, ctx: Context) -> Absorbed:
         """``residual += m`` with the next m."""
@@ -79,10 +76,11 @@ class MomentumCorrection(Feedback):
             residual, momentum = state.residual[span], state.momentum[span]
             if self.nesterov:
                 velocity = torch.add(momentum, run).mul_(self.momentum)
-                finite.append(advance_([momentum, residual], [velocity, (residual + velocity).add_(run)]))
+                acc = (residual + velocity).add_(run)
             else:
                 velocity = torch.add(run, momentum, alpha=self.momentum)
-                finite.append(advance_([momentum, residual], [velocity, residual + velocity]))
+                acc = residual + velocity
+            finite.append(advance_([momentum, residual], [velocity, acc]))
         return Absorbed(state.residual, torch.stack(finite).all())
 
     def settle_(  # type: ignore[override]
@@ -90,34 +88,19 @@ class MomentumCorrection(Feedback):
     ) -> None:
         """What was sent leaves the residual and, with masking, the momentum."""
         super().settle_(state, update, rounding, skipped)
-        if self.masking:
-            _mask_(state.momentum, update, skipped)
-
-    def for_dense(self) -> Memory:
-        """The same: the optimizer behind it has no momentum for dense groups either."""
-        return self
-
-    @property
-    def averages(self) -> Literal["velocities"]:
-        """Momentum's velocities: the optimizer behind it has to apply them as they are."""
-        return "velocities"
-
-
-def _mask_(momentum: Tensor, update: Update, skipped: Tensor | None) -> None:
-    """Clear it where something was sent, unless everything was."""
-    if update.sent is None:
-        return
-    cleared = torch.ones_like(update.sent, dtype=torch.bool)
-    if update.sent_values is not None:  # an exchange that may drop picks on the way
-        cleared = update.sent_values != 0
-        if update.indices is not None:
-            cleared &= _marked(update.indices, momentum)[update.sent]
-    numel = momentum.numel() - 1
-    if update.sent.numel() >= numel:
-        cleared &= ~_marked(update.sent, momentum)[:numel].all()
-    if skipped is not None:
-        cleared &= ~skipped
-    momentum.index_copy_(0, update.sent, momentum[update.sent].masked_fill_(cleared, 0))
+        if not self.masking or update.sent is None:
+            return
+        momentum, numel = state.momentum, state.momentum.numel() - 1
+        cleared = torch.ones_like(update.sent, dtype=torch.bool)
+        if update.sent_values is not None:  # an exchange that may drop picks on the way
+            cleared = update.sent_values != 0
+            if update.indices is not None:
+                cleared &= _marked(update.indices, momentum)[update.sent]
+        if update.sent.numel() >= numel:
+            cleared &= ~_marked(update.sent, momentum)[:numel].all()
+        if skipped is not None:
+            cleared &= ~skipped
+        momentum.index_copy_(0, update.sent, momentum[update.sent].masked_fill_(cleared, 0))
 
 
 def _marked(indices: Tensor, like: Tensor) -> Tensor:

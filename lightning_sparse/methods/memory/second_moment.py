@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -121,15 +121,11 @@ class SecondMoment(CountedFeedback):
 
     beta2: float = 0.999
     eps: float = 1e-8
+    needs_second = True
 
     def __post_init__(self) -> None:
         check_share(self.beta2, "beta2", zero=True, one=False)
         check_positive(self.eps, "eps")
-
-    @property
-    def needs_second(self) -> bool:
-        """Always."""
-        return True
 
     @property
     def second_decay(self) -> float:
@@ -189,12 +185,6 @@ class SecondMoment(CountedFeedback):
         """The number of steps, and what is known of lengths."""
         return {**super().counters(state), **dict(zip(FOLLOWED, state.lengths, strict=True))}
 
-    def carry_(self, state: SecondMomentState, target: slice, memory: Memory, other: Any, source: slice) -> None:  # type: ignore[override]
-        """Vectors, steps and lengths: the largest, where groups that become one differ."""
-        super().carry_(state, target, memory, other, source)
-        if isinstance(other, type(state)):
-            state.lengths.copy_(torch.maximum(state.lengths, other.lengths))
-
     def divisors(self, state: SecondMomentState, update: Update, ctx: Context) -> Tensor:
         """``sqrt(v + (average / L)^2) + eps`` with the mean v of all ranks."""
         assert update.second is not None, "an exchange that does not carry second values"
@@ -229,11 +219,9 @@ class SecondMoment(CountedFeedback):
 
         Their weights in v still add up to ``1 - beta2^t`` then.
         """
-        assert isinstance(before, SecondMoment)
-        if self.beta2 in (before.beta2, 0.0):  # with 0, nothing of the start is left after any number of steps
-            return
-        left = torch.pow(before.beta2, state.steps)
-        state.steps.copy_((left.log() / math.log(self.beta2)).clamp(0.0, MOST))
+        if self.beta2 not in (before.second_decay, 0.0):  # with 0, nothing of the start is left after any step
+            left = torch.pow(before.second_decay, state.steps)
+            state.steps.copy_((left.log() / math.log(self.beta2)).clamp(0.0, MOST))
 
     def power(self, state: SecondMomentState) -> Tensor:
         """() float64 ``beta2^t`` in the step that goes on, with t its number from 1."""
@@ -241,13 +229,11 @@ class SecondMoment(CountedFeedback):
 
     def _correction(self, state: SecondMomentState) -> Tensor:
         """Adam's ``1 - beta2^t`` in the step that goes on."""
-        correction: Tensor = 1 - self.power(state)
-        return correction
+        return torch.rsub(self.power(state), 1)
 
     def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, damp: float) -> Tensor:
         """By what averages are divided, from means of second moments at the same coordinates."""
         waited = average.abs().to(second.dtype).mul_(damp)
         # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.
         within = (second / correction.to(second.dtype)).add_(waited.square()).nan_to_num_(nan=1.0)
-        root = sqrt_(within)
-        return torch.fmax(root, waited).add_(self.eps)  # squares overflow and vanish, bounds must not
+        return torch.fmax(sqrt_(within), waited).add_(self.eps)  # squares overflow and vanish, bounds must not
