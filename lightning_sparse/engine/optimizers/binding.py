@@ -15,6 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
+from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
@@ -28,7 +29,6 @@ from lightning_sparse.engine.optimizers.momentum_rule import MomentumRule
 from lightning_sparse.engine.optimizers.pairs import check_pair
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.schema import second_moment_in
-from lightning_sparse.engine.state.state import Draft
 from lightning_sparse.methods.memory import Memory, NoMemory, Residual
 
 
@@ -155,7 +155,7 @@ class OptimizerBinding:
                 nobody has applied yet are of the old ones.
         """
         settings = self._reducer.settings
-        if not self.left_open or not settings.exchange.carries_second:
+        if not self._chooses:
             return
         if not any(group.sparsified for group in self._reducer.groups):  # for a while, maybe
             return
@@ -167,13 +167,18 @@ class OptimizerBinding:
             if begins and memory != now:
                 self._reducer.adapt(memory)
         elif memory != now:
-            self._remember_by(memory)
+            self._reducer.remember_by(replace(settings, memory=memory))
             if memory.needs_second:
                 self._say_once(
                     "Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' "
                     f"own gradients and without a first moment, at the optimizer's learning rate ({page('adam')}). "
                     "memory='residual' leaves them to the optimizer."
                 )
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether the memory follows from optimizers."""
+        return self.left_open and self._reducer.settings.exchange.carries_second
 
     @property
     def _sparsified(self) -> set[int]:
@@ -210,31 +215,20 @@ class OptimizerBinding:
         )
         return True
 
-    def suit_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with the memory that a state was saved with, where nothing else says which one is meant."""
-        settings = self._reducer.settings
-        if not self.left_open or not settings.exchange.carries_second:
-            return
-        memory, now = second_moment_in(state.get("settings")), settings.memory_in_use
-        decided = self.optimizers and self._reducer.sparsified
-        if memory and memory != now and (now.needs_second or not decided):
-            self._remember_by(memory)
+    def settings_for(self, state: Mapping[str, Any]) -> SparsificationConfig:
+        """Return settings with the memory of a state, where nothing else says which one is meant."""
+        settings, memory = self._reducer.settings, second_moment_in(state["settings"])
+        decided = self.optimizers and self._reducer.sparsified and not settings.memory_in_use.needs_second
+        if memory in (None, settings.memory_in_use) or decided or not self._chooses:
+            return settings
+        return replace(settings, memory=memory)
 
-    def go_on(self, state: Mapping[str, Any], draft: Draft) -> None:
-        """A state was loaded: what has waited is what it remembers.
-
-        Args:
-            state: of this rank.
-            draft: what all ranks have made of it.
-        """
-        self._saved_clippings = list(draft.clippings)
-        kept = {name for name, vectors in state["parameters"].items() if "residual" in vectors}
-        self._momentum.go_on(kept)
-        self._reducer.lengths.load(draft.lengths)
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Follow a state that was loaded: what has waited is what it remembers."""
+        self._saved_clippings = list(state["clippings"])
+        self._momentum.go_on({name for name, vectors in state["parameters"].items() if "residual" in vectors})
+        self._reducer.lengths.load(state["lengths"])
         self._clip_as_before()
-
-    def _remember_by(self, memory: Memory) -> None:
-        self._reducer.remember_by(replace(self._reducer.settings, memory=memory))
 
     def clip(self, limit: float, algorithm: str, optimizer: Optimizer | None, in_place: bool = False) -> None:
         """See :meth:`.Engine.clip_gradients`; ``in_place``: of clipping averages."""
