@@ -170,7 +170,7 @@ class Engine(EngineView):
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
         check_is_optimizer(optimizer)
-        return self._binding.adam.takes(optimizer)
+        return self._binding.takes(optimizer)
 
     def clip_gradients(
         self, limit: float, algorithm: str = "norm", optimizer: torch.optim.Optimizer | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,10 +20,11 @@ from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.adam_rule import AdamRule
+from lightning_sparse.engine.optimizers.arrived import Arrived, OfGroup
 from lightning_sparse.engine.optimizers.clipping import Clipping
 from lightning_sparse.engine.optimizers.dense_moments import go_on_from_dense
 from lightning_sparse.engine.optimizers.hooks import leave, listen, owner
-from lightning_sparse.engine.optimizers.kinds import decays_of, holds, listed, made_for, stepping
+from lightning_sparse.engine.optimizers.kinds import decays_of, holds, ids_of, listed, made_for, refusal, stepping
 from lightning_sparse.engine.optimizers.momentum import has_velocities
 from lightning_sparse.engine.optimizers.momentum_rule import MomentumRule
 from lightning_sparse.engine.optimizers.pairs import check_pair
@@ -68,48 +69,63 @@ class OptimizerBinding:
         self._told: set[str] = set()
         self._saved_clippings: list[Mapping[str, Any]] = []
         """Of a state that was loaded, until the optimizers are bound whose gradients were clipped."""
-        record = reducer.record
         keeps = reducer.settings.fallback is not None  # dense steps go on with them
         warn = partial(self._warn_once, kind="changed averages")
-        self.adam = AdamRule(
-            self.name_of, self._sparse_group, record.waiting, comm.world_size, reducer.lengths, warn, keeps
-        )
-        self._momentum = MomentumRule(
-            self.name_of, self._sparse_group, record.waiting, lambda: record.decision is None, self._spends
-        )
-        self._number = listen(self)
+        self._adam = AdamRule(comm.world_size, reducer.lengths, warn, keeps)
+        self._momentum = MomentumRule(self._name_of)
+        listen(self)
 
     def holds(self, key: int) -> bool:
         """Whether the engine has a parameter, given by its id."""
         return key in self._names
 
-    def name_of(self, key: int) -> str | None:
-        """The name of a parameter, given by its id; None where it is another engine's."""
-        return self._names.get(key) if owner(key) in (self, None) else None  # None: all have ended, this one, too
-
     def before(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step, and its gradients are there."""
+        """Act before an optimizer's step; its gradients are there."""
         record = self._reducer.record
+        flushed = record.decision is None
         self._reducer.clipping.before_step(
-            id(optimizer),
-            lambda: record.decision is not None and self._has_averages(optimizer),  # no flush
+            id(optimizer), lambda: not flushed and not record.waiting(optimizer).isdisjoint(record.hold(optimizer))
         )
-        self.adam.before(optimizer)
-        self._momentum.before(optimizer)
+        if stepping(optimizer) is optimizer and self.takes(optimizer):
+            self._adam.before(optimizer, list(self._arrived(optimizer)))
+        elif type(optimizer) is SGD:
+            self._momentum.before(optimizer, self._arrived(optimizer), self._spends(optimizer), 0 if flushed else 1)
         for watch in self.watchers:
             watch(optimizer)
 
     def after(self, optimizer: Optimizer) -> None:
-        """An optimizer has finished a step."""
+        """Act after an optimizer's step."""
         self._reducer.record.applied(optimizer)
         self._reducer.skipped.take_back(optimizer)
-        self.adam.after()
+        self._adam.after()
         self._momentum.after()
 
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
-        self.adam.after()
+        self._adam.after()
         self._momentum.forget()
+
+    def takes(self, optimizer: Optimizer) -> bool:
+        """Return True if Adam's steps of some of its parameters are taken here, also within one that is around it."""
+        served = {key for key in ids_of(optimizer) if (group := self._group_of(key)) and group.memory.needs_second}
+        return bool(served) and refusal(optimizer, served) is None
+
+    def _arrived(self, optimizer: Optimizer) -> Iterator[OfGroup]:
+        """Find the averages that an optimizer is about to apply for the first time."""
+        waiting = self._reducer.record.waiting(optimizer)
+        for settings in optimizer.param_groups:
+            named = [(p, self._name_of(id(p)) or "") for p in settings["params"] if p.grad is not None]
+            yield settings, [Arrived(p, name, self._group_of(id(p))) for p, name in named if name in waiting]
+
+    def _name_of(self, key: int) -> str | None:
+        """Return the name of a parameter, given by its id; None where it is another engine's."""
+        return self._names.get(key) if owner(key) in (self, None) else None  # None: all have ended, this one, too
+
+    def _group_of(self, key: int) -> GroupReducer | None:
+        """Return the group whose averages are stepped here, given the id of a parameter; None: torch steps it."""
+        name = None if self._reducer.direct else self._name_of(key)
+        group = None if name is None else self._reducer.group_of.get(name)
+        return None if group is None or group.always_whole else group
 
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
         """See :meth:`.Engine.bind`."""
@@ -143,7 +159,7 @@ class OptimizerBinding:
         self._read = reducer.adoptions, decays
         if reducer.adoptions != adoptions:
             with reducer.record.changing(), reducer.on_stream.between_steps():
-                taken = [optimizer for optimizer in optimizers if self.adam.takes(optimizer)]
+                taken = [optimizer for optimizer in optimizers if self.takes(optimizer)]
                 go_on_from_dense(reducer.groups, taken, self._parameters, self._comm, self._device)
 
     def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
@@ -161,7 +177,7 @@ class OptimizerBinding:
             return
         sparsified = self._sparsified
         warn = partial(self._warn_once, kind="several settings")
-        memory: Memory = (self.adam.memory(optimizers, sparsified, warn) if sparsified else None) or Residual()
+        memory: Memory = (AdamRule.memory(optimizers, sparsified, warn) if sparsified else None) or Residual()
         now = settings.memory_in_use
         if memory.needs_second and now.needs_second:
             if begins and memory != now:
@@ -269,14 +285,9 @@ class OptimizerBinding:
                 if self._suits_clipping(optimizer, saved["algorithm"], known=True):
                     self._clip_in_place(saved["limit"], saved["algorithm"], optimizer)
 
-    def _has_averages(self, optimizer: Optimizer) -> bool:
-        """Whether parameters that an optimizer holds got an average since its last step."""
-        record = self._reducer.record
-        return not record.waiting(optimizer).isdisjoint(record.hold(optimizer))
-
     def _suits_clipping(self, optimizer: Optimizer, algorithm: str, known: bool) -> bool:
         """Whether an optimizer's gradients are clipped before they wait, where nothing else was chosen."""
-        if self.adam.takes(optimizer):
+        if self.takes(optimizer):
             return True
         # Gradients of the first step that are not clipped would wait, and move parameters without any limit later. Of
         # parameters that are sharded over ranks, each rank sees a part.
@@ -290,12 +301,7 @@ class OptimizerBinding:
     def close(self) -> None:
         """Leave optimizers alone."""
         self.forget()
-        leave(self._number)
-
-    def _sparse_group(self, name: str) -> GroupReducer | None:
-        """The group whose averages are stepped here; torch steps what is always sent as a whole."""
-        group = None if self._reducer.direct else self._reducer.group_of.get(name)
-        return None if group is None or group.always_whole else group
+        leave(self)
 
     def _say_once(self, sentence: str) -> None:
         if self._rank == 0 and sentence not in self._told:

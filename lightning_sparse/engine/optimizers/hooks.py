@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from typing import Any, Protocol
 
@@ -32,36 +31,28 @@ class StepListener(Protocol):
         """Whether it is for a parameter, given by its id."""
 
 
-_numbers = itertools.count()
-_listeners: dict[int, weakref.ref[StepListener]] = {}
-"""In the order in which they came. A dict of its own: it is asked for each parameter in each step, and a
-``WeakValueDictionary`` takes nine times as long to go through."""
+_listeners: list[weakref.ref[StepListener]] = []
+"""In the order in which they came."""
 
 
-def listen(listener: StepListener) -> int:
-    """Call it from now on; returns its number, for :func:`leave`."""
+def listen(listener: StepListener) -> None:
+    """Call it from now on, until it leaves or is gone."""
     _register_hooks()
-    number = next(_numbers)
-    _listeners[number] = weakref.ref(listener, lambda _: leave(number))
-    return number
+    _listeners.append(weakref.ref(listener, _listeners.remove))
 
 
-def leave(number: int) -> None:
+def leave(listener: StepListener) -> None:
     """Call it no more."""
-    _listeners.pop(number, None)
+    _listeners[:] = [known for known in _listeners if known() is not listener]
 
 
 def owner(key: int) -> StepListener | None:
-    """The latest listener for a parameter, given by its id: one that has not left does nothing for a later one."""
-    for known in reversed(list(_listeners.values())):
-        listener = known()
-        if listener is not None and listener.holds(key):
-            return listener
-    return None
+    """Return the latest listener for a parameter, given by its id: an earlier one does nothing for it any more."""
+    return next((listener for listener in reversed(_all()) if listener.holds(key)), None)
 
 
 def _all() -> list[StepListener]:
-    return [listener for known in list(_listeners.values()) if (listener := known()) is not None]
+    return [listener for known in list(_listeners) if (listener := known()) is not None]
 
 
 @functools.cache
