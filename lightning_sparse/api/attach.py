@@ -104,10 +104,9 @@ def attach_config(
         if config.bucket_cap_mb is None and config.fallback is None and device.type == "cuda":
             cap = max(cap, CUDA_BUCKET_MB)
         config = replace(config, bucket_cap_mb=cap)  # None means this size
-        plan = make_plan(sizes, config.grouping, config.rules, cap)
+        plan = make_plan(sizes, config.grouping, config.rules, cap)  # which checks rules, too
         stays_dense = ranks.world_size == 1 and config.single_device == "dense"
-        if stays_dense:
-            plan = dense_plan(sizes, cap)
+        plan = dense_plan(sizes, cap) if stays_dense else plan
         refuse_two_orders(ddp.module, config.executor, device)
         facts = {
             **vars(config),

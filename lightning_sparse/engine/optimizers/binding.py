@@ -70,13 +70,13 @@ class OptimizerBinding:
         self._saved_clippings: list[Mapping[str, Any]] = []
         """Of a state that was loaded, until the optimizers are bound whose gradients were clipped."""
         keeps = reducer.settings.fallback is not None  # dense steps go on with them
-        warn = partial(self._warn_once, kind="changed averages")
+        warn = partial(self._once, rank_zero_warn, kind="changed averages")
         self._adam = AdamRule(comm.world_size, reducer.lengths, warn, keeps)
         self._momentum = MomentumRule(self._name_of)
         listen(self)
 
     def holds(self, key: int) -> bool:
-        """Whether the engine has a parameter, given by its id."""
+        """Return True if the engine has a parameter, given by its id."""
         return key in self._names
 
     def before(self, optimizer: Optimizer) -> None:
@@ -138,11 +138,10 @@ class OptimizerBinding:
         if reducer.settings.lr_aware:
             reducer.rates.follow(chosen)
         self.optimizers = chosen
-        for key in reducer.clipping.keys_in_place - {id(optimizer) for optimizer in chosen}:
+        for key in reducer.clipping.keys_in_place - set(map(id, chosen)):
             reducer.clipping.stop_in_place(key)
         for optimizer in chosen:
             reducer.record.hold(optimizer)
-        for optimizer in chosen:
             self._spends(stepping(optimizer))
         self._clip_as_before()
 
@@ -171,12 +170,10 @@ class OptimizerBinding:
                 nobody has applied yet are of the old ones.
         """
         settings = self._reducer.settings
-        if not self._chooses:
-            return
-        if not any(group.sparsified for group in self._reducer.groups):  # for a while, maybe
+        if not self._chooses or not any(group.sparsified for group in self._reducer.groups):  # for a while, maybe
             return
         sparsified = self._sparsified
-        warn = partial(self._warn_once, kind="several settings")
+        warn = partial(self._once, rank_zero_warn, kind="several settings")
         memory: Memory = (AdamRule.memory(optimizers, sparsified, warn) if sparsified else None) or Residual()
         now = settings.memory_in_use
         if memory.needs_second and now.needs_second:
@@ -185,15 +182,16 @@ class OptimizerBinding:
         elif memory != now:
             self._reducer.remember_by(replace(settings, memory=memory))
             if memory.needs_second:
-                self._say_once(
+                self._once(
+                    say,
                     "Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' "
                     f"own gradients and without a first moment, at the optimizer's learning rate ({page('adam')}). "
-                    "memory='residual' leaves them to the optimizer."
+                    "memory='residual' leaves them to the optimizer.",
                 )
 
     @property
     def _chooses(self) -> bool:
-        """Whether the memory follows from optimizers."""
+        """True if the memory follows from optimizers."""
         return self.left_open and self._reducer.settings.exchange.carries_second
 
     @property
@@ -202,32 +200,34 @@ class OptimizerBinding:
         return {id(self._parameters[name]) for name in self._reducer.sparsified}
 
     def _spends(self, optimizer: Optimizer) -> bool:
-        """Whether momentum of an optimizer is spent as if averages had not waited; the user is told once."""
+        """Return True if momentum of an optimizer is spent as if averages had not waited; tell the user once."""
         memory = self._reducer.settings.memory_in_use
-        chosen = not self.left_open and memory == Residual()
-        if chosen or isinstance(memory, NoMemory) or memory.averages != "gradients":
-            return False
-        if not has_velocities(optimizer, self._sparsified):
+        keeps_gradients = not isinstance(memory, NoMemory) and memory.averages == "gradients"
+        plain = not self.left_open and memory == Residual()  # by choice
+        if not keeps_gradients or plain or not has_velocities(optimizer, self._sparsified):
             return False
         if not self.left_open:
-            self._say_once(
+            self._once(
+                say,
                 f"SGD's momentum is left to the optimizer, because memory={memory!r} was chosen: averages that have "
-                f"waited are spent late. With the default memory they are not ({page('momentum')})."
+                f"waited are spent late. With the default memory they are not ({page('momentum')}).",
             )
             return False
         if self.optimizers and not any(optimizer is stepping(each) for each in self.optimizers):
-            self._warn_once(
+            self._once(
+                rank_zero_warn,
                 "An SGD with momentum that the engine was not shown, or that another optimizer has replaced, steps "
                 f"parameters that are sparsified: averages that have waited are spent late ({page('momentum')}). Show "
                 "the engine the optimizers that step now: with Fabric fabric.setup_optimizers, elsewhere "
-                "engine.bind([...])."
+                "engine.bind([...]).",
             )
             return False
         if memory.needs_second:  # an Adam's, which holds other parameters now
             return False
-        self._say_once(
+        self._once(
+            say,
             "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "
-            f"({page('momentum')}). memory='residual' leaves it to the optimizer."
+            f"({page('momentum')}). memory='residual' leaves it to the optimizer.",
         )
         return True
 
@@ -259,8 +259,7 @@ class OptimizerBinding:
         reducer, key = self._reducer, id(optimizer)
         begun = key in reducer.clipping.keys_in_place
         if not 0 < limit < math.inf:
-            if begun:
-                reducer.clipping.stop_in_place(key)
+            reducer.clipping.stop_in_place(key)
             return False
         if not begun and (reducer.direct or not self._suits_clipping(optimizer, algorithm, known)):
             return False
@@ -270,9 +269,10 @@ class OptimizerBinding:
 
     def _clip_in_place(self, limit: float, algorithm: str, optimizer: Optimizer) -> None:
         """Clip gradients of an optimizer in place of their averages, from the next step on."""
-        self._say_once(
+        self._once(
+            say,
             "Each rank's own gradients are clipped before they wait, and not their averages, to sqrt(n) times the "
-            f"limit ({page('training')}). memory='residual' leaves clipping to averages."
+            f"limit ({page('training')}). memory='residual' leaves clipping to averages.",
         )
         self.clip(limit, algorithm, optimizer, in_place=True)
 
@@ -286,7 +286,7 @@ class OptimizerBinding:
                     self._clip_in_place(saved["limit"], saved["algorithm"], optimizer)
 
     def _suits_clipping(self, optimizer: Optimizer, algorithm: str, known: bool) -> bool:
-        """Whether an optimizer's gradients are clipped before they wait, where nothing else was chosen."""
+        """Return True if an optimizer's gradients are clipped before they wait, where nothing else was chosen."""
         if self.takes(optimizer):
             return True
         # Gradients of the first step that are not clipped would wait, and move parameters without any limit later. Of
@@ -303,18 +303,14 @@ class OptimizerBinding:
         self.forget()
         leave(self)
 
-    def _say_once(self, sentence: str) -> None:
-        if self._rank == 0 and sentence not in self._told:
-            self._told.add(sentence)
-            say(sentence)
-
-    def _warn_once(self, sentence: str, kind: str | None = None) -> None:
+    def _once(self, tell: Callable[[str], None], sentence: str, kind: str | None = None) -> None:
         """Tell the user on rank zero, which is one rank also where nobody has told processes their ranks.
 
         Args:
+            tell: says or warns.
             sentence: to say.
             kind: of sentences of which one is said; None: of this one.
         """
         if self._rank == 0 and (kind or sentence) not in self._told:
             self._told.add(kind or sentence)
-            rank_zero_warn(sentence)
+            tell(sentence)

@@ -19,16 +19,16 @@ class StepListener(Protocol):
     """
 
     def before(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step, and its gradients are there. Of nested ones, the outer one comes first."""
+        """Act before the optimizer's step, when its gradients are there. Of nested ones, the outer one comes first."""
 
     def after(self, optimizer: Optimizer) -> None:
-        """The optimizer has finished a step."""
+        """Act after the optimizer's step."""
 
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
 
     def holds(self, key: int) -> bool:
-        """Whether it is for a parameter, given by its id."""
+        """Return True if it is for a parameter, given by its id."""
 
 
 _listeners: list[weakref.ref[StepListener]] = []
@@ -57,7 +57,7 @@ def _all() -> list[StepListener]:
 
 @functools.cache
 def _register_hooks() -> None:
-    """Once, for all engines: torch goes through the hooks of a step when it begins, before a closure makes others.
+    """Register them once, for all engines: torch goes through hooks when a step begins, before a closure makes others.
 
     Where an optimizer's step is compiled, they are not.
     """
@@ -66,7 +66,7 @@ def _register_hooks() -> None:
 
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The gradients may be formed within the step, by a closure."""
+    """Let listeners act, at once or behind a closure that forms the gradients within the step."""
     for each in _all():
         each.forget()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

@@ -15,7 +15,7 @@ from lightning_sparse.engine.optimizers.arrived import OfGroup
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 
 WAITED = "waited"
-"""Where SGD's state of a parameter keeps the steps since an average arrived, see :class:`.Stepped`."""
+"""Key of the steps since an average arrived in SGD's state of a parameter, see :class:`.Stepped`."""
 
 
 class MomentumRule:

@@ -45,7 +45,7 @@ from lightning_sparse.engine.state.side_files import (
 )
 
 DENSE = "it is of a training without this exchange"
-"""What is in the way of a rank whose checkpoint nothing waited for: on all ranks, nothing is."""
+"""Problem of a rank whose checkpoint nothing waited for: if all ranks have it, it is none."""
 FORMAT = 2
 """Version of the format of side files and of the marker; changes when their meaning does."""
 MARKER: dict[str, int | str] = {
@@ -256,7 +256,7 @@ def restore(
 
 
 def _take(engine: Engine, moment: int | None = None) -> tuple[State | None, str]:
-    """The state of an engine, and what went wrong."""
+    """Take the state of an engine; return it, and what went wrong."""
     try:
         return engine.state_dict(None if moment is None else torch.tensor([moment], device="cpu")), ""
     except Exception as error:  # of any memory
@@ -264,7 +264,7 @@ def _take(engine: Engine, moment: int | None = None) -> tuple[State | None, str]
 
 
 def _check_marker(marker: Any) -> None:
-    """A checkpoint may come from anywhere, and some of these become parts of paths.
+    """Raise unless the marker is one: a checkpoint may come from anywhere, and some fields become parts of paths.
 
     Raises:
         SideFileError: if anything is not as :meth:`SideFiles.beside` gives it.
@@ -283,7 +283,7 @@ def _check_marker(marker: Any) -> None:
 
 
 def _read_state(path: Path, marker: dict[str, Any], comm: TorchCollective, load: Callable[[str], Any]) -> State:
-    """This rank's own state, or what became of all of them if there were more or fewer ranks."""
+    """Read this rank's own state, or merge those of all ranks if there were more or fewer."""
     if marker["world_size"] == comm.world_size:
         return _read(path, marker, comm.rank, load)
     return merge_states(_read(path, marker, rank, load) for rank in range(marker["world_size"]))
@@ -314,7 +314,7 @@ def _read(path: Path, marker: dict[str, Any], rank: int, load: Callable[[str], A
 
 
 def _locate(path: Path, directory: str, file: SideFile) -> str:
-    """Beside the checkpoint, beside what it links to, or where it was copied from in the same folder."""
+    """Find a side file beside the checkpoint, beside what it links to, or where it was copied from in its folder."""
     places = [side_directory(path)]
     file_system, local = url_to_fs(os.fspath(path))
     if isinstance(file_system, LocalFileSystem):
@@ -332,7 +332,7 @@ def _locate(path: Path, directory: str, file: SideFile) -> str:
 
 
 def _emptied(state: State, comm: TorchCollective) -> tuple[State, str]:
-    """A merged state that remembers nothing, and a sentence that says what is lost."""
+    """Return a merged state without what it remembered, and a sentence that says what is lost."""
     whole = with_pending(state, 1)["parameters"].values()
     residuals = [vectors["residual"].double() for vectors in whole if "residual" in vectors]
     norm = sum(float(residual.square().sum()) for residual in residuals) ** 0.5
@@ -344,7 +344,7 @@ def _emptied(state: State, comm: TorchCollective) -> tuple[State, str]:
 
 
 def _oldest_needed(path: Path, own: SideFile) -> str:
-    """Number of the oldest save of this run that may still be needed; empty: keep everything.
+    """Return the number of the oldest save of this run that may still be needed; empty: keep everything.
 
     Rank 0 writes side file, checkpoint, side file, checkpoint, ... of a path one after the other. Where its newest side
     file is there, complete or not, the checkpoint of the one before is complete.

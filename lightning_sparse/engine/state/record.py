@@ -21,10 +21,6 @@ from lightning_sparse.core.interrupts import held
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.skip import Decision
 
-Surplus = Mapping[str, tuple[float, int]]
-"""What changes of learning rates have left in residuals, see
-:class:`~lightning_sparse.engine.optimizers.learning_rates`."""
-
 
 class Counts(NamedTuple):
     """Numbers of exchanges so far."""
@@ -48,7 +44,7 @@ class Averages(NamedTuple):
     """Averages of a group, as optimizers get them, but free of the loss scale."""
 
     spans: Mapping[str, slice]
-    """Where parameters lie in the group."""
+    """Of each parameter in the group."""
     indices: Tensor | None
     """(u,) int64 coordinates in any order, maybe repeated, maybe the padding index; None: all."""
     values: Tensor
@@ -178,7 +174,7 @@ class Record:
         self.start = Counts()
         """Counts before the latest exchange."""
         self.decision: Decision | None = None
-        """Whether the latest exchange counts; None: there was none since :attr:`start`."""
+        """Of the latest exchange; None: there was none since :attr:`start`."""
         self.lock = threading.RLock()
         """Held while a state is read, and while what is remembered changes; never while a message is waited for."""
         self.held: Set[str] = frozenset()
@@ -205,7 +201,7 @@ class Record:
 
     @property
     def void(self) -> bool:
-        """Whether the latest exchange counted for nothing; may wait for the device."""
+        """True if the latest exchange counted for nothing; may wait for the device."""
         return bool(self.decision)
 
     @contextmanager

@@ -67,19 +67,19 @@ def _named(parts: Callable[[Any], Iterable[tuple[str, Any, Kind]]] = lambda valu
 
 
 def _each(kind: Kind) -> Kind:
-    """A dict of values of one kind, by name."""
+    """Return the kind of a dict of values of one kind, by name."""
     return _named(lambda value: ((name, one, kind) for name, one in value.items()))
 
 
 def _several(kind: Kind) -> Kind:
-    """A list of values of one kind."""
+    """Return the kind of a list of values of one kind."""
     return Kind(
         "a list", lambda x: isinstance(x, list), lambda x: ((f"number {i}", one, kind) for i, one in enumerate(x))
     )
 
 
 def _record(needed: Mapping[str, Kind], known: Mapping[str, Kind] = MappingProxyType({})) -> Kind:
-    """A dict with the needed fields, and maybe those that are known, and others."""
+    """Return the kind of a dict with the needed fields, and maybe those that are known, and others."""
     return _named(
         lambda value: (
             (name, value.get(name, MISSING), kind)
@@ -125,7 +125,7 @@ class Field(NamedTuple):
     empty: Any = MISSING
     """Its value where nothing is remembered; MISSING: it is a fact."""
     late: bool = False
-    """Whether earlier versions did not save it. Their states are read as if it was empty."""
+    """True if earlier versions did not save it. Their states are read as if it was empty."""
 
 
 FIELDS = {

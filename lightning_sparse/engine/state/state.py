@@ -35,7 +35,7 @@ class Shard(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What is known of a group but for what it remembers of gradients."""
+    """Knowledge about a group, but for its vectors."""
 
     selector: Any
     counts: Tensor | None
@@ -44,7 +44,7 @@ class Learned(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """What a state makes of an engine; nothing of it counts before all ranks have one."""
+    """The engine that a state makes; nothing of it counts before all ranks have a plan."""
 
     state: State
     """This rank's own, checked and with all fields."""
@@ -83,11 +83,11 @@ class EngineState:
         shards: Mapping[str, Shard],
     ) -> None:
         self.loads = 0
-        """How many states were loaded."""
+        """Number of states that were loaded."""
         self._reducer, self._binding, self._names, self._frozen = reducer, binding, names, frozen
         self._comm, self._device, self._shards = comm, device, shards
         self._parked: State = {"parameters": {}, "counters": {}}
-        """What is remembered of frozen parameters."""
+        """Remembered of frozen parameters."""
 
     def take(self, moment: Tensor | None) -> State:
         """See :meth:`.Engine.state_dict`."""
