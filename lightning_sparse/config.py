@@ -138,7 +138,7 @@ class SparsificationConfig:
     instance such as ``MergeBelow(8192)``, which merges small layers, or ``OptimalMerge()``, which measures the first
     steps and merges layers so that a step ends soonest."""
     messages: Literal["auto", "step", "group"] = "auto"
-    """Messages that travel together: "step" joins the messages of all groups when the last gradients of a step are here, so
+    """Messages that travel together: "step" joins those of all groups when the last gradients of a step are here, so
     that a step takes two or three collectives however many groups there are; "group" sends those of each group as soon
     as its own gradients are here, while backward goes on; "auto" is "step" with most settings, "group" with
     ``HiddenDensity`` and ``OptimalMerge("published")``, and with ``OptimalMerge()`` and ``TimeBudget`` the one that a
@@ -159,8 +159,8 @@ class SparsificationConfig:
     """Way to train with one rank only, and nobody to send to: "dense" trains as plain DDP does, "sparse" rehearses the
     method, with residuals."""
     nonfinite: Literal["skip", "nan"] = "skip"
-    """Response to a gradient that is not finite on some rank. All ranks agree, nothing is sent, finite gradients wait in
-    the residuals, and averages become NaN. With loss scaling the scaler skips the step. Without: "skip" leaves the
+    """Response to a gradient that is not finite on some rank. All ranks agree, nothing is sent, finite gradients wait
+    in the residuals, and averages become NaN. With loss scaling the scaler skips the step. Without: "skip" leaves the
     optimizer's step out on all ranks (on CUDA, the host waits for backward to learn about it, but for fused
     optimizers), "nan" leaves it to the optimizer, as plain DDP does."""
     lr_aware: bool = False
