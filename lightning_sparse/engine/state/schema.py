@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,20 +31,26 @@ class Kind(NamedTuple):
 
     words: str
     test: Callable[[Any], bool]
-    parts: Callable[[Any], Iterable[tuple[str, Any, Kind]]] = lambda value: ()
-    """Of a value that has passed the test: name, value and kind of everything in it."""
 
 
-def _is_int(value: Any, least: int) -> bool:
+def _numbers(words: str, fits: Callable[..., bool]) -> Kind:
+    """Return the kind of a list of as many finite numbers as the function takes."""
+    length = len(inspect.signature(fits).parameters)
+
+    def test(value: Any) -> bool:
+        return (
+            isinstance(value, (list, tuple)) and len(value) == length and all(map(_is_number, value)) and fits(*value)
+        )
+
+    return Kind(f"a list of {words}", test)
+
+
+def _is_int(value: Any, least: int = 0) -> bool:
     return is_integer(value) and least <= value < 2**62
 
 
 def _is_number(value: Any) -> bool:
     return is_number(value) and math.isfinite(value)
-
-
-def _is_list(value: Any, length: int) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == length
 
 
 def _is_vector(value: Any) -> bool:
@@ -58,96 +64,47 @@ def _is_ascending(value: Any) -> bool:
     return not len(value) or (int(value[0]) >= 0 and bool((value[1:] > value[:-1]).all()))
 
 
-def _is_named(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(name, str) for name in value)
-
-
-def _named(parts: Callable[[Any], Iterable[tuple[str, Any, Kind]]] = lambda value: ()) -> Kind:
-    return Kind("a dict with names as keys", _is_named, parts)
-
-
-def _each(kind: Kind) -> Kind:
-    """Return the kind of a dict of values of one kind, by name."""
-    return _named(lambda value: ((name, one, kind) for name, one in value.items()))
-
-
-def _several(kind: Kind) -> Kind:
-    """Return the kind of a list of values of one kind."""
-    return Kind(
-        "a list", lambda x: isinstance(x, list), lambda x: ((f"number {i}", one, kind) for i, one in enumerate(x))
-    )
-
-
-def _record(needed: Mapping[str, Kind], known: Mapping[str, Kind] = MappingProxyType({})) -> Kind:
-    """Return the kind of a dict with the needed fields, and maybe those that are known, and others."""
-    return _named(
-        lambda value: (
-            (name, value.get(name, MISSING), kind)
-            for name, kind in {**needed, **known}.items()
-            if name in needed or name in value
-        )
-    )
-
-
-COUNT = Kind("an integer from 0 on", lambda x: _is_int(x, 0))
+COUNT = Kind("an integer from 0 on", _is_int)
 SIZE = Kind("an integer from 1 on", lambda x: _is_int(x, 1))
 TEXT = Kind("a string", lambda x: isinstance(x, str))
 NUMBER = Kind("a finite number", _is_number)
 RATE = Kind("a finite number above 0", lambda x: _is_number(x) and x > 0)
 VECTOR = Kind("a vector of finite floating-point numbers", _is_vector)
-SURPLUS = Kind(
-    "a list of a number from 1 on and a step",
-    lambda x: _is_list(x, 2) and _is_number(x[0]) and x[0] >= 1 and _is_int(x[1], 0),
-)
-LENGTH = Kind(
-    "a list of a number from -1 on and one from 0 to 1",
-    lambda x: _is_list(x, 2) and all(map(_is_number, x)) and x[0] >= -1 and 0 <= x[1] <= 1,
-)
-SPAN = Kind(
-    "a list of a start, a length and a number of coordinates",
-    lambda x: _is_list(x, 3) and all(_is_int(one, 0) for one in x) and x[0] + x[1] <= x[2],
-)
 INDICES = Kind("a vector of ascending int32 coordinates", _is_ascending)
-NAMES = Kind("a list of names", lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x))
 FLAG = Kind("True or False", lambda x: isinstance(x, bool))
 ALGORITHM = Kind("'norm' or 'value'", lambda x: isinstance(x, str) and x in ALGORITHMS)
-CLIPPING = _record({"limit": RATE, "algorithm": ALGORITHM, "parameters": NAMES})
-GROUP = _record(
-    {"name": TEXT, "parameters": NAMES, "numel": SIZE, "state": _record({"density": _named()})}, {"dense": FLAG}
+NAMED = Kind("a dict with names as keys", lambda x: isinstance(x, dict) and all(isinstance(name, str) for name in x))
+LIST = Kind("a list", lambda x: isinstance(x, list))
+SURPLUS = _numbers("a number from 1 on and a step", lambda value, step: value >= 1 and _is_int(step))
+LENGTH = _numbers("a number from -1 on and one from 0 to 1", lambda mean, weight: mean >= -1 and 0 <= weight <= 1)
+SPAN = _numbers(
+    "a start, a length and a number of coordinates",
+    lambda start, length, numel: all(map(_is_int, (start, length, numel))) and start + length <= numel,
 )
-PENDING = _record({"values": VECTOR}, {"indices": INDICES})
-
-
-class Field(NamedTuple):
-    """A field of a state."""
-
-    kind: Kind
-    empty: Any = MISSING
-    """Its value where nothing is remembered; MISSING: it is a fact."""
-    late: bool = False
-    """True if earlier versions did not save it. Their states are read as if it was empty."""
-
-
-FIELDS = {
-    "step": Field(COUNT),
-    "void_steps": Field(COUNT),
-    "rank": Field(COUNT),
-    "world_size": Field(SIZE),
-    "settings": Field(TEXT),
-    "parameters": Field(_each(_each(VECTOR)), {}),
-    "counters": Field(_each(_each(NUMBER)), {}),
-    "groups": Field(_several(GROUP), []),
-    "rates": Field(_each(RATE), {}),
-    "surplus": Field(_each(SURPLUS), {}, late=True),
-    "spans": Field(_each(SPAN), {}, late=True),
-    "pending": Field(_each(PENDING), {}, late=True),
-    "absorbed": Field(NAMES, [], late=True),
-    "lengths": Field(_each(LENGTH), {}, late=True),
-    "clippings": Field(_several(CLIPPING), [], late=True),
+FIELDS: dict[str, Any] = {
+    "step": COUNT,
+    "void_steps": COUNT,
+    "rank": COUNT,
+    "world_size": SIZE,
+    "settings": TEXT,
+    "parameters": {str: {str: VECTOR}},
+    "counters": {str: {str: NUMBER}},
+    "groups": [{"name": TEXT, "parameters": [TEXT], "numel": SIZE, "dense?": FLAG, "state": {"density": NAMED}}],
+    "rates": {str: RATE},
 }
-NOTHING: State = {name: field.empty for name, field in FIELDS.items() if field.empty is not MISSING}
-"""The fields of a state that remembers nothing. Dicts are by name of the parameter."""
-LATE: State = {name: field.empty for name, field in FIELDS.items() if field.late}
+"""The fields of a state, with the kind of each: ``{str: kind}`` is a dict by name, in the top level by name of the
+parameter; ``[kind]`` is a list; and of ``{"name": kind}``, a name with a question mark may be missing."""
+LATER: dict[str, Any] = {
+    "surplus": {str: SURPLUS},
+    "spans": {str: SPAN},
+    "pending": {str: {"values": VECTOR, "indices?": INDICES}},
+    "absorbed": [TEXT],
+    "lengths": {str: LENGTH},
+    "clippings": [{"limit": RATE, "algorithm": ALGORITHM, "parameters": [TEXT]}],
+}
+"""Fields that earlier versions did not save: their states are read as if these were empty."""
+NOTHING: State = {name: type(kind)() for name, kind in (FIELDS | LATER).items() if not isinstance(kind, Kind)}
+"""The fields of a state that remembers nothing."""
 
 
 def check_state(state: Any) -> State:
@@ -160,9 +117,9 @@ def check_state(state: Any) -> State:
     """
     if not isinstance(state, Mapping) or not _is_int(found := state.get("format"), 0) or found not in READABLE:
         raise ValueError(f"Expected a state of format {STATE_FORMAT}, as Engine.state_dict() gives it.")
-    whole: State = {**LATE, **state}
-    for name, field in FIELDS.items():
-        _check(whole.get(name, MISSING), field.kind, f"the state's {name}")
+    whole: State = {**{name: NOTHING[name] for name in LATER}, **state}
+    for name, kind in (FIELDS | LATER).items():
+        _check(whole.get(name, MISSING), kind, f"the state's {name}")
     if whole["rank"] >= whole["world_size"]:
         raise ValueError(f"Expected a rank below {whole['world_size']} in the state, but got {whole['rank']}.")
     for name, (_, step) in whole["surplus"].items():
@@ -183,11 +140,20 @@ def check_state(state: Any) -> State:
     return whole
 
 
-def _check(value: Any, kind: Kind, where: str) -> None:
-    if not kind.test(value):
-        raise ValueError(f"Expected {where} to be {kind.words}, but got {_brief(value)}.")
-    for name, part, of_part in kind.parts(value):
-        _check(part, of_part, f"{name} of {where}")
+def _check(value: Any, kind: Any, where: str) -> None:
+    """Raise unless a value is of a kind, see :data:`FIELDS`."""
+    whole = NAMED if isinstance(kind, dict) else LIST if isinstance(kind, list) else kind
+    if not whole.test(value):
+        raise ValueError(f"Expected {where} to be {whole.words}, but got {_brief(value)}.")
+    if isinstance(kind, list):
+        for number, one in enumerate(value):
+            _check(one, kind[0], f"number {number} of {where}")
+    for name, of_name in kind.items() if isinstance(kind, dict) else ():
+        if name is str:
+            for key, one in value.items():
+                _check(one, of_name, f"{key} of {where}")
+        elif not name.endswith("?") or name[:-1] in value:
+            _check(value.get(name.rstrip("?"), MISSING), of_name, f"{name.rstrip('?')} of {where}")
 
 
 def _brief(value: Any) -> str:

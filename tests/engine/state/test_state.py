@@ -265,7 +265,7 @@ NO_STATES: dict[str, Any] = {
     "spans to be a dict with names as keys, but got None": put(None, "spans"),
     "0.bias of the state's spans to be a list of a start, a length and": put([0, 41, 40], "spans", "0.bias"),
     "Expected 39 coordinates of 0.bias in residual, but got 40": put([1, 39, 40], "spans", "0.bias"),
-    "absorbed to be a list of names": put("0.bias", "absorbed"),
+    "absorbed to be a list, but got '0.bias'": put("0.bias", "absorbed"),
     "the state's pending to be a dict": put([], "pending"),
     "0.bias of the state's pending to be a dict with names as keys, but got a list": pending([0.5] * 40),
     "values of 0.bias of the state's pending to be a vector": pending({}),
@@ -285,9 +285,7 @@ NO_STATES: dict[str, Any] = {
     "shape (4, 10)": put(torch.ones(4, 10), "parameters", "0.bias", "residual"),
     "residual of 2.bias": put([1.0], "parameters", "2.bias", "residual"),
     "numbers that are not finite": put(torch.full((40,), float("inf")), "parameters", "0.bias", "residual"),
-    "parameters of number 0 of the state's groups to be a list of names, but got nothing": drop(
-        "groups", 0, "parameters"
-    ),
+    "parameters of number 0 of the state's groups to be a list, but got nothing": drop("groups", 0, "parameters"),
     "dense of number 0 of the state's groups to be True or False, but got 1": put(1, "groups", 0, "dense"),
     "density of state of number 1 of the state's groups to be a dict": put(0.1, "groups", 1, "state", "density"),
     "do not belong together": put(5, "step"),
