@@ -61,8 +61,7 @@ class OptimizerBinding:
         self.left_open = left_open
         self.watchers: list[Callable[[Optimizer], None]] = []
         """Called before each step."""
-        self._reducer, self._parameters, self._rank = reducer, parameters, comm.rank
-        self._comm, self._device = comm, device
+        self._reducer, self._parameters, self._comm, self._device = reducer, parameters, comm, device
         self._names = {id(p): name for name, p in parameters.items()}
         self._read: tuple[int, list[Any]] = (0, [])
         """By what the memory was chosen in the latest step: for which groups, and by which settings."""
@@ -132,7 +131,7 @@ class OptimizerBinding:
         chosen, reducer = listed(optimizers), self._reducer
         self.suit(chosen)
         # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
-        with warnings.catch_warnings(action="ignore") if self._rank else nullcontext():
+        with warnings.catch_warnings(action="ignore") if self._comm.rank else nullcontext():
             for optimizer in chosen:
                 check_pair(reducer.settings.memory_in_use, optimizer)
         if reducer.settings.lr_aware:
@@ -174,7 +173,7 @@ class OptimizerBinding:
             return
         sparsified = self._sparsified
         warn = partial(self._once, rank_zero_warn, kind="several settings")
-        memory: Memory = (AdamRule.memory(optimizers, sparsified, warn) if sparsified else None) or Residual()
+        memory: Memory = AdamRule.memory(optimizers, sparsified, warn) or Residual()
         now = settings.memory_in_use
         if memory.needs_second and now.needs_second:
             if begins and memory != now:
@@ -248,6 +247,12 @@ class OptimizerBinding:
 
     def clip(self, limit: float, algorithm: str, optimizer: Optimizer | None, in_place: bool = False) -> None:
         """See :meth:`.Engine.clip_gradients`; ``in_place``: of clipping averages."""
+        if in_place:
+            self._once(
+                say,
+                "Each rank's own gradients are clipped before they wait, and not their averages, to sqrt(n) times the "
+                f"limit ({page('training')}). memory='residual' leaves clipping to averages.",
+            )
         held = self._parameters.keys() if optimizer is None else self._reducer.record.hold(optimizer)
         key = None if optimizer is None else id(optimizer)
         self._reducer.clipping.set(Clipping(limit, algorithm), held, key, in_place)
@@ -263,18 +268,9 @@ class OptimizerBinding:
             return False
         if not begun and (reducer.direct or not self._suits_clipping(optimizer, algorithm, known)):
             return False
-        self._clip_in_place(limit, algorithm, optimizer)
+        self.clip(limit, algorithm, optimizer, in_place=True)
         reducer.clipping.note_asked(key)
         return not reducer.direct and bool(reducer.clipping.acting & {None, key})
-
-    def _clip_in_place(self, limit: float, algorithm: str, optimizer: Optimizer) -> None:
-        """Clip gradients of an optimizer in place of their averages, from the next step on."""
-        self._once(
-            say,
-            "Each rank's own gradients are clipped before they wait, and not their averages, to sqrt(n) times the "
-            f"limit ({page('training')}). memory='residual' leaves clipping to averages.",
-        )
-        self.clip(limit, algorithm, optimizer, in_place=True)
 
     def _clip_as_before(self) -> None:
         """Clip what a state says was clipped, from the first step on: nobody asks before it is over."""
@@ -283,7 +279,7 @@ class OptimizerBinding:
             for saved in [one for one in self._saved_clippings if not held.isdisjoint(one["parameters"])]:
                 self._saved_clippings.remove(saved)
                 if self._suits_clipping(optimizer, saved["algorithm"], known=True):
-                    self._clip_in_place(saved["limit"], saved["algorithm"], optimizer)
+                    self.clip(saved["limit"], saved["algorithm"], optimizer, in_place=True)
 
     def _suits_clipping(self, optimizer: Optimizer, algorithm: str, known: bool) -> bool:
         """Return True if an optimizer's gradients are clipped before they wait, where nothing else was chosen."""
@@ -311,6 +307,6 @@ class OptimizerBinding:
             sentence: to say.
             kind: of sentences of which one is said; None: of this one.
         """
-        if self._rank == 0 and (kind or sentence) not in self._told:
+        if self._comm.rank == 0 and (kind or sentence) not in self._told:
             self._told.add(kind or sentence)
             tell(sentence)

@@ -309,14 +309,12 @@ def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int
     selector = from_plain(given[0], group.state.selector)
     if isinstance(selector, Tensor):
         selector = selector.to(group.device)
-    counts, union = (
-        None
-        if plain is None
-        else from_plain(plain, torch.zeros(shape, dtype=torch.int64, device="cpu")).to(group.device)
-        for plain, shape in zip(given[1:], ((world_size,), ()), strict=True)
-    )
+    counts, union = given[1:]
     if (counts is None) != (union is None):
         raise ValueError("Expected counts and a union, or neither.")
+    if counts is not None:
+        like = torch.zeros(world_size, dtype=torch.int64, device=group.device)
+        counts, union = from_plain(counts, like), from_plain(union, like[0])
     density = group.density.schedule.for_group()
     density.load_state_dict(state["density"], group.plan.numel, group.device)
     return Learned(selector, counts, union, density)
