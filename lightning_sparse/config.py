@@ -189,18 +189,13 @@ class SparsificationConfig:
                 vars(self)["messages"] = "group"
             elif not (self.grouping.needs_profile or self.density.needs_profile):
                 vars(self)["messages"] = "step"
-        if self.watch is not None and not isinstance(self.watch, Watch):
-            raise ValueError(
-                f"Expected watch to be a Watch such as Watch(every=1000), or None, but got {self.watch!r}."
-            )
-        size = self.bucket_cap_mb
-        if size is not None and not (isinstance(size, (int, float)) and 0 < size < math.inf):
-            raise ValueError(f"Expected bucket_cap_mb to be a number above 0, or None, but got {size!r}.")
-        if self.timeout is not None and not (isinstance(self.timeout, timedelta) and self.timeout > timedelta()):
-            raise ValueError(
-                "Expected timeout to be a timedelta above 0 such as timedelta(seconds=60), or None, but got "
-                f"{self.timeout!r}."
-            )
+        watch, size, timeout = self.watch, self.bucket_cap_mb, self.timeout
+        fits = watch is None or isinstance(watch, Watch)
+        expect(fits, "watch", "a Watch such as Watch(every=1000), or None", watch)
+        fits = size is None or (isinstance(size, (int, float)) and 0 < size < math.inf)
+        expect(fits, "bucket_cap_mb", "a number above 0, or None", size)
+        fits = timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta())
+        expect(fits, "timeout", "a timedelta above 0 such as timedelta(seconds=60), or None", timeout)
         if self.lr_aware and isinstance(self.memory, NoMemory):
             raise ValueError(
                 "lr_aware=True rescales residuals, and NoMemory has none. Use memory=Residual() or lr_aware=False."

@@ -147,16 +147,11 @@ def _check_rows(
         if isinstance(rows, Tensor) and not dense:
             came += " on meta" if rows.is_meta else f" {rows.layout}"
         raise ValueError(f"Expected gradients of each step as one (n, numel) floating-point tensor, but got {came}.")
-    if alike is not None and rows.shape != alike[0]:
-        raise ValueError(
-            f"Expected gradients of shape {tuple(alike[0])} as in the first step, but got {tuple(rows.shape)}."
-        )
-    if alike is not None and (rows.dtype, rows.device) != alike[1:]:
-        raise ValueError(
-            f"Expected gradients of {alike[1]} on {alike[2]} as in the first step, but got {rows.dtype} on "
-            f"{rows.device}."
-        )
-    return rows.shape, rows.dtype, rows.device
+    found = rows.shape, rows.dtype, rows.device
+    if alike is not None and found != alike:
+        first, came = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (alike, found))
+        raise ValueError(f"Expected gradients of {first} as in the first step, but got {came}.")
+    return found
 
 
 def _trace(

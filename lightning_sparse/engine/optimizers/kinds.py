@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_sparse.core.checks import expect
+
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -71,8 +73,7 @@ def listed(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 
 def check_is_optimizer(given: Any) -> None:
     """Raise a ValueError unless this is an optimizer, or made like one."""
-    if not hasattr(given, "param_groups"):
-        raise ValueError(f"Expected optimizer to be an optimizer, but got {given!r}.")
+    expect(hasattr(given, "param_groups"), "optimizer", "an optimizer", given)
 
 
 def ids_of(optimizer: Optimizer) -> set[int]:
