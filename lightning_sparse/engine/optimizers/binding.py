@@ -37,8 +37,9 @@ class OptimizerBinding:
     """Binds an engine to the optimizers that apply its averages.
 
     It chooses the memory, and is called around the step of every optimizer of the process. Before a step: clipping that
-    nobody asked for ends, then the step rules act, then watchers look. After it: averages count as applied, then
-    the step rules act. Each rule knows its own kind of optimizer, and leaves all others alone.
+    nobody asked for ends; what has arrived is handed to the optimizer's rule, which takes Adam's steps, or notes what
+    SGD steps with; then watchers look. After it: averages count as applied, gradients that Adam's rule took away come
+    back, and momentum is spent.
 
     Args:
         reducer: whose averages are applied; it is told of memories, rates and clipping.
