@@ -79,12 +79,11 @@ def clear(path: Path, rank: int, world_size: int) -> None:
 
 
 def remove(path: Path, rank: int, world_size: int, which: Callable[[SideFile], bool] = lambda file: True) -> None:
-    """Remove this rank's share, which is that of ranks that no longer exist, too."""
-    _remove_files([place for place, file in listing(path) if file.rank % world_size == rank and which(file)])
+    """Remove this rank's share, which is that of ranks that no longer exist, too; and the directory with the last file.
 
-
-def _remove_files(places: list[str]) -> None:
-    """Remove files, and the directory with the last one. Failures must not stop one rank alone: they are warnings."""
+    Failures must not stop one rank alone: they are warnings.
+    """
+    places = [place for place, file in listing(path) if file.rank % world_size == rank and which(file)]
     for place in places:
         file_system, root = url_to_fs(place)
         try:
