@@ -104,5 +104,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """With the names that are imported on first use."""
+    """List names, with those that are imported on first use."""
     return sorted({*globals(), *__all__})

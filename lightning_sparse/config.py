@@ -101,7 +101,7 @@ class Watch:
 @documented
 @dataclass(frozen=True, kw_only=True)
 class SparsificationConfig:
-    """How gradients are sparsified and exchanged: checked where it is made, with names resolved to objects.
+    """Settings of sparsification and exchange: checked where they are made, with names resolved to objects.
 
     Raises:
         ValueError: for a setting that cannot work, or settings that do not go together.
@@ -131,14 +131,14 @@ class SparsificationConfig:
     momentum of torch's SGD as if nothing had waited. It stays None here; :attr:`Engine.settings` has the memory in
     use."""
     exchange: Resolved[Exchange | str | None, Exchange] = Resolved(None)  # with the sparsifier, below
-    """How what was selected travels: an instance, a name such as "reduce_union", or None for the sparsifier's natural
-    one."""
+    """Carries what was selected to the other ranks: an instance, a name such as "reduce_union", or None for the
+    sparsifier's natural one."""
     grouping: Resolved[Grouping | str, Grouping] = Resolved("bucket", GROUPINGS.resolve)
     """Which gradients are selected from together: "layer", "bucket" (about ``bucket_cap_mb`` each), "model", or an
     instance such as ``MergeBelow(8192)``, which merges small layers, or ``OptimalMerge()``, which measures the first
     steps and merges layers so that a step ends soonest."""
     messages: Literal["auto", "step", "group"] = "auto"
-    """What travels together: "step" joins the messages of all groups when the last gradients of a step are here, so
+    """Messages that travel together: "step" joins those of all groups when the last gradients of a step are here, so
     that a step takes two or three collectives however many groups there are; "group" sends those of each group as soon
     as its own gradients are here, while backward goes on; "auto" is "step" with most settings, "group" with
     ``HiddenDensity`` and ``OptimalMerge("published")``, and with ``OptimalMerge()`` and ``TimeBudget`` the one that a
@@ -156,11 +156,11 @@ class SparsificationConfig:
     """"dense" measures some sparse and some dense steps at the start, and again when the step time changes by much, and
     goes on with what is faster."""
     single_device: Literal["dense", "sparse"] = "dense"
-    """Where there is one rank only, and nobody to send to: "dense" trains as plain DDP does, "sparse" rehearses the
+    """Way to train with one rank only, and nobody to send to: "dense" trains as plain DDP does, "sparse" rehearses the
     method, with residuals."""
     nonfinite: Literal["skip", "nan"] = "skip"
-    """Where a gradient is not finite on some rank, all ranks agree, nothing is sent, finite gradients wait in the
-    residuals, and averages become NaN. With loss scaling the scaler skips the step. Without: "skip" leaves the
+    """Response to a gradient that is not finite on some rank. All ranks agree, nothing is sent, finite gradients wait
+    in the residuals, and averages become NaN. With loss scaling the scaler skips the step. Without: "skip" leaves the
     optimizer's step out on all ranks (on CUDA, the host waits for backward to learn about it, but for fused
     optimizers), "nan" leaves it to the optimizer, as plain DDP does."""
     lr_aware: bool = False
@@ -174,7 +174,7 @@ class SparsificationConfig:
     25, DDP's default; on CUDA without a fallback at least 100. Where exchanges go on beside backward ("thread", or CUDA
     with other groups; no fallback), DDP hands gradients over in smaller pieces."""
     timeout: timedelta | None = None
-    """How long ranks wait for each other before they end with an error. None: 10 minutes in strategies, that of the
+    """Time that ranks wait for each other before they end with an error. None: 10 minutes in strategies, that of the
     model's process group in ``attach``. Inside hooks on CUDA, exchanges go through DDP's group, with its timeout."""
 
     def __post_init__(self) -> None:
@@ -189,18 +189,13 @@ class SparsificationConfig:
                 vars(self)["messages"] = "group"
             elif not (self.grouping.needs_profile or self.density.needs_profile):
                 vars(self)["messages"] = "step"
-        if self.watch is not None and not isinstance(self.watch, Watch):
-            raise ValueError(
-                f"Expected watch to be a Watch such as Watch(every=1000), or None, but got {self.watch!r}."
-            )
-        size = self.bucket_cap_mb
-        if size is not None and not (isinstance(size, (int, float)) and 0 < size < math.inf):
-            raise ValueError(f"Expected bucket_cap_mb to be a number above 0, or None, but got {size!r}.")
-        if self.timeout is not None and not (isinstance(self.timeout, timedelta) and self.timeout > timedelta()):
-            raise ValueError(
-                "Expected timeout to be a timedelta above 0 such as timedelta(seconds=60), or None, but got "
-                f"{self.timeout!r}."
-            )
+        watch, size, timeout = self.watch, self.bucket_cap_mb, self.timeout
+        fits = watch is None or isinstance(watch, Watch)
+        expect(fits, "watch", "a Watch such as Watch(every=1000), or None", watch)
+        fits = size is None or (isinstance(size, (int, float)) and 0 < size < math.inf)
+        expect(fits, "bucket_cap_mb", "a number above 0, or None", size)
+        fits = timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta())
+        expect(fits, "timeout", "a timedelta above 0 such as timedelta(seconds=60), or None", timeout)
         if self.lr_aware and isinstance(self.memory, NoMemory):
             raise ValueError(
                 "lr_aware=True rescales residuals, and NoMemory has none. Use memory=Residual() or lr_aware=False."
@@ -213,11 +208,11 @@ class SparsificationConfig:
 
     @property
     def algorithm(self) -> str:
-        """What state that was saved depends on."""
+        """Settings that a saved state depends on, as text."""
         return repr((self.sparsifier, self.density, self.memory_in_use, self.exchange))
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as plain values, for a logger: ``log_hyperparams(config.as_dict())``.
+        """Return the settings as plain values, for a logger: ``log_hyperparams(config.as_dict())``.
 
         These are texts, numbers, True, False, None, lists, and dicts with text as keys. A constant density is a number,
         a timeout is in seconds, and any other object is a dict of its class and its own settings.
@@ -227,7 +222,7 @@ class SparsificationConfig:
 
     @classmethod
     def of(cls, arguments: SparsificationConfig) -> Self:
-        """The settings alone, of a subclass with more fields."""
+        """Return the settings alone, of a subclass with more fields."""
         return cls(**{field.name: getattr(arguments, field.name) for field in fields(cls)})
 
 
@@ -244,7 +239,7 @@ class StrategyConfig(SparsificationConfig):  # type: ignore[misc]
     """Raise, on all ranks, where a checkpoint comes without residuals that fit, instead of starting with empty ones and
     a warning."""
     resize: Resize = "merge"
-    """What becomes of residuals when a run is resumed with another number of ranks: "merge" gives every rank their
+    """Treatment of residuals when a run is resumed with another number of ranks: "merge" gives every rank their
     mean, "flush" sends them in the first step, densely, "zero" drops them."""
 
 

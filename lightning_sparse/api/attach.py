@@ -45,13 +45,12 @@ class AttachArguments(SparsificationConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scaler is not None and not isinstance(self.scaler, torch.amp.GradScaler):
-            raise ValueError(f"Expected scaler to be a GradScaler or None, but got {self.scaler!r}.")
-        known = self.profile is None or isinstance(self.profile, dict)
-        expect(known, "profile", "a dict, as an earlier run has saved it, or None", self.profile)
-        given = self.observers
-        fits = isinstance(given, Sequence) and all(map(can_observe, given))
-        expect(fits, "observers", "a list of objects with before_step(engine) and close()", given)
+        fits = self.scaler is None or isinstance(self.scaler, torch.amp.GradScaler)
+        expect(fits, "scaler", "a GradScaler or None", self.scaler)
+        fits = self.profile is None or isinstance(self.profile, dict)
+        expect(fits, "profile", "a dict, as an earlier run has saved it, or None", self.profile)
+        fits = isinstance(self.observers, Sequence) and all(map(can_observe, self.observers))
+        expect(fits, "observers", "a list of objects with before_step(engine) and close()", self.observers)
 
 
 @keywords_of(AttachArguments)
@@ -104,10 +103,9 @@ def attach_config(
         if config.bucket_cap_mb is None and config.fallback is None and device.type == "cuda":
             cap = max(cap, CUDA_BUCKET_MB)
         config = replace(config, bucket_cap_mb=cap)  # None means this size
-        plan = make_plan(sizes, config.grouping, config.rules, cap)
+        plan = make_plan(sizes, config.grouping, config.rules, cap)  # which checks rules, too
         stays_dense = ranks.world_size == 1 and config.single_device == "dense"
-        if stays_dense:
-            plan = dense_plan(sizes, cap)
+        plan = dense_plan(sizes, cap) if stays_dense else plan
         refuse_two_orders(ddp.module, config.executor, device)
         facts = {
             **vars(config),

@@ -60,8 +60,11 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
         raise ValueError(
             "Expected an engine's optimizers, too, as in flush(engine, [optimizer]): it does not know them."
         )
-    engines, known = _inside(what)
-    chosen = [_unwrapped(o) for o in (known if optimizers is None else listed(optimizers))]
+    strategy = None if isinstance(what, Engine) else getattr(what, "strategy", None)
+    engines = [what] if isinstance(what, Engine) else engines_of(strategy)
+    given: list[Any] = list(getattr(strategy, "optimizers", ())) if optimizers is None else listed(optimizers)
+    # Without Lightning's wrapper, which would unscale gradients and count steps.
+    chosen = [o.optimizer if hasattr(o, "_strategy") else o for o in given]
     if not engines or not chosen:
         raise ValueError(
             "Expected an engine and its optimizers, or a Trainer or Fabric whose strategy sparsifies, but got "
@@ -97,16 +100,3 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
 def engines_of(strategy: Any) -> list[Engine]:
     """Return the engines of a strategy of this package; none for any other strategy."""
     return list(getattr(strategy, "engines", ()))
-
-
-def _inside(what: Any) -> tuple[list[Engine], list[Optimizer]]:
-    if isinstance(what, Engine):
-        return [what], []
-    strategy = getattr(what, "strategy", None)
-    return engines_of(strategy), list(getattr(strategy, "optimizers", ()))
-
-
-def _unwrapped(optimizer: Any) -> Optimizer:
-    """Return the optimizer without Lightning's wrapper, which would unscale gradients and count steps."""
-    inner: Optimizer = optimizer.optimizer if hasattr(optimizer, "_strategy") else optimizer
-    return inner

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,31 +116,25 @@ def simulate(
 def _run(
     gradients: Iterator[Tensor], sparsifier: Sparsifier, schedule: DensitySchedule, memory: Memory, exchange: Exchange
 ) -> Iterator[StepTrace]:
-    states: list[GroupState] = []
-    alike = None
-    density = schedule.for_group()
-    for step, rows in enumerate(gradients):
-        (n, numel), *_ = alike = _check_rows(rows, alike)
-        if not states:
-            ctx = Context(step=0, density=schedule(0), rank=0, world_size=n)
-            states = [
-                init_group(numel, rows.dtype, rows.device, ctx, memory=memory, sparsifier=sparsifier) for _ in range(n)
-            ]
-        ctx = Context(step=step, density=density(step), rank=0, world_size=n)
-        grads = [row.detach().clone() for row in rows]
+    def run(grad: Tensor, state: GroupState, ctx: Context) -> Steps[tuple[GroupState, Proposed]]:
         parts: dict[str, Any] = {"memory": memory, "sparsifier": sparsifier, "exchange": exchange}
-        steps = [_step(grads[rank], states[rank], ctx._replace(rank=rank), parts) for rank in range(n)]
+        proposed = yield from exchange_group(grad, state, ctx, **parts)
+        return settle_group(state, proposed, proposed.void, memory), proposed
+
+    states: list[GroupState] = []
+    alike, density = None, schedule.for_group()
+    for step, rows in enumerate(gradients):
+        alike = _check_rows(rows, alike)
+        n, numel = rows.shape
+        ctx = Context(step=step, density=density(step), rank=0, world_size=n)
+        if not states:
+            first = numel, rows.dtype, rows.device, ctx._replace(density=schedule(0))
+            states = [init_group(*first, memory=memory, sparsifier=sparsifier) for _ in range(n)]
+        grads = [row.detach().clone() for row in rows]
+        steps = [run(grads[rank], states[rank], ctx._replace(rank=rank)) for rank in range(n)]
         states, proposed = (list(of_ranks) for of_ranks in zip(*drive_ranks(steps), strict=True))
-        update = grads[0]
-        density.observe(step, update)
-        yield _trace(ctx, update, states, proposed, memory, sparsifier)
-
-
-def _step(
-    grad: Tensor, state: GroupState, ctx: Context, parts: Mapping[str, Any]
-) -> Steps[tuple[GroupState, Proposed]]:
-    proposed = yield from exchange_group(grad, state, ctx, **parts)
-    return settle_group(state, proposed, proposed.void, parts["memory"]), proposed
+        density.observe(step, grads[0])
+        yield _trace(ctx, grads[0], states, proposed, memory, sparsifier)
 
 
 def _check_rows(
@@ -153,16 +147,11 @@ def _check_rows(
         if isinstance(rows, Tensor) and not dense:
             came += " on meta" if rows.is_meta else f" {rows.layout}"
         raise ValueError(f"Expected gradients of each step as one (n, numel) floating-point tensor, but got {came}.")
-    if alike is not None and rows.shape != alike[0]:
-        raise ValueError(
-            f"Expected gradients of shape {tuple(alike[0])} as in the first step, but got {tuple(rows.shape)}."
-        )
-    if alike is not None and (rows.dtype, rows.device) != alike[1:]:
-        raise ValueError(
-            f"Expected gradients of {alike[1]} on {alike[2]} as in the first step, but got {rows.dtype} on "
-            f"{rows.device}."
-        )
-    return rows.shape, rows.dtype, rows.device
+    found = rows.shape, rows.dtype, rows.device
+    if alike is not None and found != alike:
+        first, came = (f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in (alike, found))
+        raise ValueError(f"Expected gradients of {first} as in the first step, but got {came}.")
+    return found
 
 
 def _trace(
@@ -179,10 +168,9 @@ def _trace(
     indices = indices[indices < numel]
     thresholds = [s.threshold for s in statistics if s.threshold is not None]
     norms = [norm_of(memory.residual(state.memory)) for state in states]
-    bare = [one._replace(indices=None) for one in statistics]
-    steps = [Step([one], [norm], exposed_ms=0.0) for one, norm in zip(bare, norms, strict=True)]
+    pairs = zip(statistics, norms, strict=True)
+    steps = [Step([one._replace(indices=None)], [norm], exposed_ms=0.0) for one, norm in pairs]
     own = torch.tensor([list(local(step).values()) for step in steps], dtype=torch.float64, device="cpu")
-    quantities = summarize(steps[0], lambda _: own.mean(0))
     return StepTrace(
         step=ctx.step,
         target_density=ctx.density,
@@ -192,7 +180,7 @@ def _trace(
         update=update,
         divisor=None if proposed[0].divisor is None else spread_divisor(first.indices, proposed[0].divisor, numel),
         residual_norm=torch.tensor(norms, dtype=torch.float64, device="cpu"),
-        quantities=quantities,
+        quantities=summarize(steps[0], lambda _: own.mean(0)),
         bytes_sent=torch.tensor([s.bytes_sent for s in statistics], dtype=torch.float64, device="cpu"),
         partition=sparsifier.ranges(numel, states[0].selector, ctx),
         ranks=tuple(steps),

@@ -26,10 +26,9 @@ from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.optimizers.kinds import check_is_optimizer
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.sources.comm_hook import BucketSource
-from lightning_sparse.engine.state.kept import Kept
 from lightning_sparse.engine.state.record import Averages, Counts
 from lightning_sparse.engine.state.schema import renamed
-from lightning_sparse.engine.state.state import Shard
+from lightning_sparse.engine.state.state import EngineState, Shard
 from lightning_sparse.engine.view import EngineView
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.methods.memory import NoMemory
@@ -86,9 +85,9 @@ class Engine(EngineView):
             reducer.close()
             raise
         self._source = BucketSource(reducer, {id(p): name for name, p in parameters.items()}, comm)
-        self._kept = Kept(reducer, parameters, self.frozen, comm, device, shards or {})
         self._compared_kernels = self._told_of_waits = False
         self._binding = OptimizerBinding(reducer, parameters, comm, device, left_open)
+        self._state = EngineState(reducer, self._binding, list(parameters), self.frozen, comm, device, shards or {})
         if not left_open:  # else optimizers settle the memory
             reducer.prepare()
 
@@ -105,7 +104,7 @@ class Engine(EngineView):
     @property
     def loads(self) -> int:
         """How many states were loaded."""
-        return self._kept.loads
+        return self._state.loads
 
     def drop_void(self, optimizer: torch.optim.Optimizer) -> bool:
         """Set gradients to None that a void step has left in this optimizer's parameters, so that it skips them.
@@ -171,7 +170,7 @@ class Engine(EngineView):
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
         check_is_optimizer(optimizer)
-        return self._binding.adam.takes(optimizer)
+        return self._binding.takes(optimizer)
 
     def clip_gradients(
         self, limit: float, algorithm: str = "norm", optimizer: torch.optim.Optimizer | None = None
@@ -383,7 +382,7 @@ class Engine(EngineView):
     @property
     def moment(self) -> Tensor:
         """(1,) int64: how many exchanges and flushes have settled here, see :meth:`state_dict`."""
-        return self._kept.moment
+        return torch.tensor([self._record.counts.number], device="cpu")
 
     def state_dict(self, moment: Tensor | None = None) -> dict[str, Any]:
         """All that this rank needs to go on exactly where it is: plain data and tensors on the CPU; copies.
@@ -415,7 +414,7 @@ class Engine(EngineView):
             RuntimeError: if this rank is past the given moment, or does not get there; or if an error has ended a step
                 while residuals were being changed.
         """
-        return self._kept.state(moment)
+        return self._state.take(moment)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go on where an engine of the same model was; collective, before the first step or between two steps.
@@ -433,9 +432,8 @@ class Engine(EngineView):
             ValueError: on all ranks, with nothing changed, if this is no such state on one of them, or if the states of
                 the ranks do not belong together.
         """
-        draft = self._kept.load(state, self._binding.suit_state)
-        self._binding.go_on(state, draft)
-        return [*draft.misfits.learned, *draft.misfits.remembered]
+        plan = self._state.load(state)
+        return plan.misfits + plan.lost
 
     def take_over(self, state: Mapping[str, Any], parameters: Mapping[str, Parameter]) -> list[str]:
         """Go on where an engine of the same parameters was, whatever their names and groups are now; collective.
@@ -453,9 +451,7 @@ class Engine(EngineView):
         """
         now = {id(p): name for name, p in {**self._parameters, **self.frozen}.items()}
         kept, gone = renamed(state, {name: now[id(p)] for name, p in parameters.items() if id(p) in now})
-        draft = self._kept.load(kept, self._binding.suit_state)
-        self._binding.go_on(kept, draft)
-        return gone + draft.misfits.remembered
+        return gone + self._state.load(kept).lost
 
     def close(self) -> None:
         """Stop the communication thread, give the process group back, stop watching parameters."""

@@ -127,18 +127,25 @@ class Reducer:
         """Whether exchanges go on beside backward: on a stream or a thread of their own."""
         return not self.on_stream.host_knows or not isinstance(self._executor, Inline)
 
-    def form(self, group: Group, flush: bool = False, step: int | None = None) -> GroupReducer:
+    def form(
+        self,
+        group: Group,
+        flush: bool = False,
+        step: int | None = None,
+        settings: SparsificationConfig | None = None,
+    ) -> GroupReducer:
         """A group with nothing remembered.
 
         Args:
             group: of the plan.
             flush: whether it must be able to send what it will remember.
             step: at which it starts; None: the current one.
+            settings: that it will have; None: the current ones.
         """
-        step = self.step if step is None else step
-        density = group.density or self.settings.density(step)
+        step, settings = self.step if step is None else step, settings or self.settings
+        density = group.density or settings.density(step)
         ctx = Context(step, density, self._comm.rank, self._comm.world_size)
-        return GroupReducer(group, self._parameters, self.settings, ctx, flush)
+        return GroupReducer(group, self._parameters, settings, ctx, flush)
 
     def prepare(self) -> None:
         """Compile what steps of the groups will need, before the first of them."""

@@ -143,7 +143,7 @@ def test_what_is_no_stream_of_gradients_is_refused_at_the_call() -> None:
 def test_gradients_must_keep_the_dtype_of_the_first_step() -> None:
     traces = ls.simulate([noise(2, 10).float(), noise(2, 10).double()], sparsifier="topk", density=0.2)
     next(traces)
-    message = "gradients of torch.float32 on cpu as in the first step, but got torch.float64 on cpu"
+    message = "torch.float32 on cpu as in the first step, but got .* torch.float64 on cpu"
     with pytest.raises(ValueError, match=message):
         next(traces)
 
@@ -152,7 +152,7 @@ def test_gradients_must_keep_the_dtype_of_the_first_step() -> None:
 def test_gradients_must_keep_the_shape_of_the_first_step(shape: tuple[int, int]) -> None:
     traces = ls.simulate([noise(2, 10), torch.zeros(shape)], sparsifier="topk", density=0.2)
     next(traces)
-    with pytest.raises(ValueError, match=rf"shape \(2, 10\) as in the first step, but got \({shape[0]}, {shape[1]}\)"):
+    with pytest.raises(ValueError, match=rf"of \(2, 10\) .* as in the first step, but got \({shape[0]}, {shape[1]}\)"):
         next(traces)
 
 

@@ -18,6 +18,7 @@ from lightning_sparse.core.step import Context
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import drive, drive_together
 from lightning_sparse.engine.optimizers.adam_rule import AdamRule
+from lightning_sparse.engine.optimizers.arrived import Arrived
 from lightning_sparse.engine.optimizers.clipping import Clipping
 from lightning_sparse.engine.optimizers.scaled import Lengths
 from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_group
@@ -135,15 +136,15 @@ def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> N
         assert one.void is not None
         one.settle(one.void)
         parameters = {name: nn.Parameter(torch.zeros(500, dtype=dtype, device=CUDA)) for name in one.spans}
-        names = {id(parameter): name for name, parameter in parameters.items()}
         optimizer = ls.AdamW(parameters.values())
         for name, parameter in parameters.items():
             parameter.grad = one.arrived[name]
         if scaled:
             optimizer.grad_scale, optimizer.found_inf = (torch.ones((), device=CUDA) for _ in range(2))
-        steps = AdamRule(names.get, lambda name: one, lambda optimizer: parameters.keys(), 4, Lengths(), print, False)
+        steps = AdamRule(4, Lengths(), print, False)
+        arrived = [Arrived(parameter, name, one) for name, parameter in parameters.items()]
         with Costs(CUDA) as costs:
-            steps.before(optimizer)
+            steps.before(optimizer, [(optimizer.param_groups[0], arrived)])
             optimizer.step()
             steps.after()
         assert costs.operations["_foreach_copy_" if scaled else "_foreach_sub_"] == 1

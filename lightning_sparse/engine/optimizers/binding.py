@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,20 +15,21 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
+from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.console import page, say
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.adam_rule import AdamRule
+from lightning_sparse.engine.optimizers.arrived import Arrived, OfGroup
 from lightning_sparse.engine.optimizers.clipping import Clipping
 from lightning_sparse.engine.optimizers.dense_moments import go_on_from_dense
 from lightning_sparse.engine.optimizers.hooks import leave, listen, owner
-from lightning_sparse.engine.optimizers.kinds import decays_of, holds, listed, made_for, stepping
+from lightning_sparse.engine.optimizers.kinds import decays_of, holds, ids_of, listed, made_for, refusal, stepping
 from lightning_sparse.engine.optimizers.momentum import has_velocities
 from lightning_sparse.engine.optimizers.momentum_rule import MomentumRule
 from lightning_sparse.engine.optimizers.pairs import check_pair
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.schema import second_moment_in
-from lightning_sparse.engine.state.state import Draft
 from lightning_sparse.methods.memory import Memory, NoMemory, Residual
 
 
@@ -36,8 +37,9 @@ class OptimizerBinding:
     """Binds an engine to the optimizers that apply its averages.
 
     It chooses the memory, and is called around the step of every optimizer of the process. Before a step: clipping that
-    nobody asked for ends, then the step rules act, then watchers look. After it: averages count as applied, then
-    the step rules act. Each rule knows its own kind of optimizer, and leaves all others alone.
+    nobody asked for ends; what has arrived is handed to the optimizer's rule, which takes Adam's steps, or notes what
+    SGD steps with; then watchers look. After it: averages count as applied, gradients that Adam's rule took away come
+    back, and momentum is spent.
 
     Args:
         reducer: whose averages are applied; it is told of memories, rates and clipping.
@@ -60,73 +62,86 @@ class OptimizerBinding:
         self.left_open = left_open
         self.watchers: list[Callable[[Optimizer], None]] = []
         """Called before each step."""
-        self._reducer, self._parameters, self._rank = reducer, parameters, comm.rank
-        self._comm, self._device = comm, device
+        self._reducer, self._parameters, self._comm, self._device = reducer, parameters, comm, device
         self._names = {id(p): name for name, p in parameters.items()}
         self._read: tuple[int, list[Any]] = (0, [])
         """By what the memory was chosen in the latest step: for which groups, and by which settings."""
         self._told: set[str] = set()
         self._saved_clippings: list[Mapping[str, Any]] = []
         """Of a state that was loaded, until the optimizers are bound whose gradients were clipped."""
-        record = reducer.record
         keeps = reducer.settings.fallback is not None  # dense steps go on with them
-        warn = partial(self._warn_once, kind="changed averages")
-        self.adam = AdamRule(
-            self.name_of, self._sparse_group, record.waiting, comm.world_size, reducer.lengths, warn, keeps
-        )
-        self._momentum = MomentumRule(
-            self.name_of, self._sparse_group, record.waiting, lambda: record.decision is None, self._spends
-        )
-        self._number = listen(self)
+        warn = partial(self._once, rank_zero_warn, kind="changed averages")
+        self._adam = AdamRule(comm.world_size, reducer.lengths, warn, keeps)
+        self._momentum = MomentumRule(self._name_of)
+        listen(self)
 
     def holds(self, key: int) -> bool:
-        """Whether the engine has a parameter, given by its id."""
+        """Return True if the engine has a parameter, given by its id."""
         return key in self._names
 
-    def name_of(self, key: int) -> str | None:
-        """The name of a parameter, given by its id; None where it is another engine's."""
-        return self._names.get(key) if owner(key) in (self, None) else None  # None: all have ended, this one, too
-
     def before(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step, and its gradients are there."""
+        """Act before an optimizer's step; its gradients are there."""
         record = self._reducer.record
+        flushed = record.decision is None
         self._reducer.clipping.before_step(
-            id(optimizer),
-            lambda: record.decision is not None and self._has_averages(optimizer),  # no flush
+            id(optimizer), lambda: not flushed and not record.waiting(optimizer).isdisjoint(record.hold(optimizer))
         )
-        self.adam.before(optimizer)
-        self._momentum.before(optimizer)
+        if stepping(optimizer) is optimizer and self.takes(optimizer):
+            self._adam.before(optimizer, list(self._arrived(optimizer)))
+        elif type(optimizer) is SGD:
+            self._momentum.before(optimizer, self._arrived(optimizer), self._spends(optimizer), 0 if flushed else 1)
         for watch in self.watchers:
             watch(optimizer)
 
     def after(self, optimizer: Optimizer) -> None:
-        """An optimizer has finished a step."""
+        """Act after an optimizer's step."""
         self._reducer.record.applied(optimizer)
         self._reducer.skipped.take_back(optimizer)
-        self.adam.after()
+        self._adam.after()
         self._momentum.after()
 
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
-        self.adam.after()
+        self._adam.after()
         self._momentum.forget()
+
+    def takes(self, optimizer: Optimizer) -> bool:
+        """Return True if Adam's steps of some of its parameters are taken here, also within one that is around it."""
+        served = {key for key in ids_of(optimizer) if (group := self._group_of(key)) and group.memory.needs_second}
+        return bool(served) and refusal(optimizer, served) is None
+
+    def _arrived(self, optimizer: Optimizer) -> Iterator[OfGroup]:
+        """Find the averages that an optimizer is about to apply for the first time."""
+        waiting = self._reducer.record.waiting(optimizer)
+        for settings in optimizer.param_groups:
+            named = [(p, self._name_of(id(p)) or "") for p in settings["params"] if p.grad is not None]
+            yield settings, [Arrived(p, name, self._group_of(id(p))) for p, name in named if name in waiting]
+
+    def _name_of(self, key: int) -> str | None:
+        """Return the name of a parameter, given by its id; None where it is another engine's."""
+        return self._names.get(key) if owner(key) in (self, None) else None  # None: all have ended, this one, too
+
+    def _group_of(self, key: int) -> GroupReducer | None:
+        """Return the group whose averages are stepped here, given the id of a parameter; None: torch steps it."""
+        name = None if self._reducer.direct else self._name_of(key)
+        group = None if name is None else self._reducer.group_of.get(name)
+        return None if group is None or group.always_whole else group
 
     def bind(self, optimizers: Iterable[Optimizer]) -> None:
         """See :meth:`.Engine.bind`."""
         chosen, reducer = listed(optimizers), self._reducer
         self.suit(chosen)
         # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
-        with warnings.catch_warnings(action="ignore") if self._rank else nullcontext():
+        with warnings.catch_warnings(action="ignore") if self._comm.rank else nullcontext():
             for optimizer in chosen:
                 check_pair(reducer.settings.memory_in_use, optimizer)
         if reducer.settings.lr_aware:
             reducer.rates.follow(chosen)
         self.optimizers = chosen
-        for key in reducer.clipping.keys_in_place - {id(optimizer) for optimizer in chosen}:
+        for key in reducer.clipping.keys_in_place - set(map(id, chosen)):
             reducer.clipping.stop_in_place(key)
         for optimizer in chosen:
             reducer.record.hold(optimizer)
-        for optimizer in chosen:
             self._spends(stepping(optimizer))
         self._clip_as_before()
 
@@ -143,7 +158,7 @@ class OptimizerBinding:
         self._read = reducer.adoptions, decays
         if reducer.adoptions != adoptions:
             with reducer.record.changing(), reducer.on_stream.between_steps():
-                taken = [optimizer for optimizer in optimizers if self.adam.takes(optimizer)]
+                taken = [optimizer for optimizer in optimizers if self.takes(optimizer)]
                 go_on_from_dense(reducer.groups, taken, self._parameters, self._comm, self._device)
 
     def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
@@ -155,25 +170,29 @@ class OptimizerBinding:
                 nobody has applied yet are of the old ones.
         """
         settings = self._reducer.settings
-        if not self.left_open or not settings.exchange.carries_second:
-            return
-        if not any(group.sparsified for group in self._reducer.groups):  # for a while, maybe
+        if not self._chooses or not any(group.sparsified for group in self._reducer.groups):  # for a while, maybe
             return
         sparsified = self._sparsified
-        warn = partial(self._warn_once, kind="several settings")
-        memory: Memory = (self.adam.memory(optimizers, sparsified, warn) if sparsified else None) or Residual()
+        warn = partial(self._once, rank_zero_warn, kind="several settings")
+        memory: Memory = AdamRule.memory(optimizers, sparsified, warn) or Residual()
         now = settings.memory_in_use
         if memory.needs_second and now.needs_second:
             if begins and memory != now:
                 self._reducer.adapt(memory)
         elif memory != now:
-            self._remember_by(memory)
+            self._reducer.remember_by(replace(settings, memory=memory))
             if memory.needs_second:
-                self._say_once(
+                self._once(
+                    say,
                     "Adam's steps for parameters that are sparsified are taken with the second moments of all ranks' "
                     f"own gradients and without a first moment, at the optimizer's learning rate ({page('adam')}). "
-                    "memory='residual' leaves them to the optimizer."
+                    "memory='residual' leaves them to the optimizer.",
                 )
+
+    @property
+    def _chooses(self) -> bool:
+        """True if the memory follows from optimizers."""
+        return self.left_open and self._reducer.settings.exchange.carries_second
 
     @property
     def _sparsified(self) -> set[int]:
@@ -181,63 +200,60 @@ class OptimizerBinding:
         return {id(self._parameters[name]) for name in self._reducer.sparsified}
 
     def _spends(self, optimizer: Optimizer) -> bool:
-        """Whether momentum of an optimizer is spent as if averages had not waited; the user is told once."""
+        """Return True if momentum of an optimizer is spent as if averages had not waited; tell the user once."""
         memory = self._reducer.settings.memory_in_use
-        chosen = not self.left_open and memory == Residual()
-        if chosen or isinstance(memory, NoMemory) or memory.averages != "gradients":
-            return False
-        if not has_velocities(optimizer, self._sparsified):
+        keeps_gradients = not isinstance(memory, NoMemory) and memory.averages == "gradients"
+        plain = not self.left_open and memory == Residual()  # by choice
+        if not keeps_gradients or plain or not has_velocities(optimizer, self._sparsified):
             return False
         if not self.left_open:
-            self._say_once(
+            self._once(
+                say,
                 f"SGD's momentum is left to the optimizer, because memory={memory!r} was chosen: averages that have "
-                f"waited are spent late. With the default memory they are not ({page('momentum')})."
+                f"waited are spent late. With the default memory they are not ({page('momentum')}).",
             )
             return False
         if self.optimizers and not any(optimizer is stepping(each) for each in self.optimizers):
-            self._warn_once(
+            self._once(
+                rank_zero_warn,
                 "An SGD with momentum that the engine was not shown, or that another optimizer has replaced, steps "
                 f"parameters that are sparsified: averages that have waited are spent late ({page('momentum')}). Show "
                 "the engine the optimizers that step now: with Fabric fabric.setup_optimizers, elsewhere "
-                "engine.bind([...])."
+                "engine.bind([...]).",
             )
             return False
         if memory.needs_second:  # an Adam's, which holds other parameters now
             return False
-        self._say_once(
+        self._once(
+            say,
             "SGD's momentum of averages that have waited is spent at once, as far as it would have been spent by now "
-            f"({page('momentum')}). memory='residual' leaves it to the optimizer."
+            f"({page('momentum')}). memory='residual' leaves it to the optimizer.",
         )
         return True
 
-    def suit_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with the memory that a state was saved with, where nothing else says which one is meant."""
-        settings = self._reducer.settings
-        if not self.left_open or not settings.exchange.carries_second:
-            return
-        memory, now = second_moment_in(state.get("settings")), settings.memory_in_use
-        decided = self.optimizers and self._reducer.sparsified
-        if memory and memory != now and (now.needs_second or not decided):
-            self._remember_by(memory)
+    def settings_for(self, state: Mapping[str, Any]) -> SparsificationConfig:
+        """Return settings with the memory of a state, where nothing else says which one is meant."""
+        settings, memory = self._reducer.settings, second_moment_in(state["settings"])
+        decided = self.optimizers and self._reducer.sparsified and not settings.memory_in_use.needs_second
+        if memory in (None, settings.memory_in_use) or decided or not self._chooses:
+            return settings
+        return replace(settings, memory=memory)
 
-    def go_on(self, state: Mapping[str, Any], draft: Draft) -> None:
-        """A state was loaded: what has waited is what it remembers.
-
-        Args:
-            state: of this rank.
-            draft: what all ranks have made of it.
-        """
-        self._saved_clippings = list(draft.clippings)
-        kept = {name for name, vectors in state["parameters"].items() if "residual" in vectors}
-        self._momentum.go_on(kept)
-        self._reducer.lengths.load(draft.lengths)
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Follow a state that was loaded: what has waited is what it remembers."""
+        self._saved_clippings = list(state["clippings"])
+        self._momentum.go_on({name for name, vectors in state["parameters"].items() if "residual" in vectors})
+        self._reducer.lengths.load(state["lengths"])
         self._clip_as_before()
-
-    def _remember_by(self, memory: Memory) -> None:
-        self._reducer.remember_by(replace(self._reducer.settings, memory=memory))
 
     def clip(self, limit: float, algorithm: str, optimizer: Optimizer | None, in_place: bool = False) -> None:
         """See :meth:`.Engine.clip_gradients`; ``in_place``: of clipping averages."""
+        if in_place:
+            self._once(
+                say,
+                "Each rank's own gradients are clipped before they wait, and not their averages, to sqrt(n) times the "
+                f"limit ({page('training')}). memory='residual' leaves clipping to averages.",
+            )
         held = self._parameters.keys() if optimizer is None else self._reducer.record.hold(optimizer)
         key = None if optimizer is None else id(optimizer)
         self._reducer.clipping.set(Clipping(limit, algorithm), held, key, in_place)
@@ -249,22 +265,13 @@ class OptimizerBinding:
         reducer, key = self._reducer, id(optimizer)
         begun = key in reducer.clipping.keys_in_place
         if not 0 < limit < math.inf:
-            if begun:
-                reducer.clipping.stop_in_place(key)
+            reducer.clipping.stop_in_place(key)
             return False
         if not begun and (reducer.direct or not self._suits_clipping(optimizer, algorithm, known)):
             return False
-        self._clip_in_place(limit, algorithm, optimizer)
+        self.clip(limit, algorithm, optimizer, in_place=True)
         reducer.clipping.note_asked(key)
         return not reducer.direct and bool(reducer.clipping.acting & {None, key})
-
-    def _clip_in_place(self, limit: float, algorithm: str, optimizer: Optimizer) -> None:
-        """Clip gradients of an optimizer in place of their averages, from the next step on."""
-        self._say_once(
-            "Each rank's own gradients are clipped before they wait, and not their averages, to sqrt(n) times the "
-            f"limit ({page('training')}). memory='residual' leaves clipping to averages."
-        )
-        self.clip(limit, algorithm, optimizer, in_place=True)
 
     def _clip_as_before(self) -> None:
         """Clip what a state says was clipped, from the first step on: nobody asks before it is over."""
@@ -273,16 +280,11 @@ class OptimizerBinding:
             for saved in [one for one in self._saved_clippings if not held.isdisjoint(one["parameters"])]:
                 self._saved_clippings.remove(saved)
                 if self._suits_clipping(optimizer, saved["algorithm"], known=True):
-                    self._clip_in_place(saved["limit"], saved["algorithm"], optimizer)
-
-    def _has_averages(self, optimizer: Optimizer) -> bool:
-        """Whether parameters that an optimizer holds got an average since its last step."""
-        record = self._reducer.record
-        return not record.waiting(optimizer).isdisjoint(record.hold(optimizer))
+                    self.clip(saved["limit"], saved["algorithm"], optimizer, in_place=True)
 
     def _suits_clipping(self, optimizer: Optimizer, algorithm: str, known: bool) -> bool:
-        """Whether an optimizer's gradients are clipped before they wait, where nothing else was chosen."""
-        if self.adam.takes(optimizer):
+        """Return True if an optimizer's gradients are clipped before they wait, where nothing else was chosen."""
+        if self.takes(optimizer):
             return True
         # Gradients of the first step that are not clipped would wait, and move parameters without any limit later. Of
         # parameters that are sharded over ranks, each rank sees a part.
@@ -296,25 +298,16 @@ class OptimizerBinding:
     def close(self) -> None:
         """Leave optimizers alone."""
         self.forget()
-        leave(self._number)
+        leave(self)
 
-    def _sparse_group(self, name: str) -> GroupReducer | None:
-        """The group whose averages are stepped here; torch steps what is always sent as a whole."""
-        group = None if self._reducer.direct else self._reducer.group_of.get(name)
-        return None if group is None or group.always_whole else group
-
-    def _say_once(self, sentence: str) -> None:
-        if self._rank == 0 and sentence not in self._told:
-            self._told.add(sentence)
-            say(sentence)
-
-    def _warn_once(self, sentence: str, kind: str | None = None) -> None:
+    def _once(self, tell: Callable[[str], None], sentence: str, kind: str | None = None) -> None:
         """Tell the user on rank zero, which is one rank also where nobody has told processes their ranks.
 
         Args:
+            tell: says or warns.
             sentence: to say.
             kind: of sentences of which one is said; None: of this one.
         """
-        if self._rank == 0 and (kind or sentence) not in self._told:
+        if self._comm.rank == 0 and (kind or sentence) not in self._told:
             self._told.add(kind or sentence)
-            rank_zero_warn(sentence)
+            tell(sentence)

@@ -17,7 +17,7 @@ ALGORITHMS = ("norm", "value")
 
 
 class Clipping(NamedTuple):
-    """What gradients are clipped to.
+    """A limit on gradients.
 
     A limit c is meant for the average over n ranks. Of n independent gradients it is about ``sqrt(n)`` times shorter
     than each of them, so that each rank's own norm, or each of its values, is clipped to ``sqrt(n) c``, as in DGC.
@@ -25,15 +25,6 @@ class Clipping(NamedTuple):
 
     limit: float
     algorithm: str = "norm"
-
-    def check(self) -> None:
-        """Raise unless this can be done.
-
-        Raises:
-            ValueError: saying what came.
-        """
-        check_positive(self.limit, "limit")
-        expect(self.algorithm in ALGORITHMS, "algorithm", "'norm' or 'value'", self.algorithm)
 
     def apply_(self, pieces: Sequence[Tensor], world_size: int, share: float, scale: Tensor | None) -> None:
         """Clip this rank's gradients in place.
@@ -94,8 +85,12 @@ class GradientClipping:
             names: of parameters; those without coordinates are left out.
             key: id of the optimizer that holds them; None: all parameters.
             in_place: whether this is in place of clipping averages.
+
+        Raises:
+            ValueError: for a limit or an algorithm that cannot be.
         """
-        clipping.check()
+        check_positive(clipping.limit, "limit")
+        expect(clipping.algorithm in ALGORITHMS, "algorithm", "'norm' or 'value'", clipping.algorithm)
         names = frozenset(name for name in names if self._parameters[name].numel())
         if names:
             self.limits[key] = clipping, names
@@ -103,16 +98,17 @@ class GradientClipping:
             self.keys_in_place |= {key}
 
     def stop_in_place(self, key: int) -> None:
-        """Leave gradients of an optimizer, given by its id, as they are."""
-        self.keys_in_place -= {key}
-        self.limits.pop(key, None)
+        """Clip no more in place of an optimizer's averages, given its id, if that was done."""
+        if key in self.keys_in_place:
+            self.keys_in_place -= {key}
+            self.limits.pop(key, None)
 
     def note_asked(self, key: int) -> None:
-        """Clipping was asked for since an optimizer, given by its id, has stepped."""
+        """Note that clipping was asked for since an optimizer, given by its id, has stepped."""
         self._asked.add(key)
 
     def before_step(self, key: int, applies: Callable[[], bool]) -> None:
-        """An optimizer is about to step: stop clipping its gradients in place of averages if nobody asked for it.
+        """Stop clipping in place of an optimizer's averages, if it is about to step and nobody asked for it.
 
         Args:
             key: the optimizer's id.
@@ -120,7 +116,7 @@ class GradientClipping:
         """
         if key in self._asked:
             self._asked.remove(key)
-        elif key in self.keys_in_place and applies():
+        elif key in self.keys_in_place and applies():  # asked last, because it may have to look at all parameters
             self.stop_in_place(key)
 
     def begin_step(self, sparsified: Callable[[], Set[str]]) -> list[tuple[Clipping, Set[str], int]]:

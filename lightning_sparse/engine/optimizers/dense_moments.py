@@ -17,7 +17,7 @@ from lightning_sparse.engine.optimizers.kinds import stepping
 
 
 class Formed(NamedTuple):
-    """What an optimizer knows of a parameter."""
+    """The second moment that an optimizer has of a parameter."""
 
     second: Tensor
     """Corrected for its start at 0, in the parameter's shape."""
@@ -54,7 +54,8 @@ def go_on_from_dense(
     holders = {name: rank for rank, each in reversed(list(enumerate(found))) for name in each}
     if not holders:
         return
-    unknown = {name for name in holders if not bool(_second(served[name])[served[name].spans[name]].any())}
+    known = {name: group.memory.vectors(group.state.memory)["second"] for name, group in served.items()}
+    unknown = {name for name in holders if not bool(known[name][served[name].spans[name]].any())}
     fresh = set.intersection(*comm.all_gather_object(unknown, device))
     for group in groups:
         names = [name for name in group.spans if name in fresh]
@@ -70,7 +71,7 @@ def go_on_from_dense(
 
 
 def _formed(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> dict[str, Formed]:
-    """By name of the parameter, of those with names by id."""
+    """Return what optimizers have formed of the parameters with names by id; by name."""
     formed = {}
     for optimizer in map(stepping, optimizers):
         for group in optimizer.param_groups:
@@ -83,7 +84,3 @@ def _formed(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> dict[s
                     corrected = second / (1 - float(group["betas"][1]) ** steps)
                     formed[names[id(parameter)]] = Formed(corrected, steps)
     return formed
-
-
-def _second(group: GroupReducer) -> Tensor:
-    return group.memory.vectors(group.state.memory)["second"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from typing import Any, Protocol
 
@@ -20,53 +19,45 @@ class StepListener(Protocol):
     """
 
     def before(self, optimizer: Optimizer) -> None:
-        """The optimizer is about to step, and its gradients are there. Of nested ones, the outer one comes first."""
+        """Act before the optimizer's step, when its gradients are there. Of nested ones, the outer one comes first."""
 
     def after(self, optimizer: Optimizer) -> None:
-        """The optimizer has finished a step."""
+        """Act after the optimizer's step."""
 
     def forget(self) -> None:
         """Undo what :meth:`before` has done, if a step has failed since."""
 
     def holds(self, key: int) -> bool:
-        """Whether it is for a parameter, given by its id."""
+        """Return True if it is for a parameter, given by its id."""
 
 
-_numbers = itertools.count()
-_listeners: dict[int, weakref.ref[StepListener]] = {}
-"""In the order in which they came. A dict of its own: it is asked for each parameter in each step, and a
-``WeakValueDictionary`` takes nine times as long to go through."""
+_listeners: list[weakref.ref[StepListener]] = []
+"""In the order in which they came."""
 
 
-def listen(listener: StepListener) -> int:
-    """Call it from now on; returns its number, for :func:`leave`."""
+def listen(listener: StepListener) -> None:
+    """Call it from now on, until it leaves or is gone."""
     _register_hooks()
-    number = next(_numbers)
-    _listeners[number] = weakref.ref(listener, lambda _: leave(number))
-    return number
+    _listeners.append(weakref.ref(listener, _listeners.remove))
 
 
-def leave(number: int) -> None:
+def leave(listener: StepListener) -> None:
     """Call it no more."""
-    _listeners.pop(number, None)
+    _listeners[:] = [known for known in _listeners if known() is not listener]
 
 
 def owner(key: int) -> StepListener | None:
-    """The latest listener for a parameter, given by its id: one that has not left does nothing for a later one."""
-    for known in reversed(list(_listeners.values())):
-        listener = known()
-        if listener is not None and listener.holds(key):
-            return listener
-    return None
+    """Return the latest listener for a parameter, given by its id: an earlier one does nothing for it any more."""
+    return next((listener for listener in reversed(_all()) if listener.holds(key)), None)
 
 
 def _all() -> list[StepListener]:
-    return [listener for known in list(_listeners.values()) if (listener := known()) is not None]
+    return [listener for known in list(_listeners) if (listener := known()) is not None]
 
 
 @functools.cache
 def _register_hooks() -> None:
-    """Once, for all engines: torch goes through the hooks of a step when it begins, before a closure makes others.
+    """Register them once, for all engines: torch goes through hooks when a step begins, before a closure makes others.
 
     Where an optimizer's step is compiled, they are not.
     """
@@ -75,7 +66,7 @@ def _register_hooks() -> None:
 
 
 def _begin(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The gradients may be formed within the step, by a closure."""
+    """Let listeners act, at once or behind a closure that forms the gradients within the step."""
     for each in _all():
         each.forget()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

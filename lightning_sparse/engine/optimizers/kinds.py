@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_sparse.core.checks import expect
+
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -30,12 +32,12 @@ class Found:
 
 
 def is_adam(kind: type[Optimizer]) -> bool:
-    """Whether it is torch's Adam or AdamW, or this package's; of other subclasses nobody knows what their steps are."""
+    """Return True for torch's Adam and AdamW and this package's; nobody knows the steps of other subclasses."""
     return kind in (torch.optim.Adam, torch.optim.AdamW) or Found in kind.__bases__
 
 
 def stepping(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that takes the steps of one that is wrapped around it.
+    """Return the optimizer that takes the steps of one that is wrapped around it.
 
     Such are ``ZeroRedundancyOptimizer`` and ``PostLocalSGDOptimizer`` of torch (``.optim``), and those that Lightning
     and Fabric hand out (``.optimizer``).
@@ -45,24 +47,19 @@ def stepping(optimizer: Optimizer) -> Optimizer:
         >>> type(stepping(torch.optim.AdamW([weight]))).__name__
         'AdamW'
     """
+    sharded = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
     for name in ("optim", "optimizer"):
         inner = getattr(optimizer, name, None)
-        if isinstance(inner, Optimizer) and _takes_all_steps(inner, optimizer):
+        if not isinstance(inner, Optimizer) or inner is optimizer:
+            continue
+        # Not one for some parameters only, as in mixed optimizers. Of a sharded one it is this rank's part.
+        if sharded or ids_of(inner) == ids_of(optimizer):
             return stepping(inner)
     return optimizer
 
 
-def _takes_all_steps(inner: Optimizer, optimizer: Optimizer) -> bool:
-    """Whether one takes all steps of another one, and not those of some parameters only, as in mixed optimizers."""
-    if inner is optimizer:
-        return False
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-        return True  # of this rank's part; other ranks take the others
-    return ids_of(inner) == ids_of(optimizer)
-
-
 def listed(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Several optimizers, as users give them.
+    """Return several optimizers, as users give them, as a list.
 
     Raises:
         ValueError: for something else.
@@ -76,34 +73,31 @@ def listed(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 
 def check_is_optimizer(given: Any) -> None:
     """Raise a ValueError unless this is an optimizer, or made like one."""
-    if not hasattr(given, "param_groups"):
-        raise ValueError(f"Expected optimizer to be an optimizer, but got {given!r}.")
+    expect(hasattr(given, "param_groups"), "optimizer", "an optimizer", given)
 
 
 def ids_of(optimizer: Optimizer) -> set[int]:
-    """The ids of the parameters that an optimizer holds."""
+    """Return the ids of the parameters that an optimizer holds."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def made_for(parameters: Collection[int]) -> list[Optimizer]:
-    """Optimizers of this package that hold some of these parameters, given by their ids."""
+    """Return the optimizers of this package that hold some of these parameters, given by their ids."""
     return [optimizer for optimizer in list(_made) if holds(optimizer, parameters)]
 
 
 def holds(optimizer: Optimizer, parameters: Collection[int]) -> bool:
-    """Whether an optimizer holds some of these parameters, given by their ids."""
+    """Return True if an optimizer holds some of these parameters, given by their ids."""
     return any(_groups(optimizer, parameters))
 
 
 def _groups(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[dict[str, Any]]:
-    """Its groups that hold some of these parameters."""
-    for group in optimizer.param_groups:
-        if any(id(parameter) in parameters for parameter in group["params"]):
-            yield group
+    """Return its groups that hold some of these parameters."""
+    return (group for group in optimizer.param_groups if any(id(p) in parameters for p in group["params"]))
 
 
 def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
-    """Why the engine cannot take an optimizer's steps for some parameters; None: it can.
+    """Say why the engine cannot take an optimizer's steps for some parameters; None: it can.
 
     Args:
         optimizer: any.
@@ -124,7 +118,7 @@ def refusal(optimizer: Optimizer, parameters: Collection[int]) -> str | None:
 
 
 def decays_of(optimizers: Iterable[Optimizer]) -> list[tuple[float | None, float | None]]:
-    """The second beta and eps of each parameter group of Adams; None: only a device knows it."""
+    """Return the second beta and eps of each parameter group of Adams; None: only a device knows it."""
 
     def known(value: Any) -> float | None:
         return None if isinstance(value, torch.Tensor) and value.device.type != "cpu" else float(value)
@@ -134,7 +128,7 @@ def decays_of(optimizers: Iterable[Optimizer]) -> list[tuple[float | None, float
 
 
 def settings_of(optimizers: Iterable[Optimizer], parameters: Collection[int]) -> set[tuple[float, float]]:
-    """The second beta and eps that optimizers have for some parameters."""
+    """Return the second betas and eps that optimizers have for some parameters."""
     return {
         (float(group["betas"][1]), float(group["eps"]))
         for optimizer in optimizers

@@ -59,11 +59,11 @@ class LearningRates:
 
     @property
     def known(self) -> bool:
-        """Whether there is an optimizer to follow."""
+        """True if there is an optimizer to follow."""
         return bool(self._optimizers)
 
     def surplus_of(self, numels: Mapping[str, int], step: int, density: float) -> float:
-        """The surplus of a group: the geometric mean over its coordinates, since one threshold serves all of them.
+        """Return the surplus of a group: the geometric mean over its coordinates, as one threshold serves all of them.
 
         Args:
             numels: coordinates of its parameters, by name.
@@ -93,20 +93,14 @@ class LearningRates:
         return max(1.0, surplus * (1 - density) ** max(0, step - since))
 
     def factors(self) -> dict[str, float]:
-        """``lr_old / lr_new`` of the parameters whose rate has changed since the last call."""
-        factors = {}
-        latest = dict(self.latest)
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                if not (rate := float(group["lr"])) > 0:
-                    continue
-                for parameter in group["params"]:
-                    name = self._names.get(id(parameter))
-                    if name is None:
-                        continue
-                    before = latest.get(name, rate)
-                    if before != rate:
-                        factors[name] = before / rate
-                    latest[name] = rate
-        self.latest = latest
-        return factors
+        """Return ``lr_old / lr_new`` of the parameters whose rate has changed since the last call."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        rates = {
+            name: rate
+            for group in groups
+            if (rate := float(group["lr"])) > 0
+            for parameter in group["params"]
+            if (name := self._names.get(id(parameter))) is not None
+        }
+        before, self.latest = self.latest, {**self.latest, **rates}
+        return {name: before[name] / rate for name, rate in rates.items() if before.get(name, rate) != rate}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ LONGEST = 255
 PIECE = 1 << 24
 """Elements that are worked on at once where that takes memory: of float32, 64 MiB for each vector on the way."""
 TABLES = 8
-"""Kept for settings that were used before; schedules of the momentum make new ones at every step."""
+"""Tables that are kept; schedules of the momentum make new ones at every step."""
 LEAST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 """Smallest magnitudes above 0."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,7 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def spent(momentum: float, waited: Any) -> Any:
-    """The share of an average's momentum that it would have spent, had its gradients not waited.
+    """Return the share of an average's momentum that it would have spent, had its gradients not waited.
 
     Heavy-ball momentum adds a gradient to a velocity, ``m = momentum m + gradient``, and moves parameters by it in that
     step and, ``momentum`` times shorter each time, in all that follow. An average that arrives at a coordinate t steps
@@ -53,18 +53,18 @@ def spent(momentum: float, waited: Any) -> Any:
 
 
 class Momentum(NamedTuple):
-    """What ``torch.optim.SGD`` does with the velocities of a parameter group."""
+    """The way in which ``torch.optim.SGD`` uses the velocities of a parameter group."""
 
     rate: float | Tensor
     """Learning rate."""
     momentum: float
     share: float
-    """What a velocity takes of a gradient: 1 less the dampening, below 0 where the optimizer maximizes."""
+    """Of a gradient that a velocity takes: 1 less the dampening, below 0 where the optimizer maximizes."""
     nesterov: bool
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> Momentum | None:
-        """That of a parameter group of ``torch.optim.SGD``; None: there is none that could be spent earlier."""
+        """Read it from a parameter group of ``torch.optim.SGD``; None: there is none that could be spent earlier."""
         if not 0 < group["momentum"] < 1 or group["differentiable"]:
             return None
         rate = group["lr"]
@@ -75,7 +75,7 @@ class Momentum(NamedTuple):
 
     @property
     def reach(self) -> Any:
-        """How far a velocity of 1 moves parameters in all steps that follow."""
+        """The distance that a velocity of 1 moves parameters in all steps that follow."""
         return self.rate * (self.momentum ** (1 + self.nesterov) / (1 - self.momentum))
 
 
@@ -92,7 +92,7 @@ class Stepped(NamedTuple):
 
 
 def has_velocities(optimizer: Optimizer, parameters: Collection[int]) -> bool:
-    """Whether an optimizer is ``torch.optim.SGD`` with momentum for some parameters, given by their ids."""
+    """Return True for ``torch.optim.SGD`` with momentum for some parameters, given by their ids."""
     return type(optimizer) is SGD and any(
         Momentum.of(group) is not None and any(id(parameter) in parameters for parameter in group["params"])
         for group in optimizer.param_groups
@@ -104,7 +104,7 @@ class Spending:
 
     def __init__(self) -> None:
         self._addresses = Addresses()
-        self._shares: dict[Any, Tensor] = {}
+        self._shares_of = lru_cache(maxsize=TABLES)(_shares_of)
 
     @torch.no_grad()
     def spend_(self, stepped: Sequence[Stepped], by: Momentum, skip: Tensor | None = None, steps: int = 1) -> None:
@@ -125,11 +125,11 @@ class Spending:
         for one in stepped:
             host = not static_shapes(one.grad.device) and skip is None and not isinstance(by.rate, Tensor)
             if host and all(x.stride() == one.grad.stride() for x in one) and fills_memory(one.grad):
-                _where_arrived_(one, by, self._shares_of(by, one.grad.device), steps)
+                _where_arrived_(one, by, self._shares_of(by.momentum, by.share, one.grad.device), steps)
             else:
                 elsewhere[(one.grad.device, *(x.dtype for x in one), _serves(one, by, skip))].append(one)
         for what, alike in elsewhere.items():
-            how = by, self._shares_of(by, what[0]), skip, steps
+            how = by, self._shares_of(by.momentum, by.share, what[0]), skip, steps
             form = Spending, what, isinstance(by.rate, Tensor), skip is None
             if what[-1] and on_cuda.tried(form, partial(_rehearse, alike[0], *how)):
                 _in_triton_(self._addresses, what, alike, *how)
@@ -137,19 +137,16 @@ class Spending:
             for piece in in_pieces(alike, PIECE):
                 _everywhere_([Stepped(*part) for part in piece], *how)
 
-    def _shares_of(self, by: Momentum, device: torch.device) -> Tensor:
-        """(LONGEST + 1,) what is spent of an average that has waited so many steps, float64; nothing after 0."""
-        what = by.momentum, by.share, device
-        if what not in self._shares:
-            if len(self._shares) == TABLES:
-                self._shares.clear()
-            waited = torch.arange(LONGEST + 1, dtype=torch.float64, device=device).clamp_(min=1)
-            self._shares[what] = spent(by.momentum, waited) * by.share
-        return self._shares[what]
+
+def _shares_of(momentum: float, share: float, device: torch.device) -> Tensor:
+    """Return (LONGEST + 1,) float64: the part of an average that is spent after so many steps; nothing after 0."""
+    waited = torch.arange(LONGEST + 1, dtype=torch.float64, device=device).clamp_(min=1)
+    shares: Tensor = spent(momentum, waited) * share
+    return shares
 
 
 def _serves(one: Stepped, by: Momentum, skip: Tensor | None) -> bool:
-    """Whether there is a kernel for a parameter."""
+    """Return True if there is a kernel for a parameter."""
     tensors = [*one, *(x for x in (by.rate, skip) if isinstance(x, Tensor))]
     if not on_cuda.takes(one.parameter) or not one.parameter.numel() or not {x.dtype for x in one[:3]} <= set(DTYPES):
         return False
@@ -159,7 +156,7 @@ def _serves(one: Stepped, by: Momentum, skip: Tensor | None) -> bool:
 
 
 def _where_arrived_(one: Stepped, by: Momentum, shares: Tensor, steps: int) -> None:
-    """On the CPU, where vectors are laid out alike, without gaps: few coordinates are touched."""
+    """Spend on the CPU, where vectors are laid out alike, without gaps: few coordinates are touched."""
     parameter, grad, velocity, waited = (flattened(x) for x in one)
     places = _nonzero(grad)
     waited.clamp_(max=LONGEST - steps).add_(steps)
@@ -172,7 +169,7 @@ def _where_arrived_(one: Stepped, by: Momentum, shares: Tensor, steps: int) -> N
 
 
 def _everywhere_(stepped: Sequence[Stepped], by: Momentum, shares: Tensor, skip: Tensor | None, steps: int) -> None:
-    """The same without coordinates, so that no host has to know them; as many operations for any number of them."""
+    """Spend without coordinates, so that no host has to know them; as many operations for any number of parameters."""
     parameters, grads, velocities, kept = (list(each) for each in zip(*stepped, strict=True))
     grad, waited = (torch.cat([x.reshape(-1) for x in each]) for each in (grads, kept))
     wide = torch.promote_types(grad.dtype, torch.float32)
@@ -199,7 +196,7 @@ def _in_triton_(
     skip: Tensor | None,
     steps: int,
 ) -> None:
-    """The same in one launch."""
+    """Spend in one launch."""
     from lightning_sparse.ops.triton import momentum as triton_momentum
 
     parameters, grads, velocities, kept = zip(*stepped, strict=True)
@@ -228,7 +225,7 @@ def _rehearse(one: Stepped, by: Momentum, shares: Tensor, skip: Tensor | None, s
 
 
 def _nonzero(flat: Tensor) -> Tensor:
-    """Where a vector on the CPU is not zero, ascending."""
+    """Return the ascending indices at which a vector on the CPU is not zero."""
     if flat.dtype not in LEAST:
         return flat.nonzero().flatten()
     return above(flat, torch.tensor(LEAST[flat.dtype], dtype=flat.dtype, device="cpu"))[0]

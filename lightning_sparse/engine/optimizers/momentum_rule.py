@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.optimizers.arrived import OfGroup
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 
 WAITED = "waited"
-"""Where SGD's state of a parameter keeps the steps since an average arrived, see :class:`.Stepped`."""
+"""Key of the steps since an average arrived in SGD's state of a parameter, see :class:`.Stepped`."""
 
 
 class MomentumRule:
@@ -27,22 +27,10 @@ class MomentumRule:
 
     Args:
         name_of: the name of a parameter, given by its id; None where it is not the engine's.
-        group_of: the group of a parameter, by name; None where averages are dense.
-        handed_out: names of the parameters that got an average since an optimizer took a step.
-        flushed: whether the latest averages are those of a flush between two steps.
-        serves: whether this is for an optimizer, which is ``torch.optim.SGD`` then, and none that is around it.
     """
 
-    def __init__(
-        self,
-        name_of: Callable[[int], str | None],
-        group_of: Callable[[str], GroupReducer | None],
-        handed_out: Callable[[Optimizer], Set[str]],
-        flushed: Callable[[], bool],
-        serves: Callable[[Optimizer], bool],
-    ) -> None:
+    def __init__(self, name_of: Callable[[int], str | None]) -> None:
         self._name_of = name_of
-        self._group_of, self._handed_out, self._flushed, self._serves = group_of, handed_out, flushed, serves
         self._spending = Spending()
         self._noted: list[_Noted] = []
         """The step that an optimizer is taking."""
@@ -52,42 +40,43 @@ class MomentumRule:
         """Optimizers that have stepped since the residuals are as they are."""
 
     def go_on(self, names: Set[str]) -> None:
-        """The residuals of these parameters were loaded, and all others start empty."""
+        """Note that the residuals of these parameters were loaded, and all others start empty."""
         self._kept, self._met = names, WeakSet()
 
-    def before(self, optimizer: Optimizer) -> None:
-        """Note with which averages it steps, and by which settings."""
-        if type(optimizer) is not SGD:
-            return
+    def before(self, optimizer: SGD, arrived: Iterable[OfGroup], serves: bool, steps: int) -> None:
+        """Note with which averages an optimizer steps, and by which settings.
+
+        Args:
+            optimizer: not one around it.
+            arrived: what it is about to apply.
+            serves: whether its momentum is spent.
+            steps: gradients that came since its latest step: 1, or 0 in a flush between two steps.
+        """
+        kept = optimizer.state
         if optimizer not in self._met:
             self._met.add(optimizer)
-            for parameter, state in optimizer.state.items():
+            for parameter, state in kept.items():
                 if (name := self._name_of(id(parameter))) is not None and name not in self._kept:
                     state.pop(WAITED, None)  # of residuals that are gone; others may have trained since
-        serves = self._serves(optimizer)
-        if not serves and not any(WAITED in state for state in optimizer.state.values()):
+        if not serves and not any(WAITED in state for state in kept.values()):
             return
-        skip, handed_out = getattr(optimizer, "found_inf", None), self._handed_out(optimizer)
-        for settings in optimizer.param_groups:
-            by = Momentum.of(settings)
+        skip = getattr(optimizer, "found_inf", None)
+        for settings, ones in arrived:
             early, whole = [], []
-            for parameter in settings["params"]:
-                if by is None:
-                    optimizer.state.get(parameter, {}).pop(WAITED, None)
-                name = self._name_of(id(parameter))
-                if by is None or parameter.grad is None or name is None or name not in handed_out:
-                    continue
-                group = self._group_of(name)
-                grad = parameter.grad.clone() if _adds_to_grad(settings, parameter.grad) else parameter.grad
+            by = Momentum.of(settings)
+            for parameter in settings["params"] if by is None else ():
+                kept.get(parameter, {}).pop(WAITED, None)
+            for parameter, _, group in ones if by is not None else ():
+                average = parameter, _unchanged(parameter.grad, settings)
                 if group is None or group.all_arrived or not group.sparsified:
-                    if WAITED in optimizer.state.get(parameter, {}):
-                        whole.append((parameter, grad))
+                    if WAITED in kept.get(parameter, {}):
+                        whole.append(average)
                 elif serves:
-                    early.append((parameter, grad))
+                    early.append(average)
                 else:
-                    optimizer.state.get(parameter, {}).pop(WAITED, None)
+                    kept.get(parameter, {}).pop(WAITED, None)
             if by is not None and (early or whole):
-                self._noted.append(_Noted(optimizer, early, whole, by, skip, 0 if self._flushed() else 1))
+                self._noted.append(_Noted(optimizer, early, whole, by, skip, steps))
 
     def after(self) -> None:
         """Spend what is noted."""
@@ -111,7 +100,7 @@ class MomentumRule:
                     optimizer.state[parameter][WAITED].mul_(skip > 0)
 
     def forget(self) -> None:
-        """A step that has failed is not made up for."""
+        """Make up for nothing: the step has failed."""
         self._noted = []
 
 
@@ -128,8 +117,9 @@ class _Noted(NamedTuple):
     steps: int
 
 
-def _adds_to_grad(settings: Mapping[str, Any], grad: Tensor) -> bool:
-    """Whether a step leaves more than the average in ``.grad``: torch adds Nesterov's velocity there in ``foreach``."""
+def _unchanged(grad: Tensor | None, settings: Mapping[str, Any]) -> Tensor:
+    """Return the average as it is after the step, too: ``foreach`` adds Nesterov's velocity to it."""
+    assert grad is not None
     foreach = settings["foreach"] or (settings["foreach"] is None and grad.device.type != "cpu")
     copied = settings["weight_decay"] or settings["maximize"] or settings["fused"]
-    return bool(settings["nesterov"] and foreach and not copied)
+    return grad.clone() if settings["nesterov"] and foreach and not copied else grad

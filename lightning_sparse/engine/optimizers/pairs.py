@@ -12,7 +12,7 @@ ADAPTING = {"betas", "rho", "alpha", "etas", "lr_decay", "beta2_decay", "history
 
 
 def adapts(optimizer: Optimizer) -> bool:
-    """Whether an optimizer divides gradients by a size of its own, as all of torch's do but SGD."""
+    """Return True if an optimizer divides gradients by a size of its own, as all of torch's do but SGD."""
     return any(ADAPTING & group.keys() for group in optimizer.param_groups)
 
 

@@ -20,7 +20,8 @@ from lightning_sparse.ops import static_shapes
 SAMPLED = 64
 """Coordinates of a parameter that are compared."""
 FAR, MANY = 0.05, 0.02
-"""How far from the factor a coordinate may be, relative to it, and what share of coordinates may be further away."""
+"""Distance from the factor that a coordinate may have, relative to it; share of coordinates that may be further away.
+"""
 
 
 class Handed(NamedTuple):
@@ -106,7 +107,7 @@ def factors_of(handed: Handed, gradients: Sequence[Tensor | None], scale: Tensor
 
 
 class Lengths:
-    """How long averages were as optimizers got them, as Adam's second moment would know it.
+    """Lengths of averages as optimizers got them, as Adam's second moment would know them.
 
     With s the factor of a step, ``D = decay D + (1 - decay) (s^2 - 1)``, corrected for its start at 0 as Adam's second
     moment is, and ``sqrt(1 + D)`` the length: dense Adam's ``v`` would hold ``s^2 g^2``, whose mean is that of ``g^2``
@@ -119,10 +120,10 @@ class Lengths:
         self._known: Mapping[str, Tensor] = {}
         """Of each parameter, (2,) float64: D before its correction, and the correction. Replaced, never written to."""
         self._began: Mapping[str, Tensor] = {}
-        """The same when the latest exchange began, before its averages were applied."""
+        """:attr:`_known` when the latest exchange began, before its averages were applied."""
 
     def begin_step(self) -> None:
-        """An exchange begins: averages of the one before count as applied."""
+        """Begin an exchange: averages of the one before count as applied."""
         self._began = self._known
 
     def follow(self, names: Sequence[str], factors: Tensor, decay: float) -> Tensor:
@@ -144,7 +145,7 @@ class Lengths:
         return lengths.where(known.squeeze(1), 1.0)
 
     def state(self, waiting: Set[str] = frozenset()) -> dict[str, list[float]]:
-        """Plain data, by name; waits for the device.
+        """Return plain data, by name; waits for the device.
 
         Args:
             waiting: names of parameters whose latest averages do not count as applied.
@@ -162,7 +163,7 @@ class Lengths:
 
 
 def advice(parameters: Mapping[str, Parameter], odd: float) -> str:
-    """A sentence for averages that were changed otherwise than by a factor."""
+    """Return a sentence for averages that were changed otherwise than by a factor."""
     name = next(iter(parameters))
     return (
         f"Between backward and the optimizer's step, {odd:.0%} of the averages that were looked at, those of {name} "

@@ -32,7 +32,7 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.merging import merge_states
 from lightning_sparse.engine.state.plain import checksum
-from lightning_sparse.engine.state.schema import State, check_state, with_pending
+from lightning_sparse.engine.state.schema import NOTHING, State, check_state, with_pending
 from lightning_sparse.engine.state.side_files import (
     Path,
     SideFile,
@@ -45,9 +45,17 @@ from lightning_sparse.engine.state.side_files import (
 )
 
 DENSE = "it is of a training without this exchange"
-"""What is in the way of a rank whose checkpoint nothing waited for: on all ranks, nothing is."""
+"""Problem of a rank whose checkpoint nothing waited for: if all ranks have it, it is none."""
 FORMAT = 2
 """Version of the format of side files and of the marker; changes when their meaning does."""
+MARKER: dict[str, int | str] = {
+    "world_size": 1,
+    "step": 0,
+    "global_step": -1,
+    "save": r"\w+-\d+",
+    "directory": r"[^/\\\0]+\.sparse",
+}
+"""Fields of the marker: the least number, or the pattern of a text."""
 
 
 class SideFiles:
@@ -104,8 +112,9 @@ class SideFiles:
                 state, problem = _take(engine, newest)
         step = 0 if state is None else state["step"]
         if state is not None:
-            content = _sealed({"save": own.save, "global_step": counted, "state": state})
-            problem = self._write(content, own.name, path, write)
+            # File formats have checksums of their own, which readers do not look at: torch.load takes any bits.
+            content = {"save": own.save, "global_step": counted, "state": state}
+            problem = self._write({**content, "checksum": checksum(content)}, own.name, path, write)
         oldest = ""
         if comm is not None:
             notes = comm.all_gather_object(Note(_oldest_needed(path, own), problem), engine.device)
@@ -198,29 +207,25 @@ def restore(
         RuntimeError: on all ranks, if ``strict`` and not everything fits.
     """
     comm = engine.comm
-    state, fact, problem = None, "", ""
+    state, step, problem = State(), "0", ""
     try:
-        if dense:
-            raise SideFileError(DENSE)
-        if marker is None:
-            raise SideFileError("it was saved without them")
+        if dense or marker is None:
+            raise SideFileError(DENSE if dense else "it was saved without them")
         _check_marker(marker)
-        fact = str(marker["step"])
+        step = str(marker["step"])
         state = _read_state(path, marker, comm, load)
     except Exception as error:  # of any plugin and any file system
         problem = reason(error, SideFileError)
-    notes = comm.all_gather_object(Note(fact, problem), engine.device)
-    trouble = by_reason(notes)
-    dropped, remarks = "", []
-    if not trouble and state is not None and marker is not None:
-        resized = marker["world_size"] != comm.world_size
-        if resized and resize == "zero":
-            state, dropped = _emptied(state, comm)
-        try:
-            remarks = engine.load_state_dict(state)
-        except ValueError as error:  # on all ranks
-            trouble = str(error)
-    if trouble or state is None or marker is None:
+    notes = comm.all_gather_object(Note(step, problem), engine.device)
+    trouble, dropped, remarks = by_reason(notes), "", []
+    resized = not trouble and marker is not None and marker["world_size"] != comm.world_size
+    if resized and resize == "zero":
+        state, dropped = _emptied(state, comm)
+    try:
+        remarks = [] if trouble else engine.load_state_dict(state)
+    except ValueError as error:  # on all ranks
+        trouble = str(error)
+    if trouble:
         text = (
             f"The residuals of the sparsified exchange were not restored from checkpoint {os.fspath(path)}: "
             f"{trouble.rstrip('.')}."
@@ -235,11 +240,7 @@ def restore(
                 "written is lost. Expect a small dent in the curve.",
                 stacklevel=2,
             )
-        nothing: State = {
-            "parameters": {}, "counters": {}, "groups": [], "rates": {}, "surplus": {}, "spans": {}, "pending": {},
-            "absorbed": [],
-        }  # fmt: skip
-        engine.load_state_dict({**engine.state_dict(), **nothing, "step": int(notes[0].fact or 0)})
+        engine.load_state_dict({**engine.state_dict(), **NOTHING, "step": int(notes[0].fact)})
         return
     if dropped and comm.rank == 0:
         warnings.warn(dropped, stacklevel=2)
@@ -255,20 +256,15 @@ def restore(
 
 
 def _take(engine: Engine, moment: int | None = None) -> tuple[State | None, str]:
-    """The state of an engine, and what went wrong."""
+    """Take the state of an engine; return it, and what went wrong."""
     try:
         return engine.state_dict(None if moment is None else torch.tensor([moment], device="cpu")), ""
     except Exception as error:  # of any memory
         return None, reason(error, RuntimeError)
 
 
-def _sealed(content: dict[str, Any]) -> dict[str, Any]:
-    """With a checksum. File formats have their own, which readers do not look at: torch.load takes any bits."""
-    return {**content, "checksum": checksum(content)}
-
-
 def _check_marker(marker: Any) -> None:
-    """A checkpoint may come from anywhere, and some of these become parts of paths.
+    """Raise unless the marker is one: a checkpoint may come from anywhere, and some fields become parts of paths.
 
     Raises:
         SideFileError: if anything is not as :meth:`SideFiles.beside` gives it.
@@ -276,20 +272,18 @@ def _check_marker(marker: Any) -> None:
     if not isinstance(marker, dict) or marker.get("format") != FORMAT:
         kind = repr(marker.get("format")) if isinstance(marker, dict) else f"a {type(marker).__name__}"
         raise SideFileError(f"they are in format {kind}, and this version of lightning-sparse knows {FORMAT}")
-    whole = {"world_size": 1, "step": 0, "global_step": -1}
-    for field, least in whole.items():
+    for field, expected in MARKER.items():
         value = marker.get(field)
-        if not is_integer(value) or value < least:
-            raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
-    patterns = {"save": r"\w+-\d+", "directory": r"[^/\\\0]+\.sparse"}
-    for field, pattern in patterns.items():
-        value = marker.get(field)
-        if not isinstance(value, str) or re.fullmatch(pattern, value, re.ASCII) is None:
+        if isinstance(expected, int):
+            fits = is_integer(value) and value >= expected
+        else:
+            fits = isinstance(value, str) and re.fullmatch(expected, value, re.ASCII) is not None
+        if not fits:
             raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
 
 
 def _read_state(path: Path, marker: dict[str, Any], comm: TorchCollective, load: Callable[[str], Any]) -> State:
-    """This rank's own state, or what became of all of them if there were more or fewer ranks."""
+    """Read this rank's own state, or merge those of all ranks if there were more or fewer."""
     if marker["world_size"] == comm.world_size:
         return _read(path, marker, comm.rank, load)
     return merge_states(_read(path, marker, rank, load) for rank in range(marker["world_size"]))
@@ -312,15 +306,15 @@ def _read(path: Path, marker: dict[str, Any], rank: int, load: Callable[[str], A
         check_state(state)
     except ValueError as error:
         raise SideFileError(f"{file.name} holds no state: {error}") from error
-    expected = {"rank": rank, "world_size": marker["world_size"], "step": marker["step"]}
-    same = all(content[key] == marker[key] for key in ("save", "global_step"))
-    if not same or any(state[key] != value for key, value in expected.items()):
+    said = {**state, "save": content["save"], "global_step": content["global_step"]}
+    expected = {key: marker[key] for key in ("save", "global_step", "world_size", "step")} | {"rank": rank}
+    if any(said[key] != value for key, value in expected.items()):
         raise SideFileError(f"{file.name} holds something else than its name says")
     return state
 
 
 def _locate(path: Path, directory: str, file: SideFile) -> str:
-    """Beside the checkpoint, beside what it links to, or where it was copied from in the same folder."""
+    """Find a side file beside the checkpoint, beside what it links to, or where it was copied from in its folder."""
     places = [side_directory(path)]
     file_system, local = url_to_fs(os.fspath(path))
     if isinstance(file_system, LocalFileSystem):
@@ -338,19 +332,19 @@ def _locate(path: Path, directory: str, file: SideFile) -> str:
 
 
 def _emptied(state: State, comm: TorchCollective) -> tuple[State, str]:
-    """A merged state that remembers nothing, and a sentence that says what is lost."""
-    whole = with_pending(state, 1)["parameters"]
-    pending = [vectors["residual"] for vectors in whole.values() if "residual" in vectors]
-    norm = sum(float(residual.double().square().sum()) for residual in pending) ** 0.5
-    nothing: State = {"parameters": {name: {} for name in state["parameters"]}, "counters": {}, "pending": {}}
-    return {**state, **nothing}, (
+    """Return a merged state without what it remembered, and a sentence that says what is lost."""
+    whole = with_pending(state, 1)["parameters"].values()
+    residuals = [vectors["residual"].double() for vectors in whole if "residual" in vectors]
+    norm = sum(float(residual.square().sum()) for residual in residuals) ** 0.5
+    empty: State = {name: {} for name in state["parameters"]}
+    return {**state, "parameters": empty, "counters": {}, "pending": {}}, (
         f"Training continues with {comm.world_size} ranks instead of {state['world_size']} and resize='zero': the "
         f"residuals, an update of norm {norm:.4g} that was still to be sent, are dropped."
     )
 
 
 def _oldest_needed(path: Path, own: SideFile) -> str:
-    """Number of the oldest save of this run that may still be needed; empty: keep everything.
+    """Return the number of the oldest save of this run that may still be needed; empty: keep everything.
 
     Rank 0 writes side file, checkpoint, side file, checkpoint, ... of a path one after the other. Where its newest side
     file is there, complete or not, the checkpoint of the one before is complete.

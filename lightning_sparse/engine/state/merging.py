@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +13,11 @@ from lightning_sparse.engine.state.schema import STATE_FORMAT, State, check_stat
 
 
 def merge_states(states: Iterable[State]) -> State:
-    """One state for any number of ranks, from the states of all ranks of a run.
+    """Make one state for any number of ranks from the states of all ranks of a run.
 
     Every vector becomes its mean over the old ranks, ``1/W sum_i v_i``, in double precision and then in its own. If all
     of n new ranks load it, their mean residual is that mean again: the update that was still to be sent is unchanged,
-    and so are sums of momenta. What was learned about groups, such as thresholds, starts anew.
+    and so are sums of momenta. What was learned about groups, such as thresholds, starts anew. All else is rank 0's.
 
     Args:
         states: of ``Engine.state_dict()``, one of each old rank, in any order. Taken one at a time: a
@@ -48,41 +49,31 @@ def merge_states(states: Iterable[State]) -> State:
         ([1.5, 1.5, 1.5], 7)
     """
     expect(isinstance(states, Iterable), "states", "several states of Engine.state_dict()", states)
-    head: State = {}
     sums: dict[str, dict[str, Tensor]] = {}
     dtypes: dict[tuple[str, str], torch.dtype] = {}
-    ranks: list[int] = []
-    pending: State = {}
-    absorbed: list[str] = []
-    for state in states:
-        check_state(state)
-        shapes = {name: {key: v.shape for key, v in vectors.items()} for name, vectors in state["parameters"].items()}
-        if not ranks:
-            head = {key: value for key, value in state.items() if key not in ("parameters", "groups", "pending")}
-            sums = {
-                name: {key: torch.zeros(shape, dtype=torch.float64, device="cpu") for key, shape in vectors.items()}
-                for name, vectors in shapes.items()
-            }
-            dtypes = {(name, key): v.dtype for name, vs in state["parameters"].items() for key, v in vs.items()}
-        known = {name: {key: v.shape for key, v in vectors.items()} for name, vectors in sums.items()}
-        if (state["step"], state["world_size"], shapes) != (head["step"], head["world_size"], known):
+    facts: list[Any] = []
+    head: State = {"world_size": "old"}
+    for state in map(check_state, states):
+        parameters = state.pop("parameters")
+        shapes = {name: {key: v.shape for key, v in vectors.items()} for name, vectors in parameters.items()}
+        facts.append((state["rank"], state["step"], state["world_size"], shapes))
+        if facts[-1][1:] != facts[0][1:]:
             raise ValueError(
                 "Expected states of one run at one step, but those of ranks "
-                f"{head['rank']} and {state['rank']} differ in step, number of ranks or parameters."
+                f"{facts[0][0]} and {state['rank']} differ in step, number of ranks or parameters."
             )
-        ranks.append(state["rank"])
-        if state["rank"] == 0:  # whose weights were saved
-            pending = dict(state.get("pending", {}))
-            absorbed = list(state.get("absorbed", ()))
-        for name, vectors in state["parameters"].items():
+        if state["rank"] == 0 or len(facts) == 1:
+            head = state  # rank 0's in the end, whose weights were saved
+        for name, vectors in parameters.items():
+            so_far = sums.setdefault(name, {})
             for key, vector in vectors.items():
-                sums[name][key] += vector
-    if not ranks or len(ranks) != head["world_size"] or sorted(ranks) != list(range(len(ranks))):
-        raise ValueError(
-            f"Expected the states of all {head.get('world_size', 'old')} ranks, each once, but got those of {ranks}."
-        )
+                dtypes.setdefault((name, key), vector.dtype)
+                so_far[key] = so_far.get(key, torch.zeros_like(vector, dtype=torch.float64)) + vector
+    ranks = [rank for rank, *_ in facts]
+    if sorted(ranks) != list(range(len(ranks))) or len(ranks) != head["world_size"]:
+        raise ValueError(f"Expected the states of all {head['world_size']} ranks, each once, but got those of {ranks}.")
     means = {
         name: {key: (total / len(ranks)).to(dtypes[name, key]) for key, total in vectors.items()}
         for name, vectors in sums.items()
     }
-    return {**head, "format": STATE_FORMAT, "parameters": means, "groups": [], "pending": pending, "absorbed": absorbed}
+    return {**head, "format": STATE_FORMAT, "parameters": means, "groups": []}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def to_plain(state: Any) -> Any:
-    """(Named) tuples become lists, tensors copies on the CPU."""
+    """Make lists of (named) tuples, and copies on the CPU of tensors."""
     if isinstance(state, Tensor):
         return state.detach().to("cpu", copy=True)
     if isinstance(state, (tuple, list)):
@@ -54,7 +54,7 @@ def _kind(x: Tensor) -> tuple[bool, bool, bool]:
 
 
 def checksum(plain: Any) -> str:
-    """A digest of names, numbers and tensors that does not depend on the file or container that held them.
+    """Return a digest of names, numbers and tensors that does not depend on the file or container that held them.
 
     A CRC-32 stands for the bytes of each tensor: it takes a fraction of the time in which they are written, and any
     wrong bit changes it. Lists and tuples count as the same, and so do dicts in another order.

@@ -21,10 +21,6 @@ from lightning_sparse.core.interrupts import held
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.skip import Decision
 
-Surplus = Mapping[str, tuple[float, int]]
-"""What changes of learning rates have left in residuals, see
-:class:`~lightning_sparse.engine.optimizers.learning_rates`."""
-
 
 class Counts(NamedTuple):
     """Numbers of exchanges so far."""
@@ -48,7 +44,7 @@ class Averages(NamedTuple):
     """Averages of a group, as optimizers get them, but free of the loss scale."""
 
     spans: Mapping[str, slice]
-    """Where parameters lie in the group."""
+    """Of each parameter in the group."""
     indices: Tensor | None
     """(u,) int64 coordinates in any order, maybe repeated, maybe the padding index; None: all."""
     values: Tensor
@@ -77,15 +73,15 @@ def added(parts: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None,
     """
     if len(parts) == 1:
         return parts[0]
-    dense = [values for indices, values in parts if indices is None]
-    none = torch.zeros(0, dtype=torch.long, device="cpu")
-    places = torch.cat([none, *(indices for indices, _ in parts if indices is not None)])
+    sparse = [(indices, values) for indices, values in parts if indices is not None]
+    if len(sparse) < len(parts):
+        total = torch.stack([values for indices, values in parts if indices is None]).sum(0)
+        for indices, values in sparse:
+            total.index_add_(0, indices, values.to(total.dtype))
+        return None, total
+    places, values = (torch.cat(each) for each in zip(*sparse, strict=True))
     different, where = torch.unique(places, return_inverse=True)
-    sparse = torch.cat([values for indices, values in parts if indices is not None] or [dense[0][:0]])
-    if not dense:
-        return different, sparse.new_zeros(len(different)).index_add_(0, where, sparse)
-    total = torch.stack(dense).sum(0)
-    return None, total.index_add_(0, places, sparse.to(total.dtype))
+    return different, values.new_zeros(len(different)).index_add_(0, where, values)
 
 
 class Handout:
@@ -102,43 +98,34 @@ class Handout:
     def __init__(
         self, parameters: Mapping[str, Parameter], averages: Sequence[Averages], decision: Decision | None
     ) -> None:
+        self.names = parameters.keys()
+        """Of the parameters that got an average."""
         self._parameters, self._decision = parameters, decision
         self._averages = {name: each for each in averages for name in each.spans if name in parameters}
         self._taken: Set[str] = frozenset()
         self._stepped: Set[str] = frozenset()
-        self._closed = False
         self.begin()
 
-    @property
-    def names(self) -> Set[str]:
-        """Names of the parameters that got an average."""
-        return self._parameters.keys()
-
     def begin(self) -> None:
-        """From now on, whoever writes to a parameter applies its average."""
+        """Take whoever writes to a parameter from now on for one who applies its average."""
         self._before = {name: parameter._version for name, parameter in self._parameters.items()}
 
     def step(self, names: Set[str]) -> None:
-        """An optimizer that holds these has finished a step."""
+        """Note that an optimizer that holds these has finished a step."""
         self._stepped = self._stepped | names
 
     def close(self) -> None:
-        """From now on, nobody applies averages: DDP, too, writes to the parameters of a model that it wraps again."""
-        self._stepped, self._closed = self._stepped | self._written, True
+        """Let nobody apply averages from now on: DDP, too, writes to the parameters of a model that it wraps again."""
+        self._stepped, self._before = self._stepped | self._written, {}
 
     @property
     def _written(self) -> Set[str]:
         """Names of the parameters that somebody has written to."""
-        before = {} if self._closed else self._before
-        return {name for name, number in before.items() if self._parameters[name]._version != number}
-
-    def apply_all(self) -> None:
-        """All have been applied, or never will be."""
-        self.step(self._before.keys())
+        return {name for name, number in self._before.items() if self._parameters[name]._version != number}
 
     def absorb(self, names: Set[str], held: Set[str]) -> None:
-        """A new gradient of these has been absorbed: averages that were still in ``.grad`` came with it."""
-        self._taken = self._taken | (names & self._left(held).keys())
+        """Note that a new gradient of these is absorbed: averages that were still in ``.grad`` came with it."""
+        self._taken = self._taken | (names & self.left(held).keys())
 
     @property
     def taken(self) -> dict[str, Averages]:
@@ -146,29 +133,28 @@ class Handout:
         return {name: each for name, each in self.all().items() if name in self._taken}
 
     def replace(self, names: Iterable[str]) -> None:
-        """New gradients of these have been exchanged: all averages before have come with them, or never will."""
+        """Forget averages of these: with new gradients that were exchanged they have come back, or never will."""
         for name in names:
             self._averages.pop(name, None)
 
-    def done(self, held: Set[str]) -> bool:
-        """Whether nobody can need the averages any more, whether the exchange counted or not; waits for nothing."""
-        return not self._left(held)
-
     def all(self) -> dict[str, Averages]:
         """Return all averages, by parameter; none of an exchange that was skipped. May wait for the device."""
-        return {} if self._decision is not None and self._decision else self._averages
+        return {} if self._decision else self._averages
 
     def waiting(self, held: Set[str]) -> dict[str, Averages]:
+        """Return what is :meth:`left`; nothing of an exchange that was skipped. May wait for the device."""
+        return {} if self._decision else self.left(held)
+
+    def left(self, held: Set[str]) -> dict[str, Averages]:
         """Return the averages that have not been applied, by parameter; none, when no other one will be.
+
+        Whether the exchange counted is not looked at, so that nothing is waited for.
 
         Args:
             held: parameters that optimizers hold; empty: nobody knows yet.
         """
-        return {} if self._decision is not None and self._decision else self._left(held)
-
-    def _left(self, held: Set[str]) -> dict[str, Averages]:
-        names, done = self._before.keys(), self._stepped | self._written
-        expected = names & held if held else names
+        done = self._stepped | self._written
+        expected = self.names & held if held else self.names
         if done and expected <= done:
             return {}
         return {name: each for name, each in list(self._averages.items()) if name not in done}
@@ -188,7 +174,7 @@ class Record:
         self.start = Counts()
         """Counts before the latest exchange."""
         self.decision: Decision | None = None
-        """Whether the latest exchange counts; None: there was none since :attr:`start`."""
+        """Of the latest exchange; None: there was none since :attr:`start`."""
         self.lock = threading.RLock()
         """Held while a state is read, and while what is remembered changes; never while a message is waited for."""
         self.held: Set[str] = frozenset()
@@ -215,8 +201,8 @@ class Record:
 
     @property
     def void(self) -> bool:
-        """Whether the latest exchange counted for nothing; may wait for the device."""
-        return self.decision is not None and bool(self.decision)
+        """True if the latest exchange counted for nothing; may wait for the device."""
+        return bool(self.decision)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -242,26 +228,26 @@ class Record:
             )
 
     def restart(self, start: Counts) -> None:
-        """Other groups, between two steps, which remember what those before did."""
+        """Count from here, with other groups, between two steps."""
         self.start, self.decision, self.absorbed = start, None, frozenset()
         self._handed_out = {}
 
     def forget_averages(self) -> None:
-        """Another state takes the place of the one that they belonged to."""
+        """Forget all averages: another state takes the place of the one that they belonged to."""
         self._handouts = self._late = ()
 
     def begin_step(self) -> None:
-        """The first gradients of a step are here."""
+        """Begin a step, whose first gradients are here."""
         self._drop_applied()
 
     def absorb(self, names: Set[str]) -> None:
-        """A new gradient of these parameters is absorbed, within :meth:`changing`."""
+        """Note that a new gradient of these parameters is absorbed, within :meth:`changing`."""
         self.absorbed = self.absorbed | names
         for handout in self._handouts:
             handout.absorb(names, self.held)
 
     def settle(self, decision: Decision, names: Set[str], averages: Sequence[Averages], late: bool = False) -> None:
-        """An exchange has settled, within :meth:`changing`.
+        """Count an exchange that has settled, within :meth:`changing`.
 
         Args:
             decision: whether it counts.
@@ -279,10 +265,10 @@ class Record:
             self._hand_over(handout)
 
     def hand_over(self) -> tuple[Decision, Set[str]]:
-        """Optimizers get the averages of the oldest exchange that has kept them back; within :meth:`changing`.
+        """Let optimizers have the averages of the oldest exchange that has kept them back; within :meth:`changing`.
 
         Returns:
-            Whether that exchange counts, and the names of its parameters.
+            The decision about that exchange, and the names of its parameters.
         """
         (decision, first), *self._late = self._late
         first.begin()
@@ -290,7 +276,7 @@ class Record:
         return decision, first.names
 
     def flush(self, averages: Sequence[Averages], names: Set[str]) -> None:
-        """All residuals have been handed out as averages, and are empty; within :meth:`changing`."""
+        """Count a flush: all residuals have been handed out as averages, and are empty; within :meth:`changing`."""
         counts = self.counts
         self.start, self.decision = counts._replace(flushes=counts.flushes + 1), None
         self._hand_over(self._handout(names, averages, None))
@@ -304,14 +290,14 @@ class Record:
         self._handouts = [*self._handouts, handout]
 
     def hold(self, optimizer: Optimizer) -> Set[str]:
-        """An optimizer holds parameters; their names."""
+        """Note that an optimizer holds its parameters; return the names of the engine's among them."""
         names = {self._names[key] for key in ids_of(optimizer) & self._names.keys()}
         if not names <= self.held:
             self.held = self.held | names
         return names
 
     def applied(self, optimizer: Optimizer) -> None:
-        """An optimizer has finished a step: its averages count as applied, also where a later engine owns them."""
+        """Count an optimizer's averages as applied after its step, also where a later engine owns them."""
         names = self.hold(optimizer)
         self._seen[optimizer] = self._number
         for handout in self._handouts if names else ():
@@ -319,22 +305,22 @@ class Record:
         self._drop_applied()
 
     def count_as_applied(self) -> None:
-        """All that was handed out has been applied, or never will be."""
+        """Count all that was handed out as applied, because it is, or never will be."""
         for handout in self._handouts:
-            handout.apply_all()
+            handout.step(handout.names)
         self._drop_applied()
 
     def close(self) -> None:
-        """No average is applied any more, whatever is done to parameters."""
+        """Let no average be applied any more, whatever is done to parameters."""
         for handout in self._handouts:
             handout.close()
 
     def _drop_applied(self) -> None:
         """Give the memory of averages free that nobody waits for."""
-        self._handouts = [each for each in self._handouts if not each.done(self.held)]
+        self._handouts = [each for each in self._handouts if each.left(self.held)]
 
     def waiting(self, optimizer: Optimizer) -> Set[str]:
-        """Parameters that got an average, also in an earlier exchange, since this optimizer has taken a step."""
+        """Return the parameters that got an average, of any exchange, since this optimizer has taken a step."""
         seen = self._seen.get(optimizer, 0)
         return {name for name, number in self._handed_out.items() if number > seen}
 
@@ -350,6 +336,6 @@ class Record:
 
 
 def _joined(parts: Sequence[Mapping[str, Averages]]) -> dict[str, tuple[Tensor | None, Tensor]]:
-    """Averages by parameter, on the CPU, see :func:`added`."""
+    """Add up averages by parameter, on the CPU, see :func:`added`."""
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: added([part[name].of(name) for part in parts if name in part]) for name in names}

@@ -17,7 +17,7 @@ Path = str | os.PathLike[str]
 
 
 class SideFile(NamedTuple):
-    """What the name of a side file says."""
+    """The facts in the name of a side file."""
 
     rank: int
     world_size: int
@@ -38,7 +38,7 @@ class SideFile(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> SideFile | None:
-        """None for any other file.
+        """Read a name; None for any other file.
 
         Example:
             >>> SideFile.parse("rank-1-of-4.3f2a-17.pt")
@@ -49,7 +49,7 @@ class SideFile(NamedTuple):
 
 
 def side_directory(path: Path) -> str:
-    """Where the side files of a checkpoint are written."""
+    """Return the directory in which the side files of a checkpoint are written."""
     return f"{os.fspath(path)}.sparse"
 
 
@@ -58,7 +58,7 @@ class SideFileError(Exception):
 
 
 def listing(path: Path) -> list[tuple[str, SideFile]]:
-    """Side files of a checkpoint, with their paths."""
+    """List the side files of a checkpoint, with their paths."""
     directory = side_directory(path)
     try:
         file_system, root = url_to_fs(directory)
@@ -79,12 +79,11 @@ def clear(path: Path, rank: int, world_size: int) -> None:
 
 
 def remove(path: Path, rank: int, world_size: int, which: Callable[[SideFile], bool] = lambda file: True) -> None:
-    """Remove this rank's share, which is that of ranks that no longer exist, too."""
-    _remove_files([place for place, file in listing(path) if file.rank % world_size == rank and which(file)])
+    """Remove this rank's share, which is that of ranks that no longer exist, too; and the directory with the last file.
 
-
-def _remove_files(places: list[str]) -> None:
-    """Remove files, and the directory with the last one. Failures must not stop one rank alone: they are warnings."""
+    Failures must not stop one rank alone: they are warnings.
+    """
+    places = [place for place, file in listing(path) if file.rank % world_size == rank and which(file)]
     for place in places:
         file_system, root = url_to_fs(place)
         try:
@@ -99,7 +98,7 @@ def _remove_files(places: list[str]) -> None:
 
 
 def exists(place: str) -> bool:
-    """Whether there is a file at a path or URL now."""
+    """Return True if there is a file at a path or URL now."""
     file_system, root = url_to_fs(place)
     file_system.invalidate_cache(os.path.dirname(root))
     return bool(file_system.exists(root))

@@ -1,21 +1,23 @@
-"""What an engine saves, and how it goes on from there: remembered by parameters, learned by groups."""
+"""The state of an engine: taken at any moment, and loaded between two steps as a plan that all ranks can follow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.plain import from_plain, to_plain
-from lightning_sparse.engine.state.schema import STATE_FORMAT, State, check_state, outline, with_pending
+from lightning_sparse.engine.state.schema import STATE_FORMAT, State, check_state, outline, remembering, with_pending
 from lightning_sparse.methods.density import GroupDensity
-from lightning_sparse.methods.grouping import Group
 
 
 class Shard(NamedTuple):
@@ -28,83 +30,12 @@ class Shard(NamedTuple):
 
     @classmethod
     def whole(cls, numel: int) -> Shard:
-        """All of a parameter."""
+        """Return all of a parameter."""
         return cls(0, numel, numel)
 
 
-Parked = Mapping[str, tuple[Mapping[str, Tensor], Mapping[str, float]]]
-"""What is remembered of parameters that need no gradient now: vectors and counters, by name."""
-
-
-def capture(
-    reducer: Reducer, names: Sequence[str], shards: Mapping[str, Shard], parked: Parked, comm: TorchCollective
-) -> State:
-    """The state of an engine after its newest exchange: plain data and tensors on the CPU; copies.
-
-    Rank 0, whose weights are saved, adds the averages that its optimizers have not applied.
-
-    Args:
-        reducer: of the engine; nothing of it changes meanwhile.
-        names: of all parameters, in order.
-        shards: of parameters of which the engine has a part.
-        parked: of the engine.
-        comm: the ranks.
-    """
-    record, group_of = reducer.record, reducer.group_of
-    remembered = {name: _remembered(group_of[name], name) for name in names}
-    counters = {group.plan.name: _counters(group) for group in reducer.groups}
-    pending = record.pending
-    for name, (indices, values) in record.taken.items():  # which another rank may not have absorbed, so that they wait
-        residual = remembered[name]["residual"]
-        residual[slice(None) if indices is None else indices] -= values
-    lengths = reducer.lengths.state(pending.keys())
-    return {
-        "format": STATE_FORMAT,
-        "moment": record.counts.number,
-        "step": record.counts.step,
-        "void_steps": record.counts.void,
-        "rank": comm.rank,
-        "world_size": comm.world_size,
-        "settings": reducer.settings.algorithm,
-        "parameters": remembered | {name: dict(vectors) for name, (vectors, _) in parked.items()},
-        "spans": {name: list(_shard(group_of[name], name, shards)) for name in names},
-        "pending": {
-            name: {"values": values} | ({} if indices is None else {"indices": indices.int()})
-            for name, (indices, values) in (pending.items() if comm.rank == 0 else ())
-        },
-        "absorbed": sorted(record.absorbed),
-        "counters": {name: counters[group_of[name].plan.name] for name in names}
-        | {name: dict(counted) for name, (_, counted) in parked.items()},
-        "groups": [_plain_learned(group) for group in reducer.groups],
-        "rates": dict(reducer.rates.latest),
-        "surplus": {name: list(noted) for name, noted in reducer.rates.surplus.items()},
-        "clippings": [
-            {**clipping._asdict(), "parameters": sorted(held)} for clipping, held in reducer.clipping.in_place
-        ],
-        "lengths": dict(lengths),
-    }
-
-
-def parked(state: Mapping[str, Any], frozen: Mapping[str, Any]) -> Parked:
-    """What a state remembers of parameters that need no gradient now."""
-    return {
-        name: (dict(vectors), dict(state["counters"].get(name, {})))
-        for name, vectors in state["parameters"].items()
-        if name in frozen
-    }
-
-
-class Misfits(NamedTuple):
-    """Sentences about what of a state did not fit."""
-
-    learned: list[str]
-    """What was learned about groups."""
-    remembered: list[str]
-    """What is remembered of gradients: this is lost."""
-
-
 class Learned(NamedTuple):
-    """What is known of a group but for what it remembers of gradients."""
+    """Knowledge about a group, but for its vectors."""
 
     selector: Any
     counts: Tensor | None
@@ -112,192 +43,246 @@ class Learned(NamedTuple):
     density: GroupDensity
 
 
-class Draft(NamedTuple):
-    """What a state makes of an engine, before it counts."""
+class LoadPlan(NamedTuple):
+    """The engine that a state makes; nothing of it counts before all ranks have a plan."""
 
+    state: State
+    """This rank's own, checked and with all fields."""
+    settings: SparsificationConfig
     groups: list[GroupReducer]
+    """New ones, which remember what the state does."""
     learned: list[Learned | None]
     """About each group; None: nothing that fits."""
-    misfits: Misfits
-    clippings: list[Any]
-    """What gradients were clipped to in place of their averages, as a state holds it."""
-    lengths: Mapping[str, Sequence[float]]
-    """Of averages, as optimizers got them."""
+    misfits: list[str]
+    """Sentences about what was learned of groups and does not fit."""
+    lost: list[str]
+    """Sentences about what was remembered of gradients and does not fit."""
 
 
-class Form(Protocol):
-    """Makes a group of an engine, with nothing remembered."""
-
-    def __call__(self, group: Group, flush: bool = False, step: int | None = None) -> GroupReducer:
-        """As :class:`GroupReducer`; ``flush``: whether it must be able to send what it will remember."""
-
-
-def load(draft: Callable[[], Draft], state: Mapping[str, Any], comm: TorchCollective, device: torch.device) -> Draft:
-    """What all ranks agree on; collective.
-
-    What has been learned about a group is in it where it fits on all ranks, and else a misfit. Clippings and lengths
-    are those of rank 0: others that saved the state in the middle of a step may not have been asked for theirs yet, or
-    not have known the step's factors.
+class EngineState:
+    """Takes the state of an engine, and gives it one.
 
     Args:
-        draft: makes this rank's own of the state, see :func:`draft_of`.
-        state: any.
+        reducer: of the engine.
+        binding: of the engine.
+        names: of all parameters, in order.
+        frozen: parameters that need no gradient, by name. A state may remember something of them, which is kept.
         comm: the ranks.
         device: for the messages.
-
-    Raises:
-        ValueError: on all ranks, if the state is none or cannot be understood on one of them, or if the states of the
-            ranks do not belong together.
-    """
-    note, own = Note("", ""), None
-    try:
-        check_state(state)
-        own = draft()
-        note = Note(outline(state), "")
-    except Exception as error:  # whatever a damaged state makes of a memory
-        note = Note("", reason(error, ValueError))
-    fits = [] if own is None else [known is not None for known in own.learned]
-    shared = None if own is None else (own.clippings, own.lengths)
-    notes, on_ranks, shared_on_ranks = zip(*comm.all_gather_object((note, fits, shared), device), strict=True)
-    trouble = by_reason(notes)
-    if not trouble and len({note.fact for note in notes}) > 1:
-        trouble = "the states of the ranks do not belong together"
-    if trouble or own is None:
-        raise ValueError(f"The state cannot be loaded, and no rank has loaded it: {trouble}")
-    for group, known, fitting in zip(own.groups, own.learned, zip(*on_ranks, strict=True), strict=True):
-        if known is not None and all(fitting):
-            group.state = group.state._replace(selector=known.selector, counts=known.counts, union=known.union)
-            group.density = known.density
-        elif known is not None:
-            others = [rank for rank, fit in enumerate(fitting) if not fit]
-            own.misfits.learned.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
-    clippings, lengths = shared_on_ranks[0]
-    return own._replace(clippings=clippings, lengths=lengths)
-
-
-def draft_of(
-    state: Mapping[str, Any],
-    plan: Sequence[Group],
-    form: Form,
-    frozen: Mapping[str, Any],
-    algorithm: str,
-    comm: TorchCollective,
-    shards: Mapping[str, Shard],
-    remembering: Set[str],
-) -> Draft:
-    """The groups as they will be if all ranks can load their states.
-
-    Args:
-        state: of this rank, checked.
-        plan: the groups.
-        form: makes them.
-        frozen: parameters that need no gradient now, by name.
-        algorithm: see :attr:`SparsificationConfig.algorithm`.
-        comm: the ranks.
         shards: of parameters of which the engine has a part.
-        remembering: parameters of which the state of any rank remembers something.
     """
-    misfits, world_size = Misfits([], []), comm.world_size
-    if comm.rank == 0:
-        state = with_pending(state, world_size)
-    holds = state["groups"] or any(state["parameters"].values())  # one device may have left nothing that must fit
-    if state["settings"] != algorithm and holds:
-        misfits.learned.append(f"The settings were {state['settings']}, and are {algorithm}.")
-    alike = state["settings"] == algorithm and state["world_size"] == world_size
-    given = {group["name"]: group for group in state["groups"]} if alike else {}
-    here = {p.name for group in plan for p in group.parameters}
-    # Of dense groups nothing is learned that others could use, and fallback="dense" begins with sparse ones again.
-    known_of = {name for group in state["groups"] if not group.get("dense", False) for name in group["parameters"]}
-    groups: list[GroupReducer] = []
-    learned: list[Learned | None] = []
-    for one in plan:
-        parts = {p.name: state["parameters"].get(p.name, {}) for p in one.parameters}
-        group = form(one, flush=not remembering.isdisjoint(parts), step=state["step"])
-        spans = {name: state.get("spans", {}).get(name) for name in parts}
-        counters = {name: state["counters"].get(name, {}) for name in parts}
-        misfits.remembered.extend(_fill(group, parts, spans, counters, shards))
-        groups.append(group)
-        learned.append(None)
-        known = given.get(one.name)
-        if known is None or known["parameters"] != [p.name for p in one.parameters]:
-            if not known_of.isdisjoint(parts):
-                misfits.learned.append(f"{_anew(group)}.")
-            continue
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        binding: OptimizerBinding,
+        names: Sequence[str],
+        frozen: Mapping[str, Parameter],
+        comm: TorchCollective,
+        device: torch.device,
+        shards: Mapping[str, Shard],
+    ) -> None:
+        self.loads = 0
+        """Number of states that were loaded."""
+        self._reducer, self._binding, self._names, self._frozen = reducer, binding, names, frozen
+        self._comm, self._device, self._shards = comm, device, shards
+        self._parked: State = {"parameters": {}, "counters": {}}
+        """Remembered of frozen parameters."""
+
+    def take(self, moment: Tensor | None) -> State:
+        """See :meth:`.Engine.state_dict`."""
+        reducer, record = self._reducer, self._reducer.record
+        if moment is not None:
+            reducer.wait_for(int(moment[0]))
+        with record.lock:
+            reducer.on_stream.synchronize()
+            record.check_whole()
+            if moment is not None and record.counts.number > int(moment[0]):
+                raise RuntimeError(
+                    f"The state after exchange {int(moment[0])} is asked for, and this rank has settled "
+                    f"{record.counts.number}. All ranks save after the newest exchange of any rank: take a state on "
+                    "each of them, and another one where the moment of the first one is not the largest."
+                )
+            return self._take()
+
+    def _take(self) -> State:
+        reducer, record, rank = self._reducer, self._reducer.record, self._comm.rank
+        parameters: dict[str, dict[str, Tensor]] = {}
+        counters: dict[str, dict[str, float]] = {}
+        for group in reducer.groups:
+            memory, kept = group.memory, group.state.memory
+            counted = {key: float(counter) for key, counter in memory.counters(kept).items()}
+            for name, span in group.spans.items():
+                vectors = memory.vectors(kept).items()
+                parameters[name] = {key: vector[span].to("cpu", copy=True) for key, vector in vectors}
+                counters[name] = dict(counted)
+        pending = record.pending
+        for name, (indices, values) in record.taken.items():  # another rank may not have absorbed it: it waits
+            parameters[name]["residual"][slice(None) if indices is None else indices] -= values
+        return {
+            "format": STATE_FORMAT,
+            "moment": record.counts.number,
+            "step": record.counts.step,
+            "void_steps": record.counts.void,
+            "rank": rank,
+            "world_size": self._comm.world_size,
+            "settings": reducer.settings.algorithm,
+            "parameters": {name: parameters[name] for name in self._names} | self._parked["parameters"],
+            "counters": {name: counters[name] for name in self._names} | self._parked["counters"],
+            "spans": {name: list(self._shard(reducer.group_of[name], name)) for name in self._names},
+            "pending": {  # of rank 0, whose weights are saved
+                name: {"values": values} | ({} if indices is None else {"indices": indices.int()})
+                for name, (indices, values) in (pending.items() if rank == 0 else ())
+            },
+            "absorbed": sorted(record.absorbed),
+            "groups": [_plain_learned(group) for group in reducer.groups],
+            "rates": dict(reducer.rates.latest),
+            "surplus": {name: list(noted) for name, noted in reducer.rates.surplus.items()},
+            "clippings": [
+                {**clipping._asdict(), "parameters": sorted(held)} for clipping, held in reducer.clipping.in_place
+            ],
+            "lengths": reducer.lengths.state(pending.keys()),
+        }
+
+    def load(self, given: Mapping[str, Any]) -> LoadPlan:
+        """Go on with a state, between two steps; collective. See :meth:`.Engine.load_state_dict`.
+
+        All ranks make a plan of their states first. What has been learned about a group is taken where it fits on all
+        ranks. Clippings and lengths are those of rank 0: others that saved in the middle of a step may not have been
+        asked for theirs yet, or not have known the step's factors.
+
+        Args:
+            given: the state of this rank, which may be anything.
+
+        Raises:
+            ValueError: on all ranks, with nothing changed, if the state is none or cannot be understood on one of them,
+                or if the states of the ranks do not belong together.
+        """
+        self._reducer.skipped.resolve()
+        state, plan, filled = None, None, set[str]()
         try:
-            learned[-1] = _understand(group, known, world_size)
-        except ValueError as error:
-            misfits.learned.append(f"{_anew(group)}, because it does not fit: {reason(error, ValueError)}")
-    misfits.remembered.extend(
-        f"There is no parameter {name} any more." for name in state["parameters"] if name not in here | frozen.keys()
-    )
-    return Draft(groups, learned, misfits, list(state.get("clippings", ())), state.get("lengths", {}))
+            state = check_state(given)
+            note, filled = Note(outline(state), ""), remembering(state)
+        except Exception as error:  # whatever a damaged state makes of a check
+            note = Note("", reason(error, ValueError))
+        # All ranks must form groups alike: averages of different memories are messages of different lengths.
+        filled = filled.union(*self._comm.all_gather_object(filled, self._device))
+        try:
+            plan = None if state is None else self._plan(state, filled)
+        except Exception as error:  # whatever a damaged state makes of a memory
+            note = Note("", reason(error, ValueError))
+        fits = [] if plan is None else [known is not None for known in plan.learned]
+        shared = [] if plan is None else [plan.state["clippings"], plan.state["lengths"]]
+        on_ranks = self._comm.all_gather_object((note, fits, shared), self._device)
+        trouble = by_reason([note for note, *_ in on_ranks])
+        if not trouble and len({note.fact for note, *_ in on_ranks}) > 1:
+            trouble = "the states of the ranks do not belong together"
+        if trouble or plan is None:
+            raise ValueError(f"The state cannot be loaded, and no rank has loaded it: {trouble}")
+        for number, (group, known) in enumerate(zip(plan.groups, plan.learned, strict=True)):
+            others = [rank for rank, (_, fitting, _) in enumerate(on_ranks) if not fitting[number]]
+            if known is not None and others:
+                plan.misfits.append(f"{_anew(group)}, because it does not fit on {name_ranks(others)}.")
+            elif known is not None:
+                group.state = group.state._replace(selector=known.selector, counts=known.counts, union=known.union)
+                group.density = known.density
+        clippings, lengths = on_ranks[0][2]
+        self._apply(plan._replace(state={**plan.state, "clippings": clippings, "lengths": lengths}))
+        return plan
+
+    def _plan(self, state: State, filled: Set[str]) -> LoadPlan:
+        """Make the groups as they will be, of this rank's state alone.
+
+        Args:
+            state: checked.
+            filled: names of the parameters of which the state of any rank remembers something.
+        """
+        reducer, world_size = self._reducer, self._comm.world_size
+        settings = self._binding.settings_for(state)
+        alike = state["settings"] == settings.algorithm
+        plan = LoadPlan(state, settings, [], [], [], [])
+        if not alike and (state["groups"] or any(state["parameters"].values())):  # one device may have left nothing
+            plan.misfits.append(f"The settings were {state['settings']}, and are {settings.algorithm}.")
+        given = {one["name"]: one for one in state["groups"] if alike and state["world_size"] == world_size}
+        # Of dense groups nothing is learned that others could use, and fallback="dense" begins with sparse ones again.
+        known_of = {name for one in state["groups"] if not one.get("dense", False) for name in one["parameters"]}
+        whole = with_pending(state, world_size) if self._comm.rank == 0 else state
+        with reducer.on_stream.between_steps():
+            for cut in [group.plan for group in reducer.groups]:
+                names = [p.name for p in cut.parameters]
+                group = reducer.form(cut, not filled.isdisjoint(names), state["step"], settings)
+                plan.groups.append(group)
+                plan.lost.extend(self._fill(group, whole))
+                known = given.get(cut.name)
+                if known is not None and known["parameters"] == names:
+                    try:
+                        plan.learned.append(_understand(group, known, world_size))
+                        continue
+                    except ValueError as error:
+                        plan.misfits.append(f"{_anew(group)}, because it does not fit: {reason(error, ValueError)}")
+                elif not known_of.isdisjoint(names):
+                    plan.misfits.append(f"{_anew(group)}.")
+                plan.learned.append(None)
+        here = self._frozen.keys() | set(self._names)
+        plan.lost.extend(f"There is no parameter {name} any more." for name in whole["parameters"] if name not in here)
+        return plan
+
+    def _apply(self, plan: LoadPlan) -> None:
+        """Let a plan count: all ranks have one."""
+        reducer, state = self._reducer, plan.state
+        counts = reducer.record.counts._replace(step=state["step"], void=state["void_steps"])
+        if reducer.flush_at is not None:
+            reducer.flush_at = counts.step if reducer.flush_at == reducer.step else None
+        reducer.settings = plan.settings
+        reducer.rates.load(state["rates"], state["surplus"])
+        reducer.adopt(plan.groups, counts)
+        reducer.record.forget_averages()
+        self._parked = {
+            field: {name: one for name, one in state[field].items() if name in self._frozen} for field in self._parked
+        }
+        self.loads += 1
+        self._binding.go_on(state)
+        reducer.on_stream.synchronize()
+
+    def _shard(self, group: GroupReducer, name: str) -> Shard:
+        """Return the part of a parameter that the engine has: as a rule all of it."""
+        span = group.spans[name]
+        return self._shards.get(name) or Shard.whole(span.stop - span.start)
+
+    def _fill(self, group: GroupReducer, state: State) -> list[str]:
+        """Fill a group that has just been formed with what a state remembers of its parameters.
+
+        Counters that differ between parameters become the largest. Returns sentences about what did not fit.
+        """
+        notes = []
+        memory, kept = group.memory, group.state.memory
+        vectors = memory.vectors(kept)
+        for name, span in group.spans.items():
+            own, remembered = self._shard(group, name), state["parameters"].get(name, {})
+            for key, values in remembered.items():
+                start, length, numel = state["spans"].get(name) or Shard.whole(values.numel())
+                first, last = max(start, own.start), min(start + length, own.start + own.length)
+                if key in vectors and numel == own.numel:
+                    part = values[first - start : last - start]
+                    vectors[key][span][first - own.start : last - own.start].copy_(part)
+                    if len(part) < own.length:
+                        notes.append(f"Of {name}, the {key} of {len(part)} of {own.length} coordinates is known.")
+                elif key in vectors:
+                    notes.append(f"{name} had {numel} coordinates and has {own.numel}: its {key} is dropped.")
+                elif bool(values.any()):
+                    notes.append(f"The memory keeps no {key}: that of {name} is dropped.")
+            memory.complete_(kept, span, remembered.keys())
+        for key, counter in memory.counters(kept).items():
+            counter.fill_(max(state["counters"].get(name, {}).get(key, 0.0) for name in group.spans))
+        return notes
 
 
 def _anew(group: GroupReducer) -> str:
     return f"What was learned about the group {group.plan.name} starts anew"
 
 
-def _shard(group: GroupReducer, name: str, shards: Mapping[str, Shard]) -> Shard:
-    """The part of a parameter that the engine has: as a rule all of it."""
-    span = group.spans[name]
-    return shards.get(name) or Shard.whole(span.stop - span.start)
-
-
-def _remembered(group: GroupReducer, name: str) -> dict[str, Tensor]:
-    """What is remembered of a parameter: copies on the CPU, by name of the vector."""
-    vectors, span = group.memory.vectors(group.state.memory), group.spans[name]
-    return {vector: buffer[span].to("cpu", copy=True) for vector, buffer in vectors.items()}
-
-
-def _counters(group: GroupReducer) -> dict[str, float]:
-    """What is remembered of the group as a whole, and with it of each of its parameters."""
-    return {name: float(counter) for name, counter in group.memory.counters(group.state.memory).items()}
-
-
-def _fill(
-    group: GroupReducer,
-    remembered: Mapping[str, Mapping[str, Tensor]],
-    spans: Mapping[str, Sequence[int] | None],
-    counters: Mapping[str, Mapping[str, float]],
-    shards: Mapping[str, Shard],
-) -> list[str]:
-    """Fill a group that has just been formed with what is remembered of its parameters.
-
-    Args:
-        group: is changed.
-        remembered: of each parameter, see :func:`_remembered`.
-        spans: the first coordinate, how many there are, and how many the parameter has; None: all of it.
-        counters: of each parameter, see :func:`_counters`; of different ones, the largest count.
-        shards: of parameters of which the engine has a part.
-
-    Returns:
-        Sentences about what did not fit.
-    """
-    notes = []
-    memory, state = group.memory, group.state.memory
-    vectors = memory.vectors(state)
-    for name, span in group.spans.items():
-        own = _shard(group, name, shards)
-        for vector, values in remembered[name].items():
-            start, length, numel = spans[name] or Shard.whole(values.numel())
-            first, last = max(start, own.start), min(start + length, own.start + own.length)
-            if vector in vectors and numel == own.numel:
-                kept = values[first - start : last - start]
-                vectors[vector][span][first - own.start : last - own.start].copy_(kept)
-                if len(kept) < own.length:
-                    notes.append(f"Of {name}, the {vector} of {len(kept)} of {own.length} coordinates is known.")
-            elif vector in vectors:
-                notes.append(f"{name} had {numel} coordinates and has {own.numel}: its {vector} is dropped.")
-            elif bool(values.any()):
-                notes.append(f"The memory keeps no {vector}: that of {name} is dropped.")
-        memory.complete_(state, span, remembered[name].keys())
-    for name, counter in memory.counters(state).items():
-        counter.fill_(max(counters[p].get(name, 0.0) for p in group.spans))
-    return notes
-
-
 def _plain_learned(group: GroupReducer) -> dict[str, Any]:
-    """What has been learned about a group, as plain data and tensors on the CPU."""
+    """Return what has been learned about a group, as plain data and tensors on the CPU."""
     plan, state = group.plan, group.state
     return {
         "name": plan.name,
@@ -312,7 +297,7 @@ def _plain_learned(group: GroupReducer) -> dict[str, Any]:
 
 
 def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int) -> Learned:
-    """What :func:`_plain_learned` gave about a group like this one; changes nothing.
+    """Read what :func:`_plain_learned` gave about a group like this one; changes nothing.
 
     Raises:
         ValueError: if it does not fit.
@@ -324,14 +309,12 @@ def _understand(group: GroupReducer, learned: Mapping[str, Any], world_size: int
     selector = from_plain(given[0], group.state.selector)
     if isinstance(selector, Tensor):
         selector = selector.to(group.device)
-    counts, union = (
-        None
-        if plain is None
-        else from_plain(plain, torch.zeros(shape, dtype=torch.int64, device="cpu")).to(group.device)
-        for plain, shape in zip(given[1:], ((world_size,), ()), strict=True)
-    )
+    counts, union = given[1:]
     if (counts is None) != (union is None):
         raise ValueError("Expected counts and a union, or neither.")
+    if counts is not None:
+        like = torch.zeros(world_size, dtype=torch.int64, device=group.device)
+        counts, union = from_plain(counts, like), from_plain(union, like[0])
     density = group.density.schedule.for_group()
     density.load_state_dict(state["density"], group.plan.numel, group.device)
     return Learned(selector, counts, union, density)

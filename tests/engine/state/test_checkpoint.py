@@ -517,21 +517,39 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (edit(lambda content: content.update(state=[])), "rank 1: .*holds no state: Expected a state of format 2"),
     (edit_state(lambda state: state.update(step="2")), "rank 1: .*step to be an integer from 0 on, but got '2'"),
     (edit_state(lambda state: state.update(void_steps=-1)), "rank 1: .*void_steps to be an integer from 0 on"),
-    (edit_state(lambda state: state.update(rates={"bias": "high"})), "rank 1: .*learning rate of bias to be a finite"),
-    (edit_state(lambda state: state.update(counters={"bias": {"steps": None}})), "rank 1: .*steps of bias to be a"),
-    (edit_state(lambda state: state["parameters"].update(bias=3)), "rank 1: .*parameters of bias to be a dict"),
+    (
+        edit_state(lambda state: state.update(rates={"bias": "high"})),
+        "rank 1: .*bias of the state.s rates to be a finite",
+    ),
+    (
+        edit_state(lambda state: state.update(counters={"bias": {"steps": None}})),
+        "rank 1: .*steps of bias of the state.s counters to be a",
+    ),
+    (
+        edit_state(lambda state: state["parameters"].update(bias=3)),
+        "rank 1: .*bias of the state.s parameters to be a dict",
+    ),
     (
         edit_state(lambda state: state["parameters"]["bias"].update(residual=torch.ones(3, dtype=torch.int64))),
-        "rank 1: .*residual of bias to be a vector of finite floating-point numbers, but got a tensor of shape",
+        "rank 1: .*residual of bias of .* to be a vector of finite floating-point numbers, but got a tensor of shape",
     ),
     (edit_state(lambda state: state["parameters"]["bias"].update(residual=torch.ones(3, 1))), "rank 1: .*a vector"),
     (
         edit_state(lambda state: state["parameters"]["bias"]["residual"].fill_(float("nan"))),
         "rank 1: .* not finite",
     ),
-    (edit_state(lambda state: state["groups"][0].pop("parameters")), "rank 1: .*group 0.* but got nothing"),
-    (edit_state(lambda state: state["groups"][0]["state"].pop("density")), "rank 1: .*density of group 0"),
-    (edit_state(lambda state: state.update(groups=[None])), "rank 1: .*group 0 to be a dict.* but got None"),
+    (
+        edit_state(lambda state: state["groups"][0].pop("parameters")),
+        "rank 1: .*parameters of number 0 of the state.s groups .* but got nothing",
+    ),
+    (
+        edit_state(lambda state: state["groups"][0]["state"].pop("density")),
+        "rank 1: .*density of state of number 0 of the state.s groups",
+    ),
+    (
+        edit_state(lambda state: state.update(groups=[None])),
+        "rank 1: .*number 0 of the state.s groups to be a dict.* but got None",
+    ),
     (edit_state(lambda state: state.update(step=9)), "rank 1: .*something else"),
     (edit(lambda content: content.update(save="b-2")), "rank 1: .*something else"),
 ]
@@ -987,7 +1005,7 @@ def test_states_that_do_not_belong_together_are_not_merged() -> None:
         del broken[field]
         with pytest.raises(ValueError, match=r"^Expected "):
             ls.merge_states([state(0), broken])
-    with pytest.raises(ValueError, match="residual of w to be a vector"):
+    with pytest.raises(ValueError, match="residual of w of the state's parameters to be a vector"):
         ls.merge_states([state(0), state(1, parameters={"w": {"residual": "large"}})])
 
 

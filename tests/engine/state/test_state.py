@@ -247,41 +247,47 @@ NO_STATES: dict[str, Any] = {
     "parameters to be a dict with names as keys, but got nothing": drop("parameters"),
     "counters to be a dict with names as keys, but got {1: 2}": put({1: 2}, "counters"),
     "groups to be a list": put({}, "groups"),
-    "learning rate of 0.bias to be a finite number above 0, but got 'high'": put({"0.bias": "high"}, "rates"),
+    "0.bias of the state's rates to be a finite number above 0, but got 'high'": put({"0.bias": "high"}, "rates"),
     "of format 2, as Engine.state_dict() gives it.": put(True, "format"),
     "surplus of 0.bias to be of step 3 at most, but got 4": put({"0.bias": [2.0, 4]}, "surplus"),
-    "surplus of 0.bias to be a list of a number from 1 on": put({"0.bias": [0.5, 1]}, "surplus"),
-    "steps of 0.bias to be a finite number, but got 'many'": put({"0.bias": {"steps": "many"}}, "counters"),
+    "0.bias of the state's surplus to be a list of a number from 1 on": put({"0.bias": [0.5, 1]}, "surplus"),
+    "steps of 0.bias of the state's counters to be a finite number, but got 'many'": put(
+        {"0.bias": {"steps": "many"}}, "counters"
+    ),
     "clippings to be a list, but got 1.0": put(1.0, "clippings"),
-    "in clipping 0 of the state the limit to be a finite number above 0, but got 0": put(
+    "limit of number 0 of the state's clippings to be a finite number above 0, but got 0": put(
         [{"limit": 0, "algorithm": "norm", "parameters": ["0.bias"]}], "clippings"
     ),
-    "in clipping 0 of the state the algorithm to be 'norm' or 'value', but got 'both'": put(
+    "algorithm of number 0 of the state's clippings to be 'norm' or 'value', but got 'both'": put(
         [{"limit": 1.0, "algorithm": "both", "parameters": ["0.bias"]}], "clippings"
     ),
     "a rank below 2 in the state, but got 2": put(2, "rank"),
     "spans to be a dict with names as keys, but got None": put(None, "spans"),
-    "span of 0.bias to be a list of a start, a length and": put([0, 41, 40], "spans", "0.bias"),
+    "0.bias of the state's spans to be a list of a start, a length and": put([0, 41, 40], "spans", "0.bias"),
     "Expected 39 coordinates of 0.bias in residual, but got 40": put([1, 39, 40], "spans", "0.bias"),
-    "absorbed parameters to be a list of names": put("0.bias", "absorbed"),
-    "pending averages to be a dict": put([], "pending"),
-    "averages of 0.bias to be a dict with names as keys, but got a list": pending([0.5] * 40),
-    "averages of 0.bias to be a vector": pending({}),
-    "averages of 0.bias to be a vector of finite": pending({"values": torch.full((40,), float("nan"))}),
-    "coordinates of pending averages of 0.bias to be": pending({"values": torch.ones(2), "indices": int32(3, 3)}),
+    "absorbed to be a list, but got '0.bias'": put("0.bias", "absorbed"),
+    "the state's pending to be a dict": put([], "pending"),
+    "0.bias of the state's pending to be a dict with names as keys, but got a list": pending([0.5] * 40),
+    "values of 0.bias of the state's pending to be a vector": pending({}),
+    "values of 0.bias of the state's pending to be a vector of finite": pending(
+        {"values": torch.full((40,), float("nan"))}
+    ),
+    "indices of 0.bias of the state's pending to be": pending({"values": torch.ones(2), "indices": int32(3, 3)}),
     "ascending int32 coordinates": pending({"values": torch.ones(2), "indices": int32(3, 4).long()}),
     "vector of ascending": pending({"values": torch.ones(2), "indices": int32(-1, 4)}),
     "Expected an average below 40 in 0.bias, but got 40": pending({"values": torch.ones(2), "indices": int32(3, 40)}),
     "Expected 2 pending averages of 0.bias, but got 3": pending({"values": torch.ones(3), "indices": int32(3, 4)}),
     "Expected 40 pending averages of 0.bias, but got 3": pending({"values": torch.ones(3)}),
     "span of gone, of which averages are pending, to be a list": put({"gone": {"values": torch.ones(3)}}, "pending"),
-    "residual of 0.bias to be a vector": put(torch.ones(40, dtype=torch.int32), "parameters", "0.bias", "residual"),
+    "residual of 0.bias of the state's parameters to be a vector": put(
+        torch.ones(40, dtype=torch.int32), "parameters", "0.bias", "residual"
+    ),
     "shape (4, 10)": put(torch.ones(4, 10), "parameters", "0.bias", "residual"),
     "residual of 2.bias": put([1.0], "parameters", "2.bias", "residual"),
     "numbers that are not finite": put(torch.full((40,), float("inf")), "parameters", "0.bias", "residual"),
-    "in group 0 of the state the parameters to be a list of names, but got nothing": drop("groups", 0, "parameters"),
-    "in group 0 of the state dense to be True or False, but got 1": put(1, "groups", 0, "dense"),
-    "density of group 1 to be a dict": put(0.1, "groups", 1, "state", "density"),
+    "parameters of number 0 of the state's groups to be a list, but got nothing": drop("groups", 0, "parameters"),
+    "dense of number 0 of the state's groups to be True or False, but got 1": put(1, "groups", 0, "dense"),
+    "density of state of number 1 of the state's groups to be a dict": put(0.1, "groups", 1, "state", "density"),
     "do not belong together": put(5, "step"),
     "40 coordinates of 0.bias in residual, but got 41": put(torch.ones(41), "parameters", "0.bias", "residual"),
     "the states of the ranks do not belong": drop("parameters", "0.bias", "residual"),
