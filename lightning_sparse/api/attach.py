@@ -139,8 +139,8 @@ def attach_config(
             if stays_dense:
                 engine.go_direct()
                 engine.add_observer(StayDense())  # a loaded state may hold residuals, which are sent first
-            elif Planner.wanted(config.grouping, config):
-                planner = Planner(ddp, engine, sizes, config.grouping, config.rules, cap, delivery_mb(ddp), profile)
+            elif Planner.wanted(config):
+                planner = Planner(ddp, engine, sizes, delivery_mb(ddp), profile)
                 engine.add_observer(planner)
             if config.fallback is not None and not stays_dense:
                 engine.add_observer(DenseFallback(sizes, cap, planner))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.methods.grouping import Group, Messages
@@ -97,25 +97,20 @@ class GroupCost:
     def towards(self, other: GroupCost, share: float) -> GroupCost:
         """Interpolate linearly to another cost: this one at 0, the other one at 1."""
 
-        def between(a: float, b: float) -> float:
+        def between(a: Any, b: Any) -> Any:
+            match a, b:
+                case Line(), Line():
+                    return Line(between(a.alpha, b.alpha), between(a.beta, b.beta))
+                case ((Line() | Curve()), (Line() | Curve())):
+                    amounts = sorted({x for one in (a, b) if isinstance(one, Curve) for x in one.amounts})
+                    return Curve(tuple(amounts), tuple(between(a(x), b(x)) for x in amounts))
             return a + share * (b - a)
 
-        def line(a: Line, b: Line) -> Line:
-            return Line(between(a.alpha, b.alpha), between(a.beta, b.beta))
-
-        def either(a: Line | Curve, b: Line | Curve) -> Line | Curve:
-            if isinstance(a, Line) and isinstance(b, Line):
-                return line(a, b)
-            amounts = sorted({x for one in (a, b) if isinstance(one, Curve) for x in one.amounts})
-            return Curve(tuple(amounts), tuple(between(a(x), b(x)) for x in amounts))
-
         pairs = [(a, b) for a, b in zip(self.traffic, other.traffic, strict=False) if a.operation == b.operation]
+        traffic = tuple(Traffic(a.operation, between(a.calls, b.calls), between(a.nbytes, b.nbytes)) for a, b in pairs)
+        names = ("density", "select", "process", "transfer")
         return GroupCost(
-            between(self.density, other.density),
-            either(self.select, other.select),
-            either(self.process, other.process),
-            line(self.transfer, other.transfer),
-            tuple(Traffic(a.operation, between(a.calls, b.calls), line(a.nbytes, b.nbytes)) for a, b in pairs),
+            **{name: between(getattr(self, name), getattr(other, name)) for name in names}, traffic=traffic
         )
 
 
@@ -168,11 +163,6 @@ class Profile(Plain):
             expect(layer.backward_seconds >= 0, "backward_seconds", "at least 0", layer)
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "costs", tuple(sorted(self.costs, key=lambda cost: cost.density)))
-
-    @property
-    def numels(self) -> list[int]:
-        """Coordinates of each layer."""
-        return [layer.numel for layer in self.layers]
 
     @property
     def backward_seconds(self) -> list[float]:
