@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import Statistics
+from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.loggers import log_figure
 from lightning_sparse.integrations.timing import engine_of, is_logging_step, warn_that_nothing_is_sparse
 
@@ -24,7 +25,7 @@ AUDITED: dict[str, tuple[str, str]] = {
 """Unit and meaning of the logged quantities, under ``sparse/residual/``."""
 
 
-class ResidualAuditMixin:
+class ResidualAudit(Callback):
     """Log the ages of coordinates in residuals, and the share that was never sent.
 
     Logs ``sparse/residual/<quantity>`` for every quantity of :data:`AUDITED` on the Trainer's logging steps, and at the

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import check_integer, expect
 from lightning_sparse.engine import Engine
+from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.gradients import LocalGradients, trained_parameters
 from lightning_sparse.integrations.loggers import log_figure
 from lightning_sparse.integrations.timing import engine_of, loss_scale
@@ -24,7 +25,7 @@ WHOLE = "model"
 """Name of the group of all parameters, without an engine with groups."""
 
 
-class GradientDistributionMixin:
+class GradientDistribution(Callback):
     """Show the distribution of the magnitudes that sparsifiers select from, with fitted laws and the threshold.
 
     Logged on rank zero at intervals: histograms of the largest groups; exponential, gamma and generalised Pareto laws

@@ -111,13 +111,10 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
 
     def setup_module(self, module: Module) -> Any:
         """Wrap a module as Fabric does, and attach an engine; at a second set-up it continues from the one before."""
-        before, profile, totals = self.engine_of(module), None, Totals()
-        left = None
+        before, profile, totals, left = self.engine_of(module), None, Totals(), None
         if before is not None:
-            totals = before.totals
             before.count_as_applied()
-            left = Left.by(before)
-            profile = profile_of(before)
+            profile, totals, left = profile_of(before), before.totals, Left.by(before)
             before.close()
             self._wrapped = [(ddp, engine) for ddp, engine in self._wrapped if engine is not before]
         loaded = next(((path, own) for waiting, path, own in self._waiting if waiting is module), None)
@@ -178,10 +175,11 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
             return result
 
         with uninterrupted(optimizer):
-            if closure is None:
+            if closure is not None:
+                kwargs["closure"] = then_skip
+            else:
                 then_skip()
-                return super().optimizer_step(optimizer, **kwargs)
-            return super().optimizer_step(optimizer, closure=then_skip, **kwargs)
+            return super().optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Clip as Fabric does; drop non-finite gradients before the norm is computed if no loss scaler skips the step.

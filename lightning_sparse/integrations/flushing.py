@@ -9,10 +9,11 @@ from typing import Any
 
 from lightning_sparse.api.flush import engines_of, flush
 from lightning_sparse.core.checks import expect, is_integer
+from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.timing import warn_that_nothing_is_sparse
 
 
-class FlushResidualMixin:
+class FlushResidual(Callback):
     """Take one dense step with the residuals, at the end of training; see :func:`~lightning_sparse.flush`.
 
     In the last epoch of ``max_epochs`` or ``max_steps``, the flush follows the last batch: the last validation and

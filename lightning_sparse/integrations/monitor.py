@@ -13,6 +13,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.metrics import summarize, totals_of
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.integrations.averages import BuildUp, DensityError, PaddingRatio, Traffic
+from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.gradients import LocalGradients, trained_parameters
 from lightning_sparse.integrations.loggers import define_axes, log_settings, log_table
 from lightning_sparse.integrations.plan_table import LONGEST, plan_table
@@ -21,7 +22,7 @@ from lightning_sparse.integrations.timing import engine_of, is_logging_step, los
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
 
 
-class SparsityMonitorMixin:
+class SparsityMonitor(Callback):
     """Log quantities of the sparsified exchange, on the Trainer's logging steps.
 
     Logs ``sparse/<quantity>`` for every quantity of :data:`lightning_sparse.engine.metrics.QUANTITIES`, averaged or

@@ -12,6 +12,7 @@ from lightning_sparse.core.checks import check_integer
 from lightning_sparse.core.console import Table
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine import Engine
+from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.loggers import log_figure, log_table
 from lightning_sparse.integrations.timing import engine_of
 
@@ -29,7 +30,7 @@ class Range(NamedTuple):
     picks: int
 
 
-class PartitionMapMixin:
+class PartitionMap(Callback):
     """Record and draw the ranks' ranges of ExDyna and MiCRO, over time.
 
     At the end of fit, rank zero gives all loggers a table ``sparse/partition_map`` (a CSV file if a logger shows no

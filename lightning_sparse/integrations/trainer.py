@@ -33,9 +33,8 @@ else:
 
 UNUSED_PARAMETERS = (
     "It looks like your LightningModule has parameters that were not used in producing the loss returned by "
-    "training_step. If this is intentional, let DDP look for them: set find_unused_parameters=True in the strategy, as "
-    "in strategy=SparseDDPStrategy(find_unused_parameters=True), or add it to the strategy's name, as in "
-    "strategy='sparse_ddp_find_unused_parameters_true'."
+    "training_step. If this is intentional, let DDP look for them, with "
+    "strategy=SparseDDPStrategy(find_unused_parameters=True) or strategy='sparse_ddp_find_unused_parameters_true'."
 )
 """Replaces Lightning's sentence, which names dense strategies."""
 TRAINED_ELSEWHERE = (
@@ -47,24 +46,6 @@ TRAINED_ELSEWHERE = (
 """Warning instead of residuals if a fit was forked or spawned: Lightning returns weights and metrics only."""
 SECOND_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 """Arguments of Lightning's ``DDPStrategy`` for a communication hook of the user."""
-
-
-class ClipBeforeTheExchange:
-    """Replaces ``clip_gradients`` of a precision plugin, which all of Lightning's clipping calls.
-
-    Args:
-        strategy: of the plugin.
-    """
-
-    def __init__(self, strategy: SparseDDPMixin) -> None:
-        self._strategy = strategy
-
-    def __call__(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip as Lightning does, unless this step's gradients were clipped before the exchange."""
-        algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
-        if not self._strategy._clips_locally(getattr(optimizer, "optimizer", optimizer), clip_val, algorithm):
-            plugin: Any = self._strategy.precision_plugin
-            type(plugin).clip_gradients(plugin, optimizer, clip_val, gradient_clip_algorithm)
 
 
 def _has_own_clipping(module: Any) -> bool:
@@ -130,6 +111,11 @@ class SparseDDPMixin(SparseStrategy, Base):
         """The engine, if there is one."""
         return [] if self.engine is None else [self.engine]
 
+    @property
+    def _trainer(self) -> Any:
+        module: Any = self.lightning_module
+        return module.trainer
+
     def _setup_model(self, model: Any) -> Any:
         """Wrap the model as Lightning does, with small DDP buckets if exchanges can overlap with backward."""
         self._check_model(model)
@@ -148,8 +134,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         totals, self._totals = self._totals, None
         if totals is not None:
             self._telling.totals.load_state_dict(totals)
-        module: Any = self.lightning_module
-        self._telling.follow(self.engine, module.trainer)
+        self._telling.follow(self.engine, self._trainer)
         self._go_on(self.engine, left)
         self._continue()
 
@@ -193,7 +178,15 @@ class SparseDDPMixin(SparseStrategy, Base):
         by_trainer = module.automatic_optimization and not _has_own_clipping(module)
         for optimizer in self.optimizers if by_trainer else ():
             self._clips_locally(optimizer, trainer.gradient_clip_val, algorithm, known=True)
-        vars(self.precision_plugin)["clip_gradients"] = ClipBeforeTheExchange(self)
+        # All of Lightning's clipping calls this.
+        vars(self.precision_plugin)["clip_gradients"] = self._clip_gradients
+
+    def _clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """Clip as the precision plugin does, unless this step's gradients were clipped before the exchange."""
+        algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+        if not self._clips_locally(getattr(optimizer, "optimizer", optimizer), clip_val, algorithm):
+            plugin: Any = self.precision_plugin
+            type(plugin).clip_gradients(plugin, optimizer, clip_val, gradient_clip_algorithm)
 
     def on_train_start(self) -> None:
         """Call Lightning's hook; then log the first line and the settings."""
@@ -250,8 +243,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         """Bind the current optimizers to the engine."""
         self._follow_together(engine, self.optimizers)
         self._shown = list(self.optimizers)
-        module: Any = self.lightning_module
-        self._clip_before_the_exchange(module.trainer)
+        self._clip_before_the_exchange(self._trainer)
 
     def _membership_changed(self) -> bool:
         engine = self.engine
@@ -269,8 +261,8 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._left = Left.by(self.engine)
         self._close_engine()
         wrapped: Any = self.model
-        model, self.model, self.engine = wrapped.module, None, None
-        del wrapped
+        model = wrapped.module
+        self.model = self.engine = wrapped = None
         gc.collect()  # the old reducer takes part in every backward until it is freed
         self.model = self._setup_model(model)
         self._register_ddp_hooks()
@@ -302,9 +294,8 @@ class SparseDDPMixin(SparseStrategy, Base):
 
     def _totals_now(self) -> dict[str, float]:
         """Return the totals so far: the mean over ranks, or this rank's own if other ranks may not take part."""
-        module: Any = self.lightning_module
         own = self._telling.totals.state_dict()
-        return own if module.trainer.interrupted else self._mean_over_ranks(own)
+        return own if self._trainer.interrupted else self._mean_over_ranks(own)
 
     def _residuals_beside(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any
@@ -316,8 +307,7 @@ class SparseDDPMixin(SparseStrategy, Base):
                 rank_zero_warn(TRAINED_ELSEWHERE)
             return nullcontext()
         write = partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
-        module: Any = self.lightning_module
-        trainer, step = module.trainer, checkpoint.get("global_step")
+        trainer, step = self._trainer, checkpoint.get("global_step")
         batches = trainer.fit_loop.epoch_loop.batch_progress.current
         if batches.ready == batches.processed:  # even if not all of its optimizers have taken a step
             self.engine.count_as_applied()
