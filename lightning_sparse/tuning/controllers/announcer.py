@@ -6,10 +6,9 @@ import weakref
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lightning_sparse.core.console import plain, say
+from lightning_sparse.core.console import amount, plain, say
 from lightning_sparse.core.step import Agreement
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.metrics import MB
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.library import INSTEAD
 
@@ -92,21 +91,6 @@ def at_end(engine: Engine, before: Counted, now: Counted) -> str:
         f"sparse_ddp: in {taken:,} step{'s' * (taken > 1)}{since} {traffic}. Backward waited {waited:.3g} s of "
         f"{seconds:.3g} s for the exchange. {void}{anew}"
     )
-
-
-def amount(nbytes: float) -> str:
-    """Return bytes in words.
-
-    Example:
-        >>> amount(1.5e6), amount(2.25e12)
-        ('1.5 MB', '2,250 GB')
-        >>> amount(999.7e6), amount(36.0)
-        ('1 GB', '36 bytes')
-    """
-    mb = nbytes / MB
-    if nbytes < 100:
-        return f"{nbytes:.0f} bytes"
-    return f"{mb:.3g} MB" if mb < 999.5 else f"{plain(mb / 1000)} GB"
 
 
 class Announcer:

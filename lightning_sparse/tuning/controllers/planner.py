@@ -7,15 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.console import Table
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.header import digest_of
 from lightning_sparse.methods.grouping import Group, Messages, ParameterSize, make_plan
-from lightning_sparse.methods.grouping.plan import bucket_numels
 from lightning_sparse.tuning.performance import Profile, Profiler
+from lightning_sparse.tuning.performance.profiler import delivered_numels
 
 LONGEST_TABLE = 40
 
@@ -26,29 +24,26 @@ class Planner:
     Until then, training runs as usual; the measurements delay one step by some seconds.
 
     Args:
-        module: its forward is called before each backward.
+        ddp: the wrapped model; its forward is called before each backward.
         engine: with the groups of the first steps.
         sizes: of all parameters, in order of registration.
-        delivery_mb: sizes of DDP's first bucket of gradients and of the others.
         profile: :attr:`saved` of an earlier run; used if it matches this one.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        ddp: Any,
         engine: Engine,
         sizes: Sequence[ParameterSize],
-        delivery_mb: tuple[float, float],
         profile: dict[str, Any] | None = None,
     ) -> None:
         self.profile: Profile | None = None
-        first, others = delivery_mb
-        self._bucket_numels = bucket_numels(sizes, others, first)
+        self._bucket_numels = delivered_numels(ddp, engine)
         self._sizes = list(sizes)
         self._profiler: Profiler | None = None
         self._fingerprint = fingerprint(sizes, engine)
         if not self.resume(profile, engine):
-            self._profiler = Profiler(module, engine, *engine.settings.grouping.profiled_steps, self._bucket_numels)
+            self._profiler = Profiler(ddp, engine, *engine.settings.grouping.profiled_steps)
 
     def resume(self, profile: dict[str, Any] | None, engine: Engine) -> bool:
         """Use the profile of an earlier run that matches this one, without measuring; collective, between two steps.
