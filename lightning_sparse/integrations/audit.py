@@ -13,7 +13,6 @@ from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import Statistics
 from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.loggers import log_figure
-from lightning_sparse.integrations.timing import engine_of, is_logging_step, warn_that_nothing_is_sparse
 
 AUDITED: dict[str, tuple[str, str]] = {
     "norm": ("gradient", "Euclidean norm of the residual, mean over ranks"),
@@ -48,14 +47,14 @@ class ResidualAudit(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Reset the audit; warn if there are no residuals."""
-        self._ages, engine = Ages(), engine_of(trainer)
+        self._ages, engine = Ages(), self.engine_of(trainer)
         self._seen = {} if engine is None else _latest(engine)
         if engine is None:
-            warn_that_nothing_is_sparse(trainer, "ResidualAudit", "log")
+            self.warn_that_nothing_is_sparse(trainer, "log")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Record the update; log on logging steps."""
-        engine = engine_of(trainer)
+        engine = self.engine_of(trainer)
         if engine is None or engine.direct:
             return
         latest = _latest(engine)
@@ -63,9 +62,8 @@ class ResidualAudit(Callback):
             return
         self._seen = latest
         self._ages.note(engine)
-        if is_logging_step(trainer):
-            for name, value in {**self._ages.quantities(), "norm": _norm(engine)}.items():
-                pl_module.log(f"sparse/residual/{name}", value, on_step=True, on_epoch=False)
+        if self.is_logging_step(trainer):
+            self.log(pl_module, {**self._ages.quantities(), "norm": _norm(engine)}, "residual/")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the distribution of ages."""
@@ -118,7 +116,7 @@ class Ages:
 
         It waits for the device.
         """
-        return None if not self._steps else self._by_age()[:-1]
+        return self._by_age()[:-1] if self._steps else None
 
     def _by_age(self) -> Tensor:
         """Return (steps + 1,) numbers of coordinates by age; the last one is of those that were never sent."""

@@ -252,10 +252,15 @@ class SparseStrategy:
                 )
 
 
+def planner_of(engine: Engine | None) -> Planner | None:
+    """Return the planner of an engine, if it has one."""
+    return next((one for one in (engine.observers if engine else ()) if isinstance(one, Planner)), None)
+
+
 def profile_of(engine: Engine | None) -> dict[str, Any] | None:
     """Return the measured :class:`~lightning_sparse.tuning.performance.Profile` for groups and densities, or None."""
-    planners = [observer for observer in engine.observers if isinstance(observer, Planner)] if engine else []
-    return planners[0].saved if planners else None
+    planner = planner_of(engine)
+    return None if planner is None else planner.saved
 
 
 class Names(list[str]):

@@ -15,7 +15,6 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.gradients import LocalGradients, trained_parameters
 from lightning_sparse.integrations.loggers import log_figure
-from lightning_sparse.integrations.timing import engine_of, loss_scale
 from lightning_sparse.methods.laws import fit_laws
 
 SAMPLE = 1 << 17
@@ -72,7 +71,7 @@ class GradientDistribution(Callback):
         """Start to copy gradients, if this step is shown."""
         if self._steps % self.every or not trainer.is_global_zero or self._gradients is not None:
             return
-        engine = engine_of(trainer)
+        engine = self.engine_of(trainer)
         parameters = trained_parameters(trainer.lightning_module) if engine is None else engine.parameters
         self._groups, self._residuals = {WHOLE: list(parameters)}, {}
         if engine is not None and not engine.direct and any(not group.dense for group in engine.plan):
@@ -92,9 +91,9 @@ class GradientDistribution(Callback):
         self._steps += 1
         if self._gradients is None:
             return
-        found = self._gradients.take(loss_scale(trainer))
+        found = self._gradients.take(self.loss_scale(trainer))
         self._gradients = None
-        thresholds = _thresholds(engine_of(trainer))
+        thresholds = _thresholds(self.engine_of(trainer))
         for group, names in self._groups.items():
             parts = [self._accumulated(name, found) for name in names if name in found]
             if not parts:

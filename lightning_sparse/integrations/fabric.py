@@ -25,9 +25,8 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
 from lightning_sparse.engine.state.side_files import side_directory
-from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
+from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, planner_of, profile_of
 from lightning_sparse.integrations.earlier import Left
-from lightning_sparse.tuning.controllers import Planner
 from lightning_sparse.tuning.controllers.announcer import Announcer
 
 if TYPE_CHECKING:  # at run time the class of each package has its own base
@@ -253,9 +252,8 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
                 self._waiting = [entry for entry in self._waiting if entry[0] is not state[key]]
                 self._waiting.append((state[key], place, found))
                 continue
-            for observer in engine.observers:
-                if isinstance(observer, Planner):
-                    observer.resume((found or {}).get("profile"), engine)
+            if planner := planner_of(engine):
+                planner.resume((found or {}).get("profile"), engine)
             self._resume(engine, place, found)
         return rest
 

@@ -10,7 +10,6 @@ from typing import Any
 from lightning_sparse.api.flush import engines_of, flush
 from lightning_sparse.core.checks import expect, is_integer
 from lightning_sparse.integrations.callback import Callback
-from lightning_sparse.integrations.timing import warn_that_nothing_is_sparse
 
 
 class FlushResidual(Callback):
@@ -49,7 +48,7 @@ class FlushResidual(Callback):
         """Warn if there is nothing to flush."""
         self._rates, self._flushed = {}, []
         if not engines_of(trainer.strategy):
-            warn_that_nothing_is_sparse(trainer, "FlushResidual", "do")
+            self.warn_that_nothing_is_sparse(trainer, "do")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Record the learning rates of this step."""

@@ -17,6 +17,7 @@ from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import MB, Step, norm_of
 from lightning_sparse.engine.network import TorchCollective, drive_together, ring_all_reduce_bytes
 from lightning_sparse.engine.skip import any_set
+from lightning_sparse.integrations.gradients import LocalGradients
 from lightning_sparse.methods.grouping import ParameterSize, make_plan
 from lightning_sparse.methods.grouping.groupings import DDP_BUCKET_MB
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
@@ -79,6 +80,8 @@ class Shadow:
             first = Context(0, config.density(0), comm.rank, comm.world_size)
             groups = [GroupReducer(group, self._parameters, config, first, flush=False) for group in plan]
             self._methods[name] = config, groups
+        self.gradients = LocalGradients(parameters)
+        """Copies for :meth:`step`."""
         self._network: Network | None = None
         self._steps = 0
         self.quantities: dict[str, float] = {}

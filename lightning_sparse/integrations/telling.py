@@ -15,6 +15,7 @@ from lightning_sparse.core.version import __version__
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.metrics import MB, totals_of
 from lightning_sparse.integrations.loggers import PREFIX, log_settings, log_warning
+from lightning_sparse.integrations.monitor import SparsityMonitor
 from lightning_sparse.methods.exchanges import EXCHANGES
 from lightning_sparse.methods.grouping import GROUPINGS
 from lightning_sparse.methods.memory import MEMORIES
@@ -65,7 +66,7 @@ class Telling:
 
     @property
     def _watched(self) -> bool:
-        return any(hasattr(callback, "log_plan") for callback in self._trainer.callbacks)
+        return any(isinstance(callback, SparsityMonitor) for callback in self._trainer.callbacks)
 
     def _log(self, numbers: Mapping[str, float]) -> None:
         """Log the final totals, with unlogged steps and a flush, in the row of a validation at this moment."""

@@ -23,7 +23,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import LostRankError, TorchCollective
 from lightning_sparse.engine.network.process_group import BATCHES, is_loss
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
-from lightning_sparse.integrations.earlier import EarlierFit, Left
+from lightning_sparse.integrations.earlier import Left, checksums
 from lightning_sparse.integrations.telling import Telling
 
 if TYPE_CHECKING:  # at run time the class of each package has its own base
@@ -97,7 +97,8 @@ class SparseDDPMixin(SparseStrategy, Base):
         for_lightning = self._choose(TrainerArguments, given, keywords)
         self._profile: dict[str, Any] | None = None
         self._resume: tuple[Any, dict[str, Any] | None] | None = None
-        self._earlier: EarlierFit | None = None
+        self._earlier: tuple[Engine, dict[str, int]] | None = None
+        """Engine of the fit before, and checksums of its weights."""
         self._left: Left | None = None
         self._totals: dict[str, float] | None = None
         self._telling = Telling()
@@ -126,8 +127,8 @@ class SparseDDPMixin(SparseStrategy, Base):
         """Attach the engine. Lightning calls this after it wrapped the model; its version does nothing on a CPU."""
         profile = self._profile or self.profile  # from a checkpoint, or from an earlier fit
         left, self._left = self._left, None
-        if self._earlier is not None and self._resume is None:  # a checkpoint takes precedence
-            left = self._earlier.leave()
+        if self._earlier is not None and self._earlier[0].step and self._resume is None:  # checkpoints take precedence
+            left = Left.by(*self._earlier)
         self._close_engine()
         self.engine = self._earlier = None  # frees their buffers
         self.engine = self._attach(self.model, self.precision_plugin, profile)
@@ -334,7 +335,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._close_engine()
         vars(self.precision_plugin).pop("clip_gradients", None)
         if at_work is not None:
-            self._earlier = EarlierFit(at_work)
+            self._earlier = at_work, checksums(at_work)
         self._resume = self._profile = self._totals = None
         super().teardown()
         self._side_files.sweep()
