@@ -63,7 +63,7 @@ class ResidualAudit(Callback):
         self._seen = latest
         self._ages.note(engine)
         if self.is_logging_step(trainer):
-            self.log(pl_module, {**self._ages.quantities(), "norm": _norm(engine)}, "residual/")
+            self.log_numbers(pl_module, {**self._ages.quantities(), "norm": _norm(engine)}, "residual/")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the distribution of ages."""

@@ -1,16 +1,11 @@
-"""The strategies and the callbacks for ``lightning.pytorch.Trainer`` and ``lightning.fabric.Fabric``."""
+"""The strategies for ``lightning.pytorch.Trainer`` and ``lightning.fabric.Fabric``."""
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_sparse.integrations.audit import ResidualAudit as ResidualAudit
 from lightning_sparse.integrations.base import register
-from lightning_sparse.integrations.distribution import GradientDistribution as GradientDistribution
 from lightning_sparse.integrations.fabric import FabricSparseDDPMixin
-from lightning_sparse.integrations.flushing import FlushResidual as FlushResidual
-from lightning_sparse.integrations.monitor import SparsityMonitor as SparsityMonitor
-from lightning_sparse.integrations.partitions import PartitionMap as PartitionMap
 from lightning_sparse.integrations.trainer import SparseDDPMixin
 
 

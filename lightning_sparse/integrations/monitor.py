@@ -122,7 +122,7 @@ class SparsityMonitor(Callback):
         if not self.is_logging_step(trainer):
             return
         if shadow is not None:
-            self.log(pl_module, shadow.quantities, "shadow/")
+            self.log_numbers(pl_module, shadow.quantities, "shadow/")
             shadow.quantities = {}
         if engine is None or engine.step == self._logged_step:
             return
@@ -133,10 +133,10 @@ class SparsityMonitor(Callback):
         summary = summarize(step, engine.mean_over_ranks)
         summary |= {name: float(metric(step)) for name, metric in self.metrics.items()}
         self.traffic.update(step)
-        self.log(pl_module, {"density": summary.pop("density")}, prog_bar=True)
-        self.log(pl_module, summary)
+        self.log_numbers(pl_module, {"density": summary.pop("density")}, prog_bar=True)
+        self.log_numbers(pl_module, summary)
         for group, values in engine.group_summaries().items() if self.groups else ():
-            self.log(pl_module, values, f"group/{group}/")
+            self.log_numbers(pl_module, values, f"group/{group}/")
         self.log_plan(trainer, engine)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -144,7 +144,7 @@ class SparsityMonitor(Callback):
         engine = self.engine_of(trainer)
         if engine is None or trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        self.log(pl_module, totals_of(engine.totals), on_step=False, on_epoch=True, sync_dist=True)
+        self.log_numbers(pl_module, totals_of(engine.totals), on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Free the shadow's memory."""
