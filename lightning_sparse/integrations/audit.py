@@ -14,20 +14,11 @@ from lightning_sparse.engine.metrics import Statistics
 from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.loggers import log_figure
 
-AUDITED: dict[str, tuple[str, str]] = {
-    "norm": ("gradient", "Euclidean norm of the residual, mean over ranks"),
-    "age_mean": ("steps", "Steps since a coordinate was last sent, mean over coordinates that were sent before"),
-    "age_median": ("steps", "The same, median"),
-    "age_p99": ("steps", "The same, 99 % quantile"),
-    "never_sent": ("", "Share of coordinates that were not sent since the audit began"),
-}
-"""Unit and meaning of the logged quantities, under ``sparse/residual/``."""
-
 
 class ResidualAudit(Callback):
     """Log the ages of coordinates in residuals, and the share that was never sent.
 
-    Logs ``sparse/residual/<quantity>`` for every quantity of :data:`AUDITED` on the Trainer's logging steps, and at the
+    Logs ``sparse/residual/<quantity>``, as in ``docs/metrics.md``, on the Trainer's logging steps, and at the
     end of fit the distribution of ages: a histogram in Weights & Biases and TensorBoard, JSON in the folders of others.
     Only sparsified groups count, and a coordinate counts as sent if it is in the update, selected by any rank.
 
@@ -126,7 +117,7 @@ class Ages:
         return total
 
     def quantities(self) -> dict[str, float]:
-        """Return the quantities of :data:`AUDITED` by name, except the norm."""
+        """Return the quantities that are logged by name, except the norm."""
         if not self._steps:
             return {}
         by_age = self._by_age()

@@ -29,17 +29,6 @@ DENSE = "dense"
 """Name beside those of the sparsifiers, for DDP's traffic and its time on the network."""
 SECONDS = 2.0
 """Approximate time of the measurement of the network, once."""
-SHADOWED: dict[str, tuple[str, str]] = {
-    "density": ("", "Coordinates that would be in the update / coordinates"),
-    "energy": ("", "Share of the squared norm of residual and gradient that would be sent, all ranks together"),
-    "threshold_error": ("", "`| k' / k - 1 |`, k' what is selected where k is wanted: what an estimate is off by"),
-    "sent_mb": ("MB", "What a rank would send in a step, mean over ranks; dense groups included"),
-    "predicted_ms": (
-        "ms",
-        "Local work as measured on the slowest rank, and messages by prices of the measured network",
-    ),
-}
-"""Unit and meaning of the logged quantities of each, under ``sparse/shadow/<name>/``; for ``dense`` the last two."""
 
 
 class Shadow:
@@ -85,7 +74,7 @@ class Shadow:
         self._network: Network | None = None
         self._steps = 0
         self.quantities: dict[str, float] = {}
-        """Quantities of the latest step, by ``<name>/<quantity>``, see :data:`SHADOWED`; equal on all ranks."""
+        """Quantities of the latest step, by ``<name>/<quantity>``; equal on all ranks."""
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Run all sparsifiers on a step's gradients; collective.

@@ -31,11 +31,7 @@ class Planner:
     """
 
     def __init__(
-        self,
-        ddp: Any,
-        engine: Engine,
-        sizes: Sequence[ParameterSize],
-        profile: dict[str, Any] | None = None,
+        self, ddp: Any, engine: Engine, sizes: Sequence[ParameterSize], profile: dict[str, Any] | None = None
     ) -> None:
         self.profile: Profile | None = None
         self._bucket_numels = delivered_numels(ddp, engine)

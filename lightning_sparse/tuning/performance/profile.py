@@ -199,8 +199,12 @@ class Profile(Plain):
 
     def cost(self, density: float) -> CostModel:
         """Return the cost model at a density; if messages travel together, that of the group's own work."""
+        return self._parts(density)[0]
+
+    def _parts(self, density: float) -> tuple[CostModel, Line]:
+        """Return the cost model, and the line of messages that travel with those of other groups."""
         cost = self.group_cost(density)
-        return cost.model(self.overlap) if self.messages == "group" else cost.joined(self.overlap)[0]
+        return (cost.model(self.overlap), NOTHING) if self.messages == "group" else cost.joined(self.overlap)
 
     def timeline(self, plan: Sequence[Group]) -> tuple[list[Group], Timeline]:
         """Return sparsified groups in the order in which they are complete, and the times.
@@ -227,10 +231,6 @@ class Profile(Plain):
     def timeline_seconds(self, timeline: Timeline, density: float | Sequence[float]) -> float:
         """Return the seconds of a whole step with groups of these numbers, at one density or each at its own."""
         densities = density if isinstance(density, Sequence) else [density] * len(timeline[0])
-        costs = {one: self.cost(one) for one in densities}
-        joined: list[Line] = []
-        if self.messages == "step":
-            messages = {one: self.group_cost(one).joined(self.overlap)[1] for one in densities}
-            joined = [messages[one] for one in densities]
-        done = end_seconds(timeline, [costs[one] for one in densities], joined)
+        parts = {one: self._parts(one) for one in densities}
+        done = end_seconds(timeline, [parts[one][0] for one in densities], [parts[one][1] for one in densities])
         return self.rest_seconds + max(done, sum(self.backward_seconds))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from lightning_sparse.tuning.performance.backward import BackwardTimer
 from lightning_sparse.tuning.performance.microbenchmark import measure_group, sizes_up_to
 from lightning_sparse.tuning.performance.network import Network, measure_network
 from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Overlap, Profile
-from lightning_sparse.tuning.performance.rank_sync import gathered
 
 
 class Profiler:
@@ -118,7 +116,6 @@ def overlap_of(engine: Engine) -> Overlap:
         return "none"
     if engine.device.type == "cuda":
         return "full"
-    here = float(int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:6], "big"))
-    neighbours = int((gathered([here], engine.comm, engine.device) == here).sum())
+    neighbours = engine.comm.all_gather_object(platform.node(), engine.device).count(platform.node())
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return "full" if processors >= neighbours * (torch.get_num_threads() + 1) else "comm"
