@@ -272,12 +272,11 @@ class Names(list[str]):
         Raises:
             ValueError: that of Lightning, for an unknown name that is close to one of ours.
         """
-        if super().__contains__(name) or not isinstance(name, str):
-            return super().__contains__(name)
-        close = difflib.get_close_matches(name, self, n=1)
+        known = super().__contains__(name)
+        close = [] if known else difflib.get_close_matches(str(name), self, n=1)
         if close and close[0].startswith(NAME):
             raise ValueError(f"You selected an invalid strategy name: `strategy={name!r}`. Did you mean {close[0]!r}?")
-        return False
+        return known
 
 
 def register(registry: Any, strategy: type) -> None:

@@ -113,6 +113,10 @@ class SparseDDPMixin(SparseStrategy, Base):
         return [] if self.engine is None else [self.engine]
 
     @property
+    def _open_engine(self) -> Engine | None:
+        return None if self.engine is None or self.engine.closed else self.engine
+
+    @property
     def _trainer(self) -> Any:
         module: Any = self.lightning_module
         return module.trainer
@@ -142,8 +146,8 @@ class SparseDDPMixin(SparseStrategy, Base):
     def _continue(self) -> None:
         """Load the residuals of the checkpoint that was loaded last into the engine, once."""
         resume, self._resume = self._resume, None
-        if resume is not None and self.engine is not None and not self.engine.closed:
-            self._restore(self.engine, *resume)
+        if resume is not None and (engine := self._open_engine):
+            self._restore(engine, *resume)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load weights as Lightning does, but after the change of precision, which would else round float64 weights."""
@@ -164,23 +168,13 @@ class SparseDDPMixin(SparseStrategy, Base):
             RuntimeError: if Lightning has wrapped the model without attaching the exchange, as a later version might.
         """
         super().setup_optimizers(trainer)
-        if self.engine is None or self.engine.closed:
+        if self._open_engine is None:
             version = importlib.import_module(self.package).__version__
             raise RuntimeError(
                 f"{self.package} {version} wrapped the model without calling _register_ddp_hooks, so that gradients "
                 "would be averaged densely. Use a version that lightning-sparse is tested with, such as 2.6."
             )
-        self._follow_optimizers(self.engine)
-
-    def _clip_before_the_exchange(self, trainer: Any) -> None:
-        """Clip each rank's gradients instead of their averages, if that is better; from the first step on."""
-        algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm"
-        module: Any = self.lightning_module
-        by_trainer = module.automatic_optimization and not _has_own_clipping(module)
-        for optimizer in self.optimizers if by_trainer else ():
-            self._clips_locally(optimizer, trainer.gradient_clip_val, algorithm, known=True)
-        # All of Lightning's clipping calls this.
-        vars(self.precision_plugin)["clip_gradients"] = self._clip_gradients
+        self._follow_optimizers(self._open_engine)
 
     def _clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clip as the precision plugin does, unless this step's gradients were clipped before the exchange."""
@@ -237,18 +231,25 @@ class SparseDDPMixin(SparseStrategy, Base):
 
     def _follow_others(self) -> None:
         """Bind the current optimizers, if they have changed since the last binding."""
-        if self.engine is not None and not self.engine.closed and not _are(self._shown, self.optimizers):
-            self._follow_optimizers(self.engine)
+        if (engine := self._open_engine) and not _are(self._shown, self.optimizers):
+            self._follow_optimizers(engine)
 
     def _follow_optimizers(self, engine: Engine) -> None:
-        """Bind the current optimizers to the engine."""
+        """Bind the current optimizers to the engine; let it clip gradients instead of averages, if that is better."""
         self._follow_together(engine, self.optimizers)
         self._shown = list(self.optimizers)
-        self._clip_before_the_exchange(self._trainer)
+        module: Any = self.lightning_module
+        trainer = module.trainer
+        if module.automatic_optimization and not _has_own_clipping(module):  # from the first step on
+            algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm"
+            for optimizer in self.optimizers:
+                self._clips_locally(optimizer, trainer.gradient_clip_val, algorithm, known=True)
+        # All of Lightning's clipping calls this.
+        vars(self.precision_plugin)["clip_gradients"] = self._clip_gradients
 
     def _membership_changed(self) -> bool:
-        engine = self.engine
-        if engine is None or engine.closed:
+        engine = self._open_engine
+        if engine is None:
             return False
         thawed = any(p.requires_grad for p in engine.frozen.values())
         if self._ddp_kwargs.get("find_unused_parameters", False):
@@ -288,15 +289,11 @@ class SparseDDPMixin(SparseStrategy, Base):
             if marker is not None:
                 own["residuals"] = marker
             if self.engine is not None and "optimizer_states" in checkpoint:
-                own["totals"] = self._totals_now()
+                totals = self._telling.totals.state_dict()
+                own["totals"] = totals if self._trainer.interrupted else self._mean_over_ranks(totals)
             if own or "optimizer_states" in checkpoint:  # a checkpoint without this entry is of a dense training
                 checkpoint[CHECKPOINT_KEY] = own
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def _totals_now(self) -> dict[str, float]:
-        """Return the totals so far: the mean over ranks, or this rank's own if other ranks may not take part."""
-        own = self._telling.totals.state_dict()
-        return own if self._trainer.interrupted else self._mean_over_ranks(own)
 
     def _residuals_beside(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any
@@ -313,11 +310,10 @@ class SparseDDPMixin(SparseStrategy, Base):
         if batches.ready == batches.processed:  # even if not all of its optimizers have taken a step
             self.engine.count_as_applied()
         # After an error, Lightning lets callbacks save on the failed ranks; others may not take part.
-        if trainer.interrupted:
-            return self._side_files.beside(path, self.engine, write, None, step)
-        # Names may hold metrics, which may differ from rank to rank: the checkpoint is where rank 0 writes it.
-        path = self.broadcast(path)
-        return self._side_files.beside(path, self.engine, write, TorchCollective(), step)
+        comm = None if trainer.interrupted else TorchCollective()
+        if comm is not None:  # names may hold metrics, which may differ from rank to rank: rank 0 writes the checkpoint
+            path = self.broadcast(path)
+        return self._side_files.beside(path, self.engine, write, comm, step)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint as Lightning does, and the residuals beside it."""
@@ -331,7 +327,7 @@ class SparseDDPMixin(SparseStrategy, Base):
 
     def teardown(self) -> None:
         """Close the engine, then everything else."""
-        at_work = None if self.engine is None or self.engine.closed else self.engine
+        at_work = self._open_engine
         self._close_engine()
         vars(self.precision_plugin).pop("clip_gradients", None)
         if at_work is not None:

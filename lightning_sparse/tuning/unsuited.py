@@ -19,7 +19,7 @@ ADAM = (
 OTHERS = f"Use torch's SGD, or {ADAM}; or keep the parameters that it steps dense, for instance dense=['*.weight']."
 MEANT = "memory='residual' says that it is meant so."
 BY_NAME = ("lion", "rprop", "muon", "lbfgs")
-"""Parts of class names of optimizers that are told apart by name."""
+"""Parts of class names of optimizers that are recognised by name."""
 ROOTS = ("rmsprop", "adagrad", "adadelta", "adafactor")
 """Parts of class names of optimizers that divide by second moments and may have no first one."""
 PROBLEMS = {

@@ -49,7 +49,7 @@ def at_start(engine: Engine) -> str:
 
 
 class Counted(NamedTuple):
-    """What has been counted up to a moment of a run."""
+    """Counts of a run up to a moment."""
 
     totals: Mapping[str, float]
     """:meth:`Totals.state_dict <lightning_sparse.core.clock.Totals.state_dict>`."""
