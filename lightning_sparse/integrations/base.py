@@ -273,7 +273,7 @@ class Names(list[str]):
             ValueError: that of Lightning, for an unknown name that is close to one of ours.
         """
         known = super().__contains__(name)
-        close = [] if known else difflib.get_close_matches(str(name), self, n=1)
+        close = difflib.get_close_matches(name, self, n=1) if isinstance(name, str) and not known else []
         if close and close[0].startswith(NAME):
             raise ValueError(f"You selected an invalid strategy name: `strategy={name!r}`. Did you mean {close[0]!r}?")
         return known

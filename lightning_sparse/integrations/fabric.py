@@ -84,7 +84,7 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         self._late: list[Optimizer] = []
         """Optimizers that were set up after the first step."""
         self._wrapped: list[tuple[Any, Engine]] = []
-        self._waiting: list[tuple[Module, Any, dict[str, Any] | None]] = []
+        self._waiting: dict[Module, tuple[str, dict[str, Any] | None]] = {}
         super().__init__(**for_lightning)
 
     @property
@@ -116,9 +116,8 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
             profile, totals, left = profile_of(before), before.totals, Left.by(before)
             before.close()
             self._wrapped = [(ddp, engine) for ddp, engine in self._wrapped if engine is not before]
-        loaded = next(((path, own) for waiting, path, own in self._waiting if waiting is module), None)
+        loaded = self._waiting.pop(module, None)
         if loaded is not None:
-            self._waiting = [entry for entry in self._waiting if entry[0] is not module]
             profile = (loaded[1] or {}).get("profile")
         self._check_model(module)
         with self._small_deliveries(module):
@@ -188,10 +187,9 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         """
         self._skip_void(optimizer, self.precision, drop=True)
         given = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
-        if given.arguments.get("norm_type", 2.0) == 2.0 and self._clips_locally(
-            optimizer, given.arguments["max_norm"], "norm"
-        ):
-            given.arguments["max_norm"] = math.inf
+        values = given.arguments
+        if values.get("norm_type", 2.0) == 2.0 and self._clips_locally(optimizer, values["max_norm"], "norm"):
+            values["max_norm"] = math.inf
         return super().clip_gradients_norm(*given.args, **given.kwargs)
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any) -> None:
@@ -249,8 +247,7 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
             found = None if own is None else own.get(key, {})
             place = _place(path, key, len(own or ()))
             if engine is None:
-                self._waiting = [entry for entry in self._waiting if entry[0] is not state[key]]
-                self._waiting.append((state[key], place, found))
+                self._waiting[state[key]] = place, found
                 continue
             if planner := planner_of(engine):
                 planner.resume((found or {}).get("profile"), engine)
