@@ -18,8 +18,8 @@ from lightning_sparse.engine.metrics import MB, Step, norm_of
 from lightning_sparse.engine.network import TorchCollective, drive_together, ring_all_reduce_bytes
 from lightning_sparse.engine.skip import any_set
 from lightning_sparse.integrations.gradients import LocalGradients
-from lightning_sparse.methods.grouping import ParameterSize, make_plan
-from lightning_sparse.methods.grouping.groupings import DDP_BUCKET_MB
+from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, make_plan
+from lightning_sparse.methods.grouping.groupings import MIB
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
 from lightning_sparse.tuning.performance import Network
 from lightning_sparse.tuning.performance.microbenchmark import Recorder
@@ -103,7 +103,8 @@ class Shadow:
                 "predicted_ms": 1e3 * (float(of_ranks[:, 3].max()) + row.network_seconds),
             }
             self.quantities |= {f"{name}/{quantity}": number for quantity, number in numbers.items()}
-        sizes = _bucket_bytes(self._parameters)
+        most, whole = int(DDP_BUCKET_MB * MIB), sum(p.nbytes for p in self._parameters.values())
+        sizes = [min(most, whole - begin) for begin in range(0, whole, most)]  # of DDP's buckets, as if all were full
         self.quantities |= {
             f"{DENSE}/sent_mb": sum(ring_all_reduce_bytes(b, self._comm.world_size) for b in sizes) / MB,
             f"{DENSE}/predicted_ms": 1e3 * sum(self._network.all_reduce(b) for b in sizes),
@@ -163,9 +164,3 @@ def _acc_square(group: GroupReducer) -> float:
     residual = group.memory.residual(group.state.memory)
     gradient = torch.cat([group.arrived[name] for name in group.spans]).to(group.wide)
     return norm_of(gradient if residual is None else gradient.add_(residual)) ** 2
-
-
-def _bucket_bytes(parameters: Mapping[str, Parameter]) -> list[int]:
-    """Return the bytes of buckets of DDP's size, as if all were full."""
-    most, every = int(DDP_BUCKET_MB * 2**20), sum(p.nbytes for p in parameters.values())
-    return [most] * (every // most) + ([every % most] if every % most else [])

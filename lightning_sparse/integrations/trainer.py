@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -231,7 +230,7 @@ class SparseDDPMixin(SparseStrategy, Base):
 
     def _follow_others(self) -> None:
         """Bind the current optimizers, if they have changed since the last binding."""
-        if (engine := self._open_engine) and not _are(self._shown, self.optimizers):
+        if (engine := self._open_engine) and [*map(id, self._shown)] != [*map(id, self.optimizers)]:
             self._follow_optimizers(engine)
 
     def _follow_optimizers(self, engine: Engine) -> None:
@@ -357,11 +356,6 @@ class SparseDDPMixin(SparseStrategy, Base):
         """Return Lightning's state of a copy, which has no engine until it is set up."""
         state: dict[str, Any] = super().__getstate__()
         return {**state, "engine": None, "_earlier": None, "_shown": []}
-
-
-def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return True if these are the same objects in the same order."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def refuse_second_hook(keywords: dict[str, Any]) -> None:
