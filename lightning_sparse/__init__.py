@@ -1,9 +1,9 @@
 """lightning-sparse: PyTorch Lightning strategies that replace DDP's dense all-reduce by a sparsified exchange.
 
 Importing this package registers the strategy names ``sparse_ddp``, ``sparse_ddp_<sparsifier>`` and their variants.
-``SparseDDPStrategy``, ``FabricSparseDDPStrategy`` and the callbacks are those of the Lightning package in use, see
+``SparseDDPStrategy`` and ``FabricSparseDDPStrategy`` are those of the Lightning package in use, see
 :mod:`lightning_sparse.integrations.packages`; those of each package are in ``lightning_sparse.integrations``, in the
-file with its name.
+file with its name. The callbacks are for the Trainers of all packages.
 """
 
 import importlib as _importlib
@@ -18,7 +18,12 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import LostRankError
 from lightning_sparse.engine.state.merging import merge_states
 from lightning_sparse.integrations import packages as _packages  # registers the strategy names
+from lightning_sparse.integrations.audit import ResidualAudit
 from lightning_sparse.integrations.averages import BuildUp, DensityError, PaddingRatio, Traffic
+from lightning_sparse.integrations.distribution import GradientDistribution
+from lightning_sparse.integrations.flushing import FlushResidual
+from lightning_sparse.integrations.monitor import SparsityMonitor
+from lightning_sparse.integrations.partitions import PartitionMap
 from lightning_sparse.methods import exchanges as _exchanges
 from lightning_sparse.methods import memory as _memory
 from lightning_sparse.methods import sparsifiers as _sparsifiers
@@ -31,23 +36,11 @@ from lightning_sparse.tuning.performance import HiddenDensity, OptimalMerge, Tim
 
 if _packages.preferred() == _packages.PYTORCH_LIGHTNING:
     from lightning_sparse.integrations.lightning_fabric import FabricSparseDDPStrategy
-    from lightning_sparse.integrations.pytorch_lightning import (
-        FlushResidual,
-        GradientDistribution,
-        PartitionMap,
-        ResidualAudit,
-        SparseDDPStrategy,
-        SparsityMonitor,
-    )
+    from lightning_sparse.integrations.pytorch_lightning import SparseDDPStrategy
 else:
     from lightning_sparse.integrations.lightning import (  # type: ignore[assignment]
         FabricSparseDDPStrategy,
-        FlushResidual,
-        GradientDistribution,
-        PartitionMap,
-        ResidualAudit,
         SparseDDPStrategy,
-        SparsityMonitor,
     )
 
 if TYPE_CHECKING:

@@ -61,7 +61,9 @@ def test_the_parser_sees_what_files_import() -> None:
     topk = modules_imported(PACKAGE / "methods" / "sparsifiers" / "topk.py")
     assert {"lightning_sparse.core.step", "lightning_sparse.methods.density", "lightning_sparse.ops"} <= topk
     assert "torch.distributed" in set(imported(PACKAGE / "engine" / "network" / "process_group.py"))
-    assert "pytorch_lightning.Callback" in set(imported(PACKAGE / "integrations" / "pytorch_lightning.py"))
+    assert "pytorch_lightning.strategies.DDPStrategy" in set(
+        imported(PACKAGE / "integrations" / "pytorch_lightning.py")
+    )
 
 
 def test_rooms_import_only_what_stands_below_them_and_files_do_not_import_each_other() -> None:
@@ -122,6 +124,19 @@ def test_extras_are_used_and_would_be_seen() -> None:
         "try:\n    import rich.box\nexcept ImportError:\n    from sklearn import x\nif TYPE_CHECKING:\n    import wandb"
     )
     assert set(imported_at_once(ast.parse(nested).body)) == {"rich", "sklearn"}
+
+
+PUBLIC = {"core.checks", "core.console", "core.registry", "core.step", "engine.optimizers.momentum", "engine.traffic"}
+PUBLIC |= {"integrations.packages", "methods.density", "methods.grouping", "ops", "tuning.performance"}
+PUBLIC |= {"tuning.unsuited"}
+"""Modules that tools may import from, next to the package itself; as docs/design.md names them."""
+
+
+@in_one_test("path", ((path,) for path in FILES), apart=0)
+def test_tools_import_what_is_public(path: Path) -> None:
+    if room_of(path) in {"tools", "cli"}:
+        inside = {name.removeprefix("lightning_sparse.") for name in modules_imported(path)}
+        assert {name for name in inside if name.partition(".")[0] != "tools"} <= PUBLIC
 
 
 def test_training_does_not_import_the_tools() -> None:

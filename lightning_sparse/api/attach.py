@@ -26,6 +26,7 @@ from lightning_sparse.methods.sparsifiers import Everything
 from lightning_sparse.tuning.controllers import DenseFallback, Planner, StayDense
 from lightning_sparse.tuning.controllers.announcer import Announcer
 from lightning_sparse.tuning.controllers.watchdog import Watchdog
+from lightning_sparse.tuning.performance.profiler import delivery_mb
 
 _settings, _strategies = ({field.name: None for field in fields(c)} for c in (SparsificationConfig, StrategyConfig))
 NOT_HERE = f" The strategies for Lightning alone know {', '.join(n for n in _strategies if n not in _settings)}."
@@ -137,8 +138,8 @@ def attach_config(
             if stays_dense:
                 engine.go_direct()
                 engine.add_observer(StayDense())  # a loaded state may hold residuals, which are sent first
-            elif Planner.wanted(config.grouping, config):
-                planner = Planner(ddp, engine, sizes, config.grouping, config.rules, cap, delivery_mb(ddp), profile)
+            elif Planner.wanted(config):
+                planner = Planner(ddp, engine, sizes, profile)
                 engine.add_observer(planner)
             if config.fallback is not None and not stays_dense:
                 engine.add_observer(DenseFallback(sizes, cap, planner))
@@ -230,13 +231,6 @@ def _register(ddp: DistributedDataParallel, engine: Engine) -> None:
             "This DistributedDataParallel model has a communication hook already: of another attach(), of your own, or "
             f"of mixed_precision=... or an optimizer in backward. Wrap the model again, without it. ({error})"
         ) from error
-
-
-def delivery_mb(ddp: DistributedDataParallel) -> tuple[float, float]:
-    """Return the MiB of DDP's first bucket of gradients, and of the others."""
-    size = ddp.bucket_bytes_cap / MIB
-    # DDP shortens the first bucket only if no size was given.
-    return (1.0 if ddp.bucket_bytes_cap_default else size), size
 
 
 def sizes_of(parameters: dict[str, Parameter]) -> list[ParameterSize]:

@@ -47,6 +47,21 @@ def plain(x: float, digits: int = 3) -> str:
     return f"{x:,.0f}" if 10**digits - 0.5 <= abs(x) < 1e9 else f"{x:.{digits}g}"
 
 
+def amount(nbytes: float) -> str:
+    """Return bytes in words.
+
+    Example:
+        >>> amount(1.5e6), amount(2.25e12)
+        ('1.5 MB', '2,250 GB')
+        >>> amount(999.7e6), amount(36.0)
+        ('1 GB', '36 bytes')
+    """
+    mb = nbytes / 1e6
+    if nbytes < 100:
+        return f"{nbytes:.0f} bytes"
+    return f"{mb:.3g} MB" if mb < 999.5 else f"{plain(mb / 1000)} GB"
+
+
 class Table(NamedTuple):
     """Table of a title, a header and rows of text; columns are right-aligned unless listed in ``left``."""
 

@@ -11,23 +11,14 @@ from torch import Tensor
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import Statistics
+from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.loggers import log_figure
-from lightning_sparse.integrations.timing import engine_of, is_logging_step, warn_that_nothing_is_sparse
-
-AUDITED: dict[str, tuple[str, str]] = {
-    "norm": ("gradient", "Euclidean norm of the residual, mean over ranks"),
-    "age_mean": ("steps", "Steps since a coordinate was last sent, mean over coordinates that were sent before"),
-    "age_median": ("steps", "The same, median"),
-    "age_p99": ("steps", "The same, 99 % quantile"),
-    "never_sent": ("", "Share of coordinates that were not sent since the audit began"),
-}
-"""Unit and meaning of the logged quantities, under ``sparse/residual/``."""
 
 
-class ResidualAuditMixin:
+class ResidualAudit(Callback):
     """Log the ages of coordinates in residuals, and the share that was never sent.
 
-    Logs ``sparse/residual/<quantity>`` for every quantity of :data:`AUDITED` on the Trainer's logging steps, and at the
+    Logs ``sparse/residual/<quantity>``, as in ``docs/metrics.md``, on the Trainer's logging steps, and at the
     end of fit the distribution of ages: a histogram in Weights & Biases and TensorBoard, JSON in the folders of others.
     Only sparsified groups count, and a coordinate counts as sent if it is in the update, selected by any rank.
 
@@ -47,14 +38,14 @@ class ResidualAuditMixin:
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Reset the audit; warn if there are no residuals."""
-        self._ages, engine = Ages(), engine_of(trainer)
+        self._ages, engine = Ages(), self.engine_of(trainer)
         self._seen = {} if engine is None else _latest(engine)
         if engine is None:
-            warn_that_nothing_is_sparse(trainer, "ResidualAudit", "log")
+            self.warn_that_nothing_is_sparse(trainer, "log")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Record the update; log on logging steps."""
-        engine = engine_of(trainer)
+        engine = self.engine_of(trainer)
         if engine is None or engine.direct:
             return
         latest = _latest(engine)
@@ -62,9 +53,8 @@ class ResidualAuditMixin:
             return
         self._seen = latest
         self._ages.note(engine)
-        if is_logging_step(trainer):
-            for name, value in {**self._ages.quantities(), "norm": _norm(engine)}.items():
-                pl_module.log(f"sparse/residual/{name}", value, on_step=True, on_epoch=False)
+        if self.is_logging_step(trainer):
+            self.log_numbers(pl_module, {**self._ages.quantities(), "norm": _norm(engine)}, "residual/")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the distribution of ages."""
@@ -117,7 +107,7 @@ class Ages:
 
         It waits for the device.
         """
-        return None if not self._steps else self._by_age()[:-1]
+        return self._by_age()[:-1] if self._steps else None
 
     def _by_age(self) -> Tensor:
         """Return (steps + 1,) numbers of coordinates by age; the last one is of those that were never sent."""
@@ -127,7 +117,7 @@ class Ages:
         return total
 
     def quantities(self) -> dict[str, float]:
-        """Return the quantities of :data:`AUDITED` by name, except the norm."""
+        """Return the quantities that are logged by name, except the norm."""
         if not self._steps:
             return {}
         by_age = self._by_age()

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from functools import partial
+from itertools import product
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -224,10 +226,8 @@ class SparseStrategy:
             own: this package's entry in the checkpoint; None: there is none.
         """
         config, marker = self.config, None if own is None else own.get("residuals")
-        restore(engine, path, marker, self._load_side_file, config.resize, config.strict_resume, dense=own is None)
-
-    def _load_side_file(self, path: str) -> Any:
-        return self.checkpoint_io.load_checkpoint(path, weights_only=True)
+        load = partial(self.checkpoint_io.load_checkpoint, weights_only=True)
+        restore(engine, path, marker, load, config.resize, config.strict_resume, dense=own is None)
 
     def _skip_void(self, optimizer: Any, precision: Any, *, drop: bool = False) -> None:
         """Let the optimizer skip a step with non-finite gradients, if no loss scaler does so.
@@ -241,10 +241,7 @@ class SparseStrategy:
         if self.config.nonfinite != "skip" or (scaler is not None and scaler.is_enabled()):
             return
         for engine in self.engines:
-            if drop:
-                engine.drop_void(optimizer)
-            else:
-                engine.skip_void(optimizer)
+            (engine.drop_void if drop else engine.skip_void)(optimizer)
             known = engine.known_counts  # a fused optimizer has the flag, and the host learns it one step later
             if known.void == 1 and known.streak == 1 and engine.run_id not in self._told_of_void:
                 self._told_of_void.add(engine.run_id)
@@ -255,10 +252,15 @@ class SparseStrategy:
                 )
 
 
+def planner_of(engine: Engine | None) -> Planner | None:
+    """Return the planner of an engine, if it has one."""
+    return next((one for one in (engine.observers if engine else ()) if isinstance(one, Planner)), None)
+
+
 def profile_of(engine: Engine | None) -> dict[str, Any] | None:
     """Return the measured :class:`~lightning_sparse.tuning.performance.Profile` for groups and densities, or None."""
-    planners = [observer for observer in engine.observers if isinstance(observer, Planner)] if engine else []
-    return planners[0].saved if planners else None
+    planner = planner_of(engine)
+    return None if planner is None else planner.saved
 
 
 class Names(list[str]):
@@ -270,12 +272,11 @@ class Names(list[str]):
         Raises:
             ValueError: that of Lightning, for an unknown name that is close to one of ours.
         """
-        if super().__contains__(name) or not isinstance(name, str):
-            return super().__contains__(name)
-        close = difflib.get_close_matches(name, self, n=1)
+        known = super().__contains__(name)
+        close = difflib.get_close_matches(name, self, n=1) if isinstance(name, str) and not known else []
         if close and close[0].startswith(NAME):
             raise ValueError(f"You selected an invalid strategy name: `strategy={name!r}`. Did you mean {close[0]!r}?")
-        return False
+        return known
 
 
 def register(registry: Any, strategy: type) -> None:
@@ -288,27 +289,14 @@ def register(registry: Any, strategy: type) -> None:
         registry: a Lightning package's StrategyRegistry.
         strategy: that package's class.
     """
-    launches: list[tuple[str, str]] = [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")]
-    unused: list[tuple[str, dict[str, bool]]] = [
-        ("", {}),
-        ("_find_unused_parameters_false", {"find_unused_parameters": False}),
-        ("_find_unused_parameters_true", {"find_unused_parameters": True}),
-    ]
-    sparsifiers: list[tuple[str, dict[str, str]]] = [("", {})] + [
-        (f"_{name}", {"sparsifier": name}) for name, _ in SPARSIFIERS.items()
-    ]
-    for method, choice in sparsifiers:
-        for launch, start_method in launches:
-            for ending, flag in unused:
-                name = f"{NAME}{method}{launch}{ending}"
-                registry.register(
-                    name,
-                    strategy,
-                    description=f"DDP with a sparsified gradient exchange ({name})",
-                    override=True,
-                    start_method=start_method,
-                    **choice,
-                    **flag,
-                )
+    methods: list[dict[str, Any]] = [{}, *({"sparsifier": name} for name, _ in SPARSIFIERS.items())]
+    launches = [("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")]
+    flags: list[dict[str, Any]] = [{}, {"find_unused_parameters": False}, {"find_unused_parameters": True}]
+    for method, (launch, start_method), flag in product(methods, launches, flags):
+        ending = "".join(f"_{name}_{value}".lower() for name, value in flag.items())
+        name = "_".join([NAME, *method.values()]) + launch + ending
+        description = f"DDP with a sparsified gradient exchange ({name})"
+        given = {**method, **flag, "start_method": start_method}
+        registry.register(name, strategy, description=description, override=True, **given)
     listed = type(registry).available_strategies
     registry.available_strategies = lambda: Names(listed(registry))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import check_integer, expect
 from lightning_sparse.engine import Engine
+from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.gradients import LocalGradients, trained_parameters
 from lightning_sparse.integrations.loggers import log_figure
-from lightning_sparse.integrations.timing import engine_of, loss_scale
 from lightning_sparse.methods.laws import fit_laws
 
 SAMPLE = 1 << 17
@@ -24,7 +23,7 @@ WHOLE = "model"
 """Name of the group of all parameters, without an engine with groups."""
 
 
-class GradientDistributionMixin:
+class GradientDistribution(Callback):
     """Show the distribution of the magnitudes that sparsifiers select from, with fitted laws and the threshold.
 
     Logged on rank zero at intervals: histograms of the largest groups; exponential, gamma and generalised Pareto laws
@@ -71,16 +70,16 @@ class GradientDistributionMixin:
         """Start to copy gradients, if this step is shown."""
         if self._steps % self.every or not trainer.is_global_zero or self._gradients is not None:
             return
-        engine = engine_of(trainer)
+        engine = self.engine_of(trainer)
         parameters = trained_parameters(trainer.lightning_module) if engine is None else engine.parameters
-        self._groups, self._residuals = {WHOLE: list(parameters)}, {}
-        if engine is not None and not engine.direct and any(not group.dense for group in engine.plan):
-            largest = sorted((g for g in engine.plan if not g.dense), key=lambda g: -g.numel)[: self.most]
-            self._groups = {group.name: [p.name for p in group.parameters] for group in largest}
+        plan = [] if engine is None or engine.direct else [group for group in engine.plan if not group.dense]
+        largest = sorted(plan, key=lambda group: -group.numel)[: self.most]
+        self._groups = {group.name: [p.name for p in group.parameters] for group in largest}
+        self._groups = self._groups or {WHOLE: list(parameters)}
         chosen = set().union(*self._groups.values())
-        if engine is not None and WHOLE not in self._groups and self.what == "accumulated":
-            residuals = {name: engine.residual(name) for name in chosen}
-            self._residuals = {name: one.clone() for name, one in residuals.items() if one is not None}
+        accumulated = chosen if largest and self.what == "accumulated" else ()
+        residuals = {name: None if engine is None else engine.residual(name) for name in accumulated}
+        self._residuals = {name: one.clone() for name, one in residuals.items() if one is not None}
         self._gradients = LocalGradients({name: p for name, p in parameters.items() if name in chosen})
         self._gradients.start()
 
@@ -91,14 +90,12 @@ class GradientDistributionMixin:
         self._steps += 1
         if self._gradients is None:
             return
-        found = self._gradients.take(loss_scale(trainer))
+        found = self._gradients.take(self.loss_scale(trainer))
         self._gradients = None
-        thresholds = _thresholds(engine_of(trainer))
+        thresholds = _thresholds(self.engine_of(trainer))
         for group, names in self._groups.items():
-            parts = [self._accumulated(name, found) for name in names if name in found]
-            if not parts:
-                continue
-            magnitudes = sample_of(torch.cat(parts))
+            parts = [found[name] + self._residuals.get(name, 0) for name in names if name in found]
+            magnitudes = sample_of(torch.cat(parts)) if parts else torch.empty(0, device="cpu")
             data = describe(magnitudes, thresholds.get(group))
             if data is None:
                 continue
@@ -107,10 +104,6 @@ class GradientDistributionMixin:
                 name = f"gradient_distribution/{group}"
                 log_figure(logger, name, data, partial(draw, data), trainer.global_step, magnitudes)
         self._residuals = {}
-
-    def _accumulated(self, name: str, gradients: Mapping[str, Tensor]) -> Tensor:
-        residual = self._residuals.get(name)
-        return gradients[name] if residual is None else residual + gradients[name]
 
 
 def _thresholds(engine: Engine | None) -> dict[str, float]:
@@ -155,8 +148,8 @@ def draw(data: Mapping[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     edges = data["edges"]
-    middles = [(a + b) / 2 for a, b in pairwise(edges)]
     width = edges[1] - edges[0]
+    middles = [edge + width / 2 for edge in edges[:-1]]
     heights = [count / (data["sample"] * width) for count in data["counts"]]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

@@ -28,32 +28,29 @@ class Left(NamedTuple):
     """Why there is no state; empty: there is one."""
 
     @classmethod
-    def by(cls, engine: Engine) -> Left:
-        """Return the current state of an engine, if an error has not broken it."""
+    def by(cls, engine: Engine, before: Mapping[str, int] | None = None) -> Left:
+        """Return the current state of an engine, if an error has not broken it.
+
+        Args:
+            engine: after its last step.
+            before: :func:`checksums` of that moment, if weights may have changed since.
+        """
+        now = {} if before is None else checksums(engine)
+        changed = [name for name in now if before is not None and now[name] != before[name]]
         try:
-            return cls(engine.state_dict(), _parameters_of(engine), [])
+            return cls(engine.state_dict(), parameters_of(engine), changed)
         except RuntimeError as error:
             return cls({}, {}, [], str(error))
 
 
-class EarlierFit:
-    """Keeps the engine of a fit that ends, and checksums of its weights.
+def parameters_of(engine: Engine) -> dict[str, Parameter]:
+    """Return the parameters of a model by name, frozen ones too."""
+    return {**engine.parameters, **engine.frozen}
 
-    Args:
-        engine: after the last step.
-    """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._checksums = _checksums(_parameters_of(engine))
-
-    def leave(self) -> Left | None:
-        """Return the state for a fit that begins now; None if the engine has taken no step."""
-        if self._engine.step == 0:
-            return None
-        left = Left.by(self._engine)
-        now = _checksums(left.parameters)
-        return left._replace(changed=[name for name in now if now[name] != self._checksums[name]])
+def checksums(engine: Engine) -> dict[str, int]:
+    """Return a checksum of the weights of each floating-point parameter."""
+    return {name: int(weights_checksum(p)) for name, p in parameters_of(engine).items() if p.is_floating_point()}
 
 
 def go_on(engine: Engine, left: Left | None) -> str:
@@ -66,7 +63,7 @@ def go_on(engine: Engine, left: Left | None) -> str:
     Returns:
         A sentence on the dropped state, for the user; empty if all continues.
     """
-    now = {id(p) for p in _parameters_of(engine).values()}
+    now = {id(p) for p in parameters_of(engine).values()}
     here = {} if left is None else {name: p for name, p in left.parameters.items() if id(p) in now}
     changed = set() if left is None else set(left.changed) & here.keys()
     outline = checksum([left is None or left.broken, sorted(here), sorted(changed)])
@@ -92,12 +89,3 @@ def go_on(engine: Engine, left: Left | None) -> str:
         names = ", ".join(sorted(changed)[:SHOWN]) + (", ..." if len(changed) > SHOWN else "")
         lost = [f"The weights of {names} have changed since.", *lost]
     return f"What was not sent of some parameters is dropped. {' '.join(lost)}" if lost else ""
-
-
-def _parameters_of(engine: Engine) -> dict[str, Parameter]:
-    return {**engine.parameters, **engine.frozen}
-
-
-def _checksums(parameters: Mapping[str, Parameter]) -> dict[str, int]:
-    """Return a checksum of the weights of each floating-point parameter."""
-    return {name: int(weights_checksum(p)) for name, p in parameters.items() if p.is_floating_point()}

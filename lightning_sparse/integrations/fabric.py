@@ -25,9 +25,8 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
 from lightning_sparse.engine.state.side_files import side_directory
-from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
+from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, planner_of, profile_of
 from lightning_sparse.integrations.earlier import Left
-from lightning_sparse.tuning.controllers import Planner
 from lightning_sparse.tuning.controllers.announcer import Announcer
 
 if TYPE_CHECKING:  # at run time the class of each package has its own base
@@ -85,7 +84,7 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         self._late: list[Optimizer] = []
         """Optimizers that were set up after the first step."""
         self._wrapped: list[tuple[Any, Engine]] = []
-        self._waiting: list[tuple[Module, Any, dict[str, Any] | None]] = []
+        self._waiting: dict[Module, tuple[str, dict[str, Any] | None]] = {}
         super().__init__(**for_lightning)
 
     @property
@@ -111,18 +110,14 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
 
     def setup_module(self, module: Module) -> Any:
         """Wrap a module as Fabric does, and attach an engine; at a second set-up it continues from the one before."""
-        before, profile, totals = self.engine_of(module), None, Totals()
-        left = None
+        before, profile, totals, left = self.engine_of(module), None, Totals(), None
         if before is not None:
-            totals = before.totals
             before.count_as_applied()
-            left = Left.by(before)
-            profile = profile_of(before)
+            profile, totals, left = profile_of(before), before.totals, Left.by(before)
             before.close()
             self._wrapped = [(ddp, engine) for ddp, engine in self._wrapped if engine is not before]
-        loaded = next(((path, own) for waiting, path, own in self._waiting if waiting is module), None)
+        loaded = self._waiting.pop(module, None)
         if loaded is not None:
-            self._waiting = [entry for entry in self._waiting if entry[0] is not module]
             profile = (loaded[1] or {}).get("profile")
         self._check_model(module)
         with self._small_deliveries(module):
@@ -178,10 +173,11 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
             return result
 
         with uninterrupted(optimizer):
-            if closure is None:
+            if closure is not None:
+                kwargs["closure"] = then_skip
+            else:
                 then_skip()
-                return super().optimizer_step(optimizer, **kwargs)
-            return super().optimizer_step(optimizer, closure=then_skip, **kwargs)
+            return super().optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Clip as Fabric does; drop non-finite gradients before the norm is computed if no loss scaler skips the step.
@@ -191,10 +187,9 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         """
         self._skip_void(optimizer, self.precision, drop=True)
         given = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
-        if given.arguments.get("norm_type", 2.0) == 2.0 and self._clips_locally(
-            optimizer, given.arguments["max_norm"], "norm"
-        ):
-            given.arguments["max_norm"] = math.inf
+        values = given.arguments
+        if values.get("norm_type", 2.0) == 2.0 and self._clips_locally(optimizer, values["max_norm"], "norm"):
+            values["max_norm"] = math.inf
         return super().clip_gradients_norm(*given.args, **given.kwargs)
 
     def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any) -> None:
@@ -252,12 +247,10 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
             found = None if own is None else own.get(key, {})
             place = _place(path, key, len(own or ()))
             if engine is None:
-                self._waiting = [entry for entry in self._waiting if entry[0] is not state[key]]
-                self._waiting.append((state[key], place, found))
+                self._waiting[state[key]] = place, found
                 continue
-            for observer in engine.observers:
-                if isinstance(observer, Planner):
-                    observer.resume((found or {}).get("profile"), engine)
+            if planner := planner_of(engine):
+                planner.resume((found or {}).get("profile"), engine)
             self._resume(engine, place, found)
         return rest
 

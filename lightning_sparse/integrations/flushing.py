@@ -9,10 +9,10 @@ from typing import Any
 
 from lightning_sparse.api.flush import engines_of, flush
 from lightning_sparse.core.checks import expect, is_integer
-from lightning_sparse.integrations.timing import warn_that_nothing_is_sparse
+from lightning_sparse.integrations.callback import Callback
 
 
-class FlushResidualMixin:
+class FlushResidual(Callback):
     """Take one dense step with the residuals, at the end of training; see :func:`~lightning_sparse.flush`.
 
     In the last epoch of ``max_epochs`` or ``max_steps``, the flush follows the last batch: the last validation and
@@ -48,7 +48,7 @@ class FlushResidualMixin:
         """Warn if there is nothing to flush."""
         self._rates, self._flushed = {}, []
         if not engines_of(trainer.strategy):
-            warn_that_nothing_is_sparse(trainer, "FlushResidual", "do")
+            self.warn_that_nothing_is_sparse(trainer, "do")
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Record the learning rates of this step."""

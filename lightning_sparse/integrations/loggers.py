@@ -10,6 +10,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -127,30 +128,26 @@ def log_figure(
         histogram: values for a histogram beside the figure in W&B and TensorBoard.
     """
     kind, key = kind_of(logger), f"{PREFIX}{name}"
-    if histogram is not None and kind == "tensorboard":
-        logger.experiment.add_histogram(key, histogram, step)
-    if histogram is not None and kind == "wandb":
-        import wandb
-
-        logger.log_metrics({f"{key}/histogram": wandb.Histogram(np_histogram=_bins(histogram))}, step)
     if kind in ("", "mlflow"):
-        text = json.dumps({"step": step, **data}, indent=1)
+        text, file = json.dumps({"step": step, **data}, indent=1), f"{name}/step-{step:06d}.json"
         if kind == "mlflow":
-            logger.experiment.log_text(logger.run_id, text, f"{key}/step-{step:06d}.json")
-        elif (path := _file(logger, f"{name}/step-{step:06d}.json")) is not None:
+            logger.experiment.log_text(logger.run_id, text, PREFIX + file)
+        elif (path := _file(logger, file)) is not None:
             path.write_text(text, encoding="utf-8")
         return
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
+    figure = draw() if find_spec("matplotlib") else None
+    if kind == "tensorboard":
+        if histogram is not None:
+            logger.experiment.add_histogram(key, histogram, step)
+        if figure is not None:
+            logger.experiment.add_figure(f"{key}/figure", figure, step)
         return
-    figure = draw()
-    if kind == "wandb":
-        import wandb
+    import wandb
 
+    if histogram is not None:
+        logger.log_metrics({f"{key}/histogram": wandb.Histogram(np_histogram=_bins(histogram))}, step)
+    if figure is not None:
         logger.log_metrics({key: wandb.Image(figure)}, step)
-    else:
-        logger.experiment.add_figure(f"{key}/figure", figure, step)
 
 
 def _bins(values: Tensor) -> tuple[Any, Any]:

@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
-
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import check_integer, expect
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.metrics import summarize, totals_of
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.integrations.averages import BuildUp, DensityError, PaddingRatio, Traffic
-from lightning_sparse.integrations.gradients import LocalGradients, trained_parameters
+from lightning_sparse.integrations.callback import Callback
+from lightning_sparse.integrations.gradients import trained_parameters
 from lightning_sparse.integrations.loggers import define_axes, log_settings, log_table
 from lightning_sparse.integrations.plan_table import LONGEST, plan_table
 from lightning_sparse.integrations.shadow import Shadow
-from lightning_sparse.integrations.timing import engine_of, is_logging_step, loss_scale
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
 
 
-class SparsityMonitorMixin:
+class SparsityMonitor(Callback):
     """Log quantities of the sparsified exchange, on the Trainer's logging steps.
 
     Logs ``sparse/<quantity>`` for every quantity of :data:`lightning_sparse.engine.metrics.QUANTITIES`, averaged or
@@ -33,7 +31,7 @@ class SparsityMonitorMixin:
 
     With ``shadow``, sparsifiers run on copies of the gradients of any strategy, such as ``strategy="ddp"``: the
     coordinates and bytes that they would send are logged as ``sparse/shadow/<name>/<quantity>``, see
-    :data:`lightning_sparse.integrations.shadow.SHADOWED`. The gradients of the training stay the same, bit for bit.
+    ``docs/metrics.md``. The gradients of the training stay the same, bit for bit.
     Without it and with a strategy that does not sparsify, the monitor warns once and does nothing.
 
     Args:
@@ -80,12 +78,11 @@ class SparsityMonitorMixin:
         self._logged_step = 0
         self._plan: list[Any] = []
         self._shadow: Shadow | None = None
-        self._gradients: LocalGradients | None = None
         self._steps = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Print the table, set the axes in W&B, set up the shadow."""
-        engine = engine_of(trainer)
+        engine = self.engine_of(trainer)
         self._start_shadow(trainer)
         for metric in (*self.metrics.values(), self.traffic):
             metric.reset()
@@ -93,12 +90,8 @@ class SparsityMonitorMixin:
             define_axes(logger)
         if engine is None:
             if not self.shadow:
-                strategy = type(trainer.strategy).__name__
-                rank_zero_warn(
-                    f"SparsityMonitor has nothing to log: the strategy {strategy} does not sparsify. Use "
-                    "strategy='sparse_ddp', let sparsifiers look on with SparsityMonitor(shadow=['topk']), or remove "
-                    "the callback."
-                )
+                also = ", let sparsifiers look on with SparsityMonitor(shadow=['topk']),"
+                self.warn_that_nothing_is_sparse(trainer, "log", also)
             return
         self._logged_step, self._plan = engine.step, []
         if self.table and trainer.is_global_zero:
@@ -115,20 +108,22 @@ class SparsityMonitorMixin:
 
     def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
         """Start to copy gradients for the shadow, if it runs in this step."""
-        if self._gradients is not None and self._steps % self.every == 0:
-            self._gradients.start()
+        if self._shadow is not None and self._steps % self.every == 0:
+            self._shadow.gradients.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Log on logging steps, if gradients were exchanged since the last time."""
-        self._show_shadow(trainer)
-        engine = engine_of(trainer)
+        shadow, engine = self._shadow, self.engine_of(trainer)
+        if shadow is not None and not trainer.fit_loop._should_accumulate():
+            if shadow.gradients.started:
+                shadow.step(shadow.gradients.take(self.loss_scale(trainer)))
+            self._steps += 1
         # In this order: to read the step may wait for a device.
-        if not is_logging_step(trainer):
+        if not self.is_logging_step(trainer):
             return
-        if self._shadow is not None:
-            for name, value in self._shadow.quantities.items():
-                pl_module.log(f"sparse/shadow/{name}", value, on_step=True, on_epoch=False)
-            self._shadow.quantities = {}
+        if shadow is not None:
+            self.log_numbers(pl_module, shadow.quantities, "shadow/")
+            shadow.quantities = {}
         if engine is None or engine.step == self._logged_step:
             return
         self._logged_step = engine.step
@@ -138,46 +133,33 @@ class SparsityMonitorMixin:
         summary = summarize(step, engine.mean_over_ranks)
         summary |= {name: float(metric(step)) for name, metric in self.metrics.items()}
         self.traffic.update(step)
-        for name, value in summary.items():
-            pl_module.log(f"sparse/{name}", value, on_step=True, on_epoch=False, prog_bar=name == "density")
-        if self.groups:
-            for group, values in engine.group_summaries().items():
-                for name, value in values.items():
-                    pl_module.log(f"sparse/group/{group}/{name}", value, on_step=True, on_epoch=False)
+        self.log_numbers(pl_module, {"density": summary.pop("density")}, prog_bar=True)
+        self.log_numbers(pl_module, summary)
+        for group, values in engine.group_summaries().items() if self.groups else ():
+            self.log_numbers(pl_module, values, f"group/{group}/")
         self.log_plan(trainer, engine)
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the totals beside the results of validation during fit."""
-        engine = engine_of(trainer)
+        engine = self.engine_of(trainer)
         if engine is None or trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        for name, value in totals_of(engine.totals).items():
-            pl_module.log(f"sparse/{name}", value, on_step=False, on_epoch=True, sync_dist=True)
+        self.log_numbers(pl_module, totals_of(engine.totals), on_step=False, on_epoch=True, sync_dist=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Free the shadow's memory."""
-        self._shadow = self._gradients = None
+        self._shadow = None
 
     def _start_shadow(self, trainer: Any) -> None:
-        self._shadow = self._gradients = None
-        self._steps = 0
+        self._shadow, self._steps = None, 0
         if not self.shadow:
             return
-        parameters = trained_parameters(trainer.lightning_module)
         used = getattr(trainer.strategy, "config", None) or SparsificationConfig()
         settings = SparsificationConfig(
             density=self.density, grouping=used.grouping, rules=used.rules, bucket_cap_mb=used.bucket_cap_mb
         )
-        self._shadow = Shadow(parameters, self.shadow, settings, TorchCollective())
-        self._gradients = LocalGradients(parameters)
+        self._shadow = Shadow(trained_parameters(trainer.lightning_module), self.shadow, settings, TorchCollective())
         for logger in trainer.loggers if trainer.is_global_zero else ():
             names = [SPARSIFIERS.name_of(one) for one in self.shadow]
             chosen = {"sparsifiers": ",".join(names), "density": settings.as_dict()["density"], "every": self.every}
             log_settings(logger, {"sparse_shadow": chosen})
-
-    def _show_shadow(self, trainer: Any) -> None:
-        if self._shadow is None or self._gradients is None or trainer.fit_loop._should_accumulate():
-            return
-        if self._gradients.started:
-            self._shadow.step(self._gradients.take(loss_scale(trainer)))
-        self._steps += 1

@@ -19,7 +19,7 @@ def installed() -> list[str]:
 
 
 def preferred() -> str:
-    """Return the package of ``lightning_sparse.SparseDDPStrategy`` and ``SparsityMonitor``.
+    """Return the package of ``lightning_sparse.SparseDDPStrategy`` and ``FabricSparseDDPStrategy``.
 
     It is the one that the program imported before lightning_sparse, if it was only one; else ``pytorch_lightning`` if
     it is installed.

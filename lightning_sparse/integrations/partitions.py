@@ -12,10 +12,8 @@ from lightning_sparse.core.checks import check_integer
 from lightning_sparse.core.console import Table
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine import Engine
+from lightning_sparse.integrations.callback import Callback
 from lightning_sparse.integrations.loggers import log_figure, log_table
-from lightning_sparse.integrations.timing import engine_of
-
-HEADER = ("step", "group", "rank", "begin", "end", "picks")
 
 
 class Range(NamedTuple):
@@ -29,7 +27,7 @@ class Range(NamedTuple):
     picks: int
 
 
-class PartitionMapMixin:
+class PartitionMap(Callback):
     """Record and draw the ranks' ranges of ExDyna and MiCRO, over time.
 
     At the end of fit, rank zero gives all loggers a table ``sparse/partition_map`` (a CSV file if a logger shows no
@@ -61,7 +59,7 @@ class PartitionMapMixin:
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Clear the record; warn if there is nothing to record."""
         self.rows, self._recorded = [], 0
-        engine = engine_of(trainer)
+        engine = self.engine_of(trainer)
         if engine is None or not has_ranges(engine):
             rank_zero_warn(
                 "PartitionMap has nothing to record: only sparsifiers that give ranks ranges of coordinates have a "
@@ -70,7 +68,7 @@ class PartitionMapMixin:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Record the ranges, if it is due."""
-        engine = engine_of(trainer)
+        engine = self.engine_of(trainer)
         if engine is None or not trainer.is_global_zero or trainer.fit_loop._should_accumulate():
             return
         self._recorded += 1
@@ -81,8 +79,8 @@ class PartitionMapMixin:
         """Log the recorded ranges."""
         if not self.rows or not trainer.is_global_zero:
             return
-        table = Table("Ranges of ranks", HEADER, [[str(cell) for cell in row] for row in self.rows], left=(1,))
-        data = {"header": list(HEADER), "rows": [list(row) for row in self.rows]}
+        table = Table("Ranges of ranks", Range._fields, [[str(cell) for cell in row] for row in self.rows], left=(1,))
+        data = {"header": list(Range._fields), "rows": [list(row) for row in self.rows]}
         for logger in trainer.loggers:
             log_table(logger, "partition_map", table, trainer.global_step)
             log_figure(logger, "partition_map/map", data, lambda: draw(self.rows), trainer.global_step)
@@ -104,14 +102,10 @@ def ranges_of(engine: Engine, most: int) -> list[Range]:
     found = []
     groups = [] if engine.direct else [group for group in engine.groups if not group.plan.dense and group.ran]
     for group in sorted(groups, key=lambda group: -group.plan.numel)[:most]:
-        ranges, statistics = _ranges(engine, group), group.statistics
-        if ranges is None or statistics is None:
-            continue
-        picks = statistics.counts.tolist()
-        found += [
-            Range(engine.step, group.plan.name, rank, begin, end, picks[rank])
-            for rank, (begin, end) in enumerate(ranges.tolist())
-        ]
+        ranges, known = _ranges(engine, group), group.statistics
+        if ranges is not None and known is not None:
+            rows = zip(range(len(ranges)), *ranges.T.tolist(), known.counts.tolist(), strict=True)
+            found += [Range(engine.step, group.plan.name, *row) for row in rows]
     return found
 
 
@@ -122,23 +116,16 @@ def draw(rows: Sequence[Range]) -> Any:
 
     groups = list(dict.fromkeys(row.group for row in rows))
     ranks = 1 + max(row.rank for row in rows)
-    shades = colormaps["viridis"]
     figure = Figure(figsize=(7, 1 + 2.2 * len(groups)), layout="constrained")
     panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
     for axes, group in zip(panels, groups, strict=True):
         own = [row for row in rows if row.group == group]
-        steps = sorted({row.step for row in own})
-        width = min((b - a for a, b in pairwise(steps)), default=1)
+        width = min((b - a for a, b in pairwise(sorted({row.step for row in own}))), default=1)
         for rank in range(ranks):
-            ranges = [row for row in own if row.rank == rank]
-            axes.bar(
-                [row.step for row in ranges],
-                [row.end - row.begin for row in ranges],
-                width,
-                [row.begin for row in ranges],
-                color=shades(rank / max(1, ranks - 1)),
-                label=f"rank {rank}",
-            )
+            steps, _, _, begins, ends, _ = zip(*(row for row in own if row.rank == rank), strict=True)
+            heights = [end - begin for begin, end in zip(begins, ends, strict=True)]
+            shade = colormaps["viridis"](rank / max(1, ranks - 1))
+            axes.bar(steps, heights, width, begins, color=shade, label=f"rank {rank}")
         axes.set(ylabel="coordinate", ylim=(0, max(row.end for row in own)))
         axes.set_title(group, loc="left")
     panels[-1].set_xlabel("step")

@@ -25,18 +25,12 @@ def plan_table(engine: Engine, longest: int | None = None) -> Table:
     listed = engine.plan[:longest]
     for running, group in zip(engine.groups, listed, strict=False):
         density, whole = running.density(engine.step), not running.selects(engine.step)
-        size = group.parameters[0].element_size
-        rows.append(
-            [
-                group.name,
-                str(len(group.parameters)),
-                f"{group.numel:,}",
-                "" if group.dense else "1" if whole else f"{density:.3g}",
-                f"{group.numel if whole else group.picks(density):,}",
-                "dense" if whole else type(settings.exchange).__name__,
-                f"{ring_all_reduce_bytes(group.numel * size, n) / MB:.3g}",
-            ]
-        )
+        k = group.numel if whole else group.picks(density)
+        shown = "" if group.dense else "1" if whole else f"{density:.3g}"
+        exchange = "dense" if whole else type(settings.exchange).__name__
+        dense_mb = ring_all_reduce_bytes(group.numel * group.parameters[0].element_size, n) / MB
+        sizes = [f"{len(group.parameters)}", f"{group.numel:,}"]
+        rows.append([group.name, *sizes, shown, f"{k:,}", exchange, f"{dense_mb:.3g}"])
     if rest := engine.plan[len(listed) :]:
         rows.append([f"{len(rest)} more", "", f"{sum(g.numel for g in rest):,}", "", "", "", ""])
     return Table(title, header, rows, left=(0, 5))

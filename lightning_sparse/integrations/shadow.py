@@ -17,8 +17,9 @@ from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import MB, Step, norm_of
 from lightning_sparse.engine.network import TorchCollective, drive_together, ring_all_reduce_bytes
 from lightning_sparse.engine.skip import any_set
-from lightning_sparse.methods.grouping import ParameterSize, make_plan
-from lightning_sparse.methods.grouping.groupings import DDP_BUCKET_MB
+from lightning_sparse.integrations.gradients import LocalGradients
+from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, make_plan
+from lightning_sparse.methods.grouping.groupings import MIB
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS, Sparsifier
 from lightning_sparse.tuning.performance import Network
 from lightning_sparse.tuning.performance.microbenchmark import Recorder
@@ -28,17 +29,6 @@ DENSE = "dense"
 """Name beside those of the sparsifiers, for DDP's traffic and its time on the network."""
 SECONDS = 2.0
 """Approximate time of the measurement of the network, once."""
-SHADOWED: dict[str, tuple[str, str]] = {
-    "density": ("", "Coordinates that would be in the update / coordinates"),
-    "energy": ("", "Share of the squared norm of residual and gradient that would be sent, all ranks together"),
-    "threshold_error": ("", "`| k' / k - 1 |`, k' what is selected where k is wanted: what an estimate is off by"),
-    "sent_mb": ("MB", "What a rank would send in a step, mean over ranks; dense groups included"),
-    "predicted_ms": (
-        "ms",
-        "Local work as measured on the slowest rank, and messages by prices of the measured network",
-    ),
-}
-"""Unit and meaning of the logged quantities of each, under ``sparse/shadow/<name>/``; for ``dense`` the last two."""
 
 
 class Shadow:
@@ -69,7 +59,7 @@ class Shadow:
         sizes = [ParameterSize.of(name, p) for name, p in self._parameters.items()]
         grouping = "bucket" if settings.grouping.needs_profile else settings.grouping
         plan = make_plan(sizes, grouping, settings.rules, settings.bucket_cap_mb or DDP_BUCKET_MB)
-        self._methods: dict[str, _Method] = {}
+        self._methods: dict[str, tuple[SparsificationConfig, list[GroupReducer]]] = {}
         for given in sparsifiers:
             one = SPARSIFIERS.resolve(given)
             name = SPARSIFIERS.name_of(one)
@@ -78,11 +68,13 @@ class Shadow:
             config = replace(settings, sparsifier=one, exchange=None, memory="residual", grouping=grouping)
             first = Context(0, config.density(0), comm.rank, comm.world_size)
             groups = [GroupReducer(group, self._parameters, config, first, flush=False) for group in plan]
-            self._methods[name] = _Method(config, groups)
+            self._methods[name] = config, groups
+        self.gradients = LocalGradients(parameters)
+        """Copies for :meth:`step`."""
         self._network: Network | None = None
         self._steps = 0
         self.quantities: dict[str, float] = {}
-        """Quantities of the latest step, by ``<name>/<quantity>``, see :data:`SHADOWED`; equal on all ranks."""
+        """Quantities of the latest step, by ``<name>/<quantity>``; equal on all ranks."""
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Run all sparsifiers on a step's gradients; collective.
@@ -94,50 +86,49 @@ class Shadow:
             most = sum(p.nbytes for p in self._parameters.values())
             dtype = next(iter(self._parameters.values())).dtype
             self._network = measure_network(self._comm, self._device, dtype, most, SECONDS)
-        rows = {name: self._run(method, gradients, self._network) for name, method in self._methods.items()}
-        if any(row is None for row in rows.values()):  # not finite: skipped for all of them, on all ranks
+        rows = {name: self._run(*method, gradients, self._network) for name, method in self._methods.items()}
+        if None in rows.values():  # not finite: skipped for all of them, on all ranks
             return
         self._steps += 1
         found = {name: row for name, row in rows.items() if row is not None}
         own = torch.tensor([row.of_this_rank for row in found.values()], dtype=torch.float64, device="cpu")
         ranks = self._comm.all_gather(own.to(self._device)).cpu()
         self.quantities = {}
-        for number, (name, row) in enumerate(found.items()):
-            before, after, sent, _ = ranks[:, number].mean(0).tolist()
-            seconds = float(ranks[:, number, 3].max()) + row.network_seconds
-            self.quantities |= {
-                f"{name}/density": row.density,
-                f"{name}/energy": 1 - after / before if before else 1.0,
-                f"{name}/threshold_error": row.threshold_error,
-                f"{name}/sent_mb": sent / MB,
-                f"{name}/predicted_ms": 1e3 * seconds,
+        for (name, row), of_ranks in zip(found.items(), ranks.unbind(1), strict=True):
+            before, after, sent, _ = of_ranks.mean(0).tolist()
+            numbers = {
+                **row.of_all_ranks,
+                "energy": 1 - after / before if before else 1.0,
+                "sent_mb": sent / MB,
+                "predicted_ms": 1e3 * (float(of_ranks[:, 3].max()) + row.network_seconds),
             }
-        sizes = _bucket_bytes(self._parameters)
+            self.quantities |= {f"{name}/{quantity}": number for quantity, number in numbers.items()}
+        most, whole = int(DDP_BUCKET_MB * MIB), sum(p.nbytes for p in self._parameters.values())
+        sizes = [min(most, whole - begin) for begin in range(0, whole, most)]  # of DDP's buckets, as if all were full
         self.quantities |= {
             f"{DENSE}/sent_mb": sum(ring_all_reduce_bytes(b, self._comm.world_size) for b in sizes) / MB,
             f"{DENSE}/predicted_ms": 1e3 * sum(self._network.all_reduce(b) for b in sizes),
         }
 
-    def _run(self, method: _Method, gradients: Mapping[str, Tensor], network: Network) -> _Row | None:
+    def _run(
+        self,
+        config: SparsificationConfig,
+        groups: list[GroupReducer],
+        gradients: Mapping[str, Tensor],
+        network: Network,
+    ) -> _Row | None:
         """Run a method on a step's gradients and return its numbers; None if the step is skipped."""
-        groups, comm = method.groups, self._comm
-        model_numel = sum(group.plan.numel for group in groups if not group.plan.dense) or None
-        before = 0.0
+        comm, sparse = self._comm, [group for group in groups if not group.plan.dense]
         for group in groups:
             for name in group.spans:
-                parameter = self._parameters[name]
-                gradient = gradients.get(name)
+                parameter, gradient = self._parameters[name], gradients.get(name)
                 flat = parameter.new_zeros(parameter.numel()) if gradient is None else gradient.clone()
                 group.receive(name, flat.detach())
-            if not group.plan.dense:
-                before += _acc_square(group)
+        before = sum(map(_acc_square, sparse))
         recorder, begin = Recorder(self._device), Stamp.now(self._device)
-        steps = [
-            group.exchange_steps(
-                Context(self._steps, group.density(self._steps), comm.rank, comm.world_size, model_numel=model_numel)
-            )
-            for group in groups
-        ]
+        ranks, numel = (comm.rank, comm.world_size), sum(group.plan.numel for group in sparse) or None
+        contexts = [Context(self._steps, group.density(self._steps), *ranks, model_numel=numel) for group in groups]
+        steps = [group.exchange_steps(ctx) for group, ctx in zip(groups, contexts, strict=True)]
         drive_together(steps, comm, recorder.send)
         end = Stamp.now(self._device)
         flags = [group.void for group in groups if group.void is not None]
@@ -148,31 +139,24 @@ class Shadow:
         if bool(void):
             return None
         waited = sum(message.begin.until(message.end) for message in recorder.messages)
-        network_seconds = sum(network.line(message.operation)(message.nbytes) for message in recorder.messages)
-        return _row(method, before, max(0.0, begin.until(end) - waited) / 1e3, network_seconds)
-
-
-class _Method(NamedTuple):
-    config: SparsificationConfig
-    groups: list[GroupReducer]
+        seconds = max(0.0, begin.until(end) - waited) / 1e3
+        step = Step([group.statistics for group in groups if group.statistics is not None], [])
+        selected = float(step.union)
+        if config.sparsifier.agreement is Agreement.INDEPENDENT:  # each rank selects k
+            selected = sum(float(one.counts.double().mean()) for one in step.sparse)
+        left, sent = sum(group.residual_norm() ** 2 for group in sparse), sum(one.bytes_sent for one in step.groups)
+        return _Row(
+            {"density": step.union / step.numel, "threshold_error": abs(selected / step.k - 1)},
+            sum(network.line(message.operation)(message.nbytes) for message in recorder.messages),
+            (before, left, sent, seconds),
+        )
 
 
 class _Row(NamedTuple):
-    density: float
-    threshold_error: float
+    of_all_ranks: dict[str, float]
     network_seconds: float
     of_this_rank: tuple[float, float, float, float]
     """Squared norm of residual and gradient before and after, bytes sent, seconds of local work."""
-
-
-def _row(method: _Method, before: float, seconds: float, network_seconds: float) -> _Row:
-    step = Step([group.statistics for group in method.groups if group.statistics is not None], [])
-    selected = float(step.union)
-    if method.config.sparsifier.agreement is Agreement.INDEPENDENT:  # each rank selects k
-        selected = sum(float(one.counts.double().mean()) for one in step.sparse)
-    left = sum(g.residual_norm() ** 2 for g in method.groups if not g.plan.dense)
-    sent = sum(one.bytes_sent for one in step.groups)
-    return _Row(step.union / step.numel, abs(selected / step.k - 1), network_seconds, (before, left, sent, seconds))
 
 
 def _acc_square(group: GroupReducer) -> float:
@@ -180,9 +164,3 @@ def _acc_square(group: GroupReducer) -> float:
     residual = group.memory.residual(group.state.memory)
     gradient = torch.cat([group.arrived[name] for name in group.spans]).to(group.wide)
     return norm_of(gradient if residual is None else gradient.add_(residual)) ** 2
-
-
-def _bucket_bytes(parameters: Mapping[str, Parameter]) -> list[int]:
-    """Return the bytes of buckets of DDP's size, as if all were full."""
-    most, every = int(DDP_BUCKET_MB * 2**20), sum(p.nbytes for p in parameters.values())
-    return [most] * (every // most) + ([every % most] if every % most else [])

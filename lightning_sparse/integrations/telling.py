@@ -15,11 +15,12 @@ from lightning_sparse.core.version import __version__
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.metrics import MB, totals_of
 from lightning_sparse.integrations.loggers import PREFIX, log_settings, log_warning
+from lightning_sparse.integrations.monitor import SparsityMonitor
 from lightning_sparse.methods.exchanges import EXCHANGES
 from lightning_sparse.methods.grouping import GROUPINGS
 from lightning_sparse.methods.memory import MEMORIES
 from lightning_sparse.methods.sparsifiers import SPARSIFIERS
-from lightning_sparse.tuning.controllers.announcer import MORE, at_end, at_start
+from lightning_sparse.tuning.controllers.announcer import MORE, Counted, at_end, at_start
 
 
 class Telling:
@@ -30,8 +31,7 @@ class Telling:
         """Totals of all fits."""
         self._warnings: list[str] = []
         self._trainer: Any = None
-        self._before: dict[str, float] = {}
-        self._steps = self._skipped = 0
+        self._before = Counted({}, 0, 0)
 
     def follow(self, engine: Engine, trainer: Any) -> None:
         """Let an engine continue with the totals and warnings of the one before."""
@@ -41,8 +41,7 @@ class Telling:
     def start(self, engine: Engine, config: SparsificationConfig) -> None:
         """Log the start of fit, when the settings of the first step are known."""
         trainer = self._trainer
-        self._before = self.totals.state_dict()
-        self._steps, self._skipped = engine.step, engine.void_steps
+        self._before = Counted(self.totals.state_dict(), engine.step, engine.void_steps)
         self.totals.start()
         if not trainer.is_global_zero:
             return
@@ -54,20 +53,20 @@ class Telling:
         """Log the end of fit and the totals, after all callbacks, of which one may flush."""
         self.totals.pause()
         own = self.totals.state_dict()
-        ranks = [json.loads(told) for told in engine.comm.leave(json.dumps([own, self._before]))]
+        ranks = [json.loads(told) for told in engine.comm.leave(json.dumps([own, self._before.totals]))]
         now, before = (
             {name: fmean(one.get(name, 0.0) for one in each) for name in own} for each in zip(*ranks, strict=True)
         )
-        steps, skipped = engine.step - self._steps, engine.void_steps - self._skipped
-        if steps + skipped and self._trainer.is_global_zero:
+        end = Counted(now, engine.step, engine.void_steps)
+        line = at_end(engine, self._before._replace(totals=before), end)
+        if line and self._trainer.is_global_zero:
             if self._watched:
                 self._log(now)
-            of_these = {name: now[name] - before[name] for name in now}
-            say(at_end(engine, of_these, steps, skipped, self._steps))
+            say(line)
 
     @property
     def _watched(self) -> bool:
-        return any(hasattr(callback, "log_plan") for callback in self._trainer.callbacks)
+        return any(isinstance(callback, SparsityMonitor) for callback in self._trainer.callbacks)
 
     def _log(self, numbers: Mapping[str, float]) -> None:
         """Log the final totals, with unlogged steps and a flush, in the row of a validation at this moment."""
@@ -95,18 +94,17 @@ def settings_of(engine: Engine, config: SparsificationConfig) -> dict[str, Any]:
     of this package, the numbers of all and of sparsified parameters, and the MB that a rank keeps.
     """
     now = engine.settings
-    objects: dict[str, tuple[Any, Registry[Any]]] = {
-        "sparsifier": (now.sparsifier, SPARSIFIERS),
-        "memory": (now.memory, MEMORIES),
-        "exchange": (now.exchange, EXCHANGES),
-        "grouping": (now.grouping, GROUPINGS),
+    registries: dict[str, Registry[Any]] = {
+        "sparsifier": SPARSIFIERS,
+        "memory": MEMORIES,
+        "exchange": EXCHANGES,
+        "grouping": GROUPINGS,
     }
-    names = {key: registry.name_of(one) for key, (one, registry) in objects.items()}
     plain = now.as_dict()
     return {
         **config.as_dict(),
-        **names,
-        **{f"{key}_settings": plain[key] for key in objects},
+        **{name: registry.name_of(getattr(now, name)) for name, registry in registries.items()},
+        **{f"{name}_settings": plain[name] for name in registries},
         "messages": engine.messages,
         "ranks": engine.comm.world_size,
         "version": __version__,

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import LostRankError, TorchCollective
 from lightning_sparse.engine.network.process_group import BATCHES, is_loss
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
-from lightning_sparse.integrations.earlier import EarlierFit, Left
+from lightning_sparse.integrations.earlier import Left, checksums
 from lightning_sparse.integrations.telling import Telling
 
 if TYPE_CHECKING:  # at run time the class of each package has its own base
@@ -33,9 +32,8 @@ else:
 
 UNUSED_PARAMETERS = (
     "It looks like your LightningModule has parameters that were not used in producing the loss returned by "
-    "training_step. If this is intentional, let DDP look for them: set find_unused_parameters=True in the strategy, as "
-    "in strategy=SparseDDPStrategy(find_unused_parameters=True), or add it to the strategy's name, as in "
-    "strategy='sparse_ddp_find_unused_parameters_true'."
+    "training_step. If this is intentional, let DDP look for them, with "
+    "strategy=SparseDDPStrategy(find_unused_parameters=True) or strategy='sparse_ddp_find_unused_parameters_true'."
 )
 """Replaces Lightning's sentence, which names dense strategies."""
 TRAINED_ELSEWHERE = (
@@ -47,24 +45,6 @@ TRAINED_ELSEWHERE = (
 """Warning instead of residuals if a fit was forked or spawned: Lightning returns weights and metrics only."""
 SECOND_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 """Arguments of Lightning's ``DDPStrategy`` for a communication hook of the user."""
-
-
-class ClipBeforeTheExchange:
-    """Replaces ``clip_gradients`` of a precision plugin, which all of Lightning's clipping calls.
-
-    Args:
-        strategy: of the plugin.
-    """
-
-    def __init__(self, strategy: SparseDDPMixin) -> None:
-        self._strategy = strategy
-
-    def __call__(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip as Lightning does, unless this step's gradients were clipped before the exchange."""
-        algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
-        if not self._strategy._clips_locally(getattr(optimizer, "optimizer", optimizer), clip_val, algorithm):
-            plugin: Any = self._strategy.precision_plugin
-            type(plugin).clip_gradients(plugin, optimizer, clip_val, gradient_clip_algorithm)
 
 
 def _has_own_clipping(module: Any) -> bool:
@@ -116,7 +96,8 @@ class SparseDDPMixin(SparseStrategy, Base):
         for_lightning = self._choose(TrainerArguments, given, keywords)
         self._profile: dict[str, Any] | None = None
         self._resume: tuple[Any, dict[str, Any] | None] | None = None
-        self._earlier: EarlierFit | None = None
+        self._earlier: tuple[Engine, dict[str, int]] | None = None
+        """Engine of the fit before, and checksums of its weights."""
         self._left: Left | None = None
         self._totals: dict[str, float] | None = None
         self._telling = Telling()
@@ -130,6 +111,15 @@ class SparseDDPMixin(SparseStrategy, Base):
         """The engine, if there is one."""
         return [] if self.engine is None else [self.engine]
 
+    @property
+    def _open_engine(self) -> Engine | None:
+        return None if self.engine is None or self.engine.closed else self.engine
+
+    @property
+    def _trainer(self) -> Any:
+        module: Any = self.lightning_module
+        return module.trainer
+
     def _setup_model(self, model: Any) -> Any:
         """Wrap the model as Lightning does, with small DDP buckets if exchanges can overlap with backward."""
         self._check_model(model)
@@ -140,24 +130,23 @@ class SparseDDPMixin(SparseStrategy, Base):
         """Attach the engine. Lightning calls this after it wrapped the model; its version does nothing on a CPU."""
         profile = self._profile or self.profile  # from a checkpoint, or from an earlier fit
         left, self._left = self._left, None
-        if self._earlier is not None and self._resume is None:  # a checkpoint takes precedence
-            left = self._earlier.leave()
+        if self._earlier is not None and self._earlier[0].step and self._resume is None:  # checkpoints take precedence
+            left = Left.by(*self._earlier)
         self._close_engine()
         self.engine = self._earlier = None  # frees their buffers
         self.engine = self._attach(self.model, self.precision_plugin, profile)
         totals, self._totals = self._totals, None
         if totals is not None:
             self._telling.totals.load_state_dict(totals)
-        module: Any = self.lightning_module
-        self._telling.follow(self.engine, module.trainer)
+        self._telling.follow(self.engine, self._trainer)
         self._go_on(self.engine, left)
         self._continue()
 
     def _continue(self) -> None:
         """Load the residuals of the checkpoint that was loaded last into the engine, once."""
         resume, self._resume = self._resume, None
-        if resume is not None and self.engine is not None and not self.engine.closed:
-            self._restore(self.engine, *resume)
+        if resume is not None and (engine := self._open_engine):
+            self._restore(engine, *resume)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         """Load weights as Lightning does, but after the change of precision, which would else round float64 weights."""
@@ -178,22 +167,20 @@ class SparseDDPMixin(SparseStrategy, Base):
             RuntimeError: if Lightning has wrapped the model without attaching the exchange, as a later version might.
         """
         super().setup_optimizers(trainer)
-        if self.engine is None or self.engine.closed:
+        if self._open_engine is None:
             version = importlib.import_module(self.package).__version__
             raise RuntimeError(
                 f"{self.package} {version} wrapped the model without calling _register_ddp_hooks, so that gradients "
                 "would be averaged densely. Use a version that lightning-sparse is tested with, such as 2.6."
             )
-        self._follow_optimizers(self.engine)
+        self._follow_optimizers(self._open_engine)
 
-    def _clip_before_the_exchange(self, trainer: Any) -> None:
-        """Clip each rank's gradients instead of their averages, if that is better; from the first step on."""
-        algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm"
-        module: Any = self.lightning_module
-        by_trainer = module.automatic_optimization and not _has_own_clipping(module)
-        for optimizer in self.optimizers if by_trainer else ():
-            self._clips_locally(optimizer, trainer.gradient_clip_val, algorithm, known=True)
-        vars(self.precision_plugin)["clip_gradients"] = ClipBeforeTheExchange(self)
+    def _clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """Clip as the precision plugin does, unless this step's gradients were clipped before the exchange."""
+        algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
+        if not self._clips_locally(getattr(optimizer, "optimizer", optimizer), clip_val, algorithm):
+            plugin: Any = self.precision_plugin
+            type(plugin).clip_gradients(plugin, optimizer, clip_val, gradient_clip_algorithm)
 
     def on_train_start(self) -> None:
         """Call Lightning's hook; then log the first line and the settings."""
@@ -243,19 +230,25 @@ class SparseDDPMixin(SparseStrategy, Base):
 
     def _follow_others(self) -> None:
         """Bind the current optimizers, if they have changed since the last binding."""
-        if self.engine is not None and not self.engine.closed and not _are(self._shown, self.optimizers):
-            self._follow_optimizers(self.engine)
+        if (engine := self._open_engine) and [*map(id, self._shown)] != [*map(id, self.optimizers)]:
+            self._follow_optimizers(engine)
 
     def _follow_optimizers(self, engine: Engine) -> None:
-        """Bind the current optimizers to the engine."""
+        """Bind the current optimizers to the engine; let it clip gradients instead of averages, if that is better."""
         self._follow_together(engine, self.optimizers)
         self._shown = list(self.optimizers)
         module: Any = self.lightning_module
-        self._clip_before_the_exchange(module.trainer)
+        trainer = module.trainer
+        if module.automatic_optimization and not _has_own_clipping(module):  # from the first step on
+            algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm"
+            for optimizer in self.optimizers:
+                self._clips_locally(optimizer, trainer.gradient_clip_val, algorithm, known=True)
+        # All of Lightning's clipping calls this.
+        vars(self.precision_plugin)["clip_gradients"] = self._clip_gradients
 
     def _membership_changed(self) -> bool:
-        engine = self.engine
-        if engine is None or engine.closed:
+        engine = self._open_engine
+        if engine is None:
             return False
         thawed = any(p.requires_grad for p in engine.frozen.values())
         if self._ddp_kwargs.get("find_unused_parameters", False):
@@ -269,8 +262,8 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._left = Left.by(self.engine)
         self._close_engine()
         wrapped: Any = self.model
-        model, self.model, self.engine = wrapped.module, None, None
-        del wrapped
+        model = wrapped.module
+        self.model = self.engine = wrapped = None
         gc.collect()  # the old reducer takes part in every backward until it is freed
         self.model = self._setup_model(model)
         self._register_ddp_hooks()
@@ -295,16 +288,11 @@ class SparseDDPMixin(SparseStrategy, Base):
             if marker is not None:
                 own["residuals"] = marker
             if self.engine is not None and "optimizer_states" in checkpoint:
-                own["totals"] = self._totals_now()
+                totals = self._telling.totals.state_dict()
+                own["totals"] = totals if self._trainer.interrupted else self._mean_over_ranks(totals)
             if own or "optimizer_states" in checkpoint:  # a checkpoint without this entry is of a dense training
                 checkpoint[CHECKPOINT_KEY] = own
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def _totals_now(self) -> dict[str, float]:
-        """Return the totals so far: the mean over ranks, or this rank's own if other ranks may not take part."""
-        module: Any = self.lightning_module
-        own = self._telling.totals.state_dict()
-        return own if module.trainer.interrupted else self._mean_over_ranks(own)
 
     def _residuals_beside(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any
@@ -316,17 +304,15 @@ class SparseDDPMixin(SparseStrategy, Base):
                 rank_zero_warn(TRAINED_ELSEWHERE)
             return nullcontext()
         write = partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
-        module: Any = self.lightning_module
-        trainer, step = module.trainer, checkpoint.get("global_step")
+        trainer, step = self._trainer, checkpoint.get("global_step")
         batches = trainer.fit_loop.epoch_loop.batch_progress.current
         if batches.ready == batches.processed:  # even if not all of its optimizers have taken a step
             self.engine.count_as_applied()
         # After an error, Lightning lets callbacks save on the failed ranks; others may not take part.
-        if trainer.interrupted:
-            return self._side_files.beside(path, self.engine, write, None, step)
-        # Names may hold metrics, which may differ from rank to rank: the checkpoint is where rank 0 writes it.
-        path = self.broadcast(path)
-        return self._side_files.beside(path, self.engine, write, TorchCollective(), step)
+        comm = None if trainer.interrupted else TorchCollective()
+        if comm is not None:  # names may hold metrics, which may differ from rank to rank: rank 0 writes the checkpoint
+            path = self.broadcast(path)
+        return self._side_files.beside(path, self.engine, write, comm, step)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint as Lightning does, and the residuals beside it."""
@@ -340,11 +326,11 @@ class SparseDDPMixin(SparseStrategy, Base):
 
     def teardown(self) -> None:
         """Close the engine, then everything else."""
-        at_work = None if self.engine is None or self.engine.closed else self.engine
+        at_work = self._open_engine
         self._close_engine()
         vars(self.precision_plugin).pop("clip_gradients", None)
         if at_work is not None:
-            self._earlier = EarlierFit(at_work)
+            self._earlier = at_work, checksums(at_work)
         self._resume = self._profile = self._totals = None
         super().teardown()
         self._side_files.sweep()
@@ -370,11 +356,6 @@ class SparseDDPMixin(SparseStrategy, Base):
         """Return Lightning's state of a copy, which has no engine until it is set up."""
         state: dict[str, Any] = super().__getstate__()
         return {**state, "engine": None, "_earlier": None, "_shown": []}
-
-
-def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return True if these are the same objects in the same order."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def refuse_second_hook(keywords: dict[str, Any]) -> None:

@@ -12,28 +12,45 @@ from torch.optim import ASGD, SGD, Optimizer
 from lightning_sparse.core.console import page
 from lightning_sparse.engine.optimizers.kinds import holds, stepping
 
-BY_NAME = {
-    "lion": (
-        "steps by signs, behind the sparse exchange by those of what arrived last, as long as nothing else arrives. "
-        "With Lion at density 0.01, a small GPT ended at a perplexity of 280 instead of 179, an LSTM at 136 instead of "
-        "118"
-    ),
-    "rprop": (
-        "steps by signs, behind the sparse exchange by those of what arrives, which is a sum of many gradients or "
-        "nothing"
-    ),
-    "muon": (
-        "makes all directions of a matrix equally long, behind the sparse exchange those of a few coordinates. With "
-        "Muon at density 0.01, a small GPT ended at a perplexity of 154 instead of 122, an LSTM at 87 instead of 80"
-    ),
-    "lbfgs": (
-        "decides on each rank, by that rank's own loss, how often it evaluates its closure. Behind the sparse exchange "
-        "ranks may stop after different numbers of evaluations, and then wait for each other until timeout"
-    ),
-}
-"""Descriptions of the problem, by part of the class name of an optimizer."""
+ADAM = (
+    "torch's AdamW or lightning_sparse.AdamW with a sparsifier whose exchange carries second moments, such as "
+    "'union_topk'"
+)
+OTHERS = f"Use torch's SGD, or {ADAM}; or keep the parameters that it steps dense, for instance dense=['*.weight']."
+MEANT = "memory='residual' says that it is meant so."
+BY_NAME = ("lion", "rprop", "muon", "lbfgs")
+"""Parts of class names of optimizers that are recognised by name."""
 ROOTS = ("rmsprop", "adagrad", "adadelta", "adafactor")
 """Parts of class names of optimizers that divide by second moments and may have no first one."""
+PROBLEMS = {
+    "lion": "steps by signs, behind the sparse exchange by those of what arrived last, as long as nothing else "
+    "arrives. With Lion at density 0.01, a small GPT ended at a perplexity of 280 instead of 179, an LSTM at 136 "
+    f"instead of 118. {OTHERS}",
+    "rprop": "steps by signs, behind the sparse exchange by those of what arrives, which is a sum of many gradients or "
+    f"nothing. {OTHERS}",
+    "muon": "makes all directions of a matrix equally long, behind the sparse exchange those of a few coordinates. "
+    "With Muon at density 0.01, a small GPT ended at a perplexity of 154 instead of 122, an LSTM at 87 instead of 80. "
+    f"{OTHERS}",
+    "lbfgs": "decides on each rank, by that rank's own loss, how often it evaluates its closure. Behind the sparse "
+    f"exchange ranks may stop after different numbers of evaluations, and then wait for each other. {OTHERS}",
+    "momentum": "keeps momentum ({beta1:g}) behind the sparse exchange, and spends what has waited over the steps "
+    "after its arrival. That is made up for with torch.optim.SGD itself only, not with classes derived from it. A "
+    "network on CIFAR-10 with SGD at density 0.01 ended at 61 % errors without, at 45 % with it, and at 44 % with "
+    f"dense training. Use torch.optim.SGD, or its AdamW; {MEANT}",
+    "roots": "divides by second moments of what arrives behind the sparse exchange, sums of many gradients and zeros, "
+    "so that at the rate of dense training its steps are too short. A small LSTM with AdamW without a first moment "
+    "ended in this way at a perplexity of 36 instead of 28, and of 31 at twice the rate (density 0.01). Use "
+    f"{ADAM}, or search the rate upwards; {MEANT}",
+    "unknown": "keeps a state of its own behind the sparse exchange, where a coordinate gets a zero most of the time, "
+    "and then the sum of what has waited. Compare its loss with that of dense training (sparsifier='everything'), or "
+    f"use torch's SGD, or its AdamW or lightning_sparse.AdamW; {MEANT}",
+    "first moment": "keeps a first moment (beta1 = {beta1:g}) behind the sparse exchange, and spreads what has waited "
+    "over the steps after its arrival. A small GPT with AdamW at density 0.01 ended at a perplexity of 264 instead of "
+    f"139. Use {ADAM}, with the default memory, and with lightning_sparse.attach call engine.bind([optimizer]) before "
+    "training: at the same learning rate that ends at 135 to 140. Or set {betas} and search the rate upwards, to "
+    "about four times that of dense training.",
+}
+"""Sentences on the problem, its cost, and the settings that avoid it, by kind."""
 
 
 class Unsuited(NamedTuple):
@@ -42,8 +59,8 @@ class Unsuited(NamedTuple):
     optimizer: str
     """Name of the class."""
     kind: str
-    """Key of :data:`BY_NAME`; ``"first moment"`` or ``"momentum"``, which it keeps; ``"roots"``: of :data:`ROOTS`;
-    ``"unknown"``: it keeps another state."""
+    """Key of :data:`PROBLEMS`: one of :data:`BY_NAME`; ``"first moment"`` or ``"momentum"``, which it keeps;
+    ``"roots"``: of :data:`ROOTS`; ``"unknown"``: it keeps another state."""
     beta1: float | None = None
     """Of the first moment, or the momentum."""
     beta2: float | None = None
@@ -56,51 +73,9 @@ class Unsuited(NamedTuple):
 
     def remedy(self) -> str:
         """Return sentences on the problem, its cost, and the settings that avoid it."""
-        more = page("momentum") if self.kind == "momentum" else page("adam")
-        return f"{self.optimizer} {self._sentences()} More: {more}."
-
-    def _sentences(self) -> str:
-        if self.kind in BY_NAME:
-            return (
-                f"{BY_NAME[self.kind]}. Use torch's SGD, or its AdamW or lightning_sparse.AdamW with a sparsifier "
-                "whose exchange carries second moments, such as 'union_topk'; or keep the parameters that it steps "
-                "dense, for instance dense=['*.weight']."
-            )
-        if self.kind == "momentum":
-            return (
-                f"keeps momentum ({self.beta1:g}) behind the sparse exchange, and spends what has waited in the "
-                "residuals over the steps after its arrival. That is made up for with torch.optim.SGD itself only, not "
-                "with classes derived from it or others. A small network on CIFAR-10 with SGD at density 0.01 ended at "
-                "61 % errors without, at 45 % with it, and at 44 % with dense training. Use torch.optim.SGD, or its "
-                "AdamW; memory='residual' says that it is meant so."
-            )
-        if self.kind == "roots":
-            return (
-                "divides by second moments of what arrives behind the sparse exchange, sums of many gradients and "
-                "zeros, so that at the rate of dense training its steps are too short. A small LSTM with AdamW without "
-                "a first moment ended in this way at a perplexity of 36 instead of 28, and of 31 at twice the rate "
-                "(density 0.01). Use torch's AdamW or lightning_sparse.AdamW with a sparsifier whose exchange carries "
-                "second moments, such as 'union_topk', or search the rate upwards; memory='residual' says that it is "
-                "meant so."
-            )
-        if self.kind == "unknown":
-            return (
-                "keeps a state of its own behind the sparse exchange, and nothing is known of its steps there: most of "
-                "the time a coordinate gets a zero, and then the sum of what has waited, which averages over steps and "
-                "second moments take for gradients. Compare its loss with that of dense training "
-                "(sparsifier='everything'), or use torch's SGD, or its AdamW or lightning_sparse.AdamW; "
-                "memory='residual' says that it is meant so."
-            )
+        more = page("momentum" if self.kind == "momentum" else "adam")
         betas = "beta1=None" if self.beta2 is None else f"betas=(0.0, {self.beta2:g})"
-        return (
-            f"keeps a first moment (beta1 = {self.beta1:g}) behind the sparse exchange, and spreads "
-            "what has waited in the residuals over the steps after its arrival. A small GPT with AdamW at density 0.01 "
-            "ended at a perplexity of 264 instead of 139. Use lightning_sparse.AdamW, or torch's Adam or AdamW, with "
-            "the default memory and a sparsifier whose exchange carries second moments, such as 'union_topk', and with "
-            "lightning_sparse.attach call engine.bind([optimizer]) before training: at the same learning rate that "
-            f"ends at 135 to 140. Or set {betas} and search the rate upwards, to about four times that of dense "
-            "training."
-        )
+        return f"{self.optimizer} {PROBLEMS[self.kind].format(beta1=self.beta1, betas=betas)} More: {more}."
 
 
 def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | None:
@@ -126,20 +101,21 @@ def unsuited(optimizer: Optimizer, parameters: Collection[int]) -> Unsuited | No
     name = type(inner).__name__
     if type(inner) in (SGD, ASGD) or not holds(optimizer, parameters):
         return None
-    for kind in BY_NAME:
-        if _is(kind, inner):
+    names = [base.__name__ for base in type(inner).__mro__]
+    for kind in BY_NAME:  # a whole word, as in FusedLion8bit and lion, not in Medallion
+        if any(re.search(f"{kind.title()}|{kind.upper()}|^{kind}|_{kind}", one) for one in names):
             return Unsuited(name, kind)
     understood = False
     for group in optimizer.param_groups:
         if not any(id(parameter) in parameters for parameter in group["params"]):
             continue
-        beta1, beta2, momentum = _averaging(group, inner)
+        beta1, beta2, momentum = _averaging(group, name.lower())
         if beta1:
             return Unsuited(name, "first moment", beta1, beta2)
         if momentum:
             return Unsuited(name, "momentum", momentum)
         understood = understood or beta1 is not None
-    if any(word in each.lower() for each in _names(inner) for word in ROOTS):
+    if any(word in one.lower() for one in names for word in ROOTS):
         return Unsuited(name, "roots")
     return Unsuited(name, "unknown") if not understood and _keeps(inner, parameters) else None
 
@@ -150,28 +126,16 @@ def _keeps(optimizer: Optimizer, parameters: Collection[int]) -> bool:
     return any(isinstance(part, Tensor) and part.numel() > 1 for state in states for part in state.values())
 
 
-def _averaging(group: Mapping[str, Any], optimizer: Optimizer) -> tuple[float | None, float | None, float | None]:
-    """Return first and second decay of an Adam, and momentum, of a parameter group."""
-    betas = group.get("betas")
+def _averaging(group: Mapping[str, Any], name: str) -> tuple[float | None, float | None, float | None]:
+    """Return first and second decay of an Adam, and momentum, of a parameter group of an optimizer of this name."""
+    betas, momentum = group.get("betas"), _number(group.get("momentum"))
     given = (group.get("beta1"),) if betas is None else betas if isinstance(betas, Sequence) else (betas,)
     first, second = (_number(beta) for beta in (*given, None, None)[:2])
-    name = type(optimizer).__name__.lower()
     if "rmsprop" in name:  # bitsandbytes keeps all settings in betas
-        return None, None, _number(group.get("momentum")) or second
+        return None, None, momentum or second
     if "sgd" in name or "lars" in name:
-        return None, None, _number(group.get("momentum")) or first
-    return first, second, _number(group.get("momentum"))
-
-
-def _is(kind: str, optimizer: Optimizer) -> bool:
-    """Return True if the kind is a whole word of a name, as in ``FusedLion8bit`` and ``lion``, not ``Medallion``."""
-    words = f"{kind.title()}|{kind.upper()}|^{kind}|_{kind}"
-    return any(re.search(words, name) for name in _names(optimizer))
-
-
-def _names(optimizer: Optimizer) -> list[str]:
-    """Return the names of its class and of all base classes."""
-    return [base.__name__ for base in type(optimizer).__mro__]
+        return None, None, momentum or first
+    return first, second, momentum
 
 
 def _number(beta: Any) -> float | None:

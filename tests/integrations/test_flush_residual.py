@@ -29,7 +29,7 @@ class Fit:
 
     def __init__(self, package: str, flush: dict[str, Any] | None, callbacks: Any = (), **options: Any) -> None:
         strategy = own(package, "SparseDDPStrategy")(sparsifier="topk", density=0.05, rules=EVERYTHING_SPARSE)
-        flushing = [] if flush is None else [own(package, "FlushResidual")(**flush)]
+        flushing = [] if flush is None else [ls.FlushResidual(**flush)]
         self.module = make_module(package)
         base = importlib.import_module(package).Callback
 
@@ -219,7 +219,7 @@ def test_however_training_ends_the_last_checkpoint_contains_everything(
 
 
 def fit_densely(package: str) -> None:
-    callback = own(package, "FlushResidual")()
+    callback = ls.FlushResidual()
     trainer = make_trainer(package, strategy="ddp", callbacks=[callback])
     if torch.distributed.get_rank() == 0:
         with pytest.warns(UserWarning, match="FlushResidual has nothing to do: the strategy DDPStrategy"):
@@ -236,7 +236,6 @@ def test_without_a_sparse_strategy_it_warns_and_does_nothing(two_ranks: Ranks) -
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, "1"])
 def test_bad_settings_fail_at_construction(every: Any) -> None:
-    for package in PACKAGES:
-        with pytest.raises(ValueError, match=f"every_n_epochs to be an integer from 1 on, or None, but got {every!r}"):
-            own(package, "FlushResidual")(every_n_epochs=every)
+    with pytest.raises(ValueError, match=f"every_n_epochs to be an integer from 1 on, or None, but got {every!r}"):
+        ls.FlushResidual(every_n_epochs=every)
     assert ls.FlushResidual().every_n_epochs is None

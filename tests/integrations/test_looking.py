@@ -19,11 +19,12 @@ import yaml
 
 import lightning_sparse as ls
 from lightning_sparse.engine.metrics import QUANTITIES
-from lightning_sparse.integrations.audit import AUDITED, Ages
+from lightning_sparse.integrations.audit import Ages
 from lightning_sparse.integrations.distribution import describe, sample_of
 from lightning_sparse.integrations.loggers import log_settings
 from lightning_sparse.methods.grouping import make_plan
 from tests.fake_cuda import CUDA, fake_cuda
+from tests.integrations.documented import documented
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, make_data, make_module, make_trainer
 
@@ -65,7 +66,7 @@ def train(folder: str, kinds: list[str]) -> dict[str, Any]:
 
 
 EXPECTED = {f"sparse/{name}" for name in QUANTITIES if not name.startswith("lengths/")} | {
-    f"sparse/residual/{name}" for name in AUDITED
+    f"sparse/residual/{name}" for name in documented("residual")
 }
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.integrations.gradients import LocalGradients
-from lightning_sparse.integrations.shadow import SHADOWED, Shadow
+from lightning_sparse.integrations.shadow import Shadow
+from tests.integrations.documented import documented
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, flat, make_data, make_module, make_trainer
 
@@ -48,7 +49,7 @@ def test_training_does_not_notice(two_ranks: Ranks, strategy: str, options: dict
     for same, found in results:
         assert same, "bit for bit those of plain DDP"
         assert found == results[0][1]
-        names = {f"{method}/{quantity}" for method in METHODS for quantity in SHADOWED}
+        names = {f"{method}/{quantity}" for method in METHODS for quantity in documented("shadow/<name>")}
         assert found.keys() == names | {"dense/sent_mb", "dense/predicted_ms"}
         for method in METHODS:
             assert 0 < found[f"{method}/density"] < 0.2

@@ -61,13 +61,8 @@ def two_lines(package: str) -> tuple[list[str], list[str], list[str]]:
         silent, _ = fit(package, "sparse_ddp_topk")
     finally:
         ours.setLevel(logging.NOTSET)
-    watched, _ = fit(package, "sparse_ddp_topk", callbacks=[_monitor(package)])
+    watched, _ = fit(package, "sparse_ddp_topk", callbacks=[ls.SparsityMonitor(table=False)])
     return said, silent, watched
-
-
-def _monitor(package: str) -> Any:
-    name = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}[package]
-    return importlib.import_module(f"lightning_sparse.integrations.{name}").SparsityMonitor(table=False)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

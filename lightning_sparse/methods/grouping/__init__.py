@@ -1,6 +1,7 @@
 """Groups of parameters that are exchanged together, made from names and sizes; no tensors."""
 
 from lightning_sparse.methods.grouping.groupings import (
+    DDP_BUCKET_MB,
     GROUPINGS,
     Bucket,
     Cut,
@@ -11,10 +12,11 @@ from lightning_sparse.methods.grouping.groupings import (
     ParameterSize,
     merge_below,
 )
-from lightning_sparse.methods.grouping.plan import Group, Messages, dense_plan, make_plan
+from lightning_sparse.methods.grouping.plan import Group, Messages, bucket_numels, dense_plan, make_plan
 from lightning_sparse.methods.grouping.rules import Rules, as_rules
 
 __all__ = [
+    "DDP_BUCKET_MB",
     "GROUPINGS",
     "Bucket",
     "Cut",
@@ -27,6 +29,7 @@ __all__ = [
     "ParameterSize",
     "Rules",
     "as_rules",
+    "bucket_numels",
     "dense_plan",
     "make_plan",
     "merge_below",

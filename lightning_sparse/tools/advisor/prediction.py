@@ -9,14 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from lightning_sparse import Rules, SecondMoment
 from lightning_sparse.core.checks import check_integer, check_positive
 from lightning_sparse.engine.traffic import count_bytes
-from lightning_sparse.methods.grouping import Messages, ParameterSize, Rules, make_plan
-from lightning_sparse.methods.grouping.groupings import DDP_BUCKET_MB
-from lightning_sparse.methods.grouping.plan import bucket_numels
-from lightning_sparse.methods.memory import SecondMoment
-from lightning_sparse.tuning.performance import GroupCost, Line, Network, Overlap, Profile, Traffic
-from lightning_sparse.tuning.performance.serialization import Plain
+from lightning_sparse.methods.grouping import DDP_BUCKET_MB, Messages, ParameterSize, bucket_numels, make_plan
+from lightning_sparse.tuning.performance import GroupCost, Line, Network, Overlap, Plain, Profile, Traffic
 from lightning_sparse.tuning.unsuited import Unsuited
 
 TRIED = ("layer", "bucket", "merge_below", "model", "optimal_merge")

@@ -15,10 +15,9 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_sparse.config import SparsificationConfig, Watch
+from lightning_sparse import SPARSIFIERS, SparsificationConfig, Watch
 from lightning_sparse.core.checks import check_integer
 from lightning_sparse.integrations import packages
-from lightning_sparse.methods.sparsifiers import SPARSIFIERS
 from lightning_sparse.tools.advisor.prediction import (
     ALL_SPARSE,
     BEST_TRAINED,

@@ -10,19 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.api.attach import delivery_mb, sizes_of
+from lightning_sparse import SPARSIFIERS, Engine, Residual, SparsificationConfig
 from lightning_sparse.core.step import Agreement
-from lightning_sparse.engine import Engine
-from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.optimizers.adam_rule import AdamRule
 from lightning_sparse.methods.density import check_density
-from lightning_sparse.methods.exchanges import as_exchange
-from lightning_sparse.methods.grouping.plan import bucket_numels
-from lightning_sparse.methods.memory import Residual
-from lightning_sparse.methods.sparsifiers import SPARSIFIERS
+from lightning_sparse.methods.grouping import ParameterSize
 from lightning_sparse.tools.advisor.prediction import Measured, Method
-from lightning_sparse.tuning.performance import NOTHING, GroupCost, Line, Profiler, Traffic
-from lightning_sparse.tuning.performance.rank_sync import measure
+from lightning_sparse.tuning.performance import NOTHING, GroupCost, Line, Profiler, Traffic, measure
 from lightning_sparse.tuning.unsuited import unsuited
 
 POWER_SGD_RANK = 4
@@ -67,9 +60,7 @@ class Survey:
         if self.result is not None:
             return
         if self._profiler is None:
-            first, others = delivery_mb(self._strategy.model)
-            buckets = bucket_numels(sizes_of(engine.parameters), others, first)
-            self._profiler = Profiler(self._strategy.model, engine, self._warmup, self._steps, buckets)
+            self._profiler = Profiler(self._strategy.model, engine, self._warmup, self._steps)
             self._tell(engine, "timing backward", 0.0)
         if self._profiler.before_step():
             own = self._measure(self._profiler, engine)
@@ -84,7 +75,7 @@ class Survey:
 
     def _measure(self, profiler: Profiler, engine: Engine) -> Measured:
         comm, device = engine.comm, engine.device
-        sizes = sizes_of(engine.parameters)
+        sizes = [ParameterSize.of(name, p) for name, p in engine.parameters.items()]
         numel = sum(size.numel for size in sizes)
         dtype = next(iter(engine.parameters.values())).dtype
         self._tell(engine, "timing the network", 0.1)
@@ -94,17 +85,17 @@ class Survey:
         dense = GroupCost(1.0, NOTHING, NOTHING, all_reduce.per(dtype.itemsize), (_reduce(1, dtype.itemsize),))
         methods = [Method("dense", 1.0, dense, builtin=True)]
         if dtype.itemsize > 2:
-            methods += [_halved(name, half, dtype, comm, device) for name, half in HALVES.items()]
-        methods.append(_power_sgd(engine.parameters, comm, device, all_reduce))
+            methods += [_halved(name, half, dtype, engine) for name, half in HALVES.items()]
+        methods.append(_power_sgd(engine, all_reduce))
         jobs = [
             (name, sparsifier, density)
             for name, sparsifier in self._sparsifiers.items()
             for density in ([1.0] if sparsifier.agreement is Agreement.EVERYTHING else self._densities)
         ]
         own = {id(parameter) for parameter in engine.parameters.values()}
-        suited = AdamRule.memory(engine.optimizers, own) or Residual()
+        suited = engine.settings.memory_in_use
         for done, (name, sparsifier, density) in enumerate(jobs):
-            exchange = as_exchange(None, sparsifier)
+            exchange = SparsificationConfig(sparsifier=sparsifier).exchange
             memory = suited if exchange.carries_second and density < 1 else Residual()
             self._tell(engine, f"timing {name} at {density:g}", 0.2 + 0.8 * done / len(jobs))
             cost = profiler.group_cost(
@@ -129,26 +120,26 @@ def _reduce(calls: float, bytes_each: float) -> Traffic:
     return Traffic("all_reduce", calls, Line(0.0, bytes_each))
 
 
-def _line(job: Callable[[Tensor], Any], dtype: torch.dtype, comm: TorchCollective, device: torch.device) -> Line:
+def _line(job: Callable[[Tensor], Any], dtype: torch.dtype, engine: Engine) -> Line:
     """Measure the seconds of a job, by coordinates of its vector."""
     numels, seconds = [], []
     for numel in (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22):
-        x = torch.zeros(numel, dtype=dtype, device=device)
-        taken = measure(lambda x=x: job(x), comm, device, repeats=5, seconds=0.3)  # type: ignore[misc]
+        x = torch.zeros(numel, dtype=dtype, device=engine.device)
+        taken = measure(lambda x=x: job(x), engine.comm, engine.device, repeats=5, seconds=0.3)  # type: ignore[misc]
         numels += [float(numel)] * len(taken)
         seconds += taken
     return Line.fit(numels, seconds)
 
 
-def _halved(name: str, half: torch.dtype, dtype: torch.dtype, comm: TorchCollective, device: torch.device) -> Method:
+def _halved(name: str, half: torch.dtype, dtype: torch.dtype, engine: Engine) -> Method:
     """Measure one of DDP's compression hooks: cast, all-reduce, cast back."""
-    process = _line(lambda x: x.to(half).to(x.dtype), dtype, comm, device)
-    transfer = _line(comm.all_reduce, half, comm, device) if comm.world_size > 1 else NOTHING
+    process = _line(lambda x: x.to(half).to(x.dtype), dtype, engine)
+    transfer = _line(engine.comm.all_reduce, half, engine) if engine.comm.world_size > 1 else NOTHING
     cost = GroupCost(1.0, NOTHING, process, transfer, (_reduce(1, half.itemsize),))
     return Method(name, 1.0, cost, builtin=True)
 
 
-def _power_sgd(parameters: dict[str, Any], comm: TorchCollective, device: torch.device, all_reduce: Line) -> Method:
+def _power_sgd(engine: Engine, all_reduce: Line) -> Method:
     """Measure PowerSGD of rank 4: matrices as two factors, all other parameters in full.
 
     For an m x n matrix M: P = M Q, averaged and orthogonalised; Q = M^T P, averaged; P Q^T is the update. A matrix is
@@ -157,6 +148,7 @@ def _power_sgd(parameters: dict[str, Any], comm: TorchCollective, device: torch.
     References:
         Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS 2019.
     """
+    parameters, device = engine.parameters, engine.device
     numel = sum(p.numel() for p in parameters.values())
     matrices = [(p.shape[0], p.numel() // p.shape[0]) for p in parameters.values() if p.dim() > 1]
     factored = [(m, n) for m, n in matrices if 2 * POWER_SGD_RANK * (m + n) < m * n]
@@ -169,7 +161,7 @@ def _power_sgd(parameters: dict[str, Any], comm: TorchCollective, device: torch.
             right = matrix.T @ left
             matrix - left @ right.T  # the residual
 
-    seconds = min(measure(compress, comm, device, repeats=3)) if gradients else 0.0
+    seconds = min(measure(compress, engine.comm, device, repeats=3)) if gradients else 0.0
     traffic = _reduce(3, 4 * sent / numel)
     transfer = Line(3 * all_reduce.alpha, all_reduce.beta * 4 * sent / numel)
     cost = GroupCost(1.0, NOTHING, Line(0.0, seconds / numel), transfer, (traffic,))

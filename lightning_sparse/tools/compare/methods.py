@@ -6,21 +6,21 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from lightning_sparse.core.registry import unknown
-from lightning_sparse.engine.traffic import count_bytes
-from lightning_sparse.methods.exchanges import Exchange, PackedUnion
-from lightning_sparse.methods.memory import Memory, MomentumCorrection
-from lightning_sparse.methods.sparsifiers import (
+from lightning_sparse import (
     DGC,
     SPARSIFIERS,
     CLTk,
     Everything,
+    Exchange,
     ExDyna,
     GaussianK,
     GTopK,
     HardThreshold,
+    Memory,
     MiCRO,
+    MomentumCorrection,
     OkTopK,
+    PackedUnion,
     RandomK,
     RedSync,
     SharedTopK,
@@ -32,6 +32,8 @@ from lightning_sparse.methods.sparsifiers import (
     TopK,
     UnionTopK,
 )
+from lightning_sparse.core.registry import unknown
+from lightning_sparse.engine.traffic import count_bytes
 
 
 class Method(NamedTuple):

@@ -16,12 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.api.simulation import StepTrace, simulate
+from lightning_sparse import Exchange, Sparsifier, StepTrace, simulate
 from lightning_sparse.core.registry import unknown
 from lightning_sparse.core.step import Agreement
 from lightning_sparse.methods.density import count
-from lightning_sparse.methods.exchanges import Exchange
-from lightning_sparse.methods.sparsifiers import Sparsifier
 from lightning_sparse.ops import top_k
 from lightning_sparse.tools.compare import jobs
 from lightning_sparse.tools.compare.jobs import Job

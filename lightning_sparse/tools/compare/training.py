@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.api.simulation import simulate
-from lightning_sparse.methods.memory import MomentumCorrection
+from lightning_sparse import MomentumCorrection, simulate
 from lightning_sparse.tools.compare import jobs
 from lightning_sparse.tools.compare.jobs import Job
 from lightning_sparse.tools.compare.methods import DENSE, Method, choose

@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_sparse.core.console import Table, plain
-from lightning_sparse.engine.metrics import MB
+from lightning_sparse.core.console import Table, amount, plain
 from lightning_sparse.tools.report.catalog import DENSE_MB, EXPOSED, TOTAL_MB, is_result
 from lightning_sparse.tools.report.figures import clock_of, dense_rates, megabytes, typical
 from lightning_sparse.tools.report.repeats import MOST_NAMED, compared, repeated
 from lightning_sparse.tools.report.runs import Run
-from lightning_sparse.tuning.controllers.announcer import amount
 
 ASSUMED = "≈"
 """Mark before traffic that was not logged."""
@@ -137,7 +135,7 @@ def sentences(runs: Sequence[Run]) -> list[str]:
         said.append(f"Of {len(saving)} runs that logged their traffic, these sent most and least against dense:")
         saving = [saving[-1], saving[0]]
     for one in saving:
-        sent, dense = (amount((x or 0.0) * MB) for x in (one.sent_mb, one.dense_mb))
+        sent, dense = (amount(1e6 * (x or 0.0)) for x in (one.sent_mb, one.dense_mb))
         said.append(
             f"{one.run} sent {sent} a rank in {one.steps:,} steps; "
             f"dense all-reduces would have sent {dense}, {plain(one.ratio or 0.0)} times as much."
@@ -188,7 +186,7 @@ def _assumptions(runs: Sequence[Run]) -> list[str]:
         if len(rates) == 1:
             said.append(
                 f"{names} logged no traffic and {verb} drawn as if {they} had sent what dense all-reduces of the "
-                f"others would have sent: {amount(rates[0] * MB)} a step, marked {ASSUMED} in the table. "
+                f"others would have sent: {amount(1e6 * rates[0])} a step, marked {ASSUMED} in the table. "
                 "That holds for plain DDP with the same model and ranks."
             )
         else:

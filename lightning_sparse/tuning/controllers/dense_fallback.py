@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from statistics import median
 from typing import Literal
 
@@ -57,83 +57,79 @@ class DenseFallback:
         self.mode: Mode = "sparse"
         self.seconds: dict[Mode, float] = {}
         """Median step times of the latest comparison, of the slowest rank."""
-        self._dense_plan = dense_plan(sizes, bucket_cap_mb)
-        self._sparse_plan: list[Group] = []
+        self._plans: dict[Mode, list[Group]] = {"dense": dense_plan(sizes, bucket_cap_mb)}
         self._planner = planner
-        self._turn: int | None = 0
-        self._times: dict[Mode, list[float]] = {"sparse": [], "dense": []}
-        self._in_turn = 0
-        self._before: float | None = None
-        self._recent: deque[float] = deque(maxlen=CHECK // 4)
-        self._interval, self._since_check = CHECK, 0
-        self._usual: float | None = None
-        self._chosen: Mode | None = None
+        self._course: Iterator[None] | None = None
+        self._comparing = False
+        self._before = self._taken = 0.0
 
     def before_step(self, engine: Engine) -> None:
-        """Record the time of the step that ends here, and change the mode when it is due."""
+        """Take the time of the step that ends here, and change the mode when it is due."""
         if self._planner is not None and self._planner.profile is None:
             return
-        taken = self._clock(engine)
-        if self.mode == "dense" and not engine.direct:
-            engine.go_direct()
-        if self._turn is not None:
-            self._compare(self._turn, taken, engine)
-        elif taken is not None:
-            self._watch(taken, engine)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-    def _clock(self, engine: Engine) -> float | None:
-        """Return the seconds since the previous call; waits for the device while both modes are compared."""
-        if engine.device.type == "cuda" and self._turn is not None:
+        if self._comparing and engine.device.type == "cuda":
             torch.cuda.synchronize(engine.device)
         before, self._before = self._before, time.perf_counter()
-        return None if before is None else self._before - before
+        self._taken = self._before - before
+        if self.mode == "dense" and not engine.direct:
+            engine.go_direct()
+        if self._course is None:
+            self._course = self._decide(engine)
+            next(self._course)
+        next(self._course)
 
-    def _compare(self, turn: int, taken: float | None, engine: Engine) -> None:
-        if self._in_turn > WARMUP and taken is not None:
-            self._times[self.mode].append(taken)
-        self._in_turn += 1
-        if self._in_turn <= WARMUP + STEPS:
-            return
-        self._in_turn = 0
-        if turn + 1 < len(TURNS):
-            self._turn = turn + 1
-            self._switch(TURNS[turn + 1], engine)
-            return
-        self._turn = None
-        sparse, dense = slowest([median(self._times[mode]) for mode in ("sparse", "dense")], engine.comm, engine.device)
-        self.seconds = {"sparse": sparse, "dense": dense}
-        self._times = {"sparse": [], "dense": []}
+    def close(self) -> None:
+        """Let go of the engine."""
+        self._course = None
+
+    def _decide(self, engine: Engine) -> Iterator[None]:
+        """Compare, go on with the faster mode until the step time changes, and compare again; pause for each step."""
+        interval, chosen = CHECK, None
+        while True:
+            choice = yield from self._compare(engine)
+            interval = 2 * interval if choice == chosen else CHECK
+            chosen = choice
+            # Not the time of the comparison, which is short and may have been disturbed.
+            usual = now = yield from self._typical(interval, engine)
+            while 1 / CHANGE < now / usual < CHANGE:
+                now = yield from self._typical(interval, engine)
+
+    def _compare(self, engine: Engine) -> Generator[None, None, Mode]:
+        """Return the faster mode, in which training goes on."""
+        times: dict[Mode, list[float]] = {"sparse": [], "dense": []}
+        self._comparing = True
+        for mode in TURNS:
+            self._switch(mode, engine)
+            for step in range(WARMUP + 1 + STEPS):
+                yield
+                if step > WARMUP:
+                    times[mode].append(self._taken)
+        self._comparing = False
+        medians = slowest([median(taken) for taken in times.values()], engine.comm, engine.device)
+        self.seconds = dict(zip(times, medians, strict=True))
+        sparse, dense = medians
         choice: Mode = "dense" if dense < sparse else "sparse"
-        self._interval = 2 * self._interval if choice == self._chosen else CHECK
-        self._chosen, self._usual = choice, None
         self._switch(choice, engine)
         if engine.comm.rank == 0:
             print(
                 f"sparse_ddp: dense steps take {1e3 * dense:.4g} ms and sparse ones {1e3 * sparse:.4g} ms, so that "
-                f"training goes on {self.mode} (fallback='dense').",
+                f"training goes on {choice} (fallback='dense').",
                 flush=True,
             )
+        return choice
 
-    def _watch(self, taken: float, engine: Engine) -> None:
-        self._recent.append(taken)
-        self._since_check += 1
-        if self._since_check < self._interval:
-            return
-        self._since_check = 0
-        [now] = slowest([median(self._recent)], engine.comm, engine.device)
-        if self._usual is None:  # not from the comparison, which is short and may have been disturbed
-            self._usual = now
-        elif not 1 / CHANGE < now / self._usual < CHANGE:
-            self._turn = 0
-            self._switch(TURNS[0], engine)
+    def _typical(self, steps: int, engine: Engine) -> Generator[None, None, float]:
+        """Return the median time of the last of some steps, of the slowest rank."""
+        recent: deque[float] = deque(maxlen=CHECK // 4)
+        for _ in range(steps):
+            yield
+            recent.append(self._taken)
+        return slowest([median(recent)], engine.comm, engine.device)[0]
 
     def _switch(self, mode: Mode, engine: Engine) -> None:
         if mode == self.mode:
             return
         if mode == "dense":
-            self._sparse_plan = engine.plan
+            self._plans["sparse"] = engine.plan
         self.mode = mode
-        engine.regroup(self._dense_plan if mode == "dense" else self._sparse_plan)
+        engine.regroup(self._plans[mode])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -26,15 +27,14 @@ class GroupHistory:
 
     def __init__(self, group: GroupReducer) -> None:
         self.name = group.plan.name
-        self.density = 0.0
-        self.norm = 0.0
-        """Norm of the residual at the latest check, mean over ranks."""
-        self.reference: float | None = None
-        self.reference_step = 0
-        self.grown = self.silent = self.excess = self.shortage = 0
-        """Numbers of checks in a row with a grown residual, nothing selected, too much and too little selected."""
-        self.selected = 0
+        self.density = self.norm = self.reference = 0.0
+        """``norm``: of the residual at the latest check, mean over ranks; ``reference``: 0 until there is one."""
+        self.reference_step = self.selected = self.target = 0
+        self.in_a_row: Counter[str] = Counter()
+        """Number of checks in a row with a fault, by kind of warning."""
         self._independent = group.sparsifier.agreement is Agreement.INDEPENDENT
+        self.by = "by a single rank" if self._independent else "by all ranks together"
+        """The selecting ranks, as words for a warning."""
         self._since = 0
         self._latest: Statistics | None = None
         self._waiting: dict[str, tuple[float, int]] = {}
@@ -48,19 +48,10 @@ class GroupHistory:
         return statistics is not None and statistics is not self._latest and statistics.sparse
 
     @property
-    def target(self) -> int:
-        """Target number of coordinates."""
-        return 0 if self._latest is None else self._latest.target
-
-    @property
-    def by(self) -> str:
-        """The selecting ranks, as words for a warning."""
-        return "by a single rank" if self._independent else "by all ranks together"
-
-    @property
-    def threshold(self) -> float | None:
-        """This rank's threshold; None if the method has none."""
-        return None if self._latest is None or self._latest.threshold is None else float(self._latest.threshold)
+    def threshold(self) -> str:
+        """This rank's threshold, as words for a warning; empty if the method has none."""
+        known = self._latest and self._latest.threshold
+        return "" if known is None else f"; the threshold is {float(known):.3g}"
 
     def note(self, group: GroupReducer) -> None:
         """Record checksums of the residuals of waiting parameters, to detect at the check if they move."""
@@ -77,42 +68,45 @@ class GroupHistory:
         moved = [(checksum(residual[group.spans[name]]) != sum_).long() for name, sum_ in self._noted.items()]
         return [norm, *moved]
 
-    def measure(self, group: GroupReducer, columns: Iterator[Tensor]) -> None:
-        """Evaluate a measurement between checks: the norm of the residual."""
-        if group.memory.residual(group.state.memory) is not None:
-            self.norm = float(next(columns).view(torch.float64).mean())
+    def measure(self, group: GroupReducer, columns: Iterator[Tensor]) -> set[str]:
+        """Take the norm of the residual from :meth:`report`; return the noted parameters whose residuals have moved.
+
+        Args:
+            group: of this history.
+            columns: yields the results of :meth:`report` on all ranks, (n,) int64 each.
+        """
+        if group.memory.residual(group.state.memory) is None:
+            return set()
+        self.norm = float(next(columns).view(torch.float64).mean())
+        return {name for name in self._noted if next(columns).any()}
 
     def update(self, group: GroupReducer, columns: Iterator[Tensor], step: int, excess: float, growth: float) -> None:
         """Evaluate a check.
 
         Args:
             group: of this history.
-            columns: yields the results of :meth:`report` on all ranks, (n,) int64 each.
+            columns: see :meth:`measure`.
             step: number of the step that begins.
             excess: factor by which the selection may differ from the density.
             growth: factor by which a residual may grow.
         """
         statistics = self._latest = group.statistics
         assert statistics is not None
+        self.target = statistics.target
         if statistics.target_density != self.density:
-            self.density, self._since = statistics.target_density, step
-            self.reference, self.grown = None, 0
-        limit = excess * statistics.target
+            self.density, self._since, self.reference = statistics.target_density, step, 0.0
         self.selected = int(statistics.counts.max() if self._independent else statistics.union)
-        self.excess = self.excess + 1 if self.selected > limit else 0
-        if group.memory.residual(group.state.memory) is None:
-            return
-        self.measure(group, columns)
-        moved = {name for name in self._noted if next(columns).any()}
-        if self.reference is None:
-            if self.norm > 0 and step - self._since >= FILLING / self.density:
-                self.reference, self.reference_step = self.norm, step
-        else:
-            self.grown = self.grown + 1 if self.norm > growth * self.reference else 0
-        silent = self.norm > 0 and not int(statistics.counts.sum())
-        self.silent = self.silent + 1 if silent else 0
-        short = self.norm > 0 and not silent and self.selected * excess < statistics.target
-        self.shortage = self.shortage + 1 if short else 0
+        moved = self.measure(group, columns)
+        nothing, kept = not int(statistics.counts.sum()), self.norm > 0
+        faults = {
+            "growth": 0 < growth * self.reference < self.norm,
+            "dead": kept and nothing,
+            "saturation": self.selected > excess * self.target,
+            "short": kept and not nothing and self.selected * excess < self.target,
+        }
+        self.in_a_row = Counter({kind: self.in_a_row[kind] + 1 for kind, holds in faults.items() if holds})
+        if not self.reference and step - self._since >= FILLING / self.density:
+            self.reference, self.reference_step = self.norm, step
         self._noted = {}
         self._wait(group.spans, statistics, moved - group.untouched)  # with lr_aware, all residuals move
 

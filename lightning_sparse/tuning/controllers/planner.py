@@ -7,15 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.console import Table
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.header import digest_of
-from lightning_sparse.methods.grouping import Group, Grouping, Messages, ParameterSize, Rules, make_plan
-from lightning_sparse.methods.grouping.plan import bucket_numels
+from lightning_sparse.methods.grouping import Group, Messages, ParameterSize, make_plan
 from lightning_sparse.tuning.performance import Profile, Profiler
+from lightning_sparse.tuning.performance.profiler import delivered_numels
 
 LONGEST_TABLE = 40
 
@@ -26,36 +24,22 @@ class Planner:
     Until then, training runs as usual; the measurements delay one step by some seconds.
 
     Args:
-        module: its forward is called before each backward.
+        ddp: the wrapped model; its forward is called before each backward.
         engine: with the groups of the first steps.
         sizes: of all parameters, in order of registration.
-        grouping: the user's setting.
-        rules: parameters that stay dense, and those with densities of their own, which keep them.
-        bucket_cap_mb: size of groups by bucket.
-        delivery_mb: sizes of DDP's first bucket of gradients and of the others.
         profile: :attr:`saved` of an earlier run; used if it matches this one.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        engine: Engine,
-        sizes: Sequence[ParameterSize],
-        grouping: Grouping,
-        rules: Rules,
-        bucket_cap_mb: float,
-        delivery_mb: tuple[float, float],
-        profile: dict[str, Any] | None = None,
+        self, ddp: Any, engine: Engine, sizes: Sequence[ParameterSize], profile: dict[str, Any] | None = None
     ) -> None:
         self.profile: Profile | None = None
-        first, others = delivery_mb
-        self._bucket_numels = bucket_numels(sizes, others, first)
-        self._sizes, self._grouping, self._rules, self._cap = list(sizes), grouping, rules, bucket_cap_mb
+        self._bucket_numels = delivered_numels(ddp, engine)
+        self._sizes = list(sizes)
         self._profiler: Profiler | None = None
         self._fingerprint = fingerprint(sizes, engine)
         if not self.resume(profile, engine):
-            warmup, steps = grouping.profiled_steps
-            self._profiler = Profiler(module, engine, warmup, steps, self._bucket_numels)
+            self._profiler = Profiler(ddp, engine, *engine.settings.grouping.profiled_steps)
 
     def resume(self, profile: dict[str, Any] | None, engine: Engine) -> bool:
         """Use the profile of an earlier run that matches this one, without measuring; collective, between two steps.
@@ -75,9 +59,9 @@ class Planner:
         return True
 
     @staticmethod
-    def wanted(grouping: Grouping, settings: SparsificationConfig) -> bool:
+    def wanted(settings: SparsificationConfig) -> bool:
         """Return True if these settings need a profile."""
-        return grouping.needs_profile or settings.density.needs_profile
+        return settings.grouping.needs_profile or settings.density.needs_profile
 
     @property
     def saved(self) -> dict[str, Any] | None:
@@ -105,16 +89,9 @@ class Planner:
         settings = engine.settings
         profiler.measure_step()
         sparse = sum(group.numel for group in engine.plan if not group.dense)
-        costs = [
-            profiler.group_cost(
-                sparse,
-                sparsifier=settings.sparsifier,
-                exchange=settings.exchange,
-                memory=settings.memory,
-                density=density,
-            )
-            for density in sorted({*settings.density.tried, *self._rules.densities.values()})
-        ]
+        method = {"sparsifier": settings.sparsifier, "exchange": settings.exchange, "memory": settings.memory}
+        densities = sorted({*settings.density.tried, *settings.rules.densities.values()})
+        costs = [profiler.group_cost(sparse, **method, density=density) for density in densities]
         return profiler.profile(costs, self._fingerprint)
 
     def _apply(self, profile: Profile, engine: Engine) -> None:
@@ -134,10 +111,12 @@ class Planner:
         """
         possible: Sequence[Messages] = ("step", "group") if settings.messages == "auto" else (settings.messages,)
         found, refused = [], []
+        assert settings.bucket_cap_mb is not None
+        plan_at = partial(make_plan, self._sizes, settings.grouping, settings.rules, settings.bucket_cap_mb)
         for messages in possible:
             tried = replace(profile, messages=messages)
             try:
-                plan = settings.density.assign(partial(self._plan_at, tried), tried)
+                plan = settings.density.assign(partial(plan_at, tried), tried)
             except ValueError as error:
                 refused.append(error)
             else:
@@ -147,9 +126,6 @@ class Planner:
             raise refused[-1]
         _, _, plan, chosen = max(found, key=lambda one: one[:2])
         return plan, chosen
-
-    def _plan_at(self, profile: Profile, density: float) -> list[Group]:
-        return make_plan(self._sizes, self._grouping, self._rules, self._cap, profile, density)
 
 
 def fingerprint(sizes: Sequence[ParameterSize], engine: Engine) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary, WeakSet
@@ -17,18 +18,41 @@ from lightning_sparse.engine.optimizers.kinds import holds, is_adam, made_for, r
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.tuning.controllers.announcer import DIVERGED
 from lightning_sparse.tuning.controllers.checksum import checksum
-from lightning_sparse.tuning.controllers.filling import Filling, Part, looks
+from lightning_sparse.tuning.controllers.filling import Filling
 from lightning_sparse.tuning.controllers.group_history import GroupHistory
 from lightning_sparse.tuning.unsuited import unsuited
 
 IN_A_ROW = 3
 """Checks in a row that must agree, since a single one may be an exception."""
-GROWN = (
-    "Residuals grow faster than they are sent, so updates are old gradients. Raise the density, lower the learning "
-    "rate, clip gradients (memory=ls.ClipByNorm(...)) or forget old ones (memory=ls.Residual(decay=0.99))."
-)
 NAMED = 3
-"""Groups or parameters that a warning names."""
+"""Starving parameters that a warning names."""
+FIRST_LOOK = 8
+"""The step before which residuals are measured first, between checks; each later one is 1.5 times the one before."""
+HOLDS = "Use a method that holds the density, such as the default 'union_topk', or set a {} threshold."
+WARNINGS = {
+    "growth": "the residual of group {0.name!r} has the norm {0.norm:.3g}, and had {0.reference:.3g} at step "
+    "{0.reference_step}, at the same density {0.density:g}{others}. Residuals grow faster than they are sent, so "
+    "updates are old gradients. Raise the density, lower the learning rate, clip gradients "
+    "(memory=ls.ClipByNorm(...)) or forget old ones (memory=ls.Residual(decay=0.99)).",
+    "dead": "nothing was selected in group {0.name!r} at {checks} checks in a row{others}, although its residual has "
+    "the norm {0.norm:.3g} and {0.target} coordinates are wanted{0.threshold}. Use a method that finds its threshold "
+    "from the data, such as the default 'union_topk', or set a lower one.",
+    "saturation": "in group {0.name!r}, {0.selected} coordinates were selected {0.by}, where a density of "
+    "{0.density:g} stands for {0.target}; more than {excess:g} times too many at {checks} checks in a row{others}. "
+    "Messages are longer than planned. " + HOLDS.format("higher"),
+    "short": "in group {0.name!r}, only {0.selected} coordinates were selected {0.by}, where a density of "
+    "{0.density:g} stands for {0.target}; less than a share of 1/{excess:g} at {checks} checks in a row{others}. What "
+    "is not sent waits in residuals, training is slower than the density lets expect: ranks select the same "
+    "coordinates, or a threshold is too high. " + HOLDS.format("lower"),
+}
+"""Warnings of the worst group, by kind."""
+WORST: dict[str, Callable[[GroupHistory], float]] = {
+    "growth": lambda one: one.norm / one.reference,
+    "dead": lambda one: 0.0,
+    "saturation": lambda one: one.selected / one.target,
+    "short": lambda one: -one.selected / one.target,
+}
+"""Measures by which one group is worse than another; of equal ones the first."""
 
 
 WARNED_OF: WeakSet[Optimizer] = WeakSet()
@@ -47,7 +71,7 @@ class Watchdog:
     def __init__(self, settings: Watch) -> None:
         self._settings = settings
         self._steps = 0
-        self._looks, self._filling = looks(settings.every), Filling()
+        self._next_look, self._filling = FIRST_LOOK, Filling()
         self._told: set[str] = set()
         # Weak: replaced groups must be freed at once, with their residuals.
         self._histories: WeakKeyDictionary[GroupReducer, GroupHistory] = WeakKeyDictionary()
@@ -61,15 +85,17 @@ class Watchdog:
     def before_step(self, engine: Engine) -> None:
         """Run the checks that are due."""
         now, self._steps = self._steps, self._steps + 1
+        looks = now == self._next_look < 2 * self._settings.every
+        self._next_look += now // 2 if looks else 0
         self._check_void_steps(engine)
         if self._settings.adam and "adam" not in self._told:
             self._check_optimizers(engine)
         if self._is_due(now):
-            self._check(engine)
+            self._check(engine, whole=True)
             if now > 1:
                 self._check_that_all_are_held(engine)
-        elif now in self._looks and "growth" not in self._told and not engine.settings.lr_aware:
-            self._look(engine)
+        elif looks and "growth" not in self._told and not engine.settings.lr_aware:
+            self._check(engine, whole=False)
         if self._is_due(now + 1):
             for group in self._sparse_groups(engine):
                 self._histories[group].note(group)
@@ -155,18 +181,9 @@ class Watchdog:
     def _is_due(self, step: int) -> bool:
         return step == 1 or (step > 0 and step % self._settings.every == 0)
 
-    def _look(self, engine: Engine) -> None:
-        """Check the growth of residuals, between checks."""
-        groups = [] if engine.void_streak else self._sparse_groups(engine)
-        histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
-        own = [number for group, history in histories.items() for number in history.report(group)]
-        columns = iter(engine.comm.all_gather(torch.stack(own)).cpu().unbind(1) if own else ())
-        for group, history in histories.items():
-            history.measure(group, columns)
-        self._check_filling(engine, groups)
-
-    def _check(self, engine: Engine) -> None:
-        parameters = engine.parameters if engine.comm.world_size > 1 else {}
+    def _check(self, engine: Engine, whole: bool) -> None:
+        """Check everything, or between such checks the growth of residuals alone."""
+        parameters = engine.parameters if whole and engine.comm.world_size > 1 else {}
         # The updates of a skipped step have no meaning.
         groups = [] if engine.void_streak else self._sparse_groups(engine)
         histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
@@ -176,9 +193,14 @@ class Watchdog:
         columns = iter(engine.comm.all_gather(torch.stack(own)).cpu().unbind(1) if own else ())
         self._check_parameters(engine, {name: next(columns) for name in parameters})
         for group, history in histories.items():
-            history.update(group, columns, engine.step, self._settings.excess, self._settings.growth)
-        self._check_groups(engine, list(histories.values()))
-        self._check_filling(engine, groups)
+            if whole:
+                history.update(group, columns, engine.step, self._settings.excess, self._settings.growth)
+            else:
+                history.measure(group, columns)
+        if whole:
+            self._check_groups(engine, list(histories.values()))
+        if not engine.settings.lr_aware:  # with it, residuals change with the learning rate
+            self._check_filling(engine, groups)
 
     def _check_void_steps(self, engine: Engine) -> None:
         voids = engine.void_streak
@@ -208,15 +230,11 @@ class Watchdog:
 
     def _check_groups(self, engine: Engine, histories: Sequence[GroupHistory]) -> None:
         settings = self._settings
-        # With lr_aware, residuals change with the learning rate.
-        if grown := [history for history in histories if history.grown >= IN_A_ROW and not engine.settings.lr_aware]:
-            worst = max(grown, key=lambda history: history.norm / (history.reference or 1.0))
-            self._tell(
-                engine,
-                "growth",
-                f"the residual of group {worst.name!r} has the norm {worst.norm:.3g}, and had {worst.reference:.3g} at "
-                f"step {worst.reference_step}, at the same density {worst.density:g}{others(grown)}. {GROWN}",
-            )
+        for kind, sentence in WARNINGS.items():
+            found = [history for history in histories if history.in_a_row[kind] >= IN_A_ROW]
+            if found and not (kind == "growth" and engine.settings.lr_aware):
+                worst, more = max(found, key=WORST[kind]), others(found)
+                self._tell(engine, kind, sentence.format(worst, others=more, checks=IN_A_ROW, excess=settings.excess))
         starving = [found for history in histories for found in history.starving(settings.missed)]
         if starving:
             starving.sort(key=lambda found: -found[1])
@@ -229,45 +247,12 @@ class Watchdog:
                 f"itself (grouping='layer'), give such parameters a density of their own (rules=ls.Rules(densities="
                 f"{{{starving[0][0]!r}: ...}})), or keep them dense (rules=ls.Rules(dense=[{starving[0][0]!r}])).",
             )
-        if dead := [history for history in histories if history.silent >= IN_A_ROW]:
-            one, threshold = dead[0], dead[0].threshold
-            self._tell(
-                engine,
-                "dead",
-                f"nothing was selected in group {one.name!r} at {IN_A_ROW} checks in a row{others(dead)}, although its "
-                f"residual has the norm {one.norm:.3g} and {one.target} coordinates are wanted"
-                f"{'' if threshold is None else f'; the threshold is {threshold:.3g}'}. Use a method that finds its "
-                "threshold from the data, such as the default 'union_topk', or set a lower one.",
-            )
-        if saturated := [history for history in histories if history.excess >= IN_A_ROW]:
-            worst = max(saturated, key=lambda history: history.selected / history.target)
-            self._tell(
-                engine,
-                "saturation",
-                f"in group {worst.name!r}, {worst.selected} coordinates were selected {worst.by}, where a density of "
-                f"{worst.density:g} stands for {worst.target}; more than {settings.excess:g} times too many at "
-                f"{IN_A_ROW} checks in a row{others(saturated)}. Messages are longer than planned. Use a method that "
-                "holds the density, such as the default 'union_topk', or set a higher threshold.",
-            )
-        if short := [history for history in histories if history.shortage >= IN_A_ROW]:
-            worst = min(short, key=lambda history: history.selected / history.target)
-            self._tell(
-                engine,
-                "short",
-                f"in group {worst.name!r}, only {worst.selected} coordinates were selected {worst.by}, where a density "
-                f"of {worst.density:g} stands for {worst.target}; less than a share of 1/{settings.excess:g} at "
-                f"{IN_A_ROW} checks in a row{others(short)}. What is not sent waits in residuals, training is slower "
-                "than the density lets expect: ranks select the same coordinates, or a threshold is too high. Use a "
-                "method that holds the density, such as the default 'union_topk', or set a lower threshold.",
-            )
 
     def _check_filling(self, engine: Engine, groups: Sequence[GroupReducer]) -> None:
-        ran = [(group, group.statistics) for group in groups if group.statistics is not None]
-        parts = [Part(one.plan.name, known.target_density, self._histories[one].norm) for one, known in ran]
-        if not parts or engine.settings.lr_aware:
-            return
-        filling = self._filling
-        filling.judge(parts, engine.step, self._settings.growth)
+        ran = {group: group.statistics.target_density for group in groups if group.statistics is not None}
+        filling, norm = self._filling, math.hypot(*(self._histories[group].norm for group in ran))
+        densities = {group.plan.name: density for group, density in ran.items()}
+        filling.judge(densities, norm, engine.step, self._settings.growth)
         if filling.grown >= IN_A_ROW:
             self._tell(
                 engine,

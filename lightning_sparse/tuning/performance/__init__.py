@@ -12,6 +12,8 @@ from lightning_sparse.tuning.performance.merge import greedy_merge, iteration_se
 from lightning_sparse.tuning.performance.network import Network
 from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Overlap, Profile, Traffic
 from lightning_sparse.tuning.performance.profiler import Profiler
+from lightning_sparse.tuning.performance.rank_sync import measure
+from lightning_sparse.tuning.performance.serialization import Plain
 
 __all__ = [
     "CostModel",
@@ -24,6 +26,7 @@ __all__ = [
     "Network",
     "OptimalMerge",
     "Overlap",
+    "Plain",
     "Profile",
     "Profiler",
     "TimeBudget",
@@ -32,5 +35,6 @@ __all__ = [
     "greedy_merge",
     "hidden_densities",
     "iteration_seconds",
+    "measure",
     "optimal_merge",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -42,7 +43,7 @@ class BackwardTimer:
         self._steps: list[Marks] = []
         self._hooks: list[Any] = [module.register_forward_hook(self._forward_ends)]
         for name, p in parameters.items():
-            self._hooks.append(p.register_post_accumulate_grad_hook(self._noting(name)))  # type: ignore[no-untyped-call]
+            self._hooks.append(p.register_post_accumulate_grad_hook(partial(self._note, name)))  # type: ignore[no-untyped-call]
 
     def keep(self) -> None:
         """Keep the times of the latest forward's backward, also of its rest; not of those that only accumulate."""
@@ -72,23 +73,23 @@ class BackwardTimer:
                 f"Expected at least 2 backward passes to profile, but the ranks have seen {seen}. Does training_step "
                 "return a loss that depends on the model's parameters?"
             )
-        own: dict[str, list[float]] = {}
+        places: dict[str, list[int]] = {}
+        taken: dict[str, list[float]] = {}
         for marks in steps:
-            for (_, before, held_before), (name, now, held) in pairwise(marks):
-                own.setdefault(name, []).append(max(0.0, before.until(now) / 1e3 - (held - held_before)))
-        seconds = {name: median(times) for name, times in own.items()}
+            for place, ((_, before, held_before), (name, now, held)) in enumerate(pairwise(marks)):
+                places.setdefault(name, []).append(place)
+                taken.setdefault(name, []).append(max(0.0, before.until(now) / 1e3 - (held - held_before)))
+        seconds = {name: median(times) for name, times in taken.items()}
         unused = [name for name in reversed(self._numels) if name not in seconds]
-        order = comm.broadcast_object([*_typical_order(steps), *unused], 0, self._device)
-        missing = sorted(self._numels.keys() ^ set(order))
-        backward = sum(seconds.values())
+        own = [*sorted(places, key=lambda name: median(places[name])), *unused]
+        order = comm.broadcast_object(own, 0, self._device)
         periods = [
             first[0][1].until(second[0][1]) / 1e3 - (second[0][2] - first[0][2]) for first, second in pairwise(steps)
         ]
-        local = [seconds.get(name, 0.0) for name in order] + [max(0.0, median(periods) - backward), len(missing)]
-        *times, rest, odd = gathered(local, comm, self._device).mean(0).tolist()
-        if odd:
-            example = f", for example on {missing[0]}" if missing else ""
-            raise RuntimeError(f"The ranks disagree on the parameters of the model{example}.")
+        rest = max(0.0, median(periods) - sum(seconds.values()))
+        *times, rest = (
+            gathered([*(seconds.get(name, 0.0) for name in order), rest], comm, self._device).mean(0).tolist()
+        )
         return _by_module(order, self._numels, times), rest
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,20 +100,8 @@ class BackwardTimer:
         if self._hooks and torch.is_grad_enabled():
             self._marks = [("", Stamp.now(self._device), self._held_up())]
 
-    def _noting(self, name: str) -> Callable[[Tensor], None]:
-        def note(_: Tensor) -> None:
-            self._marks.append((name, Stamp.now(self._device), self._held_up()))
-
-        return note
-
-
-def _typical_order(steps: list[Marks]) -> list[str]:
-    """Sort parameters by the median of their position in backward."""
-    places: dict[str, list[int]] = {}
-    for marks in steps:
-        for place, (name, _, _) in enumerate(marks[1:]):
-            places.setdefault(name, []).append(place)
-    return sorted(places, key=lambda name: median(places[name]))
+    def _note(self, name: str, _: Tensor) -> None:
+        self._marks.append((name, Stamp.now(self._device), self._held_up()))
 
 
 def _by_module(order: list[str], numels: dict[str, int], seconds: list[float]) -> list[LayerTime]:
@@ -123,11 +112,7 @@ def _by_module(order: list[str], numels: dict[str, int], seconds: list[float]) -
     last = {module: order.index(names[-1]) for module, names in modules.items()}
     layers, reached = [], 0
     for module in sorted(modules, key=last.__getitem__):
-        end = last[module] + 1
-        layers.append(
-            LayerTime(
-                module, tuple(modules[module]), sum(numels[name] for name in modules[module]), sum(seconds[reached:end])
-            )
-        )
+        names, end = modules[module], last[module] + 1
+        layers.append(LayerTime(module, tuple(names), sum(numels[name] for name in names), sum(seconds[reached:end])))
         reached = max(reached, end)
     return layers

@@ -102,15 +102,12 @@ class Line:
             Line(alpha=5.19...e-05, beta=8.04...e-09)
         """
         if len(amounts) != len(seconds):
-            raise ValueError(
-                f"Expected one time for each amount, but got {len(amounts)} amounts and {len(seconds)} times."
-            )
+            counts = f"{len(amounts)} amounts and {len(seconds)} times"
+            raise ValueError(f"Expected one time for each amount, but got {counts}.")
         repeated: dict[float, list[float]] = defaultdict(list)
         for amount, taken in zip(amounts, seconds, strict=True):
-            if not (0 < amount < math.inf and 0 < taken < math.inf):
-                raise ValueError(
-                    f"Expected amounts and seconds to be positive and finite, but got {taken!r} s for {amount!r}."
-                )
+            fine = 0 < amount < math.inf and 0 < taken < math.inf
+            expect(fine, "amounts and seconds", "positive and finite", (amount, taken))
             repeated[amount].append(taken)
         if len(repeated) < 2:
             raise ValueError(f"Expected measurements of at least 2 different amounts, but got {len(repeated)}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -152,35 +152,23 @@ def hidden_densities(
         Shi et al., Layer-wise Adaptive Gradient Sparsification for Distributed Deep Learning with Convergence
         Guarantees (LAGS-SGD), ECAI 2020, arXiv 1911.08727, equations 18 and 19 (the formula from the text around it).
     """
+    runs: list[tuple[list[tuple[int, float | None]], float]] = []
+    """Groups of one DDP bucket, which are ready together, and the seconds of backward before them."""
+    for numel, backward, given in zip(*timeline, own or [None] * len(timeline[0]), strict=True):
+        if not runs or backward > 0:
+            runs.append(([], backward))
+        runs[-1][0].append((numel, given))
+    windows = [*(backward for _, backward in runs), 0.0][1:]
+    nothing_hides = profile.overlap == "none" or profile.messages == "step"
     densities: list[float] = []
     progress = Progress()
-    nothing_hides = profile.overlap == "none" or profile.messages == "step"
-    runs = list(_delivered_together(timeline))
-    windows = [*(backward for _, backward in runs), 0.0][1:]
-    fixed = iter(own or [None] * len(timeline[0]))
-    for (numels, backward), window in zip(runs, windows, strict=True):
-        groups = [(numel, next(fixed)) for numel in numels]
+    for (groups, backward), window in zip(runs, windows, strict=True):
         progress = progress._replace(ready=progress.ready + backward)
         fits = partial(_ends_by, progress.ready + window, profile, groups, progress)
         density = floor if nothing_hides else _largest(fits, floor, cap) or floor
         progress = _exchanged(profile, groups, progress, density)
         densities += [density if given is None else given for _, given in groups]
     return densities
-
-
-def _delivered_together(timeline: Timeline) -> Iterator[tuple[list[int], float]]:
-    """Yield runs of groups of one DDP bucket, which are ready together, and the seconds of backward before each run."""
-    run: list[int] = []
-    seconds = 0.0
-    for numel, backward in zip(*timeline, strict=True):
-        if run and backward > 0:
-            yield run, seconds
-            run = []
-        if not run:
-            seconds = backward
-        run.append(numel)
-    if run:
-        yield run, seconds
 
 
 def _exchanged(profile: Profile, groups: Groups, progress: Progress, density: float) -> Progress:

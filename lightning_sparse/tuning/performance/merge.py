@@ -174,13 +174,11 @@ def greedy_merge(numels: Sequence[int], backward_seconds: Sequence[float], cost:
 
 
 def _check_layers(numels: Sequence[int], backward_seconds: Sequence[float]) -> None:
-    if not numels:
+    layers, times = len(numels), len(backward_seconds)
+    if not layers:
         raise ValueError("Expected at least one layer, but got none.")
-    if len(numels) != len(backward_seconds):
-        raise ValueError(
-            f"Expected one time of backward for each layer, but got {len(numels)} layers "
-            f"and {len(backward_seconds)} times."
-        )
+    if layers != times:
+        raise ValueError(f"Expected one time of backward for each layer, but got {layers} layers and {times} times.")
     for numel in numels:
         expect(is_integer(numel) and numel >= 1, "numels", "integers of at least 1", numel)
     for seconds in backward_seconds:

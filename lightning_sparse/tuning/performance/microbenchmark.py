@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from lightning_sparse.methods.sparsifiers import Sparsifier
 from lightning_sparse.ops import static_shapes
 from lightning_sparse.tuning.performance.cost import Curve, Line
 from lightning_sparse.tuning.performance.profile import GroupCost, Traffic
-from lightning_sparse.tuning.performance.rank_sync import gathered, slowest, start_together
+from lightning_sparse.tuning.performance.rank_sync import gathered, start_together
 
 SMALLEST, LARGEST = 1 << 12, 1 << 24
 WARMUP = 3
@@ -62,13 +63,12 @@ class Recorder:
 
 
 class Sample(NamedTuple):
-    """Seconds and traffic of one group step."""
+    """Seconds of one group step, and calls and bytes by operation."""
 
     select: float
     process: float
     transfer: float
-    traffic: dict[str, tuple[int, int]]
-    """Calls and bytes by operation."""
+    traffic: dict[str, tuple[int, float]]
 
 
 def measure_group(
@@ -122,21 +122,19 @@ def measure_group(
             steps = reduce_group(flat, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange)
             state, statistics = drive(steps, comm, recorder.send)
             bucket.copy_(flat)
-            stamps = begin, statistics.stamps[0], statistics.stamps[1], Stamp.now(device)
-            sample = _sample(stamps, recorder, comm, device)
+            sample = _sample(begin, *statistics.stamps[:2], Stamp.now(device), recorder, comm)
             if step == WARMUP - 1:
                 wanted = max(2, min(repeats, int(seconds / (sample.select + sample.process + sample.transfer))))
             if step >= WARMUP:
                 samples.append(sample)
             step += 1
         by_size[numel] = samples
-    every = [(numel, sample) for numel, samples in by_size.items() for sample in samples]
     amounts = tuple(sorted(by_size))
     return GroupCost(
         density,
         select=Curve(amounts, tuple(median(sample.select for sample in by_size[numel]) for numel in amounts)),
         process=Curve(amounts, tuple(median(sample.process for sample in by_size[numel]) for numel in amounts)),
-        transfer=Line.through([(numel, sample.transfer) for numel, sample in every]),
+        transfer=Line.through([(numel, one.transfer) for numel, samples in by_size.items() for one in samples]),
         traffic=_traffic(by_size),
     )
 
@@ -149,38 +147,27 @@ def _gradients(numel: int, dtype: torch.dtype, device: torch.device, rank: int) 
 
 
 def _sample(
-    stamps: tuple[Stamp, Stamp, Stamp, Stamp], recorder: Recorder, comm: TorchCollective, device: torch.device
+    begin: Stamp, gathered_in: Stamp, selected: Stamp, end: Stamp, recorder: Recorder, comm: TorchCollective
 ) -> Sample:
     """Split the time of a step by four stamps: start, gradients in one vector, selection done, back in buckets."""
-    begin, gathered_in, selected, end = stamps
-    asked = sum(begin.until(message.begin) < begin.until(selected) for message in recorder.messages)
-    durations = [message.begin.until(message.end) / 1e3 for message in recorder.messages]
+    messages = recorder.messages
+    asked = sum(begin.until(message.begin) < begin.until(selected) for message in messages)
+    durations = [message.begin.until(message.end) / 1e3 for message in messages]
     select = gathered_in.until(selected) / 1e3 - sum(durations[:asked])
     process = (begin.until(gathered_in) + selected.until(end)) / 1e3 - sum(durations[asked:])
-    select, process = slowest([max(0.0, select), max(0.0, process)], comm, device)
-    transfer = float(gathered(durations, comm, device).amin(0).sum()) if durations else 0.0
-    traffic: dict[str, tuple[int, int]] = {}
-    for message in recorder.messages:
-        calls, nbytes = traffic.get(message.operation, (0, 0))
-        traffic[message.operation] = calls + 1, nbytes + message.nbytes
-    names = sorted(traffic)
-    largest = slowest([float(traffic[name][1]) for name in names], comm, device) if names else []
-    return Sample(
-        select,
-        process,
-        transfer,
-        {name: (traffic[name][0], int(size)) for name, size in zip(names, largest, strict=True)},
-    )
+    calls = Counter(message.operation for message in messages)
+    nbytes = [sum(message.nbytes for message in messages if message.operation == name) for name in calls]
+    ranks = gathered([max(0.0, select), max(0.0, process), *nbytes, *durations], comm, recorder.device)
+    select, process, *largest = ranks[:, : 2 + len(calls)].amax(0).tolist()
+    transfer = float(ranks[:, 2 + len(calls) :].amin(0).sum())
+    return Sample(select, process, transfer, dict(zip(calls, zip(calls.values(), largest, strict=True), strict=True)))
 
 
 def _traffic(by_size: dict[int, list[Sample]]) -> tuple[Traffic, ...]:
-    operations = sorted({name for samples in by_size.values() for sample in samples for name in sample.traffic})
     parts = []
-    for name in operations:
-        calls = [sample.traffic.get(name, (0, 0))[0] for samples in by_size.values() for sample in samples]
-        points = [
-            (numel, float(median(sample.traffic.get(name, (0, 0))[1] for sample in samples)))
-            for numel, samples in by_size.items()
-        ]
-        parts.append(Traffic(name, sum(calls) / len(calls), Line.through(points)))
+    for name in sorted({name for samples in by_size.values() for sample in samples for name in sample.traffic}):
+        found = {numel: [one.traffic.get(name, (0, 0.0)) for one in samples] for numel, samples in by_size.items()}
+        calls = fmean(calls for each in found.values() for calls, _ in each)
+        points = [(numel, median(nbytes for _, nbytes in each)) for numel, each in found.items()]
+        parts.append(Traffic(name, calls, Line.through(points)))
     return tuple(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -148,26 +149,22 @@ def measure_network(
         busy: keep every rank's processor busy, see
             :func:`~lightning_sparse.tuning.performance.rank_sync.busy_processor`.
     """
-    if busy:
-        with busy_processor():
-            return measure_network(comm, device, dtype, most, seconds)
     if comm.world_size == 1:
         return Network(NOTHING, NOTHING, 1)
     lines: dict[str, Line] = {}
-    for name, kind in (("all_reduce", dtype), ("all_gather", torch.uint8)):
-        by_size: dict[int, list[float]] = {}
-        size, spent = SMALLEST, 0.0
-        while True:
-            message = torch.zeros(size // kind.itemsize, dtype=kind, device=device)
-            by_size[size] = measure(partial(getattr(comm, name), message), comm, device, 7, seconds / 10)
-            spent += sum(by_size[size])
-            # The next size takes about four times as long, three times at least.
-            late = spent + 12 * by_size[size][-1] > seconds / 2
-            size *= 4
-            if size > min(LARGEST, max(ENOUGH, most)) or (late and size > LEAST):
-                break
-        small = median(by_size.pop(SMALLEST))
-        large = max(by_size)  # smaller ones may be short bursts that are faster than the link
-        beta = max(0.0, (median(by_size[large]) - small) / (large - SMALLEST))
-        lines[name] = Line(max(0.0, small - beta * SMALLEST), beta)
+    with busy_processor() if busy else nullcontext():
+        for name, kind in (("all_reduce", dtype), ("all_gather", torch.uint8)):
+            taken: dict[int, float] = {}
+            size, spent, late = SMALLEST, 0.0, False
+            while size <= LEAST or (size <= min(LARGEST, max(ENOUGH, most)) and not late):
+                message = torch.zeros(size // kind.itemsize, dtype=kind, device=device)
+                times = measure(partial(getattr(comm, name), message), comm, device, 7, seconds / 10)
+                taken[size] = median(times)
+                spent += sum(times)
+                # The next size takes about four times as long, three times at least.
+                late = spent + 12 * times[-1] > seconds / 2
+                size *= 4
+            small, large = taken[SMALLEST], max(taken)  # sizes between may be short bursts, faster than the link
+            beta = max(0.0, (taken[large] - small) / (large - SMALLEST))
+            lines[name] = Line(max(0.0, small - beta * SMALLEST), beta)
     return Network(**lines, ranks=comm.world_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.methods.grouping import Group, Messages
@@ -97,25 +97,20 @@ class GroupCost:
     def towards(self, other: GroupCost, share: float) -> GroupCost:
         """Interpolate linearly to another cost: this one at 0, the other one at 1."""
 
-        def between(a: float, b: float) -> float:
+        def between(a: Any, b: Any) -> Any:
+            match a, b:
+                case Line(), Line():
+                    return Line(between(a.alpha, b.alpha), between(a.beta, b.beta))
+                case ((Line() | Curve()), (Line() | Curve())):
+                    amounts = sorted({x for one in (a, b) if isinstance(one, Curve) for x in one.amounts})
+                    return Curve(tuple(amounts), tuple(between(a(x), b(x)) for x in amounts))
             return a + share * (b - a)
 
-        def line(a: Line, b: Line) -> Line:
-            return Line(between(a.alpha, b.alpha), between(a.beta, b.beta))
-
-        def either(a: Line | Curve, b: Line | Curve) -> Line | Curve:
-            if isinstance(a, Line) and isinstance(b, Line):
-                return line(a, b)
-            amounts = sorted({x for one in (a, b) if isinstance(one, Curve) for x in one.amounts})
-            return Curve(tuple(amounts), tuple(between(a(x), b(x)) for x in amounts))
-
         pairs = [(a, b) for a, b in zip(self.traffic, other.traffic, strict=False) if a.operation == b.operation]
+        traffic = tuple(Traffic(a.operation, between(a.calls, b.calls), between(a.nbytes, b.nbytes)) for a, b in pairs)
+        names = ("density", "select", "process", "transfer")
         return GroupCost(
-            between(self.density, other.density),
-            either(self.select, other.select),
-            either(self.process, other.process),
-            line(self.transfer, other.transfer),
-            tuple(Traffic(a.operation, between(a.calls, b.calls), line(a.nbytes, b.nbytes)) for a, b in pairs),
+            **{name: between(getattr(self, name), getattr(other, name)) for name in names}, traffic=traffic
         )
 
 
@@ -170,11 +165,6 @@ class Profile(Plain):
         object.__setattr__(self, "costs", tuple(sorted(self.costs, key=lambda cost: cost.density)))
 
     @property
-    def numels(self) -> list[int]:
-        """Coordinates of each layer."""
-        return [layer.numel for layer in self.layers]
-
-    @property
     def backward_seconds(self) -> list[float]:
         """Seconds of backward of each layer."""
         return [layer.backward_seconds for layer in self.layers]
@@ -209,8 +199,12 @@ class Profile(Plain):
 
     def cost(self, density: float) -> CostModel:
         """Return the cost model at a density; if messages travel together, that of the group's own work."""
+        return self._parts(density)[0]
+
+    def _parts(self, density: float) -> tuple[CostModel, Line]:
+        """Return the cost model, and the line of messages that travel with those of other groups."""
         cost = self.group_cost(density)
-        return cost.model(self.overlap) if self.messages == "group" else cost.joined(self.overlap)[0]
+        return (cost.model(self.overlap), NOTHING) if self.messages == "group" else cost.joined(self.overlap)
 
     def timeline(self, plan: Sequence[Group]) -> tuple[list[Group], Timeline]:
         """Return sparsified groups in the order in which they are complete, and the times.
@@ -237,10 +231,6 @@ class Profile(Plain):
     def timeline_seconds(self, timeline: Timeline, density: float | Sequence[float]) -> float:
         """Return the seconds of a whole step with groups of these numbers, at one density or each at its own."""
         densities = density if isinstance(density, Sequence) else [density] * len(timeline[0])
-        costs = {one: self.cost(one) for one in densities}
-        joined: list[Line] = []
-        if self.messages == "step":
-            messages = {one: self.group_cost(one).joined(self.overlap)[1] for one in densities}
-            joined = [messages[one] for one in densities]
-        done = end_seconds(timeline, [costs[one] for one in densities], joined)
+        parts = {one: self._parts(one) for one in densities}
+        done = end_seconds(timeline, [parts[one][0] for one in densities], [parts[one][1] for one in densities])
         return self.rest_seconds + max(done, sum(self.backward_seconds))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from lightning_sparse.engine import Engine
+from lightning_sparse.methods.grouping import ParameterSize, bucket_numels
+from lightning_sparse.methods.grouping.groupings import MIB
 from lightning_sparse.tuning.performance.backward import BackwardTimer
 from lightning_sparse.tuning.performance.microbenchmark import measure_group, sizes_up_to
 from lightning_sparse.tuning.performance.network import Network, measure_network
 from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Overlap, Profile
-from lightning_sparse.tuning.performance.rank_sync import gathered
 
 
 class Profiler:
@@ -26,21 +25,18 @@ class Profiler:
     :meth:`group_cost` for all settings to compare, and :meth:`profile`. All of it is collective.
 
     Args:
-        module: its forward is called before each backward.
+        ddp: the wrapped model; its forward is called before each backward.
         engine: in training.
         warmup: steps that are not timed.
         steps: steps that are timed; medians count.
-        bucket_numels: coordinates of DDP's first bucket of gradients and of the others.
     """
 
-    def __init__(
-        self, module: nn.Module, engine: Engine, warmup: int, steps: int, bucket_numels: tuple[float, float]
-    ) -> None:
+    def __init__(self, ddp: Any, engine: Engine, warmup: int, steps: int) -> None:
         self.warmup, self.steps = warmup, steps
-        self._engine, self._bucket_numels = engine, bucket_numels
+        self._engine, self._bucket_numels = engine, delivered_numels(ddp, engine)
         self.seen = 0
         """Steps so far."""
-        self._timer = BackwardTimer(module, engine.parameters, engine.device, lambda: engine.held_up_seconds)
+        self._timer = BackwardTimer(ddp, engine.parameters, engine.device, lambda: engine.held_up_seconds)
         self._dtype = next(iter(engine.parameters.values())).dtype
         self._layers: list[LayerTime] = []
         self._rest = 0.0
@@ -97,6 +93,19 @@ class Profiler:
         self._timer.close()
 
 
+def delivery_mb(ddp: Any) -> tuple[float, float]:
+    """Return the MiB of DDP's first bucket of gradients, and of the others."""
+    size = ddp.bucket_bytes_cap / MIB
+    # DDP shortens the first bucket only if no size was given.
+    return (1.0 if ddp.bucket_bytes_cap_default else size), size
+
+
+def delivered_numels(ddp: Any, engine: Engine) -> tuple[float, float]:
+    """Return the coordinates of DDP's first bucket of gradients, and of the others."""
+    first, others = delivery_mb(ddp)
+    return bucket_numels([ParameterSize.of(name, p) for name, p in engine.parameters.items()], others, first)
+
+
 def overlap_of(engine: Engine) -> Overlap:
     """Return the overlap with backward of an engine on this machine; collective.
 
@@ -107,7 +116,6 @@ def overlap_of(engine: Engine) -> Overlap:
         return "none"
     if engine.device.type == "cuda":
         return "full"
-    here = float(int.from_bytes(hashlib.sha256(platform.node().encode()).digest()[:6], "big"))
-    neighbours = int((gathered([here], engine.comm, engine.device) == here).sum())
+    neighbours = engine.comm.all_gather_object(platform.node(), engine.device).count(platform.node())
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return "full" if processors >= neighbours * (torch.get_num_threads() + 1) else "comm"

@@ -44,16 +44,13 @@ def measure(
         seconds: stop early after about this time; at least two repetitions.
     """
     taken: list[float] = []
-    for _ in range(repeats + 1):  # the first one warms up
+    while len(taken) <= repeats:  # the first one warms up
         start_together(comm, device)
         begin = Stamp.now(device)
         job()
         taken.append(begin.until(Stamp.now(device)) / 1e3)
         if len(taken) == 1:
-            first = slowest(taken, comm, device)[0]
-            repeats = max(2, min(repeats, round(seconds / max(first, 1e-9))))
-        if len(taken) > repeats:
-            break
+            repeats = max(2, min(repeats, round(seconds / max(slowest(taken, comm, device)[0], 1e-9))))
     return slowest(taken[1:], comm, device)
 
 

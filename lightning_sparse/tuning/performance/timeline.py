@@ -54,7 +54,5 @@ def end_seconds(timeline: Timeline, costs: Iterable[CostModel], joined: Sequence
     progress = Progress()
     for numel, backward_seconds, cost in zip(*timeline, costs, strict=True):
         progress = progress.after(numel, backward_seconds, cost)
-    if not joined:
-        return progress.done
-    once = max(line.alpha for line in joined)
-    return progress.done + once + sum(line.beta * numel for line, numel in zip(joined, timeline[0], strict=True))
+    once = max((line.alpha for line in joined), default=0.0)
+    return progress.done + once + sum(line.beta * numel for line, numel in zip(joined, timeline[0], strict=False))

@@ -669,8 +669,8 @@ def test_one_rank_plans_for_itself(tmp_path: Any) -> None:
     ],
 )
 def test_only_those_who_need_a_profile_make_one(grouping: Any, density: Any, expected: bool) -> None:
-    settings = ls.SparsificationConfig(sparsifier="topk", density=density)
-    assert Planner.wanted(ls.GROUPINGS.resolve(grouping), settings) == expected
+    settings = ls.SparsificationConfig(sparsifier="topk", density=density, grouping=grouping)
+    assert Planner.wanted(settings) == expected
 
 
 @pytest.mark.parametrize("schedule", [ls.HiddenDensity, ls.TimeBudget])

@@ -249,28 +249,3 @@ def without_backward() -> str:
 def test_a_rank_without_backward_is_an_error_on_all(two_ranks: Ranks) -> None:
     for told in two_ranks(without_backward):
         assert "Expected at least 2 backward passes to profile, but the ranks have seen [3, 0]" in told
-
-
-def different_models(larger: int, renamed: bool) -> str:
-    net = Net()
-    if dist.get_rank() == larger:
-        net.add_module("more", nn.Linear(2, 2))
-    elif renamed:
-        net.add_module("other", nn.Linear(2, 2))
-    timer = timed(net)
-    for _ in range(2):
-        step(net)
-        timer.keep()
-    try:
-        timer.result(TorchCollective())
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("larger", [0, 1])
-@pytest.mark.parametrize("renamed", [False, True])
-def test_different_models_are_an_error_on_all_ranks(two_ranks: Ranks, larger: int, renamed: bool) -> None:
-    first, second = two_ranks(different_models, larger, renamed)
-    assert first == "The ranks disagree on the parameters of the model."
-    assert second.startswith("The ranks disagree on the parameters of the model, for example on more.bias.")

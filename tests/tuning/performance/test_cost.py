@@ -131,10 +131,10 @@ def test_coefficients_are_not_negative() -> None:
         ([1, 2], [1.0], "one time for each amount, but got 2 amounts and 1 times"),
         ([1, 1], [1.0, 2.0], "at least 2 different amounts, but got 1"),
         ([], [], "at least 2 different amounts, but got 0"),
-        ([0, 1], [1.0, 2.0], r"positive and finite, but got 1\.0 s for 0"),
-        ([1, 2], [1.0, 0.0], r"positive and finite, but got 0\.0 s for 2"),
-        ([1, 2], [1.0, math.nan], "positive and finite, but got nan s for 2"),
-        ([1, math.inf], [1.0, 1.0], r"positive and finite, but got 1\.0 s for inf"),
+        ([0, 1], [1.0, 2.0], r"positive and finite, but got \(0, 1\.0\)"),
+        ([1, 2], [1.0, 0.0], r"positive and finite, but got \(2, 0\.0\)"),
+        ([1, 2], [1.0, math.nan], r"positive and finite, but got \(2, nan\)"),
+        ([1, math.inf], [1.0, 1.0], r"positive and finite, but got \(inf, 1\.0\)"),
     ],
 )
 def test_bad_measurements_are_refused(amounts: list[float], times: list[float], sentence: str) -> None:

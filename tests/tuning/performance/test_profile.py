@@ -189,6 +189,10 @@ def third_from_the_top(costs: Sequence[GroupCost], parts: list[str], numel: int)
     return (low + 2 * high) / 3
 
 
+def numels_of(measured: Profile) -> list[int]:
+    return [layer.numel for layer in measured.layers]
+
+
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_steps_take_as_long_as_in_a_simulation(overlap: str) -> None:
     generator = random.Random(1)
@@ -202,9 +206,9 @@ def test_steps_take_as_long_as_in_a_simulation(overlap: str) -> None:
         }[overlap]
         select, exchange = (partial(third_from_the_top, measured.costs, names) for names in parts)
         density = 0.01 + 2 / 3 * 0.09
-        simulated = simulated_seconds(groups, measured.numels, measured.backward_seconds, select, exchange)
+        simulated = simulated_seconds(groups, numels_of(measured), measured.backward_seconds, select, exchange)
         assert measured.compute_seconds == measured.rest_seconds + sum(measured.backward_seconds)
-        sizes = [sum(measured.numels[i] for i in group) for group in groups]
+        sizes = [sum(numels_of(measured)[i] for i in group) for group in groups]
         times = [sum(measured.backward_seconds[i] for i in group) for group in groups]
         assert measured.timeline_seconds((sizes, times), density) == pytest.approx(
             measured.rest_seconds + simulated, rel=1e-9
@@ -225,9 +229,9 @@ def test_layers_are_merged_by_the_costs_of_the_density() -> None:
         measured = drawn(generator, 8, "comm")
         for density in (0.01, 0.04, 0.1):
             model = measured.cost(density)
-            best = optimal_merge(measured.numels, measured.backward_seconds, model)
+            best = optimal_merge(numels_of(measured), measured.backward_seconds, model)
             assert merge(measured, density) == best
-            published = greedy_merge(measured.numels, measured.backward_seconds, model)
+            published = greedy_merge(numels_of(measured), measured.backward_seconds, model)
             assert merge(measured, density, "published") == published
             differ += best != published
     assert differ > 0

@@ -1,0 +1,60 @@
+"""Base class of the callbacks, for the Trainers of all Lightning packages that are installed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_sparse.engine import Engine
+from lightning_sparse.integrations import packages
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback as Base
+else:
+
+    class Base(*(importlib.import_module(name).Callback for name in packages.installed())):
+        """Callback of each of these packages."""
+
+
+class Callback(Base):
+    """Callback that asks a Trainer for its engine, its logging steps and its loss scale."""
+
+    @staticmethod
+    def engine_of(trainer: Any) -> Engine | None:
+        """Return the engine of a strategy that sparsifies, or None."""
+        return getattr(trainer.strategy, "engine", None)
+
+    def warn_that_nothing_is_sparse(self, trainer: Any, what: str, also: str = "") -> None:
+        """Warn that the callback has nothing to do, because the strategy does not sparsify.
+
+        Args:
+            trainer: of the strategy.
+            what: a verb.
+            also: another way out.
+        """
+        rank_zero_warn(
+            f"{type(self).__name__} has nothing to {what}: the strategy {type(trainer.strategy).__name__} does not "
+            f"sparsify. Use strategy='sparse_ddp'{also} or remove the callback."
+        )
+
+    @staticmethod
+    def is_logging_step(trainer: Any) -> bool:
+        """Return Lightning's own decision to log, which has no public name."""
+        return bool(trainer._logger_connector.should_update_logs) and not trainer.fit_loop._should_accumulate()
+
+    @staticmethod
+    def loss_scale(trainer: Any) -> Tensor | None:
+        """Return the factor of the loss, (), or None without a scaler."""
+        scaler = getattr(trainer.strategy.precision_plugin, "scaler", None)
+        scale: Tensor | None = getattr(scaler, "_scale", None)  # public get_scale() waits for the device
+        return scale
+
+    @staticmethod
+    def log_numbers(pl_module: Any, numbers: Mapping[str, float], under: str = "", **options: Any) -> None:
+        """Log numbers by name, ``sparse/<under><name>``, in the row of the step."""
+        named = {f"sparse/{under}{name}": number for name, number in numbers.items()}
+        pl_module.log_dict(named, **{"on_step": True, "on_epoch": False, **options})
