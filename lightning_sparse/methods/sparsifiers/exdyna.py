@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.core.checks import check_integer, expect
 from lightning_sparse.core.messages import Steps
-from lightning_sparse.core.step import Agreement, Context, Selection
+from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Selected, Sparsifier
 from lightning_sparse.methods.sparsifiers.estimation import (
@@ -22,8 +22,9 @@ from lightning_sparse.methods.sparsifiers.estimation import (
     force_one,
     initial_threshold,
     pick_jointly,
+    reaching,
 )
-from lightning_sparse.ops import above, static_shapes
+from lightning_sparse.ops import static_shapes
 
 PUBLISHED_BLOCKS = 1024
 
@@ -135,10 +136,8 @@ class ExDyna(Sparsifier):
         threshold = kept * ctx.surplus
         first, last = spans[ctx.rank]
         capacity = min(acc.numel(), CAPACITY * -(-k // ctx.world_size))
-        indices, picks = above(acc, threshold, (first, last), capacity=capacity, phase=ctx.step)
-        indices, picks = force_one(indices, picks, first, last, ctx.step)
-        aligned = static_shapes(acc.device)
-        return Selection(indices, picks, threshold, aligned=aligned), state._replace(threshold=kept)
+        selection = reaching(acc, threshold, capacity, ctx.step, (first, last))
+        return force_one(selection, first, last, ctx.step), state._replace(threshold=kept)
 
     def ranges(self, numel: int, state: Partition, ctx: Context) -> Tensor:
         """Return the ranges by rank: rank i has range ``(t + i) mod n``."""
