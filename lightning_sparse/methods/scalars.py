@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lightning_sparse.ops import static_shapes
 
-Number = Tensor | float
+Number = Any
 """() float64 on a device; a Python number on the CPU."""
-Flag = Tensor | bool
+Flag = Any
 """() bool on a device; a Python bool on the CPU. ``flag is False`` holds only if the host knows it."""
 
 
@@ -39,6 +39,11 @@ def functions(x: Number) -> Any:
     return torch if isinstance(x, Tensor) else math
 
 
+def divisor(x: Number) -> Number:
+    """Return x, and 1 in place of a number 0: Python raises where torch gives infinity or NaN."""
+    return x if isinstance(x, Tensor) else x or 1.0
+
+
 def either(flag: Flag, yes: Any, no: Any) -> Any:
     """Return ``yes if flag else no``."""
     return torch.where(flag, yes, no) if isinstance(flag, Tensor) else yes if flag else no
@@ -46,9 +51,9 @@ def either(flag: Flag, yes: Any, no: Any) -> Any:
 
 def lesser(x: Number, y: Number) -> Number:
     """Return the smaller number."""
-    return torch.clamp(x, max=y) if isinstance(x, Tensor) else min(x, y)  # type: ignore[arg-type]
+    return torch.clamp(x, max=y) if isinstance(x, Tensor) else min(x, y)
 
 
 def greater(x: Number, y: Number) -> Number:
     """Return the larger number."""
-    return torch.clamp(x, min=y) if isinstance(x, Tensor) else max(x, y)  # type: ignore[arg-type]
+    return torch.clamp(x, min=y) if isinstance(x, Tensor) else max(x, y)

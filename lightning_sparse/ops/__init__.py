@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates, Found
+from lightning_sparse.core.candidates import Candidates, Found, Summed
 from lightning_sparse.core.layout import Span
 from lightning_sparse.ops import (
     device_dense,
@@ -379,7 +379,7 @@ def _on_host(span: Span | None, x: Tensor) -> tuple[int, int]:
 
 
 def summed(
-    x: Tensor, threshold: Tensor | float, logarithms: bool, candidates: Candidates | None = None
+    x: Tensor, threshold: Any, logarithms: bool, candidates: Candidates | None = None
 ) -> tuple[Any, Any, Any, Any]:
     """Return what :func:`excess` does, and the sum of the logarithms if it is wanted, in one pass on the CPU.
 
@@ -395,7 +395,7 @@ def summed(
     if static_shapes(x.device):
         number, total, squares = excess(x, threshold)
         return number, total, squares, log_sum(x) if logarithms else total
-    kind = "logarithms" if logarithms else "beyond" if threshold else "magnitudes"
+    kind: Summed = "logarithms" if logarithms else "beyond" if threshold else "magnitudes"
     found = sums(x, kind, candidates, level=threshold)
     return found.number, found.total, found.squares, found.logarithms if logarithms else 0.0
 
@@ -422,17 +422,20 @@ def reaching_leaders(found: Found, threshold: Tensor | float) -> Any:
     return (found[1] >= threshold).sum() if isinstance(threshold, Tensor) else reached(found[1], threshold)
 
 
-def ranked_leaders(found: Found, positions: Tensor) -> Tensor:
-    """Return the magnitudes of :func:`leaders` at positions in descending order, from 1; 0 if there are not so many.
+def ranked_leaders(found: Found, positions: Tensor | int) -> Tensor:
+    """Return the magnitudes of :func:`leaders` at positions in descending order, from 1.
 
     Args:
         found: the leaders.
-        positions: (p,) int64, at most the k of these.
+        positions: one, or (p,) int64; at most the k of these.
+
+    Returns:
+        () or (p,); at positions that a range is too short for 0 on the CPU, and -1 elsewhere.
     """
-    if static_shapes(positions.device):
-        return found[1][positions - 1].nan_to_num(0.0).clamp_(min=0)
+    if static_shapes(found[1].device):
+        return found[1][positions - 1]
     ordered = np.append(found[1].new_zeros(1), np.sort(found[1]))
-    return torch.from_numpy(ordered[np.maximum(len(ordered) - positions.numpy(), 0)])
+    return torch.as_tensor(ordered[np.maximum(len(ordered) - np.asarray(positions), 0)])
 
 
 def pick_leaders(found: Found, count: Tensor | int, slots: int, padding: int) -> Tensor:

@@ -66,14 +66,13 @@ class Survivors:
             k: number to select if the bracket is still open, at most ``most``.
             most: largest number to select, at most :attr:`most`.
         """
-        numel, device, found = self.acc.numel(), self.acc.device, self.count(bracket.low)
+        numel, found = self.acc.numel(), self.count(bracket.low)
         excess = found > most
         if numel <= most:  # then zeros do not exceed it
             excess = excess | ((bracket.low == 0) & (bracket.high > 0))
         picks, threshold = either(excess, k, found), bracket.low
         if excess is not False:
-            kth = ranked_leaders(self._leaders, torch.full((1,), k, device=device))
-            threshold = either(excess, known(kth[0].double()), threshold)
+            threshold = either(excess, known(ranked_leaders(self._leaders, k).double()), threshold)
         indices = pick_leaders(self._leaders, picks, at_most(tensor(picks), min(most, numel)), numel)
         count = tensor(picks, torch.int64)
         return Selection(indices, count, tensor(threshold), aligned=isinstance(picks, Tensor))
@@ -93,7 +92,7 @@ def narrow(survivors: Survivors, propose: Callable[[Bracket], Number], fewest: i
     bracket, tried = Bracket(zero, zero + math.inf), None
     for _ in range(rounds):
         threshold = either(bracket.low == bracket.high, bracket.low, propose(bracket))
-        if (threshold == tried) is True:
+        if not isinstance(threshold, Tensor) and threshold == tried:
             break
         found = survivors.count(threshold)
         bracket = Bracket(

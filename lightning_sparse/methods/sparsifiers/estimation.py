@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.core.candidates import Candidates
@@ -71,9 +74,9 @@ def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context, own: Span | N
     grid = (grid * ((most - 1) / max(1, points - 1)) + 1).round_()
     first, last = own or spans[ctx.rank]
     found = leaders(acc, most, (first, last))
-    received = yield AllGather(ranked_leaders(found, grid.long()))
-    sizes = (spans[:, 1] - spans[:, 0]).clamp(max=most)
-    shares, threshold = split(received.double(), grid, sizes.double(), k)
+    # If only the device knows that a value is not finite, the others must still find a threshold.
+    received = yield AllGather(ranked_leaders(found, grid.long()).nan_to_num_(0.0).clamp_(min=0))
+    shares, threshold = split(received.double(), grid, spans.diff(dim=1).view(n).clamp_(max=most), k)
     share = shares[ctx.rank]
     indices = pick_leaders(found, known(share), at_most(shares.max(), most), numel)
     return Selection(indices, share, threshold, aligned=True, total=min(k, numel))
@@ -95,32 +98,66 @@ def split(received: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor
     Returns:
         shares: (n,) int64, summing to k, or to all candidates if there are fewer; and the threshold, ().
     """
-    n, zero = len(received), received.new_zeros(1)
+    if not static_shapes(received.device):
+        own, level = _split_on_host(received.numpy(), grid.numpy(), sizes.numpy(), k)
+        return torch.from_numpy(own), torch.tensor(level, dtype=torch.float64, device="cpu")
+    zero = grid.new_zeros(1)
     knots = torch.cat([zero, received.flatten(), zero + math.inf]).sort().values
-    reached = torch.minimum(_reaching(received, grid, knots), sizes.unsqueeze(1))
-    knots = knots.clamp(max=knots[-2])  # nothing reaches the last knot, which saves a special case for few wanted
+    reached = torch.minimum(_reaching(received, grid, knots, zero), sizes.unsqueeze(1))
+    knots = knots.clamp(max=knots[-2])  # nothing reaches the last one, which saves a special case if few are wanted
     totals = reached.sum(0).cummin(0).values  # descending except for rounding
-    wanted = totals[:1].clamp(max=k)
+    wanted = totals[0].clamp(max=k)
     # The highest knot that is reached often enough, and the next one.
     ends = (totals >= wanted).sum() + torch.arange(-1, 1, device=knots.device)
-    low, high = torch.cat([reached, totals.unsqueeze(0), knots.unsqueeze(0)]).index_select(1, ends).unbind(1)
+    low, high = torch.cat([reached, torch.stack([totals, knots])]).index_select(1, ends).unbind(1)
     rise = low - high
-    exact = high + (wanted - high[n]) / rise[n] * rise
-    shares = torch.floor(exact[:n] + 1e-9)
+    step = (wanted - high[-2]) / rise[-2]
+    found = high + step * rise
+    exact = found[:-2]
+    shares = torch.floor(exact + 1e-9)
+    extra = (shares - exact).argsort(stable=True).argsort() < wanted - shares.sum()
+    return torch.minimum(shares + extra, sizes).long(), found[-1]
+
+
+def _split_on_host(
+    received: NDArray[np.float64], grid: NDArray[Any], sizes: NDArray[Any], k: int
+) -> tuple[NDArray[np.int64], float]:
+    """Compute :func:`split` in numpy: in torch, steps of small groups of four ranks take a quarter longer."""
+    knots = np.sort(np.append(received.ravel(), 0.0))
+    grid = np.append(grid.astype(np.float64), 0.0)  # knots that no statistic reaches count 0
+    points = received.shape[1]
+    reached = np.zeros((len(received), len(knots) + 1))
+    for own, size, made in zip(received, sizes, reached, strict=True):
+        beyond = points - np.searchsorted(own[::-1], knots)  # statistics that reach the knot
+        upper, lower = beyond - 1, np.minimum(beyond, points - 1)
+        high, gap = own[upper], own[upper] - own[lower]
+        between = np.where(gap > 0, (high - knots) / np.where(gap > 0, gap, 1), 0)
+        counted = grid[upper] + (grid[lower] - grid[upper]) * between
+        made[:-1] = np.minimum(np.where(beyond > 0, counted, 0), size)
+    # Above the highest knot the count is 0: the last column saves a special case for k below the count at it.
+    knots = np.append(knots, knots[-1])
+    totals = np.minimum.accumulate(reached.sum(0))  # descending except for rounding
+    wanted = min(float(totals[0]), k)
+    low = int(np.count_nonzero(totals >= wanted)) - 1  # the highest knot that is reached often enough
+    high = low + 1
+    step = (wanted - totals[high]) / (totals[low] - totals[high])
+    exact = reached[:, high] + step * (reached[:, low] - reached[:, high])
+    threshold = float(knots[high] + step * (knots[low] - knots[high]))
+    shares = np.floor(exact + 1e-9)
     missing = wanted - shares.sum()
-    extra = (shares - exact[:n]).argsort(stable=True).argsort() < missing
-    return torch.minimum(shares + extra, sizes).long(), exact[n + 1]
+    extra = np.zeros_like(shares)
+    extra[np.argsort(shares - exact, kind="stable")] = np.arange(len(shares)) < missing
+    return np.minimum(shares + extra, sizes).astype(np.int64), threshold
 
 
-def _reaching(received: Tensor, grid: Tensor, knots: Tensor) -> Tensor:
+def _reaching(received: Tensor, grid: Tensor, knots: Tensor, zero: Tensor) -> Tensor:
     """Return (n, q) numbers of candidates of each rank with a magnitude of at least each knot."""
-    values = (-knots).expand(len(received), -1).contiguous()
-    beyond = torch.searchsorted(-received, values, right=True)  # statistics that reach the knot
-    counts = torch.cat([grid.new_zeros(1), grid, grid[-1:]])
+    beyond = torch.searchsorted(-received, (-knots).repeat(len(received), 1), right=True)  # how many reach the knot
+    counts = torch.cat([zero, grid, grid[-1:]])
     levels = torch.cat([received[:, :1], received, received[:, -1:]], dim=1)
-    step = levels.diff(dim=1).gather(1, beyond)
-    between = torch.where(step < 0, (knots - levels.gather(1, beyond)) / step, 0)
-    return counts.take(beyond) + counts.diff().take(beyond) * between
+    drop = levels.diff(dim=1).gather(1, beyond)
+    between = torch.where(drop < 0, (knots - levels.gather(1, beyond)) / drop, zero)
+    return counts.diff().take(beyond).mul_(between).add_(counts.take(beyond))
 
 
 def follow(threshold: Tensor, counts: Tensor | None, k: int, beta: float, gamma: float) -> Tensor:

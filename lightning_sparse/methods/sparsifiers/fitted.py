@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.methods.laws import gamma_shape, pareto_moments
-from lightning_sparse.methods.scalars import Flag, Number, either, functions, greater, known, lesser, tensor
+from lightning_sparse.methods.scalars import Flag, Number, divisor, either, functions, greater, known, lesser, tensor
 from lightning_sparse.ops import summed, tail
 
 Fit = Literal["exponential", "gamma", "pareto"]
@@ -58,7 +58,7 @@ def threshold(
         if stage:
             left = tail(left, found)
         number, total, squares, logarithms = summed(left, found, fit == "gamma", None if stage else candidates)
-        some = greater(number, 1)
+        some = divisor(number)
         ratio = wanted / some
         if stage == 0:
             nonzero, last = number, either(ratio < first_ratio, later, 0.0)

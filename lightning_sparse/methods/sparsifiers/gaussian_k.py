@@ -99,6 +99,6 @@ def _published(survivors: Survivors, start: Number, k: int) -> Number:
         reached = survivors.count(next_above(threshold, survivors.acc.dtype))
         raised = either(reached > 4 * k / 3, RAISE * threshold, threshold)
         following = either(reached < 2 * k / 3, LOWER * threshold, raised)
-        if (following == threshold) is True:
+        if not isinstance(following, Tensor) and following == threshold:
             break
     return threshold
