@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import expect
+from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context, GroupState
 from lightning_sparse.engine.metrics import Step, local, norm_of, summarize
@@ -132,7 +133,7 @@ def _run(
         steps = [_step(grads[rank], states[rank], ctx._replace(rank=rank), parts) for rank in range(n)]
         states, proposed = (list(of_ranks) for of_ranks in zip(*drive_ranks(steps), strict=True))
         update = grads[0]
-        density.observe(step, update)
+        density.observe(step, Gradient([update]))
         yield _trace(ctx, update, states, proposed, memory, sparsifier)
 
 
