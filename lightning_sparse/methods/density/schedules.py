@@ -72,12 +72,12 @@ class DensitySchedule(ABC):
 
     @property
     def final(self) -> float:
-        """The density after warm-ups."""
+        """Density after warm-ups."""
         return self(LAST_STEP)
 
     @property
     def tried(self) -> list[float]:
-        """The densities at which a profile measures the cost of groups."""
+        """Densities at which a profile measures the cost of groups."""
         return [self.final]
 
     def assign(self, plan_at: Callable[[float], Any], profile: Any) -> Any:
