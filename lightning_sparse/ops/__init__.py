@@ -430,10 +430,11 @@ def ranked_leaders(found: Found, positions: Tensor | int) -> Tensor:
         positions: one, or (p,) int64; at most the k of these.
 
     Returns:
-        () or (p,); at positions that a range is too short for 0 on the CPU, and -1 elsewhere.
+        () or (p,). Of several, 0 at positions that a range is too short for, and for NaN, that other ranks do not know.
     """
     if static_shapes(found[1].device):
-        return found[1][positions - 1]
+        ranked = found[1][positions - 1]
+        return ranked if isinstance(positions, int) else ranked.nan_to_num(0.0).clamp_(min=0)
     ordered = np.append(found[1].new_zeros(1), np.sort(found[1]))
     return torch.as_tensor(ordered[np.maximum(len(ordered) - np.asarray(positions), 0)])
 

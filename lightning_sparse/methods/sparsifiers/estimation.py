@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from lightning_sparse.core.checks import expect
 from lightning_sparse.core.layout import Span
 from lightning_sparse.core.messages import AllGather, Steps
 from lightning_sparse.core.step import Context, Selection
-from lightning_sparse.methods.scalars import at_most, known
+from lightning_sparse.methods.scalars import Array, Number, array, at_most, known, tensor
 from lightning_sparse.ops import above, leaders, pick_leaders, ranked_leaders, static_shapes, top_k
 
 SHARE_LIMIT = 2
@@ -69,20 +70,27 @@ def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context, own: Span | N
     numel, n = acc.numel(), ctx.world_size
     most = min(k, numel, math.ceil(SHARE_LIMIT * k / n))
     points = min(most, max(8, min(32, 256 // n)))
-    # Made on the device: copying them there would make the host wait.
-    grid = torch.arange(points, dtype=torch.float64, device=acc.device)
-    grid = (grid * ((most - 1) / max(1, points - 1)) + 1).round_()
+    grid = (_grid if static_shapes(acc.device) else _kept_grid)(most, points, acc.device)
     first, last = own or spans[ctx.rank]
     found = leaders(acc, most, (first, last))
-    # If only the device knows that a value is not finite, the others must still find a threshold.
-    received = yield AllGather(ranked_leaders(found, grid.long()).nan_to_num_(0.0).clamp_(min=0))
-    shares, threshold = split(received.double(), grid, spans.diff(dim=1).view(n).clamp_(max=most), k)
-    share = shares[ctx.rank]
-    indices = pick_leaders(found, known(share), at_most(shares.max(), most), numel)
-    return Selection(indices, share, threshold, aligned=True, total=min(k, numel))
+    received = yield AllGather(ranked_leaders(found, grid))
+    told, steps, ranges = array(received.double()), array(grid), array(spans)
+    shares, threshold = split(told, steps, (ranges[:, 1] - ranges[:, 0]).clip(max=most), k)
+    share = known(shares[ctx.rank])
+    indices = pick_leaders(found, share, at_most(shares.max(), most), numel)
+    return Selection(indices, tensor(share, torch.int64), tensor(threshold), aligned=True, total=min(k, numel))
 
 
-def split(received: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _grid(most: int, points: int, device: torch.device) -> Tensor:
+    """Return (points,) positions from 1 to ``most`` in equal steps, made on the device: a copy makes the host wait."""
+    steps = torch.arange(points, dtype=torch.float64, device=device)
+    return (steps * ((most - 1) / max(1, points - 1)) + 1).round_().long()
+
+
+_kept_grid = lru_cache(maxsize=256)(_grid)
+
+
+def split(received: Array, grid: Array, sizes: Array, k: int) -> tuple[Array, Number]:
     """Split k coordinates between ranks by order statistics of their magnitudes.
 
     ``N_i(x)``, the number of candidates of rank i that reach x, is known at the order statistics and taken as linear in
@@ -90,18 +98,17 @@ def split(received: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor
     lower rank first.
 
     Args:
-        received: (n, p) magnitudes by rank, descending, zero if a rank has no such candidate.
+        received: (n, p) float64 magnitudes by rank, descending, zero if a rank has no such candidate.
         grid: (p,) positions of the order statistics, ascending from 1.
         sizes: (n,) number of candidates of each rank.
         k: number of coordinates to select.
 
     Returns:
-        shares: (n,) int64, summing to k, or to all candidates if there are fewer; and the threshold, ().
+        shares: (n,) int64, summing to k, or to all candidates if there are fewer; and the threshold.
     """
-    if not static_shapes(received.device):
-        own, level = _split_on_host(received.numpy(), grid.numpy(), sizes.numpy(), k)
-        return torch.from_numpy(own), torch.tensor(level, dtype=torch.float64, device="cpu")
-    zero = grid.new_zeros(1)
+    if not isinstance(received, Tensor):
+        return _split_on_host(received, grid, sizes, k)
+    grid, zero = grid.double(), received.new_zeros(1)
     knots = torch.cat([zero, received.flatten(), zero + math.inf]).sort().values
     reached = torch.minimum(_reaching(received, grid, knots, zero), sizes.unsqueeze(1))
     knots = knots.clamp(max=knots[-2])  # nothing reaches the last one, which saves a special case if few are wanted

@@ -34,6 +34,9 @@ def shares_of(candidates: list[np.ndarray], k: int, points: int) -> tuple[list[i
     given = [torch.from_numpy(x) for x in (heard, grid, sizes)]
     shares, threshold = split(*given, k)
     assert shares.dtype == torch.int64
+    theirs, their_threshold = split(heard, grid, sizes, k)  # on the CPU
+    assert theirs.tolist() == shares.tolist()
+    assert their_threshold == float(threshold)
     return shares.tolist(), float(threshold), grid
 
 
