@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import expect
+from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context, GroupState
 from lightning_sparse.engine.metrics import Step, local, norm_of, summarize
@@ -133,7 +134,7 @@ def _run(
         grads = [row.detach().clone() for row in rows]
         steps = [run(grads[rank], states[rank], ctx._replace(rank=rank)) for rank in range(n)]
         states, proposed = (list(of_ranks) for of_ranks in zip(*drive_ranks(steps), strict=True))
-        density.observe(step, grads[0])
+        density.observe(step, Gradient([grads[0]]))
         yield _trace(ctx, grads[0], states, proposed, memory, sparsifier)
 
 

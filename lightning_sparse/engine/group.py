@@ -255,7 +255,7 @@ class GroupReducer:
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
         if static_shapes(self.device) or not skipped:
             places = None if static_shapes(self.device) else made.proposed.statistics.indices
-            self.density.learned = self.density.observed(made.step, made.grad, skipped, places)
+            self.density.observe(made.step, made.grad, skipped, places)
 
     def forget_overflow(self, world_size: int) -> None:
         """See :func:`~lightning_sparse.engine.pipeline.forget_overflow_`, where nobody could wait for the decision."""

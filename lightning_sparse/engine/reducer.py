@@ -276,10 +276,8 @@ class Reducer:
             self.record.begin_step()
             self.lengths.begin_step()
             overflow = not self.on_stream.host_knows and self.record.void
-            for group in self.groups:
-                group.density.take_in()
-                if overflow:
-                    group.forget_overflow(self._comm.world_size)
+            for group in self.groups if overflow else ():
+                group.forget_overflow(self._comm.world_size)
         self._before_exchange()
         self._batches.begin_step(self.clipping.begin_step(lambda: self.sparsified))  # when its groups are known
         if self.flush_asked:  # looked at once, so that all groups of the step do the same

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_sparse.methods.scalars import Number, functions
+
 
 class Law(NamedTuple):
     """A fitted distribution of positive numbers."""
@@ -20,12 +22,12 @@ class Law(NamedTuple):
     name: str
     parameters: dict[str, float]
     survival: Callable[[Tensor], Tensor]
-    """The share that exceeds x."""
+    """Share that exceeds x."""
     density: Callable[[Tensor], Tensor]
-    """Its probability density."""
+    """Probability density."""
 
     def distance(self, x: Tensor) -> float:
-        """The Kolmogorov-Smirnov distance to a sample, in [0, 1]: the largest difference of the two shares.
+        """Return the Kolmogorov-Smirnov distance to a sample, in [0, 1]: the largest difference of the two shares.
 
         Args:
             x: (m,) positive and ascending.
@@ -38,7 +40,7 @@ class Law(NamedTuple):
 
 
 def fit_laws(x: Tensor) -> list[Law]:
-    """Exponential, gamma and generalised Pareto laws of a sample.
+    """Fit exponential, gamma and generalised Pareto laws to a sample.
 
     Exponential and gamma by (nearly) maximum likelihood, generalised Pareto by moments, so that its shape is below 1/2.
 
@@ -57,14 +59,14 @@ def fit_laws(x: Tensor) -> list[Law]:
     return [_exponential(x), _gamma(x), _pareto(x)]
 
 
-def gamma_shape(gap: Tensor) -> Tensor:
-    """Shape of a gamma law from ``ln mean - mean ln``, above 0: an approximation of the maximum likelihood."""
-    return (3 - gap + ((gap - 3).square() + 24 * gap).sqrt()) / (12 * gap)
+def gamma_shape(gap: Number) -> Number:
+    """Return the shape of a gamma law by ``ln mean - mean ln``, above 0: nearly the one of maximum likelihood."""
+    return (3 - gap + functions(gap).sqrt((gap - 3) ** 2 + 24 * gap)) / (12 * gap)
 
 
-def pareto_moments(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Shape, below 1/2, and scale of a generalised Pareto law of these moments."""
-    odds = mean.square() / variance
+def pareto_moments(mean: Number, variance: Number) -> tuple[Number, Number]:
+    """Return the shape, below 1/2, and the scale of a generalised Pareto law of these moments."""
+    odds = mean * mean / variance
     return (1 - odds) / 2, mean * (odds + 1) / 2
 
 

@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates
+from lightning_sparse.core.candidates import Candidates, Found, Summed
 from lightning_sparse.core.layout import Span
 from lightning_sparse.ops import (
     device_dense,
@@ -53,7 +54,8 @@ __all__ = [
     "Span", "Weights", "compiled", "static_shapes", "zeros",
     "accumulate_", "weigh_", "subtract_at_", "all_finite",
     "above", "tail", "top_k", "top_k_of_blocks",
-    "moments", "mean_and_maximum", "excess", "log_sum",
+    "moments", "mean_and_maximum", "excess", "log_sum", "summed",
+    "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
     "distinct", "add_up", "locate", "among", "take", "put_", "sqrt_", "pad",
     "fill_if_", "choose",
     # on the CPU only
@@ -374,3 +376,82 @@ def choose(flag: Tensor, yes: Any, no: Any) -> Any:
 
 def _on_host(span: Span | None, x: Tensor) -> tuple[int, int]:
     return (0, x.numel()) if span is None else (int(span[0]), int(span[1]))
+
+
+def summed(
+    x: Tensor, threshold: Any, logarithms: bool, candidates: Candidates | None = None
+) -> tuple[Any, Any, Any, Any]:
+    """Return what :func:`excess` does, and the sum of the logarithms if it is wanted, in one pass on the CPU.
+
+    Args:
+        x: (numel,) finite values.
+        threshold: () float64 on a device, a number on the CPU; 0 if logarithms are wanted.
+        logarithms: True: sum up ``ln |x|`` over the x that are not zero, too; else the last result has no meaning.
+        candidates: of the group, if x is its accumulator and the threshold 0: they may save the pass.
+
+    Returns:
+        Four () float64 on a device; four numbers on the CPU.
+    """
+    if static_shapes(x.device):
+        number, total, squares = excess(x, threshold)
+        return number, total, squares, log_sum(x) if logarithms else total
+    kind: Summed = "logarithms" if logarithms else "beyond" if threshold else "magnitudes"
+    found = sums(x, kind, candidates, level=threshold)
+    return found.number, found.total, found.squares, found.logarithms if logarithms else 0.0
+
+
+def leaders(x: Tensor, k: int, span: Span | None = None, candidates: Candidates | None = None) -> Found:
+    """Find the k largest magnitudes of a range, and maybe more, for the functions below.
+
+    Args:
+        x: (numel,) finite values.
+        k: how many, at least 1; fewer if the range is shorter.
+        span: range to look at; None: everything.
+        candidates: of the group, if x is its accumulator: they may save a pass, if everything is looked at.
+
+    Returns:
+        Coordinates and magnitudes. No magnitude that is left out is larger than one of the k.
+    """
+    if static_shapes(x.device):
+        return largest(x, k, span)
+    return many_of_largest(x, k, _on_host(span, x), candidates)
+
+
+def reaching_leaders(found: Found, threshold: Tensor | float) -> Any:
+    """Count the :func:`leaders` that reach a threshold, a number or () tensor as :func:`summed` returns them."""
+    return (found[1] >= threshold).sum() if isinstance(threshold, Tensor) else reached(found[1], threshold)
+
+
+def ranked_leaders(found: Found, positions: Tensor | int) -> Tensor:
+    """Return the magnitudes of :func:`leaders` at positions in descending order, from 1.
+
+    Args:
+        found: the leaders.
+        positions: one, or (p,) int64; at most the k of these.
+
+    Returns:
+        () or (p,). Of several, 0 at positions that a range is too short for, and for NaN, that other ranks do not know.
+    """
+    if static_shapes(found[1].device):
+        ranked = found[1][positions - 1]
+        return ranked if isinstance(positions, int) else ranked.nan_to_num(0.0).clamp_(min=0)
+    ordered = np.append(found[1].new_zeros(1), np.sort(found[1]))
+    return torch.as_tensor(ordered[np.maximum(len(ordered) - np.asarray(positions), 0)])
+
+
+def pick_leaders(found: Found, count: Tensor | int, slots: int, padding: int) -> Tensor:
+    """Return the coordinates of the largest :func:`leaders`.
+
+    Args:
+        found: the leaders.
+        count: how many, a number on the CPU and () on a device; at most the k of these, and at most ``slots``.
+        slots: length of the result.
+        padding: what fills it up.
+
+    Returns:
+        (slots,) int64, ascending, then the padding index.
+    """
+    if isinstance(count, int):
+        return pad(largest_of(*found, count), slots, padding)
+    indices = found[0][:slots]
+    return indices.masked_fill(torch.arange(slots, device=indices.device) >= count, padding).sort().values

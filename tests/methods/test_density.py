@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_sparse as ls
+from lightning_sparse.core.layout import Gradient
 from lightning_sparse.methods.density import Constant, Warmup, as_schedule, check_density, count
 
 NUMBERS = st.floats(min_value=1e-9, max_value=1.0)
@@ -133,7 +134,7 @@ def test_accordion_compares_only_intervals_of_equal_density() -> None:
     seen = []
     for step, norm in enumerate([1.0, 1.0, 9.0, 9.0, 1.0, 8.0, 8.0]):
         seen.append(group(step))
-        group.observe(step, torch.tensor([norm]))
+        group.observe(step, Gradient([torch.tensor([norm])]))
     assert seen == [0.5, 0.5, 0.1, 0.1, 0.1, 0.5, 0.5]
     assert group(7) == 0.1
 
@@ -142,7 +143,7 @@ def test_accordion_compares_only_intervals_of_equal_density() -> None:
 def test_accordion_compares_norms_relative_to_the_one_before(norms: tuple[float, float], critical: bool) -> None:
     group = ls.Accordion(low=0.1, high=0.5, interval=2).for_group()
     for step, norm in enumerate([norms[0], 0.0, norms[1], 0.0]):
-        group.observe(step, torch.tensor([norm, 0.0], dtype=torch.float64))
+        group.observe(step, Gradient([torch.tensor([norm, 0.0], dtype=torch.float64)]))
     assert group(4) == (0.5 if critical else 0.1)
 
 
@@ -150,8 +151,8 @@ def test_accordion_adds_updates_up_before_it_takes_the_norm_and_leaves_void_step
     group = ls.Accordion(low=0.1, high=0.5, interval=3).for_group()
     cancelling = [torch.tensor([1.0, 0.0]), torch.tensor([-1.0, 2.0]), torch.full((2,), float("nan"))]
     for step, update in enumerate(cancelling * 2):
-        group.observe(step, update)
-    assert group.learned.before == {0.5: 2.0}
+        group.observe(step, Gradient([update]))
+    assert group.before == {0.5: 2.0}
     assert group(6) == 0.1
 
 
@@ -164,7 +165,7 @@ def test_accordion_decides_late_where_a_group_was_not_used_at_the_end_of_an_inte
     group = ls.Accordion(low=0.1, high=0.5, interval=2).for_group()
     for step in (0, 2, 4):  # even steps only
         assert group(step) == (0.1 if step == 4 else 0.5)
-        group.observe(step, torch.ones(3))
+        group.observe(step, Gradient([torch.ones(3)]))
 
 
 def test_accordion_does_not_compare_an_interval_that_had_two_densities() -> None:

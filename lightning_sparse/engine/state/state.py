@@ -291,7 +291,7 @@ def _plain_learned(group: GroupReducer) -> dict[str, Any]:
         "numel": plan.numel,
         "state": {
             "selector": to_plain((state.selector, state.counts, state.union)),
-            "density": group.density.state_dict(group.density.learned),
+            "density": group.density.state_dict(),
         },
     }
 

@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,29 +86,6 @@ class Accordion(DensitySchedule):
         return AccordionDensity(self)
 
 
-class Interval(NamedTuple):
-    """State of Accordion for a group in an interval."""
-
-    number: int = 0
-    seen: frozenset[float] = frozenset()
-    """Densities of the updates of this interval: two if a milestone is within it."""
-    before: Mapping[float, float] = {}
-    """Norm of the sum of the interval before, by its density."""
-    critical: bool = True
-    total: Tensor | None = None
-    """(numel,) sum of the updates of this interval so far, before ``latest`` is applied; of no meaning in a ``fresh``
-    interval, where the sum is zero."""
-    fresh: bool = False
-    latest: tuple[Tensor, Tensor] | None = None
-    """Coordinates of the latest update, and the values of the sum there after it."""
-
-    def sum_in(self, total: Tensor) -> Tensor:
-        """Write the sum of all updates of the interval into a tensor that holds ``total``; idempotent."""
-        if self.fresh:
-            total.zero_()
-        return total if self.latest is None else total.index_copy_(0, *self.latest)
-
-
 class AccordionDensity(GroupDensity):
     """The regime of one group.
 
@@ -117,80 +94,71 @@ class AccordionDensity(GroupDensity):
     """
 
     schedule: Accordion
-    learned: Interval
 
     def __init__(self, schedule: Accordion) -> None:
         super().__init__(schedule)
-        self.learned = Interval()
+        self.number, self.critical = 0, True
+        self.seen: set[float] = set()
+        """Densities of the updates of this interval: two if a milestone is within it."""
+        self.before: dict[float, float] = {}
+        """Norm of the sum of the interval before, by its density."""
+        self.total: Tensor | None = None
+        """(numel,) sum of the updates of this interval; None: there are none."""
 
     def __call__(self, step: int) -> float:
         """Return ``high`` in a critical interval or after a milestone, else ``low``."""
-        if (number := step // self.schedule.interval) != self.learned.number:
-            self.learned = self._decided()._replace(number=number)
+        if (number := step // self.schedule.interval) != self.number:
+            self._decide()
+            self.number = number
         milestones = sorted(self.schedule.milestones)
         latest = bisect.bisect_right(milestones, step)
         fresh = latest > 0 and step < milestones[latest - 1] + self.schedule.interval
-        return float(self.schedule.high if self.learned.critical or fresh else self.schedule.low)
+        return float(self.schedule.high if self.critical or fresh else self.schedule.low)
 
-    def observed(
-        self, step: int, update: Gradient, void: Tensor | None = None, places: Tensor | None = None
-    ) -> Interval:
-        """Return the interval with the update added to the sum."""
-        density, now = self(step), self.learned
-        total = now.total
-        if total is None:
+    def observe(self, step: int, update: Gradient, void: Tensor | None = None, places: Tensor | None = None) -> None:
+        """Add the update to the sum."""
+        self.seen.add(self(step))
+        if self.total is None:
             dtype = torch.promote_types(update.dtype, torch.float32)
-            total = torch.zeros(update.numel, dtype=dtype, device=update.device)
+            self.total = torch.zeros(update.numel, dtype=dtype, device=update.device)
         values = torch.nan_to_num(update.flat() if places is None else take_from_runs(update.runs, places), nan=0.0)
         if void is not None:
             values = values.masked_fill(void, 0.0)
-        before = total if places is None else total[places]
-        after = values.to(total.dtype) if now.fresh else before + values
-        seen = now.seen | {density}
         if places is None:
-            return now._replace(seen=seen, total=after, fresh=False, latest=None)
-        return now._replace(seen=seen, total=total, latest=(places, after))
+            self.total += values
+        else:  # a coordinate that is repeated has the same value each time, which counts once
+            self.total.index_copy_(0, places, self.total[places] + values)
 
-    def take_in(self) -> None:
-        """Apply the latest update to the sum."""
-        if self.learned.total is not None:
-            self.learned.sum_in(self.learned.total)
-            self.learned = self.learned._replace(fresh=False, latest=None)
-
-    def state_dict(self, learned: Interval) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the interval so far, and the norms for its comparison."""
         return {
-            "total": None if learned.total is None else learned.sum_in(learned.total.to("cpu", copy=True)),
-            "number": learned.number,
-            "seen": sorted(learned.seen),
-            "before": list(learned.before.items()),
-            "critical": learned.critical,
+            "total": None if self.total is None else self.total.to("cpu", copy=True),
+            "number": self.number,
+            "seen": sorted(self.seen),
+            "before": list(self.before.items()),
+            "critical": self.critical,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], numel: int, device: torch.device) -> None:
         """Continue within an interval."""
         total, number, critical = (state.get(field) for field in ("total", "number", "critical"))
         try:
-            seen = frozenset(float(density) for density in state["seen"])
+            seen = {float(density) for density in state["seen"]}
             before = {float(density): float(norm) for density, norm in state["before"]}
             summed = total is None or (total.shape == (numel,) and total.is_floating_point())
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"Expected the state of {type(self).__name__}, but got {state!r}.") from error
         if not (summed and isinstance(critical, bool) and isinstance(number, int)):
             raise ValueError(f"Expected the state of {type(self).__name__} for {numel} coordinates, but got {state!r}.")
-        total = None if total is None else total.to(device, copy=True)
-        self.learned = Interval(number, seen, before, critical, total)
+        self.number, self.seen, self.before, self.critical = number, seen, before, critical
+        self.total = None if total is None else total.to(device, copy=True)
 
-    def _decided(self) -> Interval:
-        """Compare the interval that is over with the one before it, and return the next one."""
-        now = self.learned
-        if now.total is None:
-            return now
-        critical, norms = now.critical, now.before
-        if len(now.seen) == 1:
-            [density] = now.seen
-            norm = float(torch.linalg.vector_norm(now.total, dtype=torch.float64))
-            if (before := norms.get(density)) is not None:
-                critical = norm != before and abs(norm - before) >= self.schedule.threshold * before
-            norms = {density: norm}
-        return now._replace(seen=frozenset(), before=norms, critical=critical, fresh=True)
+    def _decide(self) -> None:
+        """Compare the interval that is over with the one before it, and begin the next one."""
+        if self.total is not None and len(self.seen) == 1:
+            [density] = self.seen
+            norm = float(torch.linalg.vector_norm(self.total, dtype=torch.float64))
+            if (before := self.before.get(density)) is not None:
+                self.critical = norm != before and abs(norm - before) >= self.schedule.threshold * before
+            self.before = {density: norm}
+        self.seen, self.total = set(), None

@@ -72,12 +72,12 @@ class DensitySchedule(ABC):
 
     @property
     def final(self) -> float:
-        """The density after warm-ups."""
+        """Density after warm-ups."""
         return self(LAST_STEP)
 
     @property
     def tried(self) -> list[float]:
-        """The densities at which a profile measures the cost of groups."""
+        """Densities at which a profile measures the cost of groups."""
         return [self.final]
 
     def assign(self, plan_at: Callable[[float], Any], profile: Any) -> Any:
@@ -106,20 +106,13 @@ class GroupDensity:
 
     def __init__(self, schedule: DensitySchedule) -> None:
         self.schedule = schedule
-        self.learned: Any = None
-        """State learned from the updates; replaced by the result of :meth:`observed` and never changed in place."""
 
     def __call__(self, step: int) -> float:
         """Return the density in (0, 1] at a step."""
         return self.schedule(step)
 
-    def observe(self, step: int, update: Tensor, void: Tensor | None = None) -> None:
-        """Learn from a step's update, (numel,); the arguments are those of :meth:`observed`."""
-        self.learned = self.observed(step, Gradient([update]), void)
-        self.take_in()
-
-    def observed(self, step: int, update: Gradient, void: Tensor | None = None, places: Tensor | None = None) -> Any:
-        """Return the state after a step, for :attr:`learned`; the state before it stays valid until :meth:`take_in`.
+    def observe(self, step: int, update: Gradient, void: Tensor | None = None, places: Tensor | None = None) -> None:
+        """Learn from the update of a step; nothing, unless overridden.
 
         Args:
             step: its number.
@@ -127,13 +120,9 @@ class GroupDensity:
             void: () True if the step is skipped; None: only if the update is NaN.
             places: coordinates of the update, which is zero elsewhere; None: all.
         """
-        return self.learned
 
-    def take_in(self) -> None:
-        """Release the state before the latest step."""
-
-    def state_dict(self, learned: Any) -> dict[str, Any]:
-        """Return a learned state as plain data and tensors on the CPU."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been learned, as plain data and tensors on the CPU."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], numel: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""How picks travel: one file per pattern."""
+"""Patterns by which picks travel: one file each."""
 
 from lightning_sparse.methods.exchanges.balanced import Balanced
 from lightning_sparse.methods.exchanges.base import EXCHANGES, Exchange

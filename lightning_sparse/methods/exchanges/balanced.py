@@ -13,7 +13,7 @@ from lightning_sparse.core.step import Agreement, Context, Selection, Update
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.exchanges.base import EXCHANGES, Exchange, values_at
 from lightning_sparse.methods.exchanges.merging import add_up, masked, pack, pack_rows, strongest, unpack_rows
-from lightning_sparse.ops import among, pad, spread, static_shapes
+from lightning_sparse.ops import among, pad, spread
 
 
 @EXCHANGES.register
@@ -46,7 +46,7 @@ class Balanced(Exchange):
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT})
 
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
-        """One group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
+        """Exchange one group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
         n, padding = ctx.world_size, acc.numel() - 1
         k = count(ctx.density, padding)
         slots = min(padding, -(-3 * k // (2 * n)))
@@ -65,7 +65,7 @@ class Balanced(Exchange):
 
 
 def _regions(selection: Selection, numel: int, ctx: Context) -> Steps[tuple[Tensor, Tensor]]:
-    """(n + 1,) boundaries of the regions, and (n,) counts of all ranks, in one message."""
+    """Agree on (n + 1,) boundaries of the regions and gather (n,) counts of all ranks, in one message."""
     n, device = ctx.world_size, selection.indices.device
     parts = torch.arange(n + 1, device=device)
     ordered = pad(selection.indices, selection.indices.numel() + 1, numel)
@@ -79,14 +79,8 @@ def _regions(selection: Selection, numel: int, ctx: Context) -> Steps[tuple[Tens
 
 
 def _split(indices: Tensor, bounds: Tensor, slots: int, phase: int) -> Tensor:
-    """(n, slots) picks by region, padded; where a region has more, every part of it loses the same share."""
+    """Return (n, slots) picks by region, padded; if a region has more, every part of it loses the same share."""
     first = torch.searchsorted(indices, bounds)
-    if not static_shapes(indices.device):
-        rows = indices.new_full((len(bounds) - 1, slots), int(bounds[-1]))
-        for row, own in zip(rows, torch.split(indices[: first[-1]], first.diff().tolist()), strict=True):
-            kept = own if len(own) <= slots else own[spread(torch.tensor(len(own), device="cpu"), slots, phase) - 1]
-            row[: len(kept)] = kept
-        return rows
     first, total = first[:-1, None], first.diff()[:, None]
     ordinals = spread(total, slots, phase)
     place = (first + ordinals - 1).clamp(max=indices.numel())

@@ -1,4 +1,4 @@
-"""What an exchange is, and the one message format that exchanges share.
+"""Interface of exchanges, and the one message format that they share.
 
 An exchange decides what a group's ranks tell each other: it makes one update out of the ranks' selections and says what
 each rank has sent. It never sees the network, but yields :mod:`messages <lightning_sparse.core.messages>`. *Own
@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_sparse.core.messages import AllGather, AllReduce, Steps
 from lightning_sparse.core.registry import Registry
 from lightning_sparse.core.step import Agreement, Context, Selection, Update
+from lightning_sparse.methods.scalars import at_most
 from lightning_sparse.ops import pad, static_shapes, take
 
 
@@ -27,7 +28,7 @@ class Exchange(ABC):
     accepts: ClassVar[frozenset[Agreement]]
     """Kinds of selections this pattern is right for."""
     carries_second: ClassVar[bool] = False
-    """Whether it averages :attr:`Context.second <lightning_sparse.core.step.Context.second>`, too, if there is one."""
+    """True if it averages :attr:`Context.second <lightning_sparse.core.step.Context.second>`, too."""
 
     @abstractmethod
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Update | Steps[Update]:
@@ -79,13 +80,13 @@ def as_exchange(exchange: Exchange | str | None, sparsifier: object, memory: obj
 
 
 def values_at(acc: Tensor, indices: Tensor, ctx: Context) -> Tensor:
-    """What this rank has to offer: ``acc[indices]``, or NaN everywhere if the accumulator is not finite."""
+    """Return the values that this rank offers: ``acc[indices]``, or NaN everywhere if the accumulator is not finite."""
     values = take(acc, indices) if indices.numel() else acc[indices]
     return values if ctx.trouble is None else values.masked_fill_(ctx.trouble, float("nan"))
 
 
 def reduce_at(acc: Tensor, indices: Tensor | None, ctx: Context) -> Steps[tuple[Tensor, Tensor | None]]:
-    """The means over ranks of acc and of :attr:`Context.second` at common coordinates, in one all-reduce.
+    """Average acc and :attr:`Context.second` over ranks at common coordinates, in one all-reduce.
 
     Args:
         acc: (numel + 1,) accumulator of this rank.
@@ -111,9 +112,8 @@ def reduce_at(acc: Tensor, indices: Tensor | None, ctx: Context) -> Steps[tuple[
 
 
 def own_picks(selection: Selection) -> Tensor:
-    """Coordinates that this rank picked, as an update may have them: without padding on the CPU."""
-    indices = selection.indices
-    return indices if static_shapes(indices.device) else indices[: int(selection.count)]
+    """Return the coordinates that this rank picked, as an update may have them: without padding on the CPU."""
+    return selection.indices[: at_most(selection.count, selection.indices.numel())]
 
 
 class Picks(NamedTuple):
@@ -131,22 +131,22 @@ class Picks(NamedTuple):
     """n tensors of integers like ``indices``, if something was told of second values."""
 
     def joined(self) -> Tensor:
-        """All coordinates, in rank order."""
+        """Return all coordinates, in rank order."""
         return joined(self.indices)
 
 
 def reinterpreted(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """(n, words) of int32 as numbers of 32 or 64 bits, in memory of their own: wider ones begin at even words only."""
+    """View (n, words) of int32 as numbers of 32 or 64 bits, in a copy: wider ones begin at even words only."""
     return torch.empty_like(words, memory_format=torch.contiguous_format).copy_(words).view(dtype)
 
 
 def joined(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """One vector of what each rank has told, in rank order."""
+    """Join the vectors of all ranks, in rank order."""
     return parts.flatten() if isinstance(parts, Tensor) else torch.cat(list(parts))
 
 
 def same_length(selection: Selection, values: Tensor | None, padding: int) -> Steps[tuple[Selection, Tensor | None]]:
-    """The selection, and values if there are any, padded to the longest one where lengths may differ."""
+    """Pad the selection, and values if there are any, to the longest one if lengths may differ."""
     if selection.aligned:
         return selection, values
     counts = yield AllGather(selection.count)
@@ -157,10 +157,10 @@ def same_length(selection: Selection, values: Tensor | None, padding: int) -> St
 
 
 def counts_of(rows: Tensor, slots: int) -> list[int]:
-    """How many picks each of (n, words) messages of int32 holds, which is their first word. On the CPU only.
+    """Return the number of picks that each of (n, words) messages of int32 holds, its first word. On the CPU only.
 
     Raises:
-        ValueError: if it cannot be so many.
+        ValueError: if there cannot be so many.
     """
     counts: list[int] = rows[:, 0].tolist()
     refuse([not 0 <= told <= slots for told in counts])
@@ -168,7 +168,7 @@ def counts_of(rows: Tensor, slots: int) -> list[int]:
 
 
 def is_outside(places: Tensor, padding: int) -> bool:
-    """Whether a coordinate is neither in the group nor padding. On the CPU only."""
+    """Return True if a coordinate is neither in the group nor padding. On the CPU only."""
     return bool(places.numel() and (places.min() < 0 or places.max() > padding))
 
 
@@ -196,7 +196,7 @@ def gather_picks(selection: Selection, values: Tensor | None, padding: int) -> S
 
 
 def gather_rows(selection: Selection, values: Tensor | None, padding: int) -> Steps[tuple[int, Tensor]]:
-    """What :func:`gather_picks` gathers: slots for coordinates in each message, and (n, words) of int32."""
+    """Gather the messages of :func:`gather_picks`; return their slots for coordinates, and (n, words) of int32."""
     selection, values = yield from same_length(selection, values, padding)
     indices = selection.indices
     if selection.spare is not None:
@@ -208,7 +208,7 @@ def gather_rows(selection: Selection, values: Tensor | None, padding: int) -> St
 
 
 def read_picks(rows: Tensor, slots: int, selection: Selection, values: Tensor | None, padding: int) -> Picks:
-    """What all ranks have told with :func:`gather_rows`.
+    """Read the messages of all ranks that :func:`gather_rows` returns.
 
     Args:
         rows: of all ranks.

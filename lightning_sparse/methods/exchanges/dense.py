@@ -25,7 +25,7 @@ class Dense(Exchange):
     carries_second: ClassVar[bool] = True
 
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
-        """One group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
+        """Exchange one group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
         n, numel = ctx.world_size, acc.numel() - 1
         mean, second = yield from reduce_at(acc, None, ctx)
         counts = torch.full((n,), numel, device=acc.device)

@@ -33,7 +33,7 @@ class FollowLeader(Exchange):
     carries_second: ClassVar[bool] = True
 
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
-        """One group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
+        """Exchange one group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
         n, padding = ctx.world_size, acc.numel() - 1
         indices = (yield Broadcast(selection.indices.int(), ctx.step % n)).long()
         mean, second = yield from reduce_at(acc, indices, ctx)

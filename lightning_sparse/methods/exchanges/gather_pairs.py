@@ -40,7 +40,7 @@ class GatherPairs(Exchange):
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT, Agreement.DISJOINT})
 
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
-        """One group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
+        """Exchange one group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
         padding = acc.numel() - 1
         values = values_at(acc, selection.indices, ctx)
         library = None if ctx.disjoint else compiled(acc.device, acc.dtype)

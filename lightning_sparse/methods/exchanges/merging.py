@@ -20,16 +20,16 @@ Pairs = tuple[Tensor, Tensor]
 
 
 def add_up(parts: Sequence[Pairs], padding: int) -> Pairs:
-    """Sum of sparse vectors, see :func:`lightning_sparse.ops.add_up`."""
+    """Add up sparse vectors, see :func:`lightning_sparse.ops.add_up`."""
     union, total, _ = ops.add_up(parts, padding)
     return union, total
 
 
 def strongest(pairs: Pairs, keep: int | Tensor, padding: int) -> Tensor:
-    """Mask of the ``keep`` values that are largest in magnitude; of equal ones those that come first.
+    """Return a mask of the ``keep`` values that are largest in magnitude; of equal ones those that come first.
 
-    What is not a number comes before everything, infinities included: it has to reach all ranks, so that all know of
-    it. Padding comes last.
+    NaN comes before everything, infinities included: it has to reach all ranks, so that all know of it. Padding comes
+    last.
     """
     indices, values = pairs
     weight = values.abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
@@ -44,7 +44,7 @@ def strongest(pairs: Pairs, keep: int | Tensor, padding: int) -> Tensor:
 
 
 def masked(pairs: Pairs, mask: Tensor, padding: int) -> Pairs:
-    """The pairs under a mask, in order; on the CPU as many as there are, elsewhere all slots, padding at the end."""
+    """Return the pairs under a mask, in order: on the CPU only these, elsewhere in all slots, padding at the end."""
     indices, values = pairs
     if not static_shapes(values.device):
         kept, their = ops.under(mask, indices, values)
@@ -54,7 +54,7 @@ def masked(pairs: Pairs, mask: Tensor, padding: int) -> Pairs:
 
 
 def pack(pairs: Pairs, slots: int, padding: int) -> Tensor:
-    """A message of int32 words: the coordinates in ``slots`` slots, then the bits of the values.
+    """Form a message of int32 words: the coordinates in ``slots`` slots, then the bits of the values.
 
     Args:
         pairs: what to send; of more than ``slots`` pairs, the first ones.
@@ -67,17 +67,17 @@ def pack(pairs: Pairs, slots: int, padding: int) -> Tensor:
 
 
 def unpack(message: Tensor, slots: int, dtype: torch.dtype, padding: int) -> Pairs:
-    """What :func:`pack` was given, bit for bit; on the CPU without padding."""
+    """Return the pairs that :func:`pack` was given, bit for bit; on the CPU without padding."""
     return unpack_rows(message.unsqueeze(0), slots, dtype, padding)[0]
 
 
 def pack_rows(indices: Tensor, values: Tensor) -> Tensor:
-    """A message of :func:`pack` for each of (n, slots) coordinates and values."""
+    """Form a message as :func:`pack` does for each of (n, slots) coordinates and values."""
     return torch.cat([indices.int(), values.view(torch.int32)], dim=1)
 
 
 def unpack_rows(messages: Tensor, slots: int, dtype: torch.dtype, padding: int) -> list[Pairs]:
-    """What :func:`unpack` makes of each of (n, words) messages."""
+    """Return the pairs that each of (n, words) messages holds, see :func:`unpack`."""
     indices, values = messages[:, :slots].long(), reinterpreted(messages[:, slots:], dtype)
     pairs = list(zip(indices.unbind(), values.unbind(), strict=True))
     if static_shapes(messages.device):

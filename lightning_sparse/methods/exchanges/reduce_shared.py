@@ -28,7 +28,7 @@ class ReduceShared(Exchange):
     carries_second: ClassVar[bool] = True
 
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
-        """One group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
+        """Exchange one group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
         n, indices = ctx.world_size, own_picks(selection)
         mean, second = yield from reduce_at(acc, indices, ctx)
         counts = selection.count.repeat(n)

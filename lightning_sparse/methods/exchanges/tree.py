@@ -39,7 +39,7 @@ class Tree(Exchange):
     accepts: ClassVar[frozenset[Agreement]] = frozenset({Agreement.INDEPENDENT})
 
     def __call__(self, acc: Tensor, selection: Selection, ctx: Context) -> Steps[Update]:
-        """One group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
+        """Exchange one group; see :class:`~lightning_sparse.methods.exchanges.Exchange`."""
         n, rank, padding = ctx.world_size, ctx.rank, acc.numel() - 1
         counts = yield AllGather(selection.count)
         keep = counts.max()

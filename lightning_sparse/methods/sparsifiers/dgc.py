@@ -11,9 +11,10 @@ from torch import Tensor
 from lightning_sparse.core.checks import check_integer
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import check_density, count
+from lightning_sparse.methods.scalars import Number, either, known
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.methods.sparsifiers.bracket import Bracket, Number, Survivors, either, narrow, number, picked
-from lightning_sparse.methods.sparsifiers.estimation import check_variant
+from lightning_sparse.methods.sparsifiers.bracket import Bracket, Survivors, narrow, picked
+from lightning_sparse.methods.sparsifiers.estimation import check_variant, kth_magnitude
 from lightning_sparse.ops import top_k
 
 ROUNDS = 11
@@ -107,5 +108,5 @@ def _sampled_threshold(acc: Tensor, stride: int, k: int, step: int) -> Number:
     """Return the magnitude that a share of samples reaches: the share of k in the group."""
     size = acc.numel() // stride
     sampled = acc[step % stride :: stride][:size]
-    highest = top_k(sampled, -(-size * k // acc.numel()))
-    return number(sampled[highest].abs().min().double())
+    magnitude: Number = known(kth_magnitude(sampled, -(-size * k // acc.numel())))
+    return magnitude

@@ -11,11 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.layout import Span
 from lightning_sparse.core.messages import AllGather, Steps
 from lightning_sparse.core.step import Context, Selection
-from lightning_sparse.ops import largest, largest_of, many_of_largest, pad, static_shapes
+from lightning_sparse.methods.scalars import Array, Number, array, at_most, known, tensor
+from lightning_sparse.ops import above, leaders, pick_leaders, ranked_leaders, static_shapes, top_k
 
 SHARE_LIMIT = 2
 """Multiple of k/n that a rank sends at most: bounds the padding ratio and the messages."""
@@ -23,6 +25,24 @@ SHARE_LIMIT = 2
 
 CAPACITY = 4
 """Device slots per rank of the published variant, in multiples of k/n."""
+
+
+def reaching(
+    acc: Tensor,
+    threshold: Tensor,
+    capacity: int,
+    phase: int,
+    span: Span | None = None,
+    candidates: Candidates | None = None,
+) -> Selection:
+    """Select all coordinates of a range that reach a threshold; the arguments are those of :func:`.ops.above`."""
+    indices, count = above(acc, threshold, span, capacity=capacity, phase=phase, candidates=candidates)
+    return Selection(indices, count, threshold, aligned=static_shapes(acc.device))
+
+
+def kth_magnitude(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
+    """Return the k-th largest magnitude, () float64."""
+    return x[top_k(x, k, candidates)].abs().min().double()
 
 
 def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context, own: Span | None = None) -> Steps[Selection]:
@@ -50,50 +70,27 @@ def pick_jointly(acc: Tensor, spans: Tensor, k: int, ctx: Context, own: Span | N
     numel, n = acc.numel(), ctx.world_size
     most = min(k, numel, math.ceil(SHARE_LIMIT * k / n))
     points = min(most, max(8, min(32, 256 // n)))
-    if not static_shapes(acc.device):
-        return (yield from _pick_on_host(acc, spans.numpy(), k, ctx, most, points))
-    # Made on the device: copying it there would make the host wait.
-    grid = torch.linspace(1, most, points, dtype=torch.float64, device=acc.device).round().long()
-    candidates, magnitudes = largest(acc, most, own or (spans[ctx.rank, 0], spans[ctx.rank, 1]))
-    survey = magnitudes.new_zeros(most)
-    # If only the device knows that a value is not finite, the others must still find a threshold.
-    survey[: magnitudes.numel()] = magnitudes.nan_to_num(0.0).clamp_(min=0)
-    received = yield AllGather(survey[grid - 1])
-    sizes = (spans[:, 1] - spans[:, 0]).clamp(max=most)
-    shares, threshold = split(received.double(), grid.double(), sizes.double(), k)
-    share = shares[ctx.rank]
-    indices = torch.full((most,), numel, device=acc.device)
-    indices[: candidates.numel()] = candidates
-    indices = indices.masked_fill(torch.arange(most, device=acc.device) >= share, numel).sort().values
-    return Selection(indices, share, threshold, aligned=True, total=min(k, numel))
+    grid = (_grid if static_shapes(acc.device) else _kept_grid)(most, points, acc.device)
+    first, last = own or spans[ctx.rank]
+    found = leaders(acc, most, (first, last))
+    received = yield AllGather(ranked_leaders(found, grid))
+    told, steps, ranges = array(received.double()), array(grid), array(spans)
+    shares, threshold = split(told, steps, (ranges[:, 1] - ranges[:, 0]).clip(max=most), k)
+    share = known(shares[ctx.rank])
+    indices = pick_leaders(found, share, at_most(shares.max(), most), numel)
+    return Selection(indices, tensor(share, torch.int64), tensor(threshold), aligned=True, total=min(k, numel))
 
 
-def _pick_on_host(
-    acc: Tensor, spans: NDArray[np.int64], k: int, ctx: Context, most: int, points: int
-) -> Steps[Selection]:
-    """Do the same as :func:`pick_jointly` on the host, which knows all sizes; only magnitudes are sorted."""
-    numel, (first, last) = acc.numel(), spans[ctx.rank].tolist()
-    candidates, magnitudes = many_of_largest(acc, most, (first, last))
-    ordered, grid = np.sort(magnitudes.numpy()), _ranks(most, points)
-    told = np.zeros(points, ordered.dtype)
-    known = grid <= ordered.size
-    told[known] = ordered[ordered.size - grid[known]]
-    received = yield AllGather(torch.from_numpy(told))
-    sizes = np.minimum(spans[:, 1] - spans[:, 0], most)
-    shares, threshold = _split_on_host(received.numpy().astype(np.float64), grid, sizes, k)
-    share, slots = int(shares[ctx.rank]), int(shares.max())
-    indices = pad(largest_of(candidates, magnitudes, share), slots, numel)
-    count, level = torch.tensor(share, device="cpu"), torch.tensor(threshold, dtype=torch.float64, device="cpu")
-    return Selection(indices, count, level, aligned=True, total=min(k, numel))
+def _grid(most: int, points: int, device: torch.device) -> Tensor:
+    """Return (points,) positions from 1 to ``most`` in equal steps, made on the device: a copy makes the host wait."""
+    steps = torch.arange(points, dtype=torch.float64, device=device)
+    return (steps * ((most - 1) / max(1, points - 1)) + 1).round_().long()
 
 
-@lru_cache(maxsize=256)
-def _ranks(most: int, points: int) -> NDArray[np.int64]:
-    """Return (points,) positions from 1 to ``most`` in equal steps."""
-    return np.linspace(1, most, points).round().astype(np.int64)
+_kept_grid = lru_cache(maxsize=256)(_grid)
 
 
-def split(received: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def split(received: Array, grid: Array, sizes: Array, k: int) -> tuple[Array, Number]:
     """Split k coordinates between ranks by order statistics of their magnitudes.
 
     ``N_i(x)``, the number of candidates of rank i that reach x, is known at the order statistics and taken as linear in
@@ -101,24 +98,38 @@ def split(received: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor
     lower rank first.
 
     Args:
-        received: (n, p) magnitudes by rank, descending, zero if a rank has no such candidate.
+        received: (n, p) float64 magnitudes by rank, descending, zero if a rank has no such candidate.
         grid: (p,) positions of the order statistics, ascending from 1.
         sizes: (n,) number of candidates of each rank.
         k: number of coordinates to select.
 
     Returns:
-        shares: (n,) int64, summing to k, or to all candidates if there are fewer; and the threshold, ().
+        shares: (n,) int64, summing to k, or to all candidates if there are fewer; and the threshold.
     """
-    if static_shapes(received.device):
-        return _split_on_device(received, grid, sizes, k)
-    shares, threshold = _split_on_host(received.numpy(), grid.numpy(), sizes.numpy(), k)
-    return torch.from_numpy(shares), torch.tensor(threshold, dtype=torch.float64, device="cpu")
+    if not isinstance(received, Tensor):
+        return _split_on_host(received, grid, sizes, k)
+    grid, zero = grid.double(), received.new_zeros(1)
+    knots = torch.cat([zero, received.flatten(), zero + math.inf]).sort().values
+    reached = torch.minimum(_reaching(received, grid, knots, zero), sizes.unsqueeze(1))
+    knots = knots.clamp(max=knots[-2])  # nothing reaches the last one, which saves a special case if few are wanted
+    totals = reached.sum(0).cummin(0).values  # descending except for rounding
+    wanted = totals[0].clamp(max=k)
+    # The highest knot that is reached often enough, and the next one.
+    ends = (totals >= wanted).sum() + torch.arange(-1, 1, device=knots.device)
+    low, high = torch.cat([reached, torch.stack([totals, knots])]).index_select(1, ends).unbind(1)
+    rise = low - high
+    step = (wanted - high[-2]) / rise[-2]
+    found = high + step * rise
+    exact = found[:-2]
+    shares = torch.floor(exact + 1e-9)
+    extra = (shares - exact).argsort(stable=True).argsort() < wanted - shares.sum()
+    return torch.minimum(shares + extra, sizes).long(), found[-1]
 
 
 def _split_on_host(
     received: NDArray[np.float64], grid: NDArray[Any], sizes: NDArray[Any], k: int
 ) -> tuple[NDArray[np.int64], float]:
-    """Compute :func:`split` in numpy, whose small operations take a third of the time of torch's."""
+    """Compute :func:`split` in numpy: in torch, steps of small groups of four ranks take a quarter longer."""
     knots = np.sort(np.append(received.ravel(), 0.0))
     grid = np.append(grid.astype(np.float64), 0.0)  # knots that no statistic reaches count 0
     points = received.shape[1]
@@ -146,38 +157,14 @@ def _split_on_host(
     return np.minimum(shares + extra, sizes).astype(np.int64), threshold
 
 
-def _split_on_device(received: Tensor, grid: Tensor, sizes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    knots = torch.cat([received.new_zeros(1), received.flatten()]).sort().values
-    reached = torch.minimum(_reaching(received, grid, knots), sizes.unsqueeze(1))
-    # Above the highest knot the count is 0: the extra column saves a special case for k below the count at it.
-    reached = torch.cat([reached, torch.zeros_like(reached[:, :1])], dim=1)
-    knots = torch.cat([knots, knots[-1:]])
-    totals = reached.sum(0).cummin(0).values  # descending except for rounding
-    wanted = totals[:1].clamp(max=k)
-    low = (totals >= wanted).sum().view(1) - 1  # the highest knot that is reached often enough
-    high = low + 1
-    step = (wanted - totals[high]) / (totals[low] - totals[high])
-    exact = (reached[:, high] + step * (reached[:, low] - reached[:, high])).squeeze(1)
-    threshold = (knots[high] + step * (knots[low] - knots[high])).squeeze(0)
-    shares = torch.floor(exact + 1e-9)
-    missing = wanted - shares.sum()
-    order = torch.argsort(exact - shares, descending=True, stable=True)
-    extra = torch.zeros_like(shares)
-    extra[order] = (torch.arange(len(shares), device=shares.device) < missing).double()
-    return torch.minimum(shares + extra, sizes).long(), threshold
-
-
-def _reaching(received: Tensor, grid: Tensor, knots: Tensor) -> Tensor:
+def _reaching(received: Tensor, grid: Tensor, knots: Tensor, zero: Tensor) -> Tensor:
     """Return (n, q) numbers of candidates of each rank with a magnitude of at least each knot."""
-    n, points = received.shape
-    ascending = received.flip(1).contiguous()
-    beyond = points - torch.searchsorted(ascending, knots.expand(n, -1).contiguous())  # statistics that reach the knot
-    upper = (beyond - 1).clamp(min=0)
-    lower = beyond.clamp(max=points - 1)
-    high, low = received.gather(1, upper), received.gather(1, lower)
-    gap = high - low
-    between = (grid[lower] - grid[upper]) * torch.where(gap > 0, (high - knots) / gap.where(gap > 0, 1), 0)
-    return torch.where(beyond > 0, grid[upper] + between, 0)
+    beyond = torch.searchsorted(-received, (-knots).repeat(len(received), 1), right=True)  # how many reach the knot
+    counts = torch.cat([zero, grid, grid[-1:]])
+    levels = torch.cat([received[:, :1], received, received[:, -1:]], dim=1)
+    drop = levels.diff(dim=1).gather(1, beyond)
+    between = torch.where(drop < 0, (knots - levels.gather(1, beyond)) / drop, zero)
+    return counts.diff().take(beyond).mul_(between).add_(counts.take(beyond))
 
 
 def follow(threshold: Tensor, counts: Tensor | None, k: int, beta: float, gamma: float) -> Tensor:
@@ -220,17 +207,12 @@ def initial_threshold(density: float, numel: int, device: torch.device, method: 
     return torch.full((), 1 / (2 * math.sqrt(k)), dtype=torch.float64, device=device)
 
 
-def force_one(
-    indices: Tensor, count: Tensor, first: int | Tensor, last: int | Tensor, step: int
-) -> tuple[Tensor, Tensor]:
+def force_one(selection: Selection, first: int | Tensor, last: int | Tensor, step: int) -> Selection:
     """Replace an empty selection by coordinate ``first + step mod (last - first)``, as the released code does."""
-    place = first + step % (last - first)
+    place, indices, count = first + step % (last - first), selection.indices, selection.count
     forced = place if isinstance(place, Tensor) else torch.full((), place, device=indices.device)
-    if static_shapes(indices.device):
-        indices = indices.clone()
-        indices[0] = torch.where(count == 0, forced, indices[0])
-        return indices, count.clamp(min=1)
-    return (indices, count) if count else (forced.view(1), torch.ones_like(count))
+    chosen = torch.where(count == 0, forced, indices[:1] if len(indices) else forced).view(1)
+    return selection._replace(indices=torch.cat([chosen, indices[1:]]), count=count.clamp(min=1))
 
 
 def check_variant(variant: str) -> None:

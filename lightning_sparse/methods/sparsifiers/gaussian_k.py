@@ -12,17 +12,9 @@ from torch import Tensor
 
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
+from lightning_sparse.methods.scalars import Number, either, functions, known
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.methods.sparsifiers.bracket import (
-    Bracket,
-    Number,
-    Survivors,
-    either,
-    narrow,
-    next_above,
-    number,
-    root,
-)
+from lightning_sparse.methods.sparsifiers.bracket import Bracket, Survivors, narrow, next_above
 from lightning_sparse.methods.sparsifiers.estimation import check_variant
 from lightning_sparse.ops import moments
 
@@ -84,16 +76,16 @@ class GaussianK(Sparsifier):
         most = 4 * k // 3
         survivors = Survivors(acc, most, ctx.candidates)
         if self.variant == "published":
-            mean, deviation = number(acc.mean().double()), number(acc.std().double())
+            mean, deviation = known(acc.mean().double()), known(acc.std().double())
             return survivors.beyond(_published(survivors, mean + z * deviation, k), k, ctx.step), state
         mean, deviation = moments(acc, ctx.candidates)
         # Squares may overflow though the values do not.
-        start = number((mean.abs() + z * deviation).nan_to_num().clamp(max=torch.finfo(acc.dtype).max))
+        start = known((mean.abs() + z * deviation).nan_to_num().clamp(max=torch.finfo(acc.dtype).max))
 
         def between(bracket: Bracket) -> Number:
             low, high = bracket
             rising = either(low > 0, RAISE * low, start)
-            falling = either(low > 0, root(low * high), LOWER * high)
+            falling = either(low > 0, functions(low).sqrt(low * high), LOWER * high)
             return either(high == math.inf, rising, falling)
 
         bracket = narrow(survivors, between, -(-2 * k // 3), most, ROUNDS)
@@ -107,6 +99,6 @@ def _published(survivors: Survivors, start: Number, k: int) -> Number:
         reached = survivors.count(next_above(threshold, survivors.acc.dtype))
         raised = either(reached > 4 * k / 3, RAISE * threshold, threshold)
         following = either(reached < 2 * k / 3, LOWER * threshold, raised)
-        if not survivors.static and following == threshold:
+        if not isinstance(following, Tensor) and following == threshold:
             break
     return threshold

@@ -13,7 +13,7 @@ from lightning_sparse.core.checks import is_number
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.ops import above, static_shapes
+from lightning_sparse.methods.sparsifiers.estimation import reaching
 
 CAPACITY = 8
 """Device slots in multiples of k at the target density. On the CPU, selections have no limit."""
@@ -73,5 +73,4 @@ class HardThreshold(Sparsifier):
             state = torch.full((), magnitude, dtype=torch.float64, device=acc.device)
         threshold = state * ctx.surplus
         room = min(acc.numel(), CAPACITY * k)
-        indices, picks = above(acc, threshold, capacity=room, phase=ctx.step, candidates=ctx.candidates)
-        return Selection(indices, picks, threshold, aligned=static_shapes(acc.device)), state
+        return reaching(acc, threshold, room, ctx.step, candidates=ctx.candidates), state

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.messages import Steps
-from lightning_sparse.core.step import Agreement, Context, Selection
+from lightning_sparse.core.step import Agreement, Context
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Selected, Sparsifier
 from lightning_sparse.methods.sparsifiers.estimation import (
@@ -20,8 +20,9 @@ from lightning_sparse.methods.sparsifiers.estimation import (
     force_one,
     initial_threshold,
     pick_jointly,
+    reaching,
 )
-from lightning_sparse.ops import above, static_shapes
+from lightning_sparse.ops import static_shapes
 
 
 @SPARSIFIERS.register
@@ -106,10 +107,8 @@ class MiCRO(Sparsifier):
         first, last = self.ranges(acc.numel(), state, ctx)[ctx.rank].tolist()
         # Of the longest range, not of the own one: messages must be equally long on all ranks.
         capacity = min(-(-acc.numel() // ctx.world_size), CAPACITY * -(-k // ctx.world_size))
-        indices, picks = above(acc, threshold, (first, last), capacity=capacity, phase=ctx.step)
-        indices, picks = force_one(indices, picks, first, last, ctx.step)
-        aligned = static_shapes(acc.device)
-        return Selection(indices, picks, threshold, aligned=aligned), kept
+        selection = reaching(acc, threshold, capacity, ctx.step, (first, last))
+        return force_one(selection, first, last, ctx.step), kept
 
     def ranges(self, numel: int, state: Tensor | None, ctx: Context) -> Tensor:
         """Return ranges of ``numel // n`` coordinates, one more in the first ``numel mod n``; always on the CPU."""
@@ -118,11 +117,10 @@ class MiCRO(Sparsifier):
 
 def _spans(numel: int, ctx: Context, device: torch.device) -> Tensor:
     n = ctx.world_size
-    if not static_shapes(device):
+    if not static_shapes(device):  # in a third of the time
         edges = [part * (numel // n) + min(part, numel % n) for part in range(n + 1)]
         turns = [(ctx.step + part) % n for part in range(n)]
         return torch.tensor([edges[turn : turn + 2] for turn in turns], device=device)
     part = torch.arange(n + 1, device=device)
     bounds = part * (numel // n) + part.clamp(max=numel % n)
-    own = (ctx.step + part[:n]) % n
-    return torch.stack([bounds[own], bounds[own + 1]], dim=1)
+    return bounds.unfold(0, 2, 1).roll(-ctx.step % n, 0)

@@ -9,12 +9,12 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.checks import check_integer, expect
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
+from lightning_sparse.methods.scalars import known
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.ops import above, static_shapes, top_k
+from lightning_sparse.methods.sparsifiers.estimation import kth_magnitude, reaching
 
 CAPACITY = 2
 """Device slots in multiples of k. On the CPU, selections have no limit."""
@@ -89,30 +89,24 @@ class OkTopK(Sparsifier):
 
     def select(self, acc: Tensor, state: OkTopKState, ctx: Context) -> tuple[Selection, OkTopKState]:
         """Select all coordinates that reach the threshold."""
-        numel, on_device = acc.numel(), static_shapes(acc.device)
-        k = count(ctx.density, numel)
+        numel, k = acc.numel(), count(ctx.density, acc.numel())
         threshold = self._threshold(acc, state, k, ctx)
         # Zeros reach a threshold of zero, but need not be sent.
         applied = threshold.clamp(min=torch.finfo(acc.dtype).tiny)
         room = min(numel, CAPACITY * k)
-        indices, picks = above(acc, applied, capacity=room, phase=ctx.step, candidates=ctx.candidates)
+        selection = reaching(acc, applied, room, ctx.step, candidates=ctx.candidates)
+        picks = selection.count
         few, many = 3 * picks < 2 * k, 4 * picks > 5 * k
         moved = torch.where(few, threshold / self.gain, torch.where(many, threshold * self.gain, threshold))
         good = (threshold > 0) & (2 * picks >= k) & (picks < 2 * k)
         known = torch.where(good, torch.full_like(state.target, k), 0)
-        return Selection(indices, picks, applied, aligned=on_device), OkTopKState(moved / ctx.surplus, known)
+        return selection, OkTopKState(moved / ctx.surplus, known)
 
     def _threshold(self, acc: Tensor, state: OkTopKState, k: int, ctx: Context) -> Tensor:
-        fits, followed = state.target == k, state.threshold * ctx.surplus
-        due = ctx.step % self.interval == 0
-        if due or (not static_shapes(acc.device) and not fits):
-            return _kth_magnitude(acc, k, ctx.candidates)
-        if not static_shapes(acc.device):
+        fits, followed = known(state.target == k), state.threshold * ctx.surplus
+        if ctx.step % self.interval == 0 or fits is False:
+            return kth_magnitude(acc, k, ctx.candidates)
+        if fits is True:
             return followed
         sample = acc[:: -(-acc.numel() // SAMPLE)]
-        return torch.where(fits, followed, _kth_magnitude(sample, max(1, k * sample.numel() // acc.numel())))
-
-
-def _kth_magnitude(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
-    """Return the k-th largest magnitude, () float64."""
-    return x[top_k(x, k, candidates)].abs().amin().double()
+        return torch.where(fits, followed, kth_magnitude(sample, max(1, k * sample.numel() // acc.numel())))

@@ -9,17 +9,9 @@ from torch import Tensor
 
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
+from lightning_sparse.methods.scalars import Number, either, known, lesser
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.methods.sparsifiers.bracket import (
-    Bracket,
-    Number,
-    Survivors,
-    either,
-    lesser,
-    narrow,
-    next_above,
-    number,
-)
+from lightning_sparse.methods.sparsifiers.bracket import Bracket, Survivors, narrow, next_above
 from lightning_sparse.methods.sparsifiers.estimation import check_variant
 from lightning_sparse.ops import mean_and_maximum
 
@@ -77,7 +69,7 @@ class RedSync(Sparsifier):
     def select(self, acc: Tensor, state: Any, ctx: Context) -> tuple[Selection, Any]:
         """Select the coordinates that reach the threshold of the bisection; no state."""
         k = count(ctx.density, acc.numel())
-        mean, largest = map(number, mean_and_maximum(acc, ctx.candidates))
+        mean, largest = map(known, mean_and_maximum(acc, ctx.candidates))
         survivors = Survivors(acc, 2 * k, ctx.candidates)
         if self.variant == "published":
             return survivors.beyond(_published(survivors, mean, largest, k), k, ctx.step), state
@@ -100,7 +92,7 @@ def _published(survivors: Survivors, mean: Number, largest: Number, k: int) -> N
         threshold = either(done, threshold, mean + q * (largest - mean))
         reached = survivors.count(next_above(threshold, survivors.acc.dtype))
         done = done | ((k < reached) & (reached < 2 * k))
-        if not survivors.static and done:
+        if done is True:
             break
         short = reached < k / 2
         left, right = either(short, left, q), either(short, q, right)

@@ -13,9 +13,8 @@ from lightning_sparse.core.checks import check_integer, expect
 from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.methods.density import count
 from lightning_sparse.methods.sparsifiers.base import SPARSIFIERS, Sparsifier
-from lightning_sparse.methods.sparsifiers.estimation import check_variant
+from lightning_sparse.methods.sparsifiers.estimation import check_variant, reaching
 from lightning_sparse.methods.sparsifiers.fitted import Fit, threshold
-from lightning_sparse.ops import above, static_shapes
 
 CAPACITY = 4
 """Device slots in multiples of k at the target density. The adaptive rule does not distinguish larger counts either,
@@ -73,7 +72,6 @@ class _SIDCo(Sparsifier):
     def select(self, acc: Tensor, state: SIDCoState, ctx: Context) -> tuple[Selection, SIDCoState]:
         """Select all that reach the last threshold: more or fewer than k, maybe none."""
         numel, k = acc.numel(), count(ctx.density, acc.numel())
-        aligned = static_shapes(acc.device)
         fewest, most = self._limits(ctx.density)
         stages = state.stages.clamp(fewest, most)
         decided, nonzero = threshold(
@@ -87,9 +85,9 @@ class _SIDCo(Sparsifier):
             candidates=ctx.candidates,
         )
         room = min(numel, CAPACITY * k)
-        indices, picks = above(acc, decided, capacity=room, phase=ctx.step, candidates=ctx.candidates)
-        quality = torch.where(nonzero > 0, picks / nonzero.clamp(1, k), 1.0).clamp(max=CAPACITY)
-        return Selection(indices, picks, decided, aligned=aligned), self._adapt(state, stages, quality, most, numel / k)
+        selection = reaching(acc, decided, room, ctx.step, candidates=ctx.candidates)
+        quality = torch.where(nonzero > 0, selection.count / nonzero.clamp(1, k), 1.0).clamp(max=CAPACITY)
+        return selection, self._adapt(state, stages, quality, most, numel / k)
 
     def _limits(self, density: float) -> tuple[int, int]:
         """Return the least and the largest number of stages."""

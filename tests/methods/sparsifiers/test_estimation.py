@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Context, Selection
 from lightning_sparse.engine.network import drive_mirrored, drive_ranks
-from lightning_sparse.methods.sparsifiers.estimation import _split_on_device, follow, force_one, pick_jointly, split
+from lightning_sparse.methods.sparsifiers.estimation import follow, force_one, pick_jointly, split
 
 
 def survey(candidates: list[np.ndarray], k: int, points: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -34,9 +34,9 @@ def shares_of(candidates: list[np.ndarray], k: int, points: int) -> tuple[list[i
     given = [torch.from_numpy(x) for x in (heard, grid, sizes)]
     shares, threshold = split(*given, k)
     assert shares.dtype == torch.int64
-    theirs, their_threshold = _split_on_device(*given, k)
+    theirs, their_threshold = split(heard, grid, sizes, k)  # on the CPU
     assert theirs.tolist() == shares.tolist()
-    assert float(their_threshold) == pytest.approx(float(threshold), rel=1e-12)
+    assert their_threshold == float(threshold)
     return shares.tolist(), float(threshold), grid
 
 
@@ -219,9 +219,11 @@ def test_before_the_first_counts_the_threshold_stays() -> None:
 
 
 def test_a_rank_that_found_nothing_is_given_one_coordinate_that_rotates() -> None:
-    empty, none = torch.empty(0, dtype=torch.int64), torch.tensor(0)
-    forced = [force_one(empty, none, 10, 13, step)[0].tolist() for step in range(5)]
-    assert forced == [[10], [11], [12], [10], [11]]
-    assert int(force_one(empty, none, 10, 13, 0)[1]) == 1
-    found, count = force_one(torch.tensor([12]), torch.tensor(1), 10, 13, 0)
-    assert (found.tolist(), int(count)) == ([12], 1)
+    empty = Selection(torch.empty(0, dtype=torch.int64), torch.tensor(0))
+    forced = [force_one(empty, 10, 13, step) for step in range(5)]
+    assert [selection.indices.tolist() for selection in forced] == [[10], [11], [12], [10], [11]]
+    assert [int(selection.count) for selection in forced] == [1] * 5
+    found = force_one(Selection(torch.tensor([11, 12]), torch.tensor(2)), 10, 13, 0)
+    assert (found.indices.tolist(), int(found.count)) == ([11, 12], 2)
+    padded = force_one(Selection(torch.tensor([99, 99]), torch.tensor(0)), 10, 13, 1)
+    assert (padded.indices.tolist(), int(padded.count)) == ([11, 99], 1)

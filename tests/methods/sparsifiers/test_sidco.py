@@ -16,13 +16,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Context
-from lightning_sparse.methods.sparsifiers.fitted import (
-    gamma_quantile,
-    gamma_quantile_on_host,
-    pareto_quantile,
-    pareto_quantile_on_host,
-    threshold,
-)
+from lightning_sparse.methods.sparsifiers.fitted import gamma_quantile, pareto_quantile, threshold
 from lightning_sparse.methods.sparsifiers.sidco import SIDCoState
 from tests.covering import covering, in_one_test
 from tests.reference.sidco import reference_sidco, reference_threshold
@@ -63,7 +57,7 @@ def test_pareto_quantile_is_scipys(shape: float, ratio: float) -> None:
     expected = stats.genpareto.isf(ratio, shape, scale=2)
     actual = float(pareto_quantile(double(mean), double(variance), double(ratio)))
     assert actual == pytest.approx(expected, rel=1e-8)
-    assert pareto_quantile_on_host(mean, variance, ratio) == pytest.approx(actual, rel=1e-13)
+    assert pareto_quantile(mean, variance, ratio) == pytest.approx(actual, rel=1e-13)
 
 
 @in_one_test("gap, ratio", product([1e-6, 0.01, 0.2704, 0.5772, 1.0, 3.0, 20.0], [0.9, 0.25, 0.01, 1e-4, 1e-8]))
@@ -74,7 +68,7 @@ def test_gamma_quantile_is_exact(gap: float, ratio: float) -> None:
     actual = float(gamma_quantile(double(2.0), double(math.log(2) - gap), double(ratio)))
     assert actual == pytest.approx(expected, rel=1e-5, abs=1e-250)
     assert actual >= 0
-    assert gamma_quantile_on_host(2.0, math.log(2) - gap, ratio) == pytest.approx(actual, rel=1e-9)
+    assert gamma_quantile(2.0, math.log(2) - gap, ratio) == pytest.approx(actual, rel=1e-9)
 
 
 @pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
