@@ -170,7 +170,7 @@ class SideFiles:
 def restore(
     engine: Engine,
     path: Path,
-    marker: dict[str, Any] | None,
+    marker: dict[str, Any] | str | None,
     load: Callable[[str], Any],
     resize: Resize = "merge",
     strict: bool = False,
@@ -185,7 +185,7 @@ def restore(
     Args:
         engine: before its first step.
         path: of the checkpoint; links are followed.
-        marker: from the checkpoint; None: it has none.
+        marker: from the checkpoint; None: it has none; a sentence: why it has none.
         load: reads a file that ``write`` of :meth:`SideFiles.beside` has written.
         resize: with another number of ranks, "merge" gives each the mean of what all remembered, which leaves the
             pending update ``1/n sum_i residual_i`` unchanged; "flush" sends all of that in the first step, densely;
@@ -202,8 +202,8 @@ def restore(
     try:
         if dense:
             raise SideFileError(DENSE)
-        if marker is None:
-            raise SideFileError("it was saved without them")
+        if marker is None or isinstance(marker, str):
+            raise SideFileError(marker or "it was saved without them")
         _check_marker(marker)
         fact = str(marker["step"])
         state = _read_state(path, marker, comm, load)
