@@ -324,9 +324,14 @@ class SparseDDPMixin(SparseStrategy, Base):
         # After an error, Lightning lets callbacks save on the failed ranks; others may not take part.
         if trainer.interrupted:
             return self._side_files.beside(path, self.engine, write, None, step)
-        # Names may hold metrics, which may differ from rank to rank: the checkpoint is where rank 0 writes it.
-        path = self.broadcast(path)
-        return self._side_files.beside(path, self.engine, write, TorchCollective(), step)
+        return self._side_files.beside(self._place_of_residuals(path), self.engine, write, TorchCollective(), step)
+
+    def _place_of_residuals(self, path: Any) -> Any:
+        """Return the path beside which residuals are written: where rank 0 writes the checkpoint.
+
+        Names may hold metrics, which may differ from rank to rank.
+        """
+        return self.broadcast(path)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint as Lightning does, and the residuals beside it."""
