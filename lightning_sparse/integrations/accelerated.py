@@ -76,7 +76,12 @@ class Accelerated:
                 rank_zero_warn(told)
         stepped = [stepping(optimizer) for optimizer in optimizers]
         if list(map(id, stepped)) != list(map(id, self._optimizers)):
-            self._bind(self.engine, stepped)
+            with failing_together(self.engine.comm, self.engine.device):
+                self.engine.bind(stepped)
+            self._optimizers = stepped
+        if self.config.nonfinite == "skip":
+            for optimizer in optimizers:
+                self._skip_steps_of(optimizer)
         if limit is not None and limit > 0:
             for optimizer in stepped:
                 self.engine.clip_in_place_of_averages(float(limit), "norm", optimizer, known=not self.engine.step)
@@ -97,15 +102,19 @@ class Accelerated:
             "MULTI_CPU), and pass the model that accelerator.prepare() returned."
         )
 
-    def _bind(self, engine: Engine, optimizers: list[Optimizer]) -> None:
-        skips = self.config.nonfinite == "skip" and not _is_enabled(getattr(self.accelerator, "scaler", None))
-        for optimizer in optimizers if skips else ():
-            # Before the engine's own hooks: they must not see what a skipped step has left.
-            hook = optimizer.register_step_pre_hook(lambda one, *_: _while_open(engine, one))
-            self._undo.append(hook.remove)
-        with failing_together(engine.comm, engine.device):
-            engine.bind(optimizers)
-        self._optimizers = optimizers
+    def _skip_steps_of(self, optimizer: Any) -> None:
+        """Let a prepared optimizer skip steps whose gradients are not finite on some rank, if no loss scaler does."""
+        if "step" in vars(optimizer) or _is_enabled(getattr(self.accelerator, "scaler", None)):
+            return
+        original = optimizer.step
+
+        def step(*args: Any, **keywords: Any) -> Any:
+            if self.engine is not None and not self.engine.closed:
+                self.engine.skip_void(stepping(optimizer))
+            return original(*args, **keywords)
+
+        optimizer.step = step
+        self._undo.append(partial(vars(optimizer).pop, "step", None))
 
     def _redirect_clipping(self) -> None:
         """Let the Accelerator ask the engine before it clips averages."""
@@ -204,11 +213,6 @@ class Accelerated:
             undo()
         self._undo, self.engine, self._ddp = [], None, None
         return left
-
-
-def _while_open(engine: Engine, optimizer: Optimizer) -> None:
-    if not engine.closed:
-        engine.skip_void(optimizer)
 
 
 def _is_enabled(scaler: Any) -> bool:
