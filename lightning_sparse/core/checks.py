@@ -52,8 +52,8 @@ def check_share(value: float, name: str, *, zero: bool = False, one: bool = True
     """Raise a ValueError unless a setting is a number between 0 and 1.
 
     Args:
-        value: of the setting.
-        name: of the setting.
+        value: value of the setting.
+        name: name of the setting.
         zero: True if 0 is allowed.
         one: True if 1 is allowed.
     """

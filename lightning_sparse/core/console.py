@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 LOGGER = logging.getLogger("lightning_sparse")
-"""Its level decides whether the lines appear; they are written by Lightning's own logger, and look like its lines."""
+"""Lines appear up to level INFO of this logger; Lightning's own logger writes them, in its format."""
 
 PAGES = next((folder / "docs" for folder in Path(__file__).parents[1:3] if (folder / "docs").is_dir()), Path("docs"))
 """Folder of the documentation on this machine: within the installed package, or beside it in a clone."""
@@ -48,7 +48,7 @@ def plain(x: float, digits: int = 3) -> str:
 
 
 class Table(NamedTuple):
-    """A title, a header and rows of text; columns are aligned to the right for numbers, unless listed in ``left``."""
+    """Table of a title, a header and rows of text; columns are right-aligned unless listed in ``left``."""
 
     title: str
     header: Sequence[str]

@@ -36,7 +36,7 @@ class Resolved(Generic[Accepted, Kept]):
     Python's documentation of dataclasses.
 
     Args:
-        default: of the field, as a caller would write it.
+        default: default of the field, as a caller would write it.
         resolve: converts an accepted value to the kept one, and must accept kept values, too, for
             ``dataclasses.replace``; None: left to ``__post_init__``.
 
@@ -77,7 +77,7 @@ def keywords_of(
     The function passes its keywords to :func:`from_keywords`. Its docstring gets the fields as ``Args``.
 
     Args:
-        dataclass: with keyword-only fields.
+        dataclass: dataclass with keyword-only fields.
     """
 
     return with_keywords_of(dataclass)
@@ -131,8 +131,8 @@ def from_keywords(dataclass: Callable[..., Made], keywords: Mapping[str, Any], w
     """Make a dataclass from the keywords that a function was called with.
 
     Args:
-        dataclass: the same as for :func:`keywords_of`.
-        keywords: by name.
+        dataclass: the dataclass that was given to :func:`keywords_of`.
+        keywords: values by name.
         who: name of the function that was called, for the message.
         note: end of the message.
 

@@ -1,4 +1,4 @@
-"""Signals wait while an optimizer steps, so that no handler sees parameters of which half are updated."""
+"""Delay of signals while an optimizer steps, so that no handler sees half-updated parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELD = (signal.SIGINT, *SAVING)
 class Hold:
     """Holds back the signals that have handlers in Python, and delivers them afterwards, in order.
 
-    Only the main thread handles signals: in any other one, nothing is held, and nothing needs to be.
+    Only the main thread handles signals; in any other thread, nothing is held.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Hold:
         self._pending: list[tuple[int, FrameType | None]] = []
 
     def start(self, signals: Iterable[int] = HELD) -> None:
-        """Hold these back, next to those that are held already."""
+        """Hold back these signals, in addition to those that are held already."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in signals:
@@ -39,7 +39,7 @@ class Hold:
                 signal.signal(number, self._note)
 
     def end(self) -> None:
-        """Give the handlers back, and let them run for what has come."""
+        """Restore the handlers and run them for the signals that have arrived."""
         try:
             while self._handlers:
                 number = next(iter(self._handlers))
@@ -63,7 +63,7 @@ class Hold:
                 if callable(handler):
                     handler(number, frame)
             finally:
-                self._deliver()  # what came after it, where it raises
+                self._deliver()  # the signals after it, if a handler raises
 
 
 @contextmanager
@@ -81,19 +81,19 @@ def held() -> Iterator[None]:
 def uninterrupted(optimizer: Optimizer) -> Iterator[Hold]:
     """Hold back signals while an optimizer steps in this context, but not while its closure runs.
 
-    They are delivered when the context ends, which may be later than the step. Where the step of an optimizer begins is
-    told by torch's hooks: of one without them, as Lightning accepts, nothing is held but what the caller starts.
+    Signals are delivered when the context ends, which may be later than the step. Torch's hooks report the begin of a
+    step. Lightning also accepts optimizers without hooks; then only signals that the caller holds back are held.
 
     Args:
-        optimizer: that may step, with a closure or without, any number of times.
+        optimizer: the optimizer; it may step any number of times, with or without a closure.
 
     Yields:
-        What holds them back, to be started earlier.
+        The :class:`Hold`, so that the caller can start it earlier.
     """
     hold = Hold()
 
     def before(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Torch calls this where the step begins."""
+        """Hold back signals from the begin of the step on; torch calls this hook."""
         own, *others = args
         closure = others[0] if others else kwargs.get("closure")
         if closure is None:

@@ -1,4 +1,4 @@
-"""Where coordinates lie in memory: those of a parameter, and those of a group's gradient in DDP's buckets."""
+"""Memory layout of coordinates: of a parameter, and of a group's gradient in DDP's buckets."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 Span = tuple[int | Tensor, int | Tensor]
-"""First and past-the-end coordinate of a contiguous range; tensors where only the device knows them."""
+"""First and past-the-end coordinate of a contiguous range; tensors if only the device knows them."""
 
 
 class Gradient:
-    """The gradient of a group on this rank, worked on where it lies.
+    """The gradient of a group on this rank, processed in place.
 
-    In DDP's buckets, gradients of other groups lie in between: of one group there are *runs*, each contiguous. To
-    gather them and to spread the average again would take as long as all that is done with them.
+    DDP's buckets contain gradients of other groups in between. The gradient of one group therefore consists of *runs*,
+    each contiguous. Gathering them and scattering the average again would take as long as all other work on them.
 
     Args:
         runs: (length,) vectors of one dtype, in the order of coordinates.
-        rooms: what :meth:`room` has made in earlier steps; more is added, and what is not needed any more is taken out.
+        rooms: buffers that :meth:`room` has allocated in earlier steps. New ones are added; unused ones are removed.
 
     Example:
         >>> bucket = torch.arange(6.0)
@@ -43,7 +43,7 @@ class Gradient:
 
     @classmethod
     def of(cls, pieces: Iterable[Tensor], rooms: dict[torch.dtype, Tensor] | None = None) -> Gradient:
-        """Of pieces in the order of coordinates; those that lie one behind the other in memory are one run."""
+        """Return the gradient of pieces in the order of coordinates; pieces adjacent in memory become one run."""
         runs: list[tuple[Tensor, int]] = []
         for piece in pieces:
             first, length = runs[-1] if runs else (piece, 0)
@@ -52,31 +52,31 @@ class Gradient:
                 runs[-1] = first, length + piece.numel()
             else:
                 runs.append((piece, piece.numel()))
-        # Each with a count of its own of what torch writes to it: other groups write to the same buckets.
+        # Each run has a version counter of its own: other groups write to the same buckets.
         return cls([first.as_strided((length,), (1,)).data for first, length in runs], rooms)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        """Which coordinates each run holds, and the run."""
+        """Iterate over the coordinates of each run, and the run."""
         for start, length, run in zip(self.starts, self._lengths, self.runs, strict=True):
             yield slice(start, start + length), run
 
     def cut(self, most: int) -> Iterator[tuple[slice, Tensor]]:
-        """As iteration, in parts of at most so many coordinates."""
+        """Iterate over the runs in parts of at most ``most`` coordinates."""
         for span, run in self:
             for start in range(0, len(run), most):
                 part = run[start : start + most]
                 yield slice(span.start + start, span.start + start + len(part)), part
 
     def __getitem__(self, span: slice) -> Tensor:
-        """A view of coordinates that lie in one run, such as those of a parameter."""
+        """Return a view of coordinates within one run, such as those of a parameter."""
         number = bisect_right(self.starts, span.start) - 1
         start = self.starts[number]
         return self.runs[number][span.start - start : span.stop - start]
 
     def room(self, dtype: torch.dtype) -> Tensor:
-        """(numel,) to write to: the gradient's own place, if it is one run of this dtype.
+        """Return a (numel,) scratch vector: the gradient's own storage if it is one run of this dtype.
 
-        Else a vector that is kept for the next call, also in a later step.
+        Otherwise the vector is allocated once and reused by later calls, also in later steps.
         """
         if len(self.runs) == 1 and dtype == self.dtype:
             return self.runs[0]
@@ -85,49 +85,49 @@ class Gradient:
         return self.rooms[dtype]
 
     def flat(self) -> Tensor:
-        """(numel,) the gradient as one vector: its own place if it is one run, else a copy, in :meth:`room`."""
+        """Return the gradient as one (numel,) vector: its own storage if it is one run, else a copy in :meth:`room`."""
         flat = self.room(self.dtype)
         if len(self.runs) > 1:
             torch._foreach_copy_(self._parts_of(flat), self.runs)
         return flat
 
     def spread_(self, flat: Tensor) -> None:
-        """Write (numel,) values to where the gradient lies; nothing, where they lie there already."""
+        """Write (numel,) values to the gradient's storage, unless they are there already."""
         if len(self.runs) > 1 or flat.data_ptr() != self.runs[0].data_ptr():
             torch._foreach_copy_(self.runs, self._parts_of(flat))
 
     def _parts_of(self, flat: Tensor) -> list[Tensor]:
-        """As long as the runs: all of them are then copied by few launches."""
+        """Return views with the lengths of the runs, so that few launches copy all runs."""
         if self._parts is None or self._parts[0] is not flat:
             self._parts = flat, list(torch.split(flat, self._lengths))
         return self._parts[1]
 
 
 def flattened(parameter: Tensor) -> Tensor:
-    """(numel,) coordinates in this order; a view where they lie in memory without gaps."""
+    """Return the (numel,) coordinates of a parameter in memory order; a view if they have no gaps."""
     if fills_memory(parameter):
         return parameter.detach().as_strided((parameter.numel(),), (1,))
     return parameter.detach().flatten()
 
 
 def shaped(flat: Tensor, parameter: Tensor) -> Tensor:
-    """A view of (numel,) coordinates that lie in this order, in the parameter's shape."""
+    """Return a view of (numel,) coordinates in memory order, in the parameter's shape."""
     if fills_memory(parameter):
         return flat.as_strided(parameter.shape, parameter.stride())
     return flat.view(parameter.shape)
 
 
 def fills_memory(parameter: Tensor) -> bool:
-    """Whether elements neither overlap nor leave gaps; DDP gives gradients of others the shape's usual strides."""
+    """Return True if elements neither overlap nor leave gaps; DDP gives other gradients contiguous strides."""
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
 
 
 def in_pieces(rows: Iterable[Sequence[Tensor]], most: int) -> Iterator[list[list[Tensor]]]:
-    """Views of tensors, in lists of at most so many elements: what is needed on the way is bounded.
+    """Iterate over views of tensors, in lists of at most ``most`` elements, so that temporaries are bounded.
 
     Args:
-        rows: each of tensors of one shape.
-        most: elements of a list's first tensors together; more only where a tensor has no dimension to be cut along.
+        rows: lists of tensors; the tensors of a row have one shape.
+        most: number of elements of a list's first tensors together; more only for a tensor without a dimension to cut.
     """
     batch: list[list[Tensor]] = []
     size = 0

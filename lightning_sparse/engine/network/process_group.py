@@ -73,9 +73,9 @@ class TorchCollective:
         thread has no such order, and gets a group of its own, as do exchanges between CPUs.
 
         Args:
-            group: DDP's.
-            timeout: of a group of its own.
-            device: of the gradients.
+            group: DDP's group.
+            timeout: timeout of a new group.
+            device: device of the gradients.
             threaded: True if messages come from a thread of their own.
         """
         shared = device.type == "cuda" and not threaded and dist.is_initialized() and dist.get_backend(group) != "gloo"
@@ -92,9 +92,9 @@ class TorchCollective:
         """Make a new group over the same ranks, free of other traffic. All its ranks must call this.
 
         Args:
-            group: whose ranks; None: the default group's.
-            timeout: of the new group; None: its backend's default.
-            backend: of the new group; None: that of the default group.
+            group: group with the ranks; None: the default group.
+            timeout: timeout of the new group; None: its backend's default.
+            backend: backend of the new group; None: that of the default group.
         """
         if not dist.is_initialized() or dist.get_world_size(group) == 1:
             return cls(group)
@@ -172,7 +172,7 @@ class TorchCollective:
                 raise self._lost(what, f"Rank {failed} has failed.")
 
     def abort(self) -> None:
-        """Notify the others at once that this rank cannot continue, so that they do not wait for it.
+        """Notify the other ranks immediately that this rank cannot continue.
 
         Between CPUs, their collectives fail, because the connections of a group of :meth:`of_its_own` end. NCCL does
         not report that: ranks that wait in :meth:`wait_until` find the key in the store, others wait until their
@@ -194,7 +194,7 @@ class TorchCollective:
         batches. These fail when this rank's processes or groups end, as with plain DDP.
 
         Args:
-            fact: of this rank.
+            fact: fact of this rank.
 
         Returns:
             The facts in order of ranks; that of this rank alone if the others have not come within some seconds.

@@ -1,4 +1,4 @@
-"""The source of gradients in DDP's communication hook: buckets, which are answered in their own buffers."""
+"""Source of gradients in DDP's communication hook; averages are returned in the buckets' own buffers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Positions = dict[tuple[int, ...], Tensor]
 
 
 class BucketSource:
-    """Hands gradients in DDP's buckets to a router, and answers the buckets with averages.
+    """Passes gradients in DDP's buckets to a router and returns the averages.
 
     Args:
-        router: of the engine.
-        names: of parameters, by id.
+        router: router of the engine.
+        names: parameter names by id.
         comm: the ranks.
     """
 
@@ -33,7 +33,7 @@ class BucketSource:
         self._positions: Positions = {}
 
     def receive(self, bucket: Any) -> Future[Tensor]:
-        """Take the gradients of a ``GradBucket``, and answer with averages in its own buffer: the hook itself."""
+        """Pass on the gradients of a ``GradBucket``; the future holds its buffer with averages. This is DDP's hook."""
         router = self._router
         with router.failing_together("in backward"):
             router.begin_step()
@@ -56,7 +56,7 @@ class BucketSource:
             bucket.fill_nan_(skipped, unused, self._positions)
 
     def _pass_by(self, bucket: Any) -> Future[Tensor]:
-        """Average as DDP does; with a loss scale, the scaler looks whether averages are finite."""
+        """Average like DDP; with a loss scale, averages are checked for non-finite values."""
         average = self._bypass.average(bucket)
         if bucket.is_last():
             self._router.pass_by(*self._bypass.end_step(self._router.looks_at_averages))
@@ -64,45 +64,44 @@ class BucketSource:
 
 
 class PendingBucket:
-    """A bucket of DDP, to be answered in its own buffer when the step is over.
+    """Bucket of DDP whose future is completed at the end of the step, with averages in its own buffer.
 
     Args:
         bucket: DDP's ``GradBucket``.
-        names: of parameters, by id.
+        names: parameter names by id.
     """
 
     def __init__(self, bucket: Any, names: Mapping[int, str]) -> None:
         self.buffer: Tensor = bucket.buffer()
         self.future: Future[Tensor] = Future(devices=[self.buffer.device] if self.buffer.is_cuda else None)
         self.spans: dict[str, slice] = {}
-        """Where the gradients of parameters lie; parameters without coordinates are left out."""
+        """Spans of the gradients in the buffer, by name; parameters without coordinates are left out."""
         for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if view.numel():
                 start = view.storage_offset() - self.buffer.storage_offset()
                 self.spans[names[id(parameter)]] = slice(start, start + view.numel())
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(numel,) views of the gradients, by name."""
+        """Iterate over names and (numel,) views of the gradients."""
         return ((name, self.buffer[span]) for name, span in self.spans.items())
 
     def answer(self) -> None:
-        """The buffer holds averages."""
+        """Complete the future: the buffer holds averages."""
         self.future.set_result(self.buffer)
 
     def fill_nan_(self, skipped: Tensor, unused: Set[str], positions: Positions) -> None:
-        """Put NaN into the gradients of a step that is skipped, so that whoever looks at any of them knows.
+        """Write NaN into the gradients of a skipped step, so that every gradient shows it.
 
         Args:
-            skipped: () flag. On a device, where nobody knows whether it is set, one coordinate of each gradient has to
-                do.
+            skipped: () flag. If only the device knows it, one coordinate of each gradient becomes NaN.
             unused: parameters whose gradient is not of this step.
-            positions: may be added to.
+            positions: cache of first coordinates; new ones are added.
         """
         spans = [span for name, span in self.spans.items() if name not in unused]
         if not static_shapes(skipped.device):
             for span in spans if skipped else ():
                 self.buffer[span].fill_(float("nan"))
-        elif unused & self.spans.keys():  # may be others in every step: the host does not wait to copy positions
+        elif unused & self.spans.keys():  # they vary between steps: caching positions would synchronise with the device
             for span in spans:
                 self.buffer[span.start : span.start + 1].masked_fill_(skipped, float("nan"))
         else:
@@ -114,11 +113,11 @@ class PendingBucket:
 
 
 class DenseBypass:
-    """Averages buckets just as DDP does without a hook.
+    """Averages buckets like DDP without a hook.
 
     Args:
         comm: the ranks.
-        names: of parameters, by id.
+        names: parameter names by id.
     """
 
     def __init__(self, comm: TorchCollective, names: Mapping[int, str]) -> None:
@@ -136,13 +135,13 @@ class DenseBypass:
         return future
 
     def end_step(self, look: bool) -> tuple[Set[str], Tensor | None]:
-        """All buckets of a step are on their way.
+        """End a step whose buckets have all been started.
 
         Args:
-            look: wait for them, and look whether they are finite.
+            look: wait for the averages and check whether they are finite.
 
         Returns:
-            The names of their parameters, and () whether any average is not finite; None without a look.
+            The names of their parameters, and a () flag that an average is not finite; None without ``look``.
         """
         averages, names = self._averages, self._averaged
         self._averages, self._averaged = [], set()

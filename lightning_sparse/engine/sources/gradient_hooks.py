@@ -1,4 +1,4 @@
-"""What gradients of single parameters tell before DDP collects them: which were used, and which are sparse tensors."""
+"""Hooks on the gradients of single parameters: detection of unused parameters and of sparse tensors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightning_sparse.engine.network import TorchCollective
 
 
 class Usage:
-    """Which parameters took part in a backward. Needed where a backward may leave some out.
+    """Records the parameters that take part in a backward, for trainings in which a backward may omit some.
 
     Args:
-        parameters: by name.
+        parameters: parameters by name.
         comm: the ranks.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], comm: TorchCollective) -> None:
         self.comm = comm.between_hosts()
-        """For what hosts know."""
+        """Collective for facts of the hosts, without a device."""
         used = self._used = set[str]()
 
         def note(name: str, _: Tensor) -> None:  # keeps no more than the set alive
@@ -35,31 +35,31 @@ class Usage:
         ]
 
     def here(self, names: Iterable[str]) -> list[bool]:
-        """Whether each of these was used on this rank since the last synchronised backward."""
+        """Return for each parameter True if this rank has used it since the last synchronised backward."""
         return [name in self._used for name in names]
 
     def anywhere(self, used: list[bool]) -> tuple[list[bool], float]:
-        """Whether each was used on any rank, and the bytes that this rank sends to learn it; collective."""
+        """Return for each parameter True if any rank has used it, and the bytes that this rank sends; collective."""
         flags = torch.tensor(used, dtype=torch.uint8, device="cpu")
         return self.comm.all_gather(flags).amax(0).bool().tolist(), (self.comm.world_size - 1) * flags.nbytes
 
     def end_step(self) -> None:
-        """A synchronised backward is over."""
+        """Forget the uses of a synchronised backward that has ended."""
         self._used.clear()
 
     def close(self) -> None:
-        """Stop noting."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self.comm.close()
 
 
 class SparseGradients:
-    """Refuses sparse gradients, before DDP ends with an error that names no parameter; in the first step only.
+    """Refuses sparse gradients with an error that names the parameter, unlike DDP's; in the first step only.
 
     Args:
-        parameters: by name.
-        failing_together: within which errors are raised.
+        parameters: parameters by name.
+        failing_together: context for raising errors.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SparseGradients:
                 )
 
     def close(self) -> None:
-        """Stop looking: what makes sparse gradients does so from the first step on."""
+        """Remove the hooks: a layer with sparse gradients produces them from the first step on."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

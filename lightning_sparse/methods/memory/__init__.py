@@ -1,4 +1,4 @@
-"""Error feedback: what a rank remembers of the gradients it has not sent yet. Sole writer of the residual."""
+"""Error feedback: the parts of gradients that a rank has not sent yet. Only memories write to the residual."""
 
 from lightning_sparse.methods.memory.adam import AdamCorrection
 from lightning_sparse.methods.memory.base import MEMORIES, Memory, NoMemory

@@ -1,10 +1,10 @@
-"""Adam before the sparse exchange instead of behind it."""
+"""Adam before the sparse exchange instead of after it."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,13 +12,13 @@ from torch import Tensor
 from lightning_sparse.core.checks import check_positive, check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context
-from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, Memory, advance_, pieces
+from lightning_sparse.methods.memory.base import MEMORIES, CountedFeedback, CountedState, advance_, pieces
 from lightning_sparse.ops import zeros
 
 
 @dataclass(frozen=True)
 class AdamState(CountedState):
-    """Two or three vectors, and the number of steps that counted."""
+    """State with Adam's moments."""
 
     first: Tensor | None
     """None if ``beta1`` is 0: the first moment is then the gradient."""
@@ -32,32 +32,32 @@ class AdamCorrection(CountedFeedback):
     """Each rank accumulates and sends the Adam direction of its own gradients; the optimizer is plain SGD.
 
     With g the rank's gradient, ``m = beta1 m + (1 - beta1) g`` and ``v = beta2 v + (1 - beta2) g^2``, both divided by
-    Adam's bias corrections, ``acc = residual + sqrt(n) m / (sqrt(v) + eps)``. Of n independent gradients the average is
-    ``sqrt(n)`` times smaller than each; with the factor a step is about as long as dense Adam's. For one rank at
-    density 1 the result is AdamW. Directions are not lost: those of all steps are what was sent plus the residual.
-    Groups that are kept dense go through the same memory.
+    Adam's bias corrections, ``acc = residual + sqrt(n) m / (sqrt(v) + eps)``. The average
+    of n independent gradients is ``sqrt(n)`` times smaller than each; the factor makes a step about as long as dense
+    Adam's. For one rank at density 1 the result is AdamW. No direction is lost: the directions of all steps add up to
+    the values sent plus the residual. Dense groups use this memory, too.
 
-    With a learning rate that is searched again, **prefer** ``torch.optim.AdamW(betas=(0.0, 0.999))`` **behind**
-    :class:`Residual`: on a word LSTM (8 ranks, 300 steps, UnionTopK, each at its best rate) that reached a perplexity
-    of 31.2 at density 0.01 and 47.5 at 0.001, this memory 33.1 and 74.9, dense AdamW 27.7. With the rate of dense
-    training left as it was, this memory is the better one at 0.01 (31.3, against 36.0 and, with AdamW's usual betas,
-    43.8) and the worse one at 0.001 (``docs/adam.md``). Likely because directions are all about equally long, so that
-    the largest residuals tell less about what matters, and because a rank's own v is noisier than that of the average.
+    If the learning rate is tuned again, **prefer** ``torch.optim.AdamW(betas=(0.0, 0.999))`` **after**
+    :class:`Residual`: on a word LSTM (8 ranks, 300 steps, UnionTopK, each at its best rate) it reached a perplexity
+    of 31.2 at density 0.01 and 47.5 at 0.001, this memory 33.1 and 74.9, dense AdamW 27.7. At the learning rate of
+    dense training, this memory is better at 0.01 (31.3, against 36.0 and, with AdamW's usual betas, 43.8) and worse
+    at 0.001 (``docs/adam.md``). Two likely reasons: all directions have about the same length, so that the largest
+    residuals say less about importance; and a rank's own v is noisier than that of the average.
 
-    A first moment is off by default: a residual averages over steps by itself, and ``beta1=0.9`` made it worse at both
+    The first moment is off by default: the residual already averages over steps, and ``beta1=0.9`` was worse at both
     densities (56.0 and 90.6).
 
-    Costs two vectors of ``numel`` accumulator elements a rank, one more than :class:`Residual`, and another one with a
-    first moment; SGD keeps none where AdamW keeps two.
+    This memory costs two vectors of ``numel`` accumulator elements a rank, one more than :class:`Residual`, and another
+    one with a first moment. SGD keeps no vector; AdamW keeps two.
 
     The optimizer must be ``torch.optim.SGD(lr, momentum=0, weight_decay)``, which is checked when training starts. Its
-    weight decay is AdamW's: it is added to a direction, not to a gradient. Start from the rate that AdamW has in dense
-    training, and try lower ones the lower the density.
+    weight decay is AdamW's: it is added to a direction, not to a gradient. Start from AdamW's learning rate in dense
+    training, and try lower rates at lower densities.
 
-    Squares of a skipped step are absorbed, and the step is not counted: the steps after it are shorter for a while.
-    Steps are counted for each group, not for each parameter as in torch: a parameter that is used for the first time at
-    a late step T gets a first step that is longer by up to ``sqrt((1 - beta2^T) / (1 - beta2))``, as a row of an
-    embedding that is new to AdamW does.
+    Squares of a skipped step are absorbed, but the step is not counted: the steps after it are shorter for a while.
+    Steps are counted for each group, not for each parameter as in torch. A parameter that is first used at a late
+    step T gets a first step that is longer by up to ``sqrt((1 - beta2^T) / (1 - beta2))``, like a new row of an
+    embedding with AdamW.
 
     Args:
         beta1: of the first moment, in [0, 1); 0: none. Adam's is 0.9.
@@ -85,6 +85,7 @@ class AdamCorrection(CountedFeedback):
     beta1: float = 0.0
     beta2: float = 0.999
     eps: float = 1e-8
+    averages = "directions"
 
     def __post_init__(self) -> None:
         check_share(self.beta1, "beta1", zero=True, one=False)
@@ -92,14 +93,14 @@ class AdamCorrection(CountedFeedback):
         check_positive(self.eps, "eps")
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> AdamState:
-        """Zero vectors of ``numel + 1`` slots: two, or three with a first moment."""
+        """Return zero vectors of ``numel + 1`` slots: two, or three with a first moment."""
         residual, second = (zeros(numel + 1, device, dtype) for _ in range(2))
         first = zeros(numel + 1, device, dtype) if self.beta1 else None
         steps = torch.zeros((), device=device, dtype=torch.float64)
         return AdamState(residual, steps, first, second)
 
     def absorb_(self, state: AdamState, grad: Gradient, ctx: Context) -> Absorbed:
-        """``residual += direction``, by the next moments."""
+        """Update the moments and add the direction to the residual."""
         steps = state.steps + 1
         finite = []
         for piece, given in pieces(grad):
@@ -111,20 +112,7 @@ class AdamCorrection(CountedFeedback):
                 vectors.append(state.first[piece])
                 first = torch.mul(vectors[2], self.beta1).add_(wide, alpha=1 - self.beta1)
                 moments.append(first)
-            corrected = first / (1 - torch.pow(self.beta1, steps)), second / (1 - torch.pow(self.beta2, steps))
-            direction = self._direction(*corrected, ctx.world_size)
+            first, second = first / (1 - torch.pow(self.beta1, steps)), second / (1 - torch.pow(self.beta2, steps))
+            direction = math.sqrt(ctx.world_size) * first / (second.sqrt() + self.eps)
             finite.append(advance_(vectors, [vectors[0] + direction, *moments]))
         return Absorbed(state.residual, torch.stack(finite).all())
-
-    def for_dense(self) -> Memory:
-        """The same: the optimizer behind it is no Adam for dense groups either."""
-        return self
-
-    @property
-    def averages(self) -> Literal["directions"]:
-        """Adam's directions: the optimizer behind it has to apply them as they are."""
-        return "directions"
-
-    def _direction(self, first: Tensor, second: Tensor, n: int) -> Tensor:
-        """From bias-corrected moments."""
-        return math.sqrt(n) * first / (second.sqrt() + self.eps)

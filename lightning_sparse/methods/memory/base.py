@@ -1,7 +1,7 @@
 """The protocol of memories, and the residual that most of them keep.
 
-There is one vector of each thing remembered. A step takes the gradient in at once (:meth:`Memory.absorb_`); when it is
-known that the step counts, what was sent leaves again (:meth:`Memory.settle_`).
+Each quantity is stored once and updated in place. A step absorbs the gradient first (:meth:`Memory.absorb_`). Values
+that were sent leave the residual when the step is known to count (:meth:`Memory.settle_`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import reduce
 from typing import Any, ClassVar, Literal
 
@@ -32,16 +32,16 @@ OLD_NAMES = {
     "check_optimizer": "the properties averages and decays say what is averaged over ranks",
     "has_momentum": "the properties averages and decays say what is averaged over ranks",
 }
-"""Methods of earlier versions, and what has taken their place."""
+"""Methods of earlier versions, with their replacements."""
 HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 24
-"""Elements worked on at once: what is only needed on the way stays in cache, or below 64 MiB."""
+"""Elements processed at once: temporaries stay in cache on the CPU, and below 64 MiB on a device."""
 
 
 class Memory(ABC):
-    """Absorbs gradients and forgets what was sent. A frozen dataclass of settings, nothing else.
+    """Error feedback: absorbs gradients and removes values that were sent. A frozen dataclass of settings.
 
-    A step goes through :meth:`absorb_` and, if it counts, :meth:`settle_`. A step that is skipped ends after the first:
-    what it has absorbed stays, and is sent later.
+    A step calls :meth:`absorb_` and, if it counts, :meth:`settle_`. A skipped step ends after the first: the gradient
+    that it has absorbed stays in the residual and is sent later.
     """
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -53,50 +53,36 @@ class Memory(ABC):
                 f"more. {advice}."
             )
 
-    @property
-    def reads_parameters(self) -> bool:
-        """Whether :meth:`absorb_` needs ``ctx.parameters``."""
-        return False
-
-    @property
-    def remembers_at_once(self) -> bool:
-        """Whether :meth:`absorb_` changes the residual already, and not :meth:`settle_` alone."""
-        return True
-
-    @property
-    def needs_second(self) -> bool:
-        """Whether exchanges have to average :attr:`.Absorbed.second`, too."""
-        return False
+    reads_parameters: ClassVar[bool] = False
+    """True if :meth:`absorb_` needs ``ctx.parameters``."""
+    remembers_at_once: ClassVar[bool] = True
+    """True if :meth:`absorb_` changes the residual; False if only :meth:`settle_` does."""
+    needs_second: ClassVar[bool] = False
+    """True if exchanges have to average :attr:`.Absorbed.second`, too."""
+    averages: ClassVar[Literal["gradients", "velocities", "directions"]] = "gradients"
+    """Quantity that is averaged over ranks. The optimizer must not form velocities or directions a second time."""
+    decays: ClassVar[bool] = False
+    """True if the average contains a weight decay."""
 
     @property
     def second_decay(self) -> float:
-        """By how much :attr:`.Absorbed.second` is multiplied in a step, in [0, 1), where there is one."""
+        """Decay of :attr:`.Absorbed.second` in a step, in [0, 1); 0 if there is none."""
         return 0.0
-
-    @property
-    def averages(self) -> Literal["gradients", "velocities", "directions"]:
-        """What ranks average. Velocities and directions are for optimizers that do not form them, too."""
-        return "gradients"
-
-    @property
-    def decays(self) -> bool:
-        """Whether what is averaged holds a weight decay."""
-        return False
 
     @abstractmethod
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> Any:
-        """State for one group, empty. ``dtype`` is the accumulator's, float32 or float64."""
+        """Return an empty state for one group. ``dtype`` is the accumulator's, float32 or float64."""
 
     @abstractmethod
     def absorb_(self, state: Any, grad: Gradient, ctx: Context) -> Absorbed:
-        """Take this rank's gradient in, in place.
+        """Add this rank's gradient to the state, in place.
 
-        A coordinate at which something would not be finite is left as it is.
+        A coordinate keeps its old values if any new one would not be finite.
 
         Args:
             state: this group's state.
-            grad: this rank's gradient, in runs. From here on its place, and its :meth:`~.Gradient.room`, are scratch:
-                for a score, for instance. The average takes it at the end of the step.
+            grad: this rank's gradient, in runs. Its storage, and its :meth:`~.Gradient.room`, are scratch from here on,
+                for a score, for instance. The average is written there at the end of the step.
             ctx: the step.
         """
 
@@ -104,14 +90,14 @@ class Memory(ABC):
     def settle_(
         self, state: Any, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
     ) -> None:
-        """Let what was sent leave the residual, in place, when the step counts.
+        """Remove sent values from the residual, in place, when the step counts.
 
         Args:
             state: this group's state, which has absorbed the gradient.
-            update: what the ranks agreed on.
-            rounding: (u,) what casting the average to the gradient's dtype lost, at the update's coordinates.
-            skipped: () bool on a device, where the host does not know it: whether the step counts for nothing. Nothing
-                is changed then, and values may be NaN. None: the step counts.
+            update: the result of the exchange.
+            rounding: (u,) error of casting the average to the gradient's dtype, at the update's coordinates.
+            skipped: () bool on a device, where the host does not know it: True if the step is skipped. Nothing is
+                changed then, and values may be NaN. None: the step counts.
         """
 
     def divisors(self, state: Any, update: Update, ctx: Context) -> Tensor | None:
@@ -119,7 +105,7 @@ class Memory(ABC):
 
         Args:
             state: this group's state, which has absorbed the gradient.
-            update: what the ranks agreed on.
+            update: the result of the exchange.
             ctx: the step.
         """
         return None
@@ -127,22 +113,22 @@ class Memory(ABC):
     def divide_all(
         self, state: Any, average: Tensor, mean: Callable[[Tensor], Tensor], density: float
     ) -> Tensor | None:
-        """As :meth:`divisors`, of averages at all coordinates, between two steps; collective.
+        """Return the (numel,) :meth:`divisors` of averages at all coordinates, between two steps; collective.
 
         Args:
             state: this group's state.
-            average: (numel,) of residuals.
-            mean: over ranks, of a vector.
-            density: that the next step would have.
+            average: (numel,) mean of the residuals.
+            mean: returns the mean of a vector over ranks.
+            density: of the next step.
         """
         return None
 
     def lengthen_(self, divisors: Tensor, by: Tensor) -> None:  # noqa: B027  # most divide nothing
-        """Multiply :meth:`divisors`, in place, as if gradients had been so many times longer.
+        """Adjust :meth:`divisors`, in place, to gradients multiplied by a factor.
 
         Args:
             divisors: (u,) numbers.
-            by: (u,) or (), at least 0.
+            by: (u,) or () factors of the gradients, at least 0.
         """
 
     def scale_(self, state: Any, factors: Sequence[tuple[slice, float]]) -> None:  # noqa: B027  # most keep nothing
@@ -150,68 +136,74 @@ class Memory(ABC):
 
         Args:
             state: this group's state.
-            factors: of spans.
+            factors: spans, each with its factor.
         """
 
     @abstractmethod
     def vectors(self, state: Any) -> dict[str, Tensor]:
-        """What is remembered of each coordinate, by name: the live buffers, numel slots and a spare one."""
+        """Return the vectors of the state by name: the live buffers, of numel slots and a spare one."""
 
     @abstractmethod
     def residual(self, state: Any) -> Tensor | None:
-        """(numel,) view of what has not been sent yet, or None if nothing is remembered."""
+        """Return a (numel,) view of the values that have not been sent yet, or None if the memory keeps none."""
 
     def carry_(self, state: Any, target: slice, memory: Memory, other: Any, source: slice) -> None:
-        """Take over what is remembered of some coordinates from the state of another group.
+        """Copy the state of some coordinates from another group; of each counter, keep the larger value.
 
         Args:
-            state: of the group that takes, which is still being formed.
-            target: where the coordinates lie in it.
-            memory: of the other group. What this one has no place for is dropped.
+            state: state that is being formed.
+            target: span of the coordinates in it.
+            memory: memory of the other group. Vectors that this memory does not have are dropped.
             other: state of the other group.
-            source: where the coordinates lie there.
+            source: span of the coordinates there.
         """
         vectors, others = self.vectors(state), memory.vectors(other)
         for name in vectors.keys() & others.keys():
             vectors[name][target].copy_(others[name][source])
+        known = memory.counters(other)
+        for name, counter in self.counters(state).items():
+            counter.copy_(torch.maximum(counter, known.get(name, counter)))
         self.complete_(state, target, others.keys())
 
     def complete_(self, state: Any, span: slice, names: Collection[str]) -> None:  # noqa: B027  # most start at zero
-        """Make up for vectors that are not known of some coordinates, when a state is being formed.
+        """Fill in the vectors that are missing for some coordinates of a new state.
 
         Args:
-            state: what is known is in it.
+            state: state with the vectors that are known.
             span: the coordinates.
-            names: of the vectors that are known.
+            names: names of the vectors that are known.
         """
 
     def start_(  # noqa: B027  # most have none
         self, state: Any, second: Tensor, spans: Sequence[slice], steps: float
     ) -> None:
-        """Start from second moments of earlier gradients, where none is known yet, when a state is being formed.
+        """Start coordinates of a new state from second moments of earlier gradients.
 
         Args:
-            state: is changed.
-            second: (numel,), corrected for their start at 0.
-            spans: where they are meant.
-            steps: that they are of; where steps are known already, these count.
+            state: state that is being formed; changed in place.
+            second: (numel,) second moments with Adam's bias correction applied.
+            spans: coordinates to start.
+            steps: number of steps behind them; ignored if the state has counted steps already.
         """
 
     def adapt_(self, state: Any, before: Memory) -> None:  # noqa: B027  # most have nothing to change
-        """Go on with the state of a memory of the same kind that had other settings, between two steps.
+        """Adapt a state to changed settings, between two steps.
 
         Args:
-            state: of a group.
-            before: the other one.
+            state: state of a group.
+            before: the memory of the same kind that has formed it.
         """
 
     def counters(self, state: Any) -> dict[str, Tensor]:
-        """What is remembered of the group as a whole, by name; the tensors themselves, to be filled at the start."""
+        """Return the scalars of the state by name: the live tensors, which loading a checkpoint fills in."""
         return {}
 
     def for_dense(self) -> Memory:
-        """The memory of groups that are kept dense, where nothing is left unsent."""
-        return NoMemory()
+        """Return the memory of groups that are kept dense, where nothing is left unsent.
+
+        Velocities and directions are formed for dense groups, too: the optimizer does not form them.
+        """
+        return NoMemory() if self.averages == "gradients" else self
 
 
 MEMORIES: Registry[Memory] = Registry("memory", Memory)  # type: ignore[type-abstract]
@@ -221,17 +213,17 @@ MEMORIES: Registry[Memory] = Registry("memory", Memory)  # type: ignore[type-abs
 @MEMORIES.register
 @dataclass(frozen=True)
 class NoMemory(Memory):
-    """No error feedback: what is not sent in its own step is lost. For comparison, and for dense groups.
+    """No error feedback: values that are not sent in their own step are lost. For comparison and dense groups.
 
     Training on a biased selection without feedback converges worse or not at all; use :class:`Residual`.
     """
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """One vector of ``numel + 1`` slots, scratch for acc."""
+        """Return a vector of ``numel + 1`` slots, scratch for acc."""
         return zeros(numel + 1, device, dtype)
 
     def absorb_(self, state: Tensor, grad: Gradient, ctx: Context) -> Absorbed:
-        """``acc = grad``, finite or not."""
+        """Set ``acc = grad``, finite or not."""
         for span, run in grad:
             state[span].copy_(run)
         state[-1:].zero_()
@@ -240,84 +232,79 @@ class NoMemory(Memory):
     def settle_(
         self, state: Tensor, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
     ) -> None:
-        """Nothing is remembered."""
+        """Do nothing."""
 
     def vectors(self, state: Tensor) -> dict[str, Tensor]:
-        """None."""
+        """Return no vectors."""
         return {}
 
     def residual(self, state: Tensor) -> None:
-        """Always None."""
+        """Return None."""
 
 
 @dataclass(frozen=True)
 class FeedbackState:
-    """What is remembered of a group: vectors of numel + 1 slots, the last one zero, changed in place."""
+    """State of a group: vectors of numel + 1 slots, the last one zero, changed in place."""
 
     residual: Tensor
     remembered: ClassVar[tuple[str, ...]] = ("residual",)
-    """Names of the vectors."""
+    """Names of the vectors that survive a step."""
 
 
 class Feedback(Memory):
-    """What all memories with a residual have in common; they differ in :meth:`absorb_`."""
+    """Error feedback: a residual, in :attr:`state_class`. Subclasses define :meth:`absorb_`."""
 
-    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> FeedbackState:
-        """One zero vector of ``numel + 1`` slots."""
-        return FeedbackState(zeros(numel + 1, device, dtype))
+    state_class: ClassVar[type[FeedbackState]] = FeedbackState
+
+    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> Any:
+        """Make a zero vector of ``numel + 1`` slots for each field of :attr:`state_class`."""
+        return self.state_class(*(zeros(numel + 1, device, dtype) for _ in fields(self.state_class)))
 
     def settle_(
         self, state: FeedbackState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
     ) -> None:
-        """Leave in the residual what did not travel.
+        """Remove sent values from the residual.
 
-        Each rank keeps the rounding error of the mean; over n ranks that is n times it, what the sum lost.
+        Each rank keeps the rounding error of the mean. Over n ranks, that is the rounding error of the sum.
         """
         take_out_(state.residual, update, skipped)
         if rounding is not None:
             put_back_(state.residual, update, rounding, skipped)
 
     def scale_(self, state: FeedbackState, factors: Sequence[tuple[slice, float]]) -> None:
-        """The residual and nothing else."""
+        """Scale the residual and no other vector."""
         for span, factor in factors:
             state.residual[span].mul_(factor)
 
     def vectors(self, state: FeedbackState) -> dict[str, Tensor]:
-        """All that there are."""
-        found = {name: getattr(state, name) for name in state.remembered}
-        return {name: vector for name, vector in found.items() if vector is not None}
+        """Return the vectors of :attr:`FeedbackState.remembered` that are not None."""
+        return {name: vector for name in state.remembered if (vector := getattr(state, name)) is not None}
 
     def residual(self, state: FeedbackState) -> Tensor:
-        """(numel,) view."""
+        """Return the residual as a (numel,) view."""
         return state.residual[:-1]
 
 
 @dataclass(frozen=True)
 class CountedState(FeedbackState):
-    """A residual, and the number of steps that counted."""
+    """State with the number of steps that counted."""
 
     steps: Tensor
     """() float64, changed in place."""
 
 
 class CountedFeedback(Feedback):
-    """A residual, and moments that are corrected by the number of steps that counted, as Adam's are."""
+    """Error feedback with moments whose bias correction, as in Adam, follows the number of steps that counted."""
 
     def settle_(  # type: ignore[override]
         self, state: CountedState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
     ) -> None:
-        """As of every residual; the step is counted."""
+        """Remove sent values from the residual and count the step."""
         super().settle_(state, update, rounding, skipped)
         state.steps.add_(1 if skipped is None else ~skipped)
 
-    def carry_(self, state: CountedState, target: slice, memory: Memory, other: Any, source: slice) -> None:
-        """Vectors, and the number of steps: the largest, where groups that become one have counted differently."""
-        super().carry_(state, target, memory, other, source)
-        if isinstance(other, type(state)):
-            state.steps.copy_(torch.maximum(state.steps, other.steps))
-
     def counters(self, state: CountedState) -> dict[str, Tensor]:
-        """The number of steps."""
+        """Return the number of steps."""
         return {"steps": state.steps}
 
 
@@ -329,7 +316,7 @@ def advance_(vectors: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         values: one for each vector, of its dtype.
 
     Returns:
-        () bool: whether all values are finite.
+        () bool: True if all values are finite.
 
     Example:
         >>> momentum, residual = torch.zeros(2, 2).unbind()
@@ -349,12 +336,12 @@ def advance_(vectors: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
 
 
 def pieces(x: Gradient) -> Iterator[tuple[slice, Tensor]]:
-    """To work on one after the other, so that what is only needed on the way stays in cache."""
+    """Iterate over a gradient in pieces so small that temporaries stay in cache."""
     return x.cut(DEVICE_PIECE if static_shapes(x.device) else HOST_PIECE)
 
 
 def take_out_(acc: Tensor, update: Update, skipped: Tensor | None = None) -> None:
-    """Set what was sent to zero, or to the rounding error of what was sent; see :meth:`Memory.settle_`."""
+    """Subtract sent values; a coordinate keeps the rounding error of its message. See :meth:`Memory.settle_`."""
     if update.sent is not None:
         subtract_at_(acc, update.sent, update.sent_values, skipped)
     elif update.sent_values is not None:
@@ -366,7 +353,7 @@ def take_out_(acc: Tensor, update: Update, skipped: Tensor | None = None) -> Non
 
 
 def put_back_(acc: Tensor, update: Update, rounding: Tensor, skipped: Tensor | None = None) -> None:
-    """Add what casting the average lost; see :meth:`Memory.settle_`."""
+    """Add the error of casting the average; see :meth:`Memory.settle_`."""
     if update.indices is None:
         acc[:-1].add_(rounding if skipped is None else rounding.masked_fill(skipped, 0))
         return

@@ -1,4 +1,4 @@
-"""Local gradient clipping, as in DGC."""
+"""Local gradient clipping of DGC."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from torch import Tensor
 from lightning_sparse.core.checks import check_positive
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Context
-from lightning_sparse.methods.memory.around import Around, check_inside
 from lightning_sparse.methods.memory.base import MEMORIES, Memory
 from lightning_sparse.methods.memory.residual import Residual
+from lightning_sparse.methods.memory.transform import GradientTransform
 from lightning_sparse.ops import static_shapes
 
 CHUNK = 1 << 16
-"""Elements of which norms are taken at once: float32 sums of millions of squares are off in the fourth digit."""
+"""Elements of a partial norm: float32 sums of millions of squares are wrong in the fourth digit."""
 
 
 @MEMORIES.register
 @dataclass(frozen=True)
-class ClipByNorm(Around):
-    """Clip each rank's gradient before it is accumulated; around any other memory.
+class ClipByNorm(GradientTransform):
+    """Clip each rank's gradient before another memory absorbs it.
 
-    Clipping the average, as the Trainer's ``gradient_clip_val`` does, would clip what has gathered in residuals for
-    many steps. DGC clips what comes in: a group's gradient whose Euclidean norm exceeds ``max_norm / sqrt(n)`` is
-    scaled down to it, because the sum of n independent gradients is about ``sqrt(n)`` times as long as each of them.
-    The limit is meant for that sum; for a limit c on the *average* over ranks set ``max_norm = n * c``.
+    Clipping the average, like the Trainer's ``gradient_clip_val``, would clip the sum of many steps. DGC clips the
+    incoming gradient: a group's gradient with a Euclidean norm above ``max_norm / sqrt(n)`` is scaled down to that
+    norm, because the sum of n independent gradients is about ``sqrt(n)`` times as long as each of them. The limit is
+    meant for that sum; for a limit c on the *average* over ranks set ``max_norm = n * c``.
 
-    The limit holds for each group by itself: a gradient whose norm over the whole model is below it is never touched,
-    but one of many groups may be longer as a whole and still pass. With ``grouping="model"`` it is exactly DGC's rule.
-    Groups that are kept dense are clipped in the same way. What is clipped is gone: it does not enter the residual.
+    The limit applies to each group separately. A gradient with a norm below it over the whole model is never changed; a
+    gradient of many groups may exceed it as a whole and still pass. With ``grouping="model"`` it is exactly DGC's rule.
+    Dense groups are clipped in the same way. The part that is clipped is lost: it does not enter the residual.
 
     Args:
         max_norm: largest norm, above 0, in units of the gradient.
-        memory: what remembers the clipped gradient.
+        memory: memory that absorbs the clipped gradient.
 
     Raises:
-        ValueError: if ``max_norm`` is not positive or ``memory`` is no memory.
+        ValueError: if ``max_norm`` is not positive or ``memory`` is not a memory.
 
     Example:
         >>> import lightning_sparse as ls
@@ -59,10 +59,10 @@ class ClipByNorm(Around):
 
     def __post_init__(self) -> None:
         check_positive(self.max_norm, "max_norm")
-        check_inside(self.memory)
+        super().__post_init__()
 
-    def change_(self, grad: Gradient, ctx: Context) -> None:
-        """Scale the gradient in place; if its norm is not finite, all of it becomes NaN, and none is absorbed."""
+    def transform_(self, grad: Gradient, ctx: Context) -> None:
+        """Scale the gradient in place. If its norm is not finite, all of it becomes NaN, and nothing is absorbed."""
         whole = norm(grad.flat())
         scale = (self.max_norm / math.sqrt(ctx.world_size) / whole).clamp(max=1).where(whole.isfinite(), float("nan"))
         for run in grad.runs if static_shapes(grad.device) or scale != 1 else ():
@@ -70,7 +70,7 @@ class ClipByNorm(Around):
 
 
 def norm(x: Tensor) -> Tensor:
-    """() float64 Euclidean norm; infinite or NaN if anything in x is."""
+    """Return the () float64 Euclidean norm; infinite or NaN if an element of x is."""
     on_device = static_shapes(x.device)
     dtype = torch.float64 if on_device else torch.promote_types(x.dtype, torch.float32)
     whole = x.numel() // CHUNK * CHUNK
@@ -83,7 +83,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def joint_norm(pieces: Sequence[Tensor]) -> Tensor:
-    """() float64 Euclidean norm of several vectors, at least one, as if they were one."""
+    """Return the () float64 Euclidean norm of the concatenation of vectors, at least one."""
     if len(pieces) == 1:
         return norm(pieces[0])
     whole: Tensor = torch.linalg.vector_norm(torch.stack([norm(piece) for piece in pieces]))

@@ -1,4 +1,4 @@
-"""Weight decay on each rank, before anything is left unsent."""
+"""Weight decay on each rank, before the sparse exchange."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from dataclasses import dataclass, field
 from lightning_sparse.core.checks import check_integer, expect, is_number
 from lightning_sparse.core.layout import Gradient, flattened
 from lightning_sparse.core.step import Context
-from lightning_sparse.methods.memory.around import Around, check_inside
 from lightning_sparse.methods.memory.base import MEMORIES, Memory
 from lightning_sparse.methods.memory.residual import Residual
+from lightning_sparse.methods.memory.transform import GradientTransform
 
 
 @MEMORIES.register
 @dataclass(frozen=True)
-class WeightDecay(Around):
-    """Add the weight decay to each rank's gradient before it is accumulated; around any other memory.
+class WeightDecay(GradientTransform):
+    """Add the weight decay to each rank's gradient before another memory absorbs it.
 
-    ``gradient + decay * parameter`` is what ``torch.optim.SGD(weight_decay=decay)`` forms behind the exchange, from the
-    sparse average. There every coordinate decays at every step, while its gradient arrives rarely and in lumps. Here
-    the decay waits in the residual with the gradient that it was meant to balance, and with
-    :class:`~lightning_sparse.MomentumCorrection` inside it gets momentum, as in SGD. At density 1 both are the same.
-    Set the optimizer's own ``weight_decay`` to 0. Meant for SGD: AdamW decays apart from the gradient, and its decay
-    should stay where it is.
+    ``torch.optim.SGD(weight_decay=decay)`` forms ``gradient + decay * parameter`` after the exchange, from the sparse
+    average. Every coordinate then decays at every step, while its gradient arrives rarely, as a sum of many steps. Here
+    the decay stays in the residual together with the gradient that it balances, and with
+    :class:`~lightning_sparse.MomentumCorrection` inside it gets momentum, as in SGD. At density 1 both are equal. Set
+    the optimizer's own ``weight_decay`` to 0. This memory is meant for SGD; leave AdamW's decoupled decay to AdamW.
 
-    Groups that are kept dense decay in the same way. Where no rank used a parameter in a step, it does not decay.
+    Dense groups decay in the same way. A parameter that no rank used in a step does not decay.
 
     Args:
         decay: factor of the parameter, at least 0, as ``weight_decay`` of ``torch.optim.SGD``.
-        memory: what remembers the sum.
-        min_ndim: parameters with fewer dimensions do not decay; 2 spares biases and norms.
+        memory: memory that absorbs the sum.
+        min_ndim: parameters with fewer dimensions do not decay; 2 excludes biases and norms.
 
     Raises:
-        ValueError: if ``decay`` is negative or no number, ``memory`` no memory or ``min_ndim`` no integer from 0 on; in
-            the first step, where there is no model, as in :func:`~lightning_sparse.simulate`.
+        ValueError: if ``decay`` is not a number of at least 0, ``memory`` is not a memory or ``min_ndim`` is not an
+            integer of at least 0; in the first step, if there is no model, as in :func:`~lightning_sparse.simulate`.
 
     Example:
         >>> import lightning_sparse as ls
@@ -48,22 +47,15 @@ class WeightDecay(Around):
     decay: float
     memory: Memory = field(default_factory=Residual)
     min_ndim: int = 0
+    reads_parameters = True
+    decays = True
 
     def __post_init__(self) -> None:
         expect(is_number(self.decay) and self.decay >= 0, "decay", "a number of at least 0", self.decay)
         check_integer(self.min_ndim, "min_ndim", least=0)
-        check_inside(self.memory)
+        super().__post_init__()
 
-    @property
-    def reads_parameters(self) -> bool:
-        return True
-
-    @property
-    def decays(self) -> bool:
-        """True: the optimizer's own would come on top of it."""
-        return True
-
-    def change_(self, grad: Gradient, ctx: Context) -> None:
+    def transform_(self, grad: Gradient, ctx: Context) -> None:
         """Add the decay in place."""
         if ctx.parameters is None:
             raise ValueError("WeightDecay needs the parameters of a model, and there is none here.")

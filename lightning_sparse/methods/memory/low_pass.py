@@ -1,4 +1,4 @@
-"""ScaleCom's low-pass filter on the residual."""
+"""Low-pass filter of ScaleCom on the residual."""
 
 from __future__ import annotations
 
@@ -10,21 +10,12 @@ from torch import Tensor
 from lightning_sparse.core.checks import check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context, Update
-from lightning_sparse.methods.memory.base import (
-    MEMORIES,
-    Feedback,
-    FeedbackState,
-    advance_,
-    pieces,
-    put_back_,
-    take_out_,
-)
-from lightning_sparse.ops import zeros
+from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState, advance_, pieces, put_back_
 
 
 @dataclass(frozen=True)
 class LowPassState(FeedbackState):
-    """The residual, and the sum that a step sends from: the residual takes in a part of the gradient only."""
+    """State with an accumulator of its own: the residual absorbs only a part of the gradient."""
 
     acc: Tensor
 
@@ -32,16 +23,16 @@ class LowPassState(FeedbackState):
 @MEMORIES.register
 @dataclass(frozen=True)
 class LowPass(Feedback):
-    """Error feedback whose residual follows slowly: ``residual' = residual + beta (gradient - sent)``.
+    """Error feedback with a low-pass filter: ``residual' = residual + beta (gradient - sent)``.
 
-    ``acc = residual + gradient`` as always, and afterwards ``residual' = (1 - beta) residual + beta (acc - sent)``. The
-    residual is an average over about ``1 / beta`` steps instead of a sum. That makes the residuals of the ranks more
-    alike, so that one rank's pick suits the others better (:class:`~lightning_sparse.CLTk`), and damps the noise that a
-    large learning rate feeds back.
+    The accumulator is ``acc = residual + gradient``; after the exchange ``residual' = (1 - beta) residual + beta (acc -
+    sent)``. The residual is an average over about ``1 / beta`` steps instead of a sum. This makes the residuals of the
+    ranks more alike, so that one rank's selection suits the others better (:class:`~lightning_sparse.CLTk`), and damps
+    the noise that a large learning rate feeds back.
 
-    What is conserved is changed by the factor: over the ranks, ``sum residual' - sum residual = beta (sum gradient -
-    n update)``. A coordinate that is never sent keeps beta of its gradients; one that is sent keeps ``1 - beta`` of its
-    old residual and is not forgotten at once. Costs two vectors of ``numel`` accumulator elements a rank.
+    The factor also appears in the conservation law: over the ranks, ``sum residual' - sum residual = beta (sum
+    gradient - n update)``. A coordinate that is never sent keeps the fraction beta of its gradients; one that is sent
+    keeps ``1 - beta`` of its old residual. This memory costs two vectors of ``numel`` accumulator elements a rank.
 
     Args:
         beta: in (0, 1]; 1 is :class:`~lightning_sparse.Residual`. Values of 0.1 to 0.3 are meant for the large
@@ -63,16 +54,14 @@ class LowPass(Feedback):
     """
 
     beta: float = 0.1
+    remembers_at_once = False
+    state_class = LowPassState
 
     def __post_init__(self) -> None:
         check_share(self.beta, "beta")
 
-    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> LowPassState:
-        """Two zero vectors of ``numel + 1`` slots."""
-        return LowPassState(*(zeros(numel + 1, device, dtype) for _ in range(2)))
-
     def absorb_(self, state: LowPassState, grad: Gradient, ctx: Context) -> Absorbed:
-        """``acc = residual + grad``; the residual follows in :meth:`settle_`."""
+        """Form ``acc = residual + grad``; :meth:`settle_` updates the residual."""
         state.acc.copy_(state.residual)
         finite = [advance_([state.acc[span]], [run + state.residual[span]]) for span, run in pieces(grad)]
         return Absorbed(state.acc, torch.stack(finite).all())
@@ -80,14 +69,9 @@ class LowPass(Feedback):
     def settle_(  # type: ignore[override]
         self, state: LowPassState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
     ) -> None:
-        """``(1 - beta) residual + beta (acc - sent)``; what a cast of the mean lost was not sent either."""
-        take_out_(state.acc, update, skipped)
+        """Set ``residual = (1 - beta) residual + beta (acc - sent)``; the error of a cast counts as not sent."""
+        super().settle_(FeedbackState(state.acc), update, None, skipped)
         follows = torch.lerp(state.residual, state.acc, self.beta)
         if rounding is not None:
             put_back_(follows, update, self.beta * rounding, skipped)
         state.residual.copy_(follows if skipped is None else torch.where(skipped, state.residual, follows))
-
-    @property
-    def remembers_at_once(self) -> bool:
-        """The residual follows when the step counts."""
-        return False

@@ -1,9 +1,9 @@
-"""DGC's momentum correction with factor masking."""
+"""Momentum correction of DGC, with factor masking."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,13 +11,12 @@ from torch import Tensor
 from lightning_sparse.core.checks import check_share
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.step import Absorbed, Context, Update
-from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState, Memory, advance_, pieces
-from lightning_sparse.ops import zeros
+from lightning_sparse.methods.memory.base import MEMORIES, Feedback, FeedbackState, advance_, pieces
 
 
 @dataclass(frozen=True)
 class MomentumState(FeedbackState):
-    """The residual, and the velocity of this rank's gradients."""
+    """State with the velocity of this rank's gradients."""
 
     momentum: Tensor
     remembered: ClassVar[tuple[str, ...]] = ("residual", "momentum")
@@ -26,25 +25,24 @@ class MomentumState(FeedbackState):
 @MEMORIES.register
 @dataclass(frozen=True)
 class MomentumCorrection(Feedback):
-    """Momentum on each rank before anything is left unsent: velocities are accumulated instead of gradients.
+    """Momentum on each rank, before the sparse exchange: ranks accumulate velocities instead of gradients.
 
-    A momentum buffer behind a sparse exchange sees a gradient only when it is sent, late and with others in one lump.
-    Here each rank runs momentum SGD on its own gradients as they come and sends the velocities:
-    ``m = momentum m + gradient``, ``acc = residual + m``; with Nesterov's rule ``m = momentum (m + gradient)``,
-    ``acc = residual + m + gradient``. The optimizer is plain SGD: set its own momentum to 0. Groups that are kept dense
-    go through the same memory, so that they have momentum, too.
+    The optimizer's momentum buffer gets a gradient only after it was sent, late and summed with others. Here each rank
+    runs momentum SGD on its own gradients at every step and sends the velocities: ``m = momentum m + gradient``,
+    ``acc = residual + m``; with Nesterov's rule ``m = momentum (m + gradient)``, ``acc = residual + m + gradient``. The
+    optimizer is plain SGD: set its own momentum to 0. Dense groups use this memory, too, and so have momentum.
 
-    *Factor masking* sets m to zero where something was sent and arrived, so that old directions do not carry on. When
-    everything was sent (density 1, dense groups) it is left out: the result is momentum SGD. The weight decay of the
-    optimizer is added to the averaged velocity and has no momentum.
+    *Factor masking* sets m to zero at coordinates that were sent and arrived, so that old directions do not persist. It
+    is left out in steps that send everything (density 1, dense groups): the result is momentum SGD. The weight decay of
+    the optimizer is added to the averaged velocity and has no momentum.
 
-    Without masking nothing is lost: the velocities of all steps are ``sum_t m_t = sent + residual``. Costs two
-    vectors of ``numel`` accumulator elements a rank.
+    Without masking nothing is lost: the velocities of all steps are ``sum_t m_t = sent + residual``. This memory costs
+    two vectors of ``numel`` accumulator elements a rank.
 
     Args:
         momentum: in [0, 1).
-        nesterov: look ahead, as ``torch.optim.SGD(nesterov=True)``.
-        masking: clear the momentum of what was sent.
+        nesterov: use Nesterov's rule, as ``torch.optim.SGD(nesterov=True)``.
+        masking: clear the momentum of coordinates that were sent.
 
     Raises:
         ValueError: if ``momentum`` is outside [0, 1).
@@ -64,62 +62,46 @@ class MomentumCorrection(Feedback):
     momentum: float = 0.9
     nesterov: bool = False
     masking: bool = True
+    averages = "velocities"
+    state_class = MomentumState
 
     def __post_init__(self) -> None:
         check_share(self.momentum, "momentum", zero=True, one=False)
 
-    def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> MomentumState:
-        """Two zero vectors of ``numel + 1`` slots."""
-        return MomentumState(*(zeros(numel + 1, device, dtype) for _ in range(2)))
-
     def absorb_(self, state: MomentumState, grad: Gradient, ctx: Context) -> Absorbed:
-        """``residual += m`` with the next m."""
+        """Update the velocity and add it to the residual."""
         finite = []
         for span, run in pieces(grad):
             residual, momentum = state.residual[span], state.momentum[span]
             if self.nesterov:
                 velocity = torch.add(momentum, run).mul_(self.momentum)
-                finite.append(advance_([momentum, residual], [velocity, (residual + velocity).add_(run)]))
+                acc = (residual + velocity).add_(run)
             else:
                 velocity = torch.add(run, momentum, alpha=self.momentum)
-                finite.append(advance_([momentum, residual], [velocity, residual + velocity]))
+                acc = residual + velocity
+            finite.append(advance_([momentum, residual], [velocity, acc]))
         return Absorbed(state.residual, torch.stack(finite).all())
 
     def settle_(  # type: ignore[override]
         self, state: MomentumState, update: Update, rounding: Tensor | None = None, skipped: Tensor | None = None
     ) -> None:
-        """What was sent leaves the residual and, with masking, the momentum."""
+        """Remove sent values from the residual and, with masking, clear their momentum."""
         super().settle_(state, update, rounding, skipped)
-        if self.masking:
-            _mask_(state.momentum, update, skipped)
-
-    def for_dense(self) -> Memory:
-        """The same: the optimizer behind it has no momentum for dense groups either."""
-        return self
-
-    @property
-    def averages(self) -> Literal["velocities"]:
-        """Momentum's velocities: the optimizer behind it has to apply them as they are."""
-        return "velocities"
-
-
-def _mask_(momentum: Tensor, update: Update, skipped: Tensor | None) -> None:
-    """Clear it where something was sent, unless everything was."""
-    if update.sent is None:
-        return
-    cleared = torch.ones_like(update.sent, dtype=torch.bool)
-    if update.sent_values is not None:  # an exchange that may drop picks on the way
-        cleared = update.sent_values != 0
-        if update.indices is not None:
-            cleared &= _marked(update.indices, momentum)[update.sent]
-    numel = momentum.numel() - 1
-    if update.sent.numel() >= numel:
-        cleared &= ~_marked(update.sent, momentum)[:numel].all()
-    if skipped is not None:
-        cleared &= ~skipped
-    momentum.index_copy_(0, update.sent, momentum[update.sent].masked_fill_(cleared, 0))
+        if not self.masking or update.sent is None:
+            return
+        momentum, numel = state.momentum, state.momentum.numel() - 1
+        cleared = torch.ones_like(update.sent, dtype=torch.bool)
+        if update.sent_values is not None:  # an exchange that may drop selected coordinates
+            cleared = update.sent_values != 0
+            if update.indices is not None:
+                cleared &= _marked(update.indices, momentum)[update.sent]
+        if update.sent.numel() >= numel:
+            cleared &= ~_marked(update.sent, momentum)[:numel].all()
+        if skipped is not None:
+            cleared &= ~skipped
+        momentum.index_copy_(0, update.sent, momentum[update.sent].masked_fill_(cleared, 0))
 
 
 def _marked(indices: Tensor, like: Tensor) -> Tensor:
-    """True at the indices, False elsewhere."""
+    """Return a mask like a vector, True at the indices."""
     return torch.zeros_like(like, dtype=torch.bool).index_fill_(0, indices, True)

@@ -14,14 +14,14 @@ from lightning_sparse.ops import accumulate_
 @MEMORIES.register
 @dataclass(frozen=True)
 class Residual(Feedback):
-    """Plain error feedback: ``acc = residual + gradient``; what was not sent is the next residual.
+    """Plain error feedback: ``acc = residual + gradient``; the values that are not sent are the next residual.
 
-    Gradients enter unscaled by the learning rate ("raw" mode), which for SGD with a constant rate is identical to the
-    papers' ``residual + lr * gradient``. Costs one vector of ``numel`` accumulator elements a rank.
+    Gradients are not scaled by the learning rate. For SGD with a constant rate, this equals the papers' ``residual + lr
+    * gradient``. This memory costs one vector of ``numel`` accumulator elements a rank.
 
     Args:
-        decay: ``acc = decay * residual + gradient``, in (0, 1]. Below 1, what waits long is forgotten bit by bit, so
-            that stale gradients count less, and not everything arrives.
+        decay: ``acc = decay * residual + gradient``, in (0, 1]. Below 1, the weight of old gradients decays, and a
+            part of them is never sent.
 
     Raises:
         ValueError: if ``decay`` is outside (0, 1].
@@ -45,16 +45,15 @@ class Residual(Feedback):
         check_share(self.decay, "decay")
 
     def absorb_(self, state: FeedbackState, grad: Gradient, ctx: Context) -> Absorbed:
-        """``residual = decay * residual + grad``."""
+        """Set ``residual = decay * residual + grad``."""
         acc = state.residual
         return Absorbed(acc, accumulate_(acc[:-1], grad.runs, self.decay, ctx.candidates))
 
 
 def as_memory(memory: Memory | str | None) -> Memory:
-    """A memory from an instance or a name such as ``"low_pass"``; :class:`Residual` from None.
+    """Return the memory for an instance or a name such as ``"low_pass"``; :class:`Residual` for None.
 
     Raises:
-        ValueError: for an unknown name (the closest known ones are listed), a name of a memory that needs arguments, or
-            anything else.
+        ValueError: if a name is unknown (the closest known names are listed) or needs arguments, or for another type.
     """
     return Residual() if memory is None else MEMORIES.resolve(memory)

@@ -1,11 +1,11 @@
-"""Error feedback for Adam: what waits is weighed by the second moment of the rank's own gradients."""
+"""Error feedback for Adam: selection by residual and second moment of the rank's own gradients."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -23,30 +23,31 @@ from lightning_sparse.ops.length import FOLLOWED, SIZE, measure
 
 @dataclass(frozen=True)
 class SecondMomentState(CountedState):
-    """Two vectors, the number of steps that counted, and lengths."""
+    """State with the second moment and the length of this rank's gradients."""
 
     second: Tensor
     lengths: Tensor
-    """(5,) float64: what is known of the length of this rank's gradients, see
+    """(5,) float64 statistics of the length of this rank's gradients, see
     :func:`~lightning_sparse.ops.length.measure`; changed in place."""
     remembered: ClassVar[tuple[str, ...]] = ("residual", "second")
 
 
 MOST = 2.0**53
-"""Steps that are counted."""
+"""Largest number of steps."""
 SHARE, SHORTEST, LONGEST = 0.25, 2.0, 100.0
-"""Of the steps that a coordinate waits on average, as how many an average counts at most; the bounds of that."""
+"""Bound of an average in single steps: its fraction of the mean delay of a coordinate, and its smallest and largest
+value."""
 
 
 def longest(density: float) -> float:
-    """The largest quotient of an average and its divisor, up to rounding.
+    """Return the largest quotient of an average and its divisor, up to rounding.
 
-    ``0.25 / density``, but at least 2 and at most 100. What waited for long and agreed all the time was formed of
-    gradients too old for its full length, and does the more harm the higher the learning rate. At low densities nearly
-    everything waits for long, and bounds below 100 cost more than they save (``docs/adam.md``).
+    The bound is ``0.25 / density``, but at least 2 and at most 100. A long sum of gradients that all agree consists of
+    stale gradients; a step of its full length does more harm the higher the learning rate. At low densities nearly all
+    sums are long, and bounds below 100 cost more than they save (``docs/adam.md``).
 
     Args:
-        density: of the step, in (0, 1].
+        density: density of the step, in (0, 1].
 
     Example:
         >>> [longest(density) for density in (1.0, 0.01, 0.001)]
@@ -56,46 +57,45 @@ def longest(density: float) -> float:
 
 
 def damping(density: float) -> float:
-    """One over :func:`longest`, as a number of float32: kernels for CUDA take no others."""
+    """Return ``1 / longest(density)`` rounded to float32, the precision of CUDA kernels' arguments."""
     return float(np.float32(1 / longest(density)))
 
 
 @MEMORIES.register
 @dataclass(frozen=True)
 class SecondMoment(CountedFeedback):
-    """Error feedback for Adam and AdamW: coordinates are picked by what a step of Adam would gain there.
+    """Error feedback for Adam and AdamW: coordinates are selected by the gain of a step of Adam.
 
     With g a rank's gradient, ``acc = residual + g`` as in :class:`Residual`, and ``v_i = beta2 v_i + (1 - beta2) g^2``
     of this rank's own gradients, at every step. Coordinates are selected by ``|acc| / v_i^(1/4)``, which orders them
-    like ``acc^2 / sqrt(v_i)``: to first order, how much the loss falls by the step ``acc / sqrt(v_i)``. Where an
-    average arrives, the mean of all ranks' v_i travels with it, and the optimizer steps by
+    like ``acc^2 / sqrt(v_i)``: to first order, the decrease of the loss by the step ``acc / sqrt(v_i)``. The mean of
+    all ranks' v_i is exchanged together with the average, and the optimizer steps by
 
         ``lr sqrt(n) mean(acc) / (sqrt(mean(v) / (1 - beta2^t) + (mean(acc) / L)^2) + eps)``
 
-    with decoupled weight decay, and without a first moment: the residual has averaged over the steps that a coordinate
-    waited. The square of the average keeps the quotient within ``L``, see :func:`longest`; in the selection,
-    ``(acc / L)^2`` is added to ``v_i / (1 - beta2^t)``, too. Adam behind an exchange of sparse averages forms its
-    second moment of squares of sums and zeros, so that a step has the same length however long a coordinate has waited;
-    this v knows the gradients of every step. It holds the noise of one rank, n times that of the average: hence
-    ``sqrt(n)``, with which a learning rate chosen for dense training keeps its meaning (``docs/adam.md``).
+    with decoupled weight decay, and without a first moment: the residual has already averaged over the steps since the
+    coordinate was last sent. The square of the average keeps the quotient within ``L``, see :func:`longest`; the score
+    adds ``(acc / L)^2`` to ``v_i / (1 - beta2^t)``, too. Adam after an exchange of sparse averages forms its second
+    moment of squares of sums and zeros, so that a step has the same length for any number of steps in the sum; this v
+    contains the gradients of every step. It contains the noise of one rank, n times that of the average: the factor
+    ``sqrt(n)`` corrects for it, so that the learning rate of dense training stays valid (``docs/adam.md``).
 
-    Where the length of a rank's gradients changes, what waits would be of another length than what comes: residual and
-    second moment are then multiplied, and gradients far longer than those before are clipped, see
-    :func:`~lightning_sparse.ops.length.measure`. Both factors are 1 where gradients keep their length, and at
-    density 1.
+    If the length of a rank's gradients changes, residual and second moment are multiplied to match it, and gradients
+    far longer than those before are clipped, see :func:`~lightning_sparse.ops.length.measure`. Both factors are 1 while
+    gradients keep their length, and at density 1.
 
-    The engine applies these steps in place of ``torch.optim.Adam`` and ``AdamW`` (and :class:`lightning_sparse.AdamW`)
-    for parameters that are sparsified; parameters that are dense are left to the optimizer. It is what ``memory=None``
-    becomes with such an optimizer, with the optimizer's own beta2 and eps, from step to step as they are then.
+    The engine applies these steps to sparsified parameters in place of ``torch.optim.Adam`` and ``AdamW`` (and
+    :class:`lightning_sparse.AdamW`); the optimizer itself steps dense parameters. With such an optimizer,
+    ``memory=None`` selects this memory, with the optimizer's beta2 and eps of each step.
 
-    The average in the gradients is that of :class:`Residual`; nothing of it is lost but by these two factors. Costs
-    two vectors of ``numel`` accumulator elements a rank, one more than :class:`Residual`; Adam's own two are not made
-    for parameters that are sparsified.
+    The average in the gradients is that of :class:`Residual`; only these two factors change it. This memory costs two
+    vectors of ``numel`` accumulator elements a rank, one more than :class:`Residual`; Adam's own two vectors are not
+    allocated for sparsified parameters.
 
-    Squares of a skipped step are absorbed, and the step is not counted: the steps after it are shorter for a while.
-    Steps are counted for each group, not for each parameter as in torch: a parameter that is used for the first time at
-    a late step T gets first steps that are longer by up to ``sqrt((1 - beta2^T) / (1 - beta2))``, as a row of an
-    embedding that is new to AdamW does.
+    Squares of a skipped step are absorbed, but the step is not counted: the steps after it are shorter for a while.
+    Steps are counted for each group, not for each parameter as in torch. A parameter that is first used at a late
+    step T gets first steps that are longer by up to ``sqrt((1 - beta2^T) / (1 - beta2))``, like a new row of an
+    embedding with AdamW.
 
     Args:
         beta2: decay of the second moment, in [0, 1).
@@ -121,29 +121,25 @@ class SecondMoment(CountedFeedback):
 
     beta2: float = 0.999
     eps: float = 1e-8
+    needs_second = True
 
     def __post_init__(self) -> None:
         check_share(self.beta2, "beta2", zero=True, one=False)
         check_positive(self.eps, "eps")
 
     @property
-    def needs_second(self) -> bool:
-        """Always."""
-        return True
-
-    @property
     def second_decay(self) -> float:
-        """Adam's second beta."""
+        """Return ``beta2``."""
         return self.beta2
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> SecondMomentState:
-        """Two vectors of ``numel + 1`` slots."""
+        """Return two zero vectors of ``numel + 1`` slots."""
         residual, second = (zeros(numel + 1, device, dtype) for _ in range(2))
         steps = torch.zeros((), device=device, dtype=torch.float64)
         return SecondMomentState(residual, steps, second, torch.zeros(SIZE, device=device, dtype=torch.float64))
 
     def absorb_(self, state: SecondMomentState, grad: Gradient, ctx: Context) -> Absorbed:
-        """``residual = carry residual + take grad``, and the next second moment, see :meth:`units`.
+        """Set ``residual = carry residual + take grad`` and update the second moment, see :meth:`units`.
 
         Coordinates are selected by ``acc / (sqrt(v + (acc s / L)^2) + eps s)^(1/2)``, ``s = sqrt(1 - beta2^t)``: v is
         not corrected for its start at 0.
@@ -163,7 +159,7 @@ class SecondMoment(CountedFeedback):
             score = grad.room(acc.dtype)
             finite = weigh_(acc[:-1], second[:-1], score, grad.runs, by, ctx.candidates)
             return Absorbed(acc, finite, score, second)
-        if not static_shapes(acc.device):  # which has been multiplied by all of them
+        if not static_shapes(acc.device):  # acc has been multiplied by these factors already
             units = units.new_tensor([1.0, 1.0, self.beta2])
         found = [form_(acc[piece], second[piece], run, units, self.beta2) for piece, run in pieces(grad)]
         score, power = grad.room(acc.dtype), self.power(state)
@@ -177,47 +173,41 @@ class SecondMoment(CountedFeedback):
         """Return the factors of this step, (3,) float64, see :func:`~lightning_sparse.ops.length.measure`.
 
         Args:
-            state: of this group; its lengths follow the gradient, in place.
-            runs: of this rank's gradient.
-            density: of the step. Where everything is sent, nothing is changed.
-            scale: () that the gradient still has.
+            state: state of this group; its lengths are updated in place.
+            runs: this rank's gradient.
+            density: density of the step. At 1, the factors are 1.
+            scale: () loss scale that the gradient still contains.
         """
         numel = sum(run.numel() for run in runs)
         return measure(state.lengths, joint_norm(runs), scale, numel, self.beta2, density < 1)
 
     def counters(self, state: SecondMomentState) -> dict[str, Tensor]:  # type: ignore[override]
-        """The number of steps, and what is known of lengths."""
+        """Return the number of steps and the statistics of lengths."""
         return {**super().counters(state), **dict(zip(FOLLOWED, state.lengths, strict=True))}
 
-    def carry_(self, state: SecondMomentState, target: slice, memory: Memory, other: Any, source: slice) -> None:  # type: ignore[override]
-        """Vectors, steps and lengths: the largest, where groups that become one differ."""
-        super().carry_(state, target, memory, other, source)
-        if isinstance(other, type(state)):
-            state.lengths.copy_(torch.maximum(state.lengths, other.lengths))
-
     def divisors(self, state: SecondMomentState, update: Update, ctx: Context) -> Tensor:
-        """``sqrt(v + (average / L)^2) + eps`` with the mean v of all ranks."""
+        """Return ``sqrt(v + (average / L)^2) + eps`` with the mean v of all ranks."""
         assert update.second is not None, "an exchange that does not carry second values"
         return self._divisor(update.second, self._correction(state), update.values, damping(ctx.density))
 
     def divide_all(
         self, state: SecondMomentState, average: Tensor, mean: Callable[[Tensor], Tensor], density: float
     ) -> Tensor:
-        """By the mean of what the ranks remember."""
+        """Return them from the mean of the ranks' second moments."""
         correction = 1 - torch.pow(self.beta2, state.steps.clamp(min=1))
         return self._divisor(mean(state.second[:-1]), correction, average, damping(density))
 
     def lengthen_(self, divisors: Tensor, by: Tensor) -> None:
-        """The root, and not eps, which is in units of what the optimizer gets."""
+        """Multiply the root, but not eps, which is in units of the optimizer's gradient."""
         divisors.sub_(self.eps).mul_(by.to(divisors.dtype)).add_(self.eps)
 
     def complete_(self, state: SecondMomentState, span: slice, names: Collection[str]) -> None:
-        """A residual without a second moment counts as one gradient of its size, so that steps start short."""
+        """Take a residual without a second moment for one gradient of its size, so that first steps are short."""
         if "second" not in names:
             torch.square(state.residual[span], out=state.second[span]).mul_(1 - self.beta2)
 
     def start_(self, state: SecondMomentState, second: Tensor, spans: Sequence[slice], steps: float) -> None:
-        """Their correction is that of the group from now on."""
+        """Multiply them by the group's bias correction."""
         if not bool(state.steps):
             state.steps.fill_(steps)
         left = float(torch.pow(self.beta2, state.steps))
@@ -225,29 +215,25 @@ class SecondMoment(CountedFeedback):
             torch.mul(second[span], 1 - left, out=state.second[span])
 
     def adapt_(self, state: SecondMomentState, before: Memory) -> None:
-        """Count as many steps, maybe no whole number, as with this beta2 leave as much of the start.
+        """Set the number of steps, which may be fractional, so that ``beta2^t`` stays the same.
 
-        Their weights in v still add up to ``1 - beta2^t`` then.
+        The weights of the gradients in v then still add up to ``1 - beta2^t``.
         """
-        assert isinstance(before, SecondMoment)
-        if self.beta2 in (before.beta2, 0.0):  # with 0, nothing of the start is left after any number of steps
-            return
-        left = torch.pow(before.beta2, state.steps)
-        state.steps.copy_((left.log() / math.log(self.beta2)).clamp(0.0, MOST))
+        if self.beta2 not in (before.second_decay, 0.0):  # with 0, every power of beta2 is 0
+            left = torch.pow(before.second_decay, state.steps)
+            state.steps.copy_((left.log() / math.log(self.beta2)).clamp(0.0, MOST))
 
     def power(self, state: SecondMomentState) -> Tensor:
-        """() float64 ``beta2^t`` in the step that goes on, with t its number from 1."""
+        """Return the () float64 ``beta2^t`` of the current step, with t its number from 1."""
         return torch.pow(self.beta2, state.steps + 1)
 
     def _correction(self, state: SecondMomentState) -> Tensor:
-        """Adam's ``1 - beta2^t`` in the step that goes on."""
-        correction: Tensor = 1 - self.power(state)
-        return correction
+        """Return Adam's ``1 - beta2^t`` of the current step."""
+        return torch.rsub(self.power(state), 1)
 
     def _divisor(self, second: Tensor, correction: Tensor, average: Tensor, damp: float) -> Tensor:
-        """By what averages are divided, from means of second moments at the same coordinates."""
+        """Return the divisors of averages, from means of second moments at the same coordinates."""
         waited = average.abs().to(second.dtype).mul_(damp)
-        # In a void step both may be NaN; what is noted then must not spoil a later gradient of zero.
+        # In a skipped step both may be NaN; a stored NaN would spoil a later gradient of zero.
         within = (second / correction.to(second.dtype)).add_(waited.square()).nan_to_num_(nan=1.0)
-        root = sqrt_(within)
-        return torch.fmax(root, waited).add_(self.eps)  # squares overflow and vanish, bounds must not
+        return torch.fmax(sqrt_(within), waited).add_(self.eps)  # squares overflow and underflow, the bound must not

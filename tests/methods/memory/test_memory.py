@@ -23,6 +23,7 @@ from lightning_sparse.engine.pipeline import exchange_group, init_group, settle_
 from lightning_sparse.engine.state.schema import with_pending
 from lightning_sparse.methods.memory import NoMemory, Residual, as_memory
 from lightning_sparse.methods.memory.base import FeedbackState
+from lightning_sparse.methods.memory.transform import GradientTransform
 from tests.covering import in_one_test
 from tests.lockstep import noise
 from tests.static_path import static_path
@@ -560,6 +561,12 @@ def test_a_clipping_memory_is_the_memory_inside_for_all_else() -> None:
             settle(memory, states[i], release([seed]), torch.tensor([0.5]))
         assert snapshot(clipping, states[0]) == snapshot(plain, states[1])
         assert torch.equal(clipping.residual(states[0]), plain.residual(states[1]))
+
+
+def test_a_transform_defines_all_members_of_a_memory() -> None:
+    """One that is new in Memory, and is not passed on, would have its default in place of the memory inside."""
+    members = {name for name in vars(ls.Memory) if not name.startswith("_")}
+    assert members - vars(GradientTransform).keys() == set()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
