@@ -48,8 +48,8 @@ def attach(accelerator: Any, model: Any, optimizer: Any, **keywords: Any) -> Eng
     Model and optimizer, or a list of optimizers, are those that ``accelerator.prepare`` returned. After it,
 
     - the optimizer is bound: AdamW and momentum step as behind an exchange of sparse averages they should;
-    - ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` clip each rank's gradients before they wait, where that is
-      better than to clip averages (``docs/training.md``);
+    - ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` clip each rank's gradients before they wait, where that
+      is better than to clip averages (``docs/training.md``);
     - steps whose gradients are not finite on some rank are skipped on all;
     - ``accelerator.save_state`` writes each rank's residuals into the checkpoint's folder, with a marker that is
       written last, and ``accelerator.load_state`` lets the engine go on with them.

@@ -69,5 +69,3 @@ class RaySparseDDPStrategy(SparseDDPMixin, RayDDPStrategy):  # type: ignore[misc
     def _place_of_residuals(self, path: Any) -> Any:
         """Return this rank's own path: rank 0's may be on a disk of another node."""
         return path
-
-

@@ -79,7 +79,6 @@ def keywords_of(
     Args:
         dataclass: dataclass with keyword-only fields.
     """
-
     return with_keywords_of(dataclass)
 
 

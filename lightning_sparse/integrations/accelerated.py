@@ -164,10 +164,10 @@ class Accelerated:
         if engine is None or not self.config.save_residuals:
             return
         comm, totals = TorchCollective(), engine.totals.state_dict()
-        with self._files.beside(_inside(folder), engine, _write, comm, global_step) as marker:
-            with failing_together(comm, engine.device):
-                if comm.rank == 0:
-                    _write_text(_marker(folder), json.dumps({**marker, "totals": totals}, indent=1))
+        beside = self._files.beside(_inside(folder), engine, _write, comm, global_step)
+        with beside as marker, failing_together(comm, engine.device):
+            if comm.rank == 0:
+                _write_text(_marker(folder), json.dumps({**marker, "totals": totals}, indent=1))
 
     def unmark(self, folder: Any) -> None:
         """Remove the marker of an earlier save, before the folder is written to again; collective."""

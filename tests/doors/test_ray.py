@@ -92,9 +92,7 @@ def train(folder: Path, workers: int = 2, failures: int = 0, **told: Any) -> Any
         work,
         train_loop_config={"folder": str(folder), "epochs": 3, **told},
         scaling_config=ScalingConfig(num_workers=workers),
-        run_config=RunConfig(
-            name="run", storage_path=str(folder), failure_config=FailureConfig(max_failures=failures)
-        ),
+        run_config=RunConfig(name="run", storage_path=str(folder), failure_config=FailureConfig(max_failures=failures)),
     ).fit()
 
 

@@ -212,7 +212,7 @@ def restore(
     notes = comm.all_gather_object(Note(fact, problem), engine.device)
     trouble = by_reason(notes)
     dropped, remarks = "", []
-    if not trouble and state is not None and marker is not None:
+    if not trouble and state is not None and isinstance(marker, dict):
         resized = marker["world_size"] != comm.world_size
         if resized and resize == "zero":
             state, dropped = _emptied(state, comm)
@@ -220,7 +220,7 @@ def restore(
             remarks = engine.load_state_dict(state)
         except ValueError as error:  # on all ranks
             trouble = str(error)
-    if trouble or state is None or marker is None:
+    if trouble or state is None or not isinstance(marker, dict):
         text = (
             f"The residuals of the sparsified exchange were not restored from checkpoint {os.fspath(path)}: "
             f"{trouble.rstrip('.')}."
