@@ -1,6 +1,7 @@
 # make demo   four short trainings on two processes and their comparison, in demo_results/
 # make test   lint and test suite
 # make lint   the static checks alone
+# make test-doors   the doors to transformers, Accelerate and Ray, with the real packages, in .venv-doors
 # make docs   the documentation site, in site/; warnings are errors
 # make gpu    what only an NVIDIA GPU can answer, in ten minutes: a table, and JSON in gpu_results/ (docs/gpu.md)
 # make clean  remove outputs and caches; the environment stays (rm -rf .venv)
@@ -17,13 +18,18 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 COMPILED := hatch_build.py $(wildcard lightning_sparse/ops/c/*.[ch]) lightning_sparse/ops/c/library.py
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint docs gpu clean
+.PHONY: demo test test-doors lint docs gpu clean
 
 demo: $(VENV)/.installed-examples
 	@$(BIN)/python examples/demo.py
 
 test: lint
 	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+# Gigabytes to install, and seconds to import: apart from all else.
+test-doors:
+	@$(MAKE) VENV=.venv-doors .venv-doors/.installed-doors
+	@.venv-doors/bin/python -m pytest -p no:doctest --timeout 400 tests/doors
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check

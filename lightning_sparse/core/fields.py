@@ -79,13 +79,20 @@ def keywords_of(
     Args:
         dataclass: dataclass with keyword-only fields.
     """
+    return with_keywords_of(dataclass)
 
-    def decorate(
-        function: Callable[Concatenate[First, ...], Result],
-    ) -> Callable[Concatenate[First, Keywords], Result]:
+
+def with_keywords_of(dataclass: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Decorate a function as :func:`keywords_of` does, after any number of arguments that are no keywords.
+
+    Type checkers complete the keywords of :func:`keywords_of` only, which knows one argument before them.
+    """
+
+    def decorate(function: Any) -> Any:
         own = inspect.signature(function)
-        [first, *_] = own.parameters.values()
-        function.__signature__ = own.replace(parameters=[first, *_parameters(dataclass)])  # type: ignore[attr-defined]
+        named = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        before = [p for p in own.parameters.values() if p.kind in named]
+        function.__signature__ = own.replace(parameters=[*before, *_parameters(dataclass)])
         text = function.__doc__ or "The keywords are those of a dataclass."
         function.__doc__ = _with_arguments(text, dataclass)
         return function

@@ -310,9 +310,16 @@ class SparseDDPMixin(SparseStrategy, Base):
             self.engine.count_as_applied()
         # After an error, Lightning lets callbacks save on the failed ranks; others may not take part.
         comm = None if trainer.interrupted else TorchCollective()
-        if comm is not None:  # names may hold metrics, which may differ from rank to rank: rank 0 writes the checkpoint
-            path = self.broadcast(path)
+        if comm is not None:
+            path = self._place_of_residuals(path)
         return self._side_files.beside(path, self.engine, write, comm, step)
+
+    def _place_of_residuals(self, path: Any) -> Any:
+        """Return the path beside which residuals are written: where rank 0 writes the checkpoint.
+
+        Names may hold metrics, which may differ from rank to rank.
+        """
+        return self.broadcast(path)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint as Lightning does, and the residuals beside it."""

@@ -158,6 +158,24 @@ def test_two_nodes_end_when_one_of_them_fails(tmp_path: Path) -> None:
     assert result.returncode != 0
 
 
+def test_files_for_schedulers_start_the_example_with_arguments_that_it_knows() -> None:
+    """They are not run: no such scheduler is here."""
+    import yaml
+
+    job = yaml.safe_load((EXAMPLES / "kubeflow_trainjob.yaml").read_text())
+    assert (job["kind"], job["spec"]["trainer"]["command"]) == ("TrainJob", ["torchrun"])
+    script, *arguments = job["spec"]["trainer"]["args"]
+    task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
+    command = task["run"].replace("\\\n", " ").split("torchrun")[1].split()
+    in_clouds = command[command.index("examples/plain_ddp.py") :]
+    known = run([sys.executable, str(ROOT / script), "--help"], ROOT, subprocess.PIPE)
+    for given in (arguments, in_clouds[1:]):
+        options = [word for word in given if word.startswith("--")]
+        assert options
+        assert all(option in known for option in options)
+    assert task["num_nodes"] == job["spec"]["trainer"]["numNodes"] == 2
+
+
 def test_slurm_script(tmp_path: Path) -> None:
     """With commands in the place of SLURM's and Python, which say what they are called with."""
     script = EXAMPLES / "slurm.sbatch"

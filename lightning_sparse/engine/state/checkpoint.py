@@ -179,7 +179,7 @@ class SideFiles:
 def restore(
     engine: Engine,
     path: Path,
-    marker: dict[str, Any] | None,
+    marker: dict[str, Any] | str | None,
     load: Callable[[str], Any],
     resize: Resize = "merge",
     strict: bool = False,
@@ -194,7 +194,7 @@ def restore(
     Args:
         engine: before its first step.
         path: of the checkpoint; links are followed.
-        marker: from the checkpoint; None: it has none.
+        marker: from the checkpoint; None: it has none; a sentence: why it has none.
         load: reads a file that ``write`` of :meth:`SideFiles.beside` has written.
         resize: with another number of ranks, "merge" gives each the mean of what all remembered, which leaves the
             pending update ``1/n sum_i residual_i`` unchanged; "flush" sends all of that in the first step, densely;
@@ -209,8 +209,8 @@ def restore(
     comm = engine.comm
     state, step, problem = State(), "0", ""
     try:
-        if dense or marker is None:
-            raise SideFileError(DENSE if dense else "it was saved without them")
+        if dense or marker is None or isinstance(marker, str):
+            raise SideFileError(DENSE if dense else marker or "it was saved without them")
         _check_marker(marker)
         step = str(marker["step"])
         state = _read_state(path, marker, comm, load)
@@ -218,7 +218,7 @@ def restore(
         problem = reason(error, SideFileError)
     notes = comm.all_gather_object(Note(step, problem), engine.device)
     trouble, dropped, remarks = by_reason(notes), "", []
-    resized = not trouble and marker is not None and marker["world_size"] != comm.world_size
+    resized = not trouble and isinstance(marker, dict) and marker["world_size"] != comm.world_size
     if resized and resize == "zero":
         state, dropped = _emptied(state, comm)
     try:

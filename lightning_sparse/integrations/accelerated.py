@@ -1,0 +1,264 @@
+"""Engines for models that an ``accelerate.Accelerator`` has wrapped: by its user, or by a ``transformers.Trainer``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_sparse.api.attach import attach_config
+from lightning_sparse.config import SparsificationConfig, StrategyConfig
+from lightning_sparse.engine import Engine, failing_together
+from lightning_sparse.engine.metrics import summarize
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
+from lightning_sparse.engine.state.checkpoint import SideFiles, restore
+from lightning_sparse.engine.state.side_files import side_directory
+from lightning_sparse.integrations.earlier import Left, go_on
+from lightning_sparse.tuning.controllers.announcer import Announcer
+
+NAME = "lightning_sparse"
+"""First part of the names of this package's files in a checkpoint's folder."""
+INTERRUPTED = "the marker that is written last is missing, as where a process ends while it saves"
+"""Problem of a folder with residuals of some ranks, and without a marker."""
+
+
+class Accelerated:
+    """Attaches an engine to a wrapped model, and moves clipping, skipped steps and files to it.
+
+    Args:
+        accelerator: that has prepared model and optimizers.
+        config: settings.
+    """
+
+    def __init__(self, accelerator: Any, config: StrategyConfig) -> None:
+        self.accelerator = accelerator
+        self.config = config
+        self.engine: Engine | None = None
+        """None with a single process, which has nobody to send to."""
+        self._ddp: Any = None
+        self._optimizers: list[Optimizer] = []
+        self._files = SideFiles()
+        self._undo: list[Callable[[], None]] = []
+        self._logged_step = 0
+
+    def attach(self, model: Any, optimizers: Sequence[Any], limit: float | None = None) -> Engine | None:
+        """Attach an engine, or let the one that the model has go on with these optimizers; collective.
+
+        Args:
+            model: as the Accelerator has prepared it.
+            optimizers: that apply its averages, as the Accelerator has prepared them.
+            limit: of the norm of gradients, where it is known before the first step.
+
+        Raises:
+            ValueError: if the Accelerator has not wrapped the model in ``DistributedDataParallel``.
+        """
+        ddp = getattr(model, "_orig_mod", model)
+        if not isinstance(ddp, DistributedDataParallel):
+            self._refuse_or_say(model)
+            return None
+        if self.engine is None or ddp is not self._ddp:
+            left = self._close()
+            scaler = getattr(self.accelerator, "scaler", None)
+            self.engine = attach_config(ddp, SparsificationConfig.of(self.config), scaler, None, ())
+            self.engine.add_observer(Announcer())
+            self._ddp, self._optimizers = ddp, []
+            self._redirect_clipping()
+            if told := go_on(self.engine, left):
+                rank_zero_warn(told)
+        stepped = [stepping(optimizer) for optimizer in optimizers]
+        if list(map(id, stepped)) != list(map(id, self._optimizers)):
+            with failing_together(self.engine.comm, self.engine.device):
+                self.engine.bind(stepped)
+            self._optimizers = stepped
+        if self.config.nonfinite == "skip":
+            for optimizer in optimizers:
+                self._skip_steps_of(optimizer)
+        if limit is not None and limit > 0:
+            for optimizer in stepped:
+                self.engine.clip_in_place_of_averages(float(limit), "norm", optimizer, known=not self.engine.step)
+        return self.engine
+
+    def _refuse_or_say(self, model: Any) -> None:
+        kind = getattr(self.accelerator.distributed_type, "value", self.accelerator.distributed_type)
+        if self.accelerator.num_processes == 1:
+            rank_zero_warn(
+                "sparse_ddp: one process has nobody to send to, and trains as it would without this package. Start "
+                "several: accelerate launch --num_processes 2, or torchrun --nproc-per-node 2."
+            )
+            return
+        raise ValueError(
+            f"Expected a model that Accelerate has wrapped in DistributedDataParallel, but got a "
+            f"{type(model).__name__} with distributed_type {kind}. Sharded models (FSDP, DeepSpeed, Megatron) have no "
+            "all-reduce of whole gradients that could be sparsified: choose plain data parallelism (MULTI_GPU, "
+            "MULTI_CPU), and pass the model that accelerator.prepare() returned."
+        )
+
+    def _skip_steps_of(self, optimizer: Any) -> None:
+        """Let a prepared optimizer skip steps whose gradients are not finite on some rank, if no loss scaler does."""
+        if "step" in vars(optimizer) or _is_enabled(getattr(self.accelerator, "scaler", None)):
+            return
+        original = optimizer.step
+
+        def step(*args: Any, **keywords: Any) -> Any:
+            if self.engine is not None and not self.engine.closed:
+                self.engine.skip_void(stepping(optimizer))
+            return original(*args, **keywords)
+
+        optimizer.step = step
+        self._undo.append(partial(vars(optimizer).pop, "step", None))
+
+    def _redirect_clipping(self) -> None:
+        """Let the Accelerator ask the engine before it clips averages."""
+        for name, algorithm in (("clip_grad_norm_", "norm"), ("clip_grad_value_", "value")):
+            original = getattr(self.accelerator, name)
+            setattr(self.accelerator, name, partial(self._clip, original, algorithm))
+            self._undo.append(partial(setattr, self.accelerator, name, original))
+
+    def _clip(
+        self, original: Callable[..., Any], algorithm: str, parameters: Any, limit: Any, norm_type: Any = 2.0
+    ) -> Any:
+        """Clip as the Accelerator does, unless each rank's gradients were clipped before the exchange.
+
+        Returns:
+            The norm of the gradients, which are averages, before they are clipped; None with values.
+        """
+        several = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        here = {id(p) for p in several}
+        by_euclid = algorithm == "value" or float(norm_type) == 2.0
+        mine = [one for one in self._optimizers if ids_of(one) & here]
+        if self.engine is not None and by_euclid and 0 < limit < math.inf and mine:
+            done = [self.engine.clip_in_place_of_averages(float(limit), algorithm, one) for one in mine]
+            if all(done):
+                limit = math.inf
+        if algorithm == "value":
+            return None if limit == math.inf else original(several, limit)
+        return original(several, limit, norm_type)
+
+    def quantities(self) -> dict[str, float]:
+        """Return logged quantities of the latest step as ``sparse/<name>``, once for each step; collective."""
+        engine = self.engine
+        if engine is None or engine.closed or engine.step == self._logged_step:
+            return {}
+        self._logged_step = engine.step
+        step = engine.latest_step()
+        if step is None:
+            return {}
+        return {f"sparse/{name}": value for name, value in summarize(step, engine.mean_over_ranks).items()}
+
+    def save(self, folder: Any, global_step: int | None = None) -> None:
+        """Write every rank's residuals into a checkpoint's folder, and then rank 0's marker; collective.
+
+        Raises:
+            RuntimeError: on all ranks, if one of them could not write.
+        """
+        engine = self.engine
+        if engine is None or not self.config.save_residuals:
+            return
+        comm, totals = TorchCollective(), engine.totals.state_dict()
+        beside = self._files.beside(_inside(folder), engine, _write, comm, global_step)
+        with beside as marker, failing_together(comm, engine.device):
+            if comm.rank == 0:
+                _write_text(_marker(folder), json.dumps({**marker, "totals": totals}, indent=1))
+
+    def unmark(self, folder: Any) -> None:
+        """Remove the marker of an earlier save, before the folder is written to again; collective."""
+        if self.engine is None:
+            return
+        comm = TorchCollective()
+        with failing_together(comm, self.engine.device):
+            if comm.rank == 0 and os.path.exists(_marker(folder)):
+                os.remove(_marker(folder))
+
+    def load(self, folder: Any) -> None:
+        """Let the engine go on with the residuals in a checkpoint's folder; collective.
+
+        A folder that was saved without this package has none, and error feedback starts empty. A folder whose save was
+        interrupted before the marker was written is a warning, or an error with ``strict_resume``.
+        """
+        engine = self.engine
+        if engine is None:
+            return
+        comm = TorchCollective()
+        begun = os.path.isdir(side_directory(_inside(folder)))
+        found = comm.all_gather_object((_read_marker(folder) if comm.rank == 0 else None, begun), engine.device)
+        marker, dense = found[0][0], False
+        if marker is None:
+            dense, marker = not any(begun for _, begun in found), INTERRUPTED
+        restore(engine, _inside(folder), marker, _read, self.config.resize, self.config.strict_resume, dense=dense)
+        if isinstance(marker, dict) and "totals" in marker:
+            engine.totals.load_state_dict(marker["totals"])
+
+    def close(self) -> None:
+        """Close the engine, and give the Accelerator its own clipping back."""
+        self._close()
+
+    def _close(self) -> Left | None:
+        """Close the engine; return what it leaves for the next one."""
+        left = None
+        if self.engine is not None:
+            if self.engine.step:
+                self.engine.count_as_applied()
+                left = Left.by(self.engine)
+            self.engine.close()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo, self.engine, self._ddp = [], None, None
+        return left
+
+
+def _is_enabled(scaler: Any) -> bool:
+    return scaler is not None and bool(scaler.is_enabled())
+
+
+def _inside(folder: Any) -> str:
+    """Return the path beside which side files lie: the folder itself is the checkpoint."""
+    return os.path.join(os.fspath(folder), NAME)
+
+
+def _marker(folder: Any) -> str:
+    return f"{_inside(folder)}.json"
+
+
+def _read_marker(folder: Any) -> Any:
+    """Return the marker, a sentence if it cannot be read, None if there is none."""
+    try:
+        with open(_marker(folder), encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        return f"{os.path.basename(_marker(folder))} is no JSON: {error}"
+
+
+def _write(content: dict[str, Any], target: str) -> None:
+    """Save a tensor-holding dict, whole or not at all."""
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    torch.save(content, f"{target}.part")
+    os.replace(f"{target}.part", target)
+
+
+def _write_text(target: str, text: str) -> None:
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    with open(f"{target}.part", "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{target}.part", target)
+
+
+def _read(path: str) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def engines_among(objects: Iterable[Any]) -> list[Engine]:
+    """Return the engines among some objects."""
+    return [one for one in objects if isinstance(one, Engine)]

@@ -1,0 +1,173 @@
+"""`transformers.Trainer`, between two real processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.nn import Module
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from lightning_sparse.huggingface import prepare_trainer
+from tests.doors.trained import Net, Samples, equal, on_all, relaxed, weights
+from tests.ranks import RankError, Ranks
+
+SPARSE = {"density": 0.05, "strict_resume": True}
+
+
+class EndAt(TrainerCallback):
+    """Ends training at a step, as where a job's time is over."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+
+
+def made(folder: str, settings: dict[str, Any] | None, model: Module, end_at: int = 0, **arguments: Any) -> Trainer:
+    relaxed()
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    told = {
+        "max_steps": 10, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "save_steps": 5,
+        "logging_steps": 2, "report_to": [], "use_cpu": True, "ddp_backend": "gloo", "learning_rate": 1e-2,
+        "disable_tqdm": True, "seed": 3, "ddp_find_unused_parameters": False,
+    }  # fmt: skip
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(folder, **{**told, **arguments}),
+        train_dataset=Samples(),
+        eval_dataset=Samples(),
+        callbacks=[EndAt(end_at)] if end_at else None,
+    )
+    return trainer if settings is None else prepare_trainer(trainer, **settings)
+
+
+def fit(
+    folder: str, settings: dict[str, Any] | None, resume: Any = None, times: int = 1, **told: Any
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    trainer = made(folder, settings, Net(), **told)
+    for _ in range(times):
+        trainer.train(resume_from_checkpoint=resume)
+    engine = getattr(trainer, "sparse_engine", None)
+    rows = [sorted(row) for row in trainer.state.log_history]
+    about = {"rows": rows, "step": engine.step if engine else 0, "void": engine.void_steps if engine else 0}
+    if engine is not None:
+        engine.close()
+    return weights(trainer.model), about
+
+
+def job(folder: str, settings: dict[str, Any] | None, told: dict[str, Any]) -> Any:
+    return fit(folder, settings, **told)
+
+
+def same_weights(some: list[Any], others: list[Any]) -> bool:
+    return all(equal(one[0], other[0]) for one, other in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("told", [{}, {"optim": "sgd"}, {"max_grad_norm": 0.0}])
+def test_density_one_is_the_trainers_own_ddp(two_ranks: Ranks, tmp_path: Path, told: dict[str, Any]) -> None:
+    dense = two_ranks(job, str(tmp_path / "dense"), None, told)
+    ours = two_ranks(job, str(tmp_path / "ours"), {"density": 1.0}, told)
+    assert same_weights(dense, ours)
+
+
+def test_a_run_that_is_resumed_within_a_shuffled_epoch_ends_as_the_uninterrupted_one(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    whole = two_ranks(job, str(tmp_path / "whole"), SPARSE, {})
+    two_ranks(job, str(tmp_path / "part"), SPARSE, {"end_at": 5})
+    resumed = two_ranks(job, str(tmp_path / "part"), SPARSE, {"resume": True})
+    assert same_weights(whole, resumed)
+    assert on_all([about["step"] for _, about in resumed]) == 10
+
+
+def test_rows_with_a_loss_have_the_exchange_beside_it(two_ranks: Ranks, tmp_path: Path) -> None:
+    [_, about], _ = two_ranks(job, str(tmp_path), SPARSE, {})
+    rows = [row for row in about["rows"] if "loss" in row]
+    assert len(rows) == 5
+    assert all({"sparse/density", "sparse/traffic/total_mb", "grad_norm"} <= set(row) for row in rows)
+
+
+def test_a_kill_between_the_checkpoint_and_the_marker_is_not_silent(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(job, str(tmp_path), SPARSE, {"end_at": 5})
+    (tmp_path / "checkpoint-5" / "lightning_sparse.json").unlink()
+    with pytest.raises(RankError, match="marker"):
+        two_ranks(job, str(tmp_path), SPARSE, {"resume": True})
+
+
+def test_a_checkpoint_of_a_dense_run_is_resumed_and_saved_again(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(job, str(tmp_path), None, {"end_at": 5})
+    results = two_ranks(job, str(tmp_path), SPARSE, {"resume": True})
+    assert on_all([about["step"] for _, about in results]) == 5
+    again = two_ranks(job, str(tmp_path), SPARSE, {"resume": True, "max_steps": 14})
+    assert on_all([about["step"] for _, about in again]) == 9
+
+
+def test_residuals_go_with_the_folder_that_is_rotated_away(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(job, str(tmp_path), SPARSE, {"save_total_limit": 1})
+    assert os.listdir(tmp_path) == ["checkpoint-10"]
+    files = set(os.listdir(tmp_path / "checkpoint-10"))
+    assert {"lightning_sparse.json", "lightning_sparse.sparse"} <= files
+
+
+def test_models_alone_are_saved_without_residuals(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks(job, str(tmp_path), SPARSE, {"save_only_model": True})
+    assert not [name for name in os.listdir(tmp_path / "checkpoint-10") if name.startswith("lightning_sparse")]
+
+
+def test_the_best_model_is_loaded_at_the_end(two_ranks: Ranks, tmp_path: Path) -> None:
+    told = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 5, "save_total_limit": 1}
+    results = two_ranks(job, str(tmp_path), SPARSE, told)
+    assert equal(results[0][0], results[1][0])
+
+
+def test_a_second_train_goes_on_with_what_waits(two_ranks: Ranks, tmp_path: Path) -> None:
+    results = two_ranks(job, str(tmp_path), SPARSE, {"times": 2})
+    assert on_all([about["step"] for _, about in results]) == 20
+
+
+def lora(folder: str) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    relaxed()
+    model = get_peft_model(Net(), LoraConfig(r=16, target_modules=["layers.0", "layers.2"]))
+    before = weights(model)
+    trainer = made(folder, SPARSE, model, label_names=["labels"])
+    trainer.train()
+    assert trainer.sparse_engine is not None
+    moved = [not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True)]
+    trained = [p.requires_grad for p in model.parameters()]
+    return moved == trained, trainer.sparse_engine.step
+
+
+def test_adapters_are_exchanged_and_the_base_is_left_alone(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert on_all(two_ranks(lora, str(tmp_path))) == (True, 10)
+
+
+def compiled(folder: str) -> Any:
+    trainer = made(folder, SPARSE, Net(), torch_compile=True, torch_compile_backend="eager", max_steps=4)
+    trainer.train()
+    assert trainer.sparse_engine is not None
+    return trainer.sparse_engine.step
+
+
+def test_compiled_models_are_exchanged(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert on_all(two_ranks(compiled, str(tmp_path))) == 4
+
+
+def test_mistakes_are_named_before_training(tmp_path: Path) -> None:
+    relaxed()
+    trainer = Trainer(model=Net(), args=TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+    with pytest.raises(TypeError, match="density"):
+        prepare_trainer(trainer, densty=0.01)
+    with pytest.raises(TypeError, match="Trainer"):
+        prepare_trainer(Net(), density=0.01)  # type: ignore[arg-type]
+    prepare_trainer(trainer, density=0.01)
+    with pytest.raises(RuntimeError, match="once"):
+        prepare_trainer(trainer, density=0.01)
