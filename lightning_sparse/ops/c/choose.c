@@ -223,19 +223,6 @@ INLINE int64_t largest(const int32_t *indices, const uint32_t *m, int64_t n, int
   return found;
 }
 
-INLINE int64_t reaching(const int32_t *indices, const float *magnitudes, int64_t n, float bound, int64_t *places,
-                        uint8_t *spare, const chooser c) {
-  uint32_t top = bound > 0 ? bits_of(bound) : 0;
-  if (bound != bound) return 0;
-  return c.pick(indices, (const uint32_t *)magnitudes, n, top, UINT32_MAX, stripe_of(0, 1), places, spare);
-}
-
-INLINE int64_t reached(const float *magnitudes, int64_t n, float bound) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; i++) count += magnitudes[i] >= bound;
-  return count;
-}
-
 INLINE float reached_by(const float *magnitudes, int64_t n, int64_t k) {
   const uint32_t *m = (const uint32_t *)magnitudes;
   histogram h;
@@ -249,13 +236,6 @@ INLINE float reached_by(const float *magnitudes, int64_t n, int64_t k) {
                                        int64_t wanted, int64_t turn, int64_t ranks, int64_t more, int64_t *places,   \
                                        uint8_t *spare, uint32_t *room, float *reached) {                             \
     return largest(indices, m, n, share, wanted, turn, ranks, more, places, spare, room, reached, c);                \
-  }                                                                                                                  \
-  target static int64_t reaching_##name(const int32_t *indices, const float *magnitudes, int64_t n, float bound,     \
-                                        int64_t *places, uint8_t *spare) {                                           \
-    return reaching(indices, magnitudes, n, bound, places, spare, c);                                                \
-  }                                                                                                                  \
-  target static int64_t reached_##name(const float *magnitudes, int64_t n, float bound) {                            \
-    return reached(magnitudes, n, bound);                                                                            \
   }                                                                                                                  \
   target static float reached_by_##name(const float *magnitudes, int64_t n, int64_t k) {                             \
     return reached_by(magnitudes, n, k);                                                                             \
@@ -276,17 +256,6 @@ EXPORT int64_t ls_largest(const int32_t *indices, const float *magnitudes, int64
                           float *reached) {
   return PICK(largest)(indices, (const uint32_t *)magnitudes, n, share, wanted, turn, ranks, more, places, spare, room,
                        reached);
-}
-
-// The coordinates whose magnitudes reach a bound; how many they are. places and spare have room for n + 16.
-EXPORT int64_t ls_reaching(const int32_t *indices, const float *magnitudes, int64_t n, float bound, int64_t *places,
-                           uint8_t *spare) {
-  return PICK(reaching)(indices, magnitudes, n, bound, places, spare);
-}
-
-// How many magnitudes reach a bound.
-EXPORT int64_t ls_reached(const float *magnitudes, int64_t n, float bound) {
-  return PICK(reached)(magnitudes, n, bound);
 }
 
 // A magnitude that at least k of n reach, and not many more.
