@@ -1,4 +1,4 @@
-// What all files of the library share.
+// What all files of the library share; constants of messages come from form.py, see library.py.
 #ifndef COMMON_H
 #define COMMON_H
 #include <math.h>
@@ -10,11 +10,6 @@
 #define EXPORT __attribute__((visibility("default")))
 #define MAGNITUDE 0x7fffffffu  // bits of a float32 without its sign
 #define INFINITE 0x7f800000u
-#define CLASSES 8  // as in form.py, and the next four
-#define CLASS_BITS 3
-#define SILENT 0
-#define TROUBLE ((1 << 20) - 1)
-#define LEVELS 4096  // those of numbers are below
 #define OFFSETS 65536  // coordinates that are worked on in a table
 #define AHEAD 48  // elements to prefetch in places all over a vector
 

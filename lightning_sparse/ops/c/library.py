@@ -19,6 +19,7 @@ import tempfile
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 
 SETTING = "LIGHTNING_SPARSE_KERNELS"
 """Environment variable. On CPUs, ``numpy`` leaves the library alone (torch does its work, with numpy
@@ -45,6 +46,8 @@ SOURCES = tuple(
         "told.h",
     )
 )
+CONSTANTS = ("CLASSES", "CLASS_BITS", "SILENT", "LEVELS", "TROUBLE", "LOWEST")
+"""Of messages: what C takes from ``form.py``."""
 LIBRARY = Path(__file__).with_name("libhost.so")
 INSTRUCTIONS = {
     "portable": (),
@@ -89,7 +92,17 @@ def _compile(library: Path) -> str | None:
             code = [str(source) for source in SOURCES if source.suffix == ".c"]
             for file, instructions in zip(files(library), INSTRUCTIONS.values(), strict=False):
                 made = str(Path(folder) / file.name)
-                command = [*compiler, *FLAGS, *instructions, f'-DSOURCE="{_digest()}"', *code, "-o", made, "-lm"]
+                command = [
+                    *compiler,
+                    *FLAGS,
+                    *instructions,
+                    *_definitions(),
+                    f'-DSOURCE="{_digest()}"',
+                    *code,
+                    "-o",
+                    made,
+                    "-lm",
+                ]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=300)
                 if done.returncode:
                     return done.stderr.strip() or f"{command[0]} ended with {done.returncode}"
@@ -182,9 +195,16 @@ def _asked(choices: tuple[str, ...]) -> str:
     return named[0] if named else ""
 
 
+def _definitions() -> list[str]:
+    """Tell the compiler the constants of messages."""
+    known = run_path(str(Path(__file__).parents[1] / "form.py"))
+    return [f"-D{name}=({known[name]})" for name in CONSTANTS]
+
+
 def _digest() -> str:
-    """Of the sources."""
-    return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()
+    """Of the sources, and of the constants in them."""
+    text = b"".join(source.read_bytes() for source in SOURCES) + " ".join(_definitions()).encode()
+    return hashlib.sha256(text).hexdigest()
 
 
 if __name__ == "__main__":
