@@ -30,7 +30,7 @@ class KernelsBuildHook(BuildHookInterface):  # type: ignore[type-arg]  # whateve
                 f"Without compiled kernels, torch does their work, several times slower: {trouble}"
             )
             return
-        build_data["artifacts"].append(f"/{KERNELS}/{library['LIBRARY'].name}")
+        build_data["artifacts"] += [f"/{KERNELS}/{file.name}" for file in library["files"]()]
         build_data["pure_python"] = False
         # The most specific tag that pip takes here, of those of this system alone.
         tags = (tag.platform for tag in sys_tags())

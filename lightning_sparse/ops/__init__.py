@@ -7,7 +7,7 @@ Two formulations, chosen by device and equal in what they return up to padding:
   a fixed order, roots. For float32, functions in C take their place where they have been compiled: ``dense.c`` for
   ``host_dense`` and ``host_reach``, ``sums.c`` for ``host_sums``, ``choose.c`` for ``host_choose``, ``picks.c`` and
   ``unite.c`` for ``host_picks`` and ``packed_union``; ``second.c`` for second values there.
-- :mod:`~lightning_sparse.ops.static` (CUDA and everything else): torch operations of fixed output size, so that
+- :mod:`~lightning_sparse.ops.reference` (CUDA and everything else): torch operations of fixed output size, so that
   the host never waits for the device. Slots without a pick hold the padding index. On CUDA, kernels in Triton take
   their place where :mod:`~lightning_sparse.ops.on_cuda` says so.
 
@@ -16,7 +16,6 @@ Names that only one of them has are listed as such in ``__all__``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -38,17 +37,16 @@ from lightning_sparse.ops import (
     host_picks,
     host_reach,
     host_sums,
-    static,
+    reference,
 )
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.native_picks import NativePicks
-from lightning_sparse.ops.host_arrays import places_of
+from lightning_sparse.ops.host_arrays import places_of, sqrt_
 from lightning_sparse.ops.host_choose import largest_of, many_of_largest, top_k_and_stripe
-from lightning_sparse.ops.host_dense import Weights
 from lightning_sparse.ops.host_picks import put_in_runs_, take_from_runs, under, unite
 from lightning_sparse.ops.host_reach import reached, reaching_of
 from lightning_sparse.ops.host_sums import sums
-from lightning_sparse.ops.static import largest, scatter_, spread, strongest, united
+from lightning_sparse.ops.reference import Weights, largest, scatter_, spread, strongest, united
 
 __all__ = [
     "Span", "Weights", "compiled", "static_shapes", "zeros",
@@ -108,10 +106,9 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
         added = [device_dense.accumulate_(part, run, decay) for part, run in zip(parts, runs, strict=True)]
         return reduce(torch.logical_and, added)
     if candidates is None or decay != 1:
-        finite = host_dense.add_(acc, runs, decay)
-    else:
-        found, finite, added_up = host_dense.accumulate(acc, runs, candidates.bound, candidates.summed)
-        candidates.note(acc, runs, found, finite, added_up)
+        return reference.accumulate_(acc, runs, decay)
+    found, finite, added_up = host_dense.accumulate(acc, runs, candidates.bound, candidates.summed)
+    candidates.note(acc, runs, found, finite, added_up)
     return torch.tensor(finite, device="cpu")
 
 
@@ -158,9 +155,11 @@ def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> T
         >>> top_k_of_blocks(torch.tensor([9.0, 1, 2, 9, 3, 4, 9, 5]), 3, first=1, block=2, period=3)
         tensor([4, 5, 7])
     """
-    if static_shapes(x.device):
-        return static.top_k_of_blocks(x, k, first, block, period)
-    return host_choose.top_k_of_blocks(x, k, first, block, period)
+    rounds = x.numel() // period
+    whole, rest = x[: rounds * period].view(rounds, period), x[rounds * period + first :][:block]
+    places = top_k(torch.cat([whole[:, first : first + block].reshape(-1), rest]), k)
+    # In the rest, places continue after the last complete round as they do from round to round.
+    return places // block * period + first + places % block
 
 
 def above(
@@ -250,9 +249,9 @@ def distinct(indices: Tensor, padding: int) -> tuple[Tensor, Tensor]:
         elsewhere as long as the input, repetitions replaced by the padding index and moved to the end.
     """
     if static_shapes(indices.device):
-        return static.distinct(indices, padding)
-    found = host_picks.distinct(indices, padding)
-    return found, torch.tensor(found.numel(), device="cpu")
+        return reference.distinct(indices, padding)
+    union, count = reference.distinct(pad(indices, indices.numel() + 1, padding), padding)
+    return union[:count], count
 
 
 def pad(x: Tensor, slots: int, value: float) -> Tensor:
@@ -283,17 +282,14 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
         (tensor([0, 1, 4]), tensor([1.0000, 0.5000, 5.0000]), tensor(3))
     """
     if static_shapes(parts[0][0].device):
-        return static.add_up(parts, padding)
+        return reference.add_up(parts, padding)
     union, totals = host_picks.add_up(parts, padding)
     return union, totals, torch.tensor(union.numel(), device="cpu")
 
 
 def all_finite(x: Tensor) -> Tensor:
     """() bool: no NaN and no infinity in x, of any shape. One pass, nothing allocated; True for an empty x."""
-    if x.numel() == 0 or not static_shapes(x.device):
-        return torch.full((), x.numel() == 0 or host_sums.all_finite(x), device=x.device)
-    low, high = torch.aminmax(x)  # both NaN where any of x is
-    return torch.maximum(-low, high) < math.inf
+    return reference.all_finite(x) if x.numel() else torch.ones((), dtype=torch.bool, device=x.device)
 
 
 def locate(ordered: Tensor, values: Tensor) -> Tensor:
@@ -303,9 +299,9 @@ def locate(ordered: Tensor, values: Tensor) -> Tensor:
 
 def among(values: Tensor, ordered: Tensor) -> Tensor:
     """Which of some int64 coordinates are among ascending ones, as bool; quick where the former ascend, too."""
-    if not static_shapes(values.device):
-        return host_picks.among(values, ordered)
-    ordered = pad(ordered, len(ordered) + 1, -1)
+    if (library := compiled(values.device)) and host_picks.are_places(values) and host_picks.are_places(ordered):
+        return library.among(values, ordered)
+    ordered = pad(ordered, len(ordered) + 1, -(2**62))
     return ordered[torch.searchsorted(ordered[:-1], values)] == values
 
 
@@ -343,11 +339,6 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
         device_settle.subtract_at_(x, indices, values, skipped)
     elif skipped is None or not skipped:
         put_(x, indices, 0.0 if values is None else take(x, indices) - values)
-
-
-def sqrt_(x: Tensor) -> Tensor:
-    """Roots in place, rounded alike on all processors: those of torch on CPUs may differ in the last bit."""
-    return x.sqrt_() if static_shapes(x.device) else host_dense.sqrt_(x)
 
 
 def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_sparse.ops import static
+from lightning_sparse.ops import reference
 from lightning_sparse.ops.on_cuda import compare, on_cuda
 
 MOST_NUMEL = (1 << 31) - (1 << 13)
@@ -48,4 +48,4 @@ def _in_triton(acc: Tensor, grad: Tensor, decay: float) -> Tensor:
 
 
 def _in_torch(acc: Tensor, grad: Tensor, decay: float) -> Tensor:
-    return static.accumulate_(acc, [grad], decay)
+    return reference.accumulate_(acc, [grad], decay)

@@ -1,4 +1,4 @@
-"""The passes of :mod:`~lightning_sparse.ops.static`, by kernels in Triton where there are some.
+"""The passes of :mod:`~lightning_sparse.ops.reference`, by kernels in Triton where there are some.
 
 These are for float32 on CUDA, and give the same: picks bit for bit (of equal magnitudes the first ones, where torch may
 take others), sums up to their last bits, which only a rank's own thresholds see.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.layout import Span
-from lightning_sparse.ops import static
+from lightning_sparse.ops import reference
 from lightning_sparse.ops.on_cuda import on_cuda
 
 MOST_NUMEL = (1 << 30) - 1
@@ -23,22 +23,22 @@ MOST_NUMEL = (1 << 30) - 1
 def top_k(x: Tensor, k: int) -> Tensor:
     """As :func:`lightning_sparse.ops.top_k`."""
     few = min(k, FEW)
-    works = _takes(x, top_k, lambda y: static.top_k(y, few), lambda y: _top_k(y, few))
-    return _top_k(x, k) if works else static.top_k(x, k)
+    works = _takes(x, top_k, lambda y: reference.top_k(y, few), lambda y: _top_k(y, few))
+    return _top_k(x, k) if works else reference.top_k(x, k)
 
 
 def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
     """As :func:`lightning_sparse.ops.above`; ranges are left to torch."""
 
     def plain(y: Tensor) -> tuple[Tensor, Tensor]:
-        return static.above(y, torch.full_like(threshold, FEW / 2), None, FEW // 4, 7)
+        return reference.above(y, torch.full_like(threshold, FEW / 2), None, FEW // 4, 7)
 
     def kernel(y: Tensor) -> tuple[Tensor, Tensor]:
         return _above(y, torch.full_like(threshold, FEW / 2), FEW // 4, 7)
 
     if span is None and _takes(x, above, plain, kernel):
         return _above(x, threshold, capacity, phase)
-    return static.above(x, threshold, span, capacity, phase)
+    return reference.above(x, threshold, span, capacity, phase)
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def _flat(result: Any) -> tuple[Tensor, ...]:
 
 
 def _sums(name: str, x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-    plain: Callable[..., Any] = getattr(static, name)
+    plain: Callable[..., Any] = getattr(reference, name)
 
     def kernel(y: Tensor, *more: Tensor) -> Any:
         from lightning_sparse.ops.triton import sums as triton_sums

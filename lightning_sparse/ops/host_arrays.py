@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_sparse.ops.c import native
 
-CHUNK = 1 << 17
+CHUNK = 1 << 18
 """Elements per chunk: few enough to stay in cache, and so many that what Python does for each of them hardly counts."""
 LINE = 64
 """Bytes of a line of the cache."""
@@ -35,8 +35,26 @@ def zeros(size: int, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(room[first : first + size])
 
 
+def sqrt_(x: Tensor) -> Tensor:
+    """Take roots in place, rounded alike on all processors: those of torch on CPUs may differ in the last bit."""
+    if x.device.type != "cpu":
+        return x.sqrt_()
+    np.sqrt(x.numpy(), out=x.numpy())
+    return x
+
+
+def reach(magnitudes: Tensor, bound: float) -> Tensor:
+    """Return which of some magnitudes reach a bound; in numpy, since torch takes seven times as long."""
+    return torch.from_numpy(np.greater_equal(magnitudes.numpy(), bound))
+
+
+def kth(magnitudes: Tensor, k: int) -> float:
+    """Return the magnitude that k reach, itself among them; in numpy, since torch takes four times as long."""
+    return float(np.partition(magnitudes.numpy(), -k)[-k])
+
+
 def places_of(flags: Tensor) -> Tensor:
-    """Which of a vector of flags are set, ascending int64; in numpy, since torch takes four times as long.
+    """Return which of a vector of flags are set, ascending int64; in numpy, since torch takes four times as long.
 
     Up to a tenth that is set, numpy looks for one after the other, with branches that nobody can predict. Of eights
     with any flag set there are more, and among the flags of these.

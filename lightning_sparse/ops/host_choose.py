@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.candidates import Candidates, Found
-from lightning_sparse.ops.host_arrays import compiled_on, places_of
+from lightning_sparse.ops.host_arrays import compiled_on, kth, places_of, reach
 from lightning_sparse.ops.host_reach import MARGIN, reaching
 
 NEXT = 1.5
 """How many times more than it needs a step lets the next one collect."""
+
 SAMPLE = 1 << 13
-"""Magnitudes from which the bound of the next step is taken, about."""
+"""Magnitudes from which torch takes the bound of the next step, about."""
 
 
 def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
@@ -68,7 +70,7 @@ def top_k_and_stripe(
         candidates.expect(_next_bound(magnitudes, enough, more))
     first = torch.zeros(size, dtype=torch.bool, device="cpu")
     first.index_fill_(0, _best(magnitudes, share), True)
-    inside = indices.remainder(n) == turn
+    inside = torch.from_numpy(np.equal(indices.numpy() - indices.numpy() // n * n, turn))  # torch divides one by one
     places = places_of(inside & ~first)
     if places.numel() < spare and size < x.numel():
         return _with_whole_stripe(x, indices[first].long(), indices[first & inside].long(), spare, turn, n)
@@ -86,15 +88,6 @@ def _with_whole_stripe(x: Tensor, first: Tensor, mine: Tensor, spare: int, turn:
     others = others[~torch.isin(others, mine, assume_unique=True)]
     indices, order = torch.cat([first, others]).sort()
     return indices, order >= first.numel()
-
-
-def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
-    """As :func:`top_k`, of the coordinates j with ``first <= j mod period < first + block``, of which there are k."""
-    rounds = x.numel() // period
-    whole, rest = x[: rounds * period].view(rounds, period), x[rounds * period + first :][:block]
-    picked = top_k(torch.cat([whole[:, first : first + block].reshape(-1), rest]), k)
-    # In the rest, places continue after the last complete round as they do from round to round.
-    return picked // block * period + first + picked % block
 
 
 def many_of_largest(
@@ -168,18 +161,14 @@ def _best(magnitudes: Tensor, k: int) -> Tensor:
     """Places of the k largest, ascending, of equal ones the first."""
     if not k:
         return torch.empty(0, dtype=torch.int64, device="cpu")
-    kth = _kth(magnitudes, k)
-    keep = places_of(magnitudes >= kth)
+    least = kth(magnitudes, k)
+    keep = places_of(reach(magnitudes, least))
     if keep.numel() > k:  # of those that are equal to the k-th, the last ones are too many
-        larger, equal = magnitudes > kth, places_of(magnitudes == kth)
-        larger[equal[: k - int(larger.sum())]] = True
-        keep = places_of(larger)
+        equal = places_of(magnitudes.index_select(0, keep) == least)
+        stay = torch.ones(keep.numel(), dtype=torch.bool, device="cpu")
+        stay[equal[k - keep.numel() :]] = False
+        keep = keep.index_select(0, places_of(stay))
     return keep
-
-
-def _kth(magnitudes: Tensor, k: int) -> Tensor:
-    """The one that k reach, itself among them."""
-    return magnitudes.kthvalue(magnitudes.numel() - k + 1).values
 
 
 def _next_bound(magnitudes: Tensor, k: int, more: int) -> float:
@@ -189,7 +178,7 @@ def _next_bound(magnitudes: Tensor, k: int, more: int) -> float:
     if compiled := compiled_on(magnitudes):
         return margin * compiled.reached_by(magnitudes, k)
     stride = 1 + magnitudes.numel() // SAMPLE
-    return margin * float(_kth(magnitudes[::stride], max(1, k // stride)))
+    return margin * kth(magnitudes[::stride], max(1, k // stride))
 
 
 def _bound_of_sample(x: Tensor, share: float) -> float:
@@ -197,4 +186,4 @@ def _bound_of_sample(x: Tensor, share: float) -> float:
     stride = max(1, min(97, x.numel() // 4096))
     size = -(-x.numel() // stride)
     rank = math.ceil(size * share * 1.3 + 4 * math.sqrt(size * share) + 1)
-    return 0.0 if stride == 1 or rank >= size else float(_kth(x[::stride].abs(), rank))
+    return 0.0 if stride == 1 or rank >= size else kth(x[::stride].abs(), rank)

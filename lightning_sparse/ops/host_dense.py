@@ -1,19 +1,19 @@
-"""What is formed of a whole gradient, on the CPU: one pass that reads and writes each coordinate, in chunks."""
+"""What is formed of a whole gradient, on the CPU: one pass in C that reads and writes each coordinate, or torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.candidates import Candidates, Found, Summed, Sums
+from lightning_sparse.ops import reference
 from lightning_sparse.ops.c.native_buffers import written
 from lightning_sparse.ops.host_arrays import CHUNK, compiled_on
 from lightning_sparse.ops.host_reach import Hits
-from lightning_sparse.ops.host_sums import all_finite
+from lightning_sparse.ops.reference import Weights
 
 
 def accumulate(
@@ -32,49 +32,10 @@ def accumulate(
         What of acc reaches the bound, None if that is more than an eighth; whether all sums were finite; and what was
         added up, None if nothing was. If a sum was not finite, nothing is known of the other two.
     """
-    room = acc.numel() // Candidates.ROOM
     if compiled := compiled_on(acc, *runs):
         written(acc, *runs)
-        return compiled.accumulate(acc, runs, bound, room, summed)
-    finite, hits = True, Hits(acc, bound, room)
-    for start, piece in _chunks(runs):
-        kept = acc[start : start + len(piece)]
-        formed = torch.add(kept, piece)
-        piece.zero_()
-        finite &= _replace_(formed, (kept, formed))
-        hits.add(formed, start)
-    return hits.found() if finite else None, finite, None
-
-
-def add_(acc: Tensor, runs: Sequence[Tensor], decay: float) -> bool:
-    """``acc = decay * acc + grad``; a coordinate where that is not finite is left as it is. Whether all was."""
-    finite = True
-    for start, piece in _chunks(runs):
-        kept = acc[start : start + len(piece)]
-        # Each rounded by itself, as kernels do; alpha= may round once.
-        finite &= _replace_(formed := torch.mul(kept, decay).add_(piece), (kept, formed))
-    return finite
-
-
-def _replace_(formed: Tensor, *pairs: tuple[Tensor, Tensor]) -> bool:
-    """Replace vectors, the first of each pair, by the second where ``formed`` is finite. Whether all of it is."""
-    finite = all_finite(formed)
-    for kept, new in pairs:
-        kept.copy_(new if finite else torch.where(formed.isfinite(), new, kept))
-    return finite
-
-
-class Weights(NamedTuple):
-    """How :func:`weigh` forms second moments and scores."""
-
-    keep: float
-    """Of the second moment."""
-    add: float
-    """Of a squared gradient."""
-    least: float
-    """Added to roots."""
-    damping: float
-    """What a magnitude is multiplied by, before its square is added to the second moment."""
+        return compiled.accumulate(acc, runs, bound, acc.numel() // Candidates.ROOM, summed)
+    return _in_chunks(_add_, [acc], runs, True, bound)
 
 
 def weigh(
@@ -106,35 +67,38 @@ def weigh(
         and what was added up of the score.
     """
     clear = score.data_ptr() != runs[0].data_ptr()
-    room = score.numel() // Candidates.ROOM
     if compiled := compiled_on(acc, second, score, *runs):
         written(acc, second, score, *runs)
+        room = score.numel() // Candidates.ROOM
         return compiled.weigh((acc, second, score), runs, clear, by, bound, room, summed)
-    most, finite, hits = torch.finfo(acc.dtype).max, True, Hits(score, bound, room)
-    for start, piece in _chunks(runs):
-        span = slice(start, start + len(piece))
-        g = piece.to(acc.dtype, copy=not clear)
-        a, v = acc[span] + g, second[span] * by.keep
-        v.add_((g * by.add).mul_(g)).clamp_(max=most)  # each operation rounded by itself, as in C
-        finite &= _replace_(a, (acc[span], a), (second[span], v))
-        within = a.abs().mul_(by.damping).square_().add_(v).clamp_(max=most)
-        if clear:
-            piece.zero_()
-        torch.div(a, sqrt_(sqrt_(within).add_(by.least)), out=score[span])
-        hits.add(score[span], start)
-    return hits.found() if finite else None, finite, None
+    return _in_chunks(partial(reference.weigh_, by=by), [acc, second, score], runs, clear, bound)
 
 
-def _chunks(runs: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """Pieces of runs that stay in cache, and the coordinates at which they begin."""
-    start = 0
+def _add_(acc: Tensor, piece: Tensor) -> Tensor:
+    """Add a piece of a gradient, which is written to; () whether all is finite, see :func:`accumulate`."""
+    formed = piece.add_(acc) if piece.dtype == acc.dtype else torch.add(piece, acc)
+    return reference.replace_(formed, (acc, formed))
+
+
+def _in_chunks(
+    form: Callable[..., Tensor], formed: Sequence[Tensor], runs: Sequence[Tensor], clear: bool, bound: float
+) -> tuple[Found | None, bool, Sums | None]:
+    """Call a pass in torch for pieces that stay in cache, and collect what reaches a bound while they are there.
+
+    Args:
+        form: takes pieces of the vectors that are formed, and of the gradient, and returns whether all is finite.
+        formed: the vectors, of which the last one is looked at.
+        runs: of the gradient.
+        clear: whether to set the gradient to zero.
+        bound: magnitude.
+    """
+    start, finite, hits = 0, True, Hits(formed[-1], bound, formed[-1].numel() // Candidates.ROOM)
     for run in runs:
-        for at in range(0, len(run), CHUNK):
-            yield start + at, run[at : at + CHUNK]
-        start += len(run)
-
-
-def sqrt_(x: Tensor) -> Tensor:
-    """Roots in place, rounded alike on all processors: those of torch on CPUs may differ in the last bit."""
-    np.sqrt(x.numpy(), out=x.numpy())
-    return x
+        for piece in torch.split(run, CHUNK):
+            here = [x[start : start + len(piece)] for x in formed]
+            finite &= bool(form(*here, piece))
+            if clear:
+                piece.zero_()
+            hits.add(here[-1], start)
+            start += len(piece)
+    return hits.found() if finite else None, finite, None

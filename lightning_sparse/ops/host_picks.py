@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_sparse.ops import static
+from lightning_sparse.ops import reference
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.c.native_buffers import written
 from lightning_sparse.ops.host_arrays import compiled_on, places_of
 
 
 def take(x: Tensor, indices: Tensor) -> Tensor:
-    """``x[indices]``."""
-    if compiled := _are_places(indices) and compiled_on(x):
+    """Return ``x[indices]``."""
+    if compiled := are_places(indices) and compiled_on(x):
         return compiled.picks.take(x, indices)
     return x.index_select(0, indices)
 
 
 def under(mask: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
-    """``x[mask]`` for each of some vectors."""
+    """Return ``x[mask]`` for each of some vectors."""
     places = places_of(mask)
     return tuple(x.index_select(0, places) for x in vectors)
 
 
 def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
-    """``x[indices] = values``, of equal dtypes."""
+    """Set ``x[indices] = values``, of equal dtypes."""
     new = values if isinstance(values, Tensor) else torch.full(indices.shape, values, dtype=x.dtype, device="cpu")
-    fitting = _are_places(indices) and new.dtype == x.dtype and new.shape == indices.shape
+    fitting = are_places(indices) and new.dtype == x.dtype and new.shape == indices.shape
     if compiled := fitting and compiled_on(x, new):
         compiled.picks.put(x, indices, new)
         written(x)
@@ -38,7 +39,7 @@ def put_(x: Tensor, indices: Tensor, values: Tensor | float) -> None:
 
 
 def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> None:
-    """As :func:`put_`, where x lies in several runs."""
+    """Set ``x[indices] = values`` where x lies in several runs."""
     if len(runs) == 1:
         put_(runs[0], indices, values)
         return
@@ -48,7 +49,7 @@ def put_in_runs_(runs: Sequence[Tensor], indices: Tensor, values: Tensor) -> Non
 
 
 def take_from_runs(runs: Sequence[Tensor], indices: Tensor) -> Tensor:
-    """``x[indices]`` where x lies in several runs."""
+    """Return ``x[indices]`` where x lies in several runs."""
     taken = runs[0].new_empty(len(indices))
     for run, chosen, places in _by_run(runs, indices):
         taken[chosen] = run.index_select(0, places)
@@ -69,15 +70,9 @@ def _by_run(runs: Sequence[Tensor], indices: Tensor) -> Iterator[tuple[Tensor, s
             yield run, chosen if order is None else order[chosen], ordered[chosen] - start
 
 
-def _are_places(indices: Tensor) -> bool:
+def are_places(indices: Tensor) -> bool:
     """Whether the library can read these indices."""
     return indices.dtype == torch.int64 and indices.dim() == 1 and indices.is_contiguous()
-
-
-def distinct(indices: Tensor, padding: int) -> Tensor:
-    """Ascending different values below ``padding``."""
-    found: Tensor = torch.unique(indices[indices < padding])
-    return found
 
 
 def unite(
@@ -107,7 +102,8 @@ def unite(
     keys |= levels << 1
     if spare is not None:
         keys |= torch.cat(list(spare))
-    keys = keys.sort().values
+    # Ranks' coordinates ascend, as a rule: numpy merges what does, in a fifth of the time that torch takes.
+    keys = torch.from_numpy(np.sort(keys.numpy(), kind="stable"))
     keys = keys[: int(torch.searchsorted(keys, padding << 21))]
     coordinates, ends = keys >> 21, torch.ones_like(keys, dtype=torch.bool)
     torch.ne(coordinates[1:], coordinates[:-1], out=ends[:-1])  # of those that name a coordinate, the largest level
@@ -115,23 +111,20 @@ def unite(
     named = kept.numel()
     if limit is not None and limit < named:
         ours = (keys & 1 == 0).cumsum(0, dtype=torch.int32).index_select(0, kept)  # how many up to here are not spare
-        rows = torch.diff(ours, prepend=ours.new_zeros(1)) > 0
-        stay, _ = static.thinned(torch.stack([rows, ~rows]), limit, phase)
+        first = torch.diff(ours, prepend=ours.new_zeros(1)) > 0
+        stay = torch.zeros_like(first)
+        for places in (places_of(first), places_of(~first)):
+            slots = min(limit, places.numel())
+            limit -= slots
+            ordinals = reference.spread(torch.tensor(places.numel(), device="cpu"), slots, phase)
+            stay.index_fill_(0, places.index_select(0, ordinals.sub_(1)), True)
         kept = kept.index_select(0, places_of(stay))
     return coordinates.index_select(0, kept), keys.index_select(0, kept) >> 1 & 0xFFFFF, named
 
 
-def among(values: Tensor, ordered: Tensor) -> Tensor:
-    """Which of some coordinates are among ascending ones."""
-    if (compiled := native.library) and _are_places(values) and _are_places(ordered):
-        return compiled.picks.among(values, ordered)
-    return torch.isin(values, ordered)
-
-
 def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor, Tensor]:
-    """Ascending different coordinates below ``padding``, and the sums of their values in the order of the parts."""
+    """Return ascending different coordinates below ``padding``, and sums of their values in the order of the parts."""
     if compiled_on(parts[0][1]) and native.library and (made := native.library.picks.add_up(parts, padding)):
         return made
-    indices = torch.cat([indices for indices, _ in parts])
-    union = distinct(indices, padding)
-    return union, static.sums_at(union, indices, [values for _, values in parts], padding)
+    union, totals, count = reference.add_up(parts, padding)
+    return union[:count], totals[:count]

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.core.candidates import Candidates, Found
-from lightning_sparse.ops.host_arrays import CHUNK, compiled_on, places_of
+from lightning_sparse.ops.host_arrays import CHUNK, compiled_on, places_of, reach
 
 MARGIN = 0.9
 """The next step's threshold is expected above this multiple of this one's."""
 
 
 def above(x: Tensor, threshold: float, first: int, last: int, candidates: Candidates | None = None) -> Tensor:
-    """Ascending coordinates in [first, last) with ``|x| >= threshold``."""
-    bound, known = float(_number(x, threshold)), None
+    """Return ascending coordinates in [first, last) with ``|x| >= threshold``."""
+    bound, known = _number(x, threshold), None
     if candidates is not None:
         known = candidates.reaching(x, bound)
         candidates.expect(MARGIN * bound)
@@ -26,7 +26,7 @@ def above(x: Tensor, threshold: float, first: int, last: int, candidates: Candid
 
 
 def tail(x: Tensor, threshold: float) -> Tensor:
-    """The magnitudes that reach a threshold, without zeros."""
+    """Return the magnitudes that reach a threshold, without zeros."""
     bound = lowest(x, threshold)
     if compiled := compiled_on(x):
         return compiled.tail(x, bound)
@@ -34,35 +34,29 @@ def tail(x: Tensor, threshold: float) -> Tensor:
 
 
 def reached(magnitudes: Tensor, threshold: float) -> int:
-    """How many magnitudes reach a threshold, compared in their precision."""
-    if compiled := compiled_on(magnitudes):
-        return compiled.reached(magnitudes, threshold)
-    return int((magnitudes >= _number(magnitudes, threshold)).sum())
+    """Return how many magnitudes reach a threshold, compared in their precision."""
+    return int(reach(magnitudes, _number(magnitudes, threshold)).sum())
 
 
 def reaching_of(indices: Tensor, magnitudes: Tensor, threshold: float) -> Tensor:
-    """The int32 coordinates whose magnitudes reach a threshold, as int64."""
-    if compiled := compiled_on(magnitudes):
-        return compiled.reaching((indices, magnitudes), threshold)
-    return indices[magnitudes >= _number(magnitudes, threshold)].long()
+    """Return the int32 coordinates whose magnitudes reach a threshold, as int64."""
+    return indices.index_select(0, places_of(reach(magnitudes, _number(magnitudes, threshold)))).long()
 
 
 def reaching(x: Tensor, bound: float) -> Found:
-    """What of a vector reaches a bound: ascending int32 coordinates, and magnitudes."""
+    """Return what of a vector reaches a bound, NaN never: ascending int32 coordinates, and magnitudes."""
     if compiled := compiled_on(x):
         return compiled.above(x, bound)
     hits = Hits(x, bound, x.numel())
-    for start in range(0, x.numel(), CHUNK):
-        hits.add(x[start : start + CHUNK], start)
+    for start, chunk in enumerate(torch.split(x, CHUNK)):
+        hits.add(chunk, start * CHUNK)
     found = hits.found()
     assert found is not None  # there is room for all
     return found
 
 
 class Hits:
-    """What of the chunks of a vector reaches a bound.
-
-    In numpy: torch takes three times as long to compare and to list what it finds.
+    """What of the chunks of a vector reaches a bound; in numpy, since torch takes three times as long.
 
     Args:
         x: the vector.
@@ -71,36 +65,32 @@ class Hits:
     """
 
     def __init__(self, x: Tensor, bound: float, room: int) -> None:
-        self._bound, self._room, self._total = _number(x, bound).numpy(), room, 0
-        size = min(CHUNK, x.numel())  # what is allocated anew for each chunk costs page faults
-        self._magnitudes, self._flags = x.new_empty(size).numpy(), torch.empty(size, dtype=torch.bool, device="cpu")
-        self._parts = [(np.empty(0, dtype=np.int32), self._magnitudes[:0])]
+        self._bound, self._room = _number(x, bound), room
+        self._indices, self._magnitudes = [np.empty(0, np.int32)], [x[:0].numpy()]
 
     def add(self, chunk: Tensor, start: int) -> None:
-        """At most a chunk, that begins at a coordinate."""
-        if self._total <= self._room:
-            magnitudes = np.abs(chunk.numpy(), out=self._magnitudes[: len(chunk)])
-            flags = self._flags[: len(chunk)]
-            np.greater_equal(magnitudes, self._bound, out=flags.numpy())
-            places = places_of(flags).numpy()
-            self._total += places.size
-            found = magnitudes.take(places)
-            places += start
-            self._parts.append((places.astype(np.int32), found))
+        """Look at a chunk, which begins at a coordinate; nothing is looked at any more where there is no room."""
+        if self._room >= 0:
+            values = chunk.numpy()
+            flags = np.greater_equal(values, self._bound)
+            flags |= np.less_equal(values, -self._bound)
+            places = places_of(torch.from_numpy(flags)).numpy()
+            self._room -= len(places)
+            self._indices.append((places + start).astype(np.int32))
+            self._magnitudes.append(np.abs(values.take(places)))
 
     def found(self) -> Found | None:
-        """Ascending coordinates and magnitudes, None if there was no room."""
-        if self._total > self._room:
+        """Return ascending coordinates and magnitudes, None if there was no room."""
+        if self._room < 0:
             return None
-        indices, magnitudes = (torch.from_numpy(np.concatenate(part)) for part in zip(*self._parts, strict=True))
-        return indices, magnitudes
+        return torch.from_numpy(np.concatenate(self._indices)), torch.from_numpy(np.concatenate(self._magnitudes))
 
 
 def lowest(x: Tensor, threshold: float) -> float:
-    """The threshold in the precision of a vector, raised above zero."""
-    return max(float(_number(x, threshold)), torch.finfo(x.dtype).tiny)
+    """Return the threshold in the precision of a vector, raised above zero."""
+    return max(_number(x, threshold), torch.finfo(x.dtype).tiny)
 
 
-def _number(x: Tensor, threshold: float) -> Tensor:
-    """In the precision of a vector."""
-    return torch.tensor(threshold, dtype=x.dtype, device="cpu")
+def _number(x: Tensor, threshold: float) -> float:
+    """Round to the precision of a vector."""
+    return float(torch.tensor(threshold, dtype=x.dtype, device="cpu"))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.core.candidates import Candidates, Summed, Sums
 from lightning_sparse.ops.host_arrays import compiled_on
 from lightning_sparse.ops.host_reach import lowest
+
+Array = NDArray[Any]
 
 CHUNK = 1 << 16
 """Elements that are added up at once; compiled code has the same."""
@@ -19,7 +23,7 @@ LANES = 1 << 8
 
 
 def sums(x: Tensor, summed: Summed, candidates: Candidates | None = None, *, level: float = 0.0) -> Sums:
-    """Sums over a vector; counted are magnitudes that reach a level and are not zero.
+    """Return sums over a vector; counted are magnitudes that reach a level and are not zero.
 
     Args:
         x: (numel,) finite values.
@@ -32,13 +36,13 @@ def sums(x: Tensor, summed: Summed, candidates: Candidates | None = None, *, lev
 
 
 def excess(x: Tensor, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Number, sum and sum of squares of ``|x| - threshold`` where that is not negative and x is not zero."""
+    """Return number, sum and sum of squares of ``|x| - threshold`` where that is not negative and x is not zero."""
     made = torch.tensor(sums(x, "beyond", level=threshold)[:3], dtype=torch.float64, device="cpu")
     return made[0], made[1], made[2]
 
 
 def moments(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation, from sums in float64."""
+    """Return mean and standard deviation, from sums in float64."""
     made, count = sums(x, "values", candidates), x.numel()
     mean = made.total / count
     variance = (made.squares - made.total * mean) / (count - 1) if count > 1 else math.nan
@@ -47,22 +51,14 @@ def moments(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Te
 
 
 def mean_and_maximum(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Tensor]:
-    """Of magnitudes, from a sum in float64."""
+    """Return both of magnitudes, from a sum in float64."""
     made = sums(x, "magnitudes", candidates)
     return _scalar(min(made.total / x.numel(), made.largest)), _scalar(made.largest)  # also where the sum overflows
 
 
 def log_sum(x: Tensor) -> Tensor:
-    """Sum of ``ln |x|`` over the x that are not zero."""
+    """Return the sum of ``ln |x|`` over the x that are not zero."""
     return _scalar(sums(x, "logarithms").logarithms)
-
-
-def all_finite(x: Tensor) -> bool:
-    """No NaN and no infinity in x."""
-    if compiled := compiled_on(x):
-        return compiled.all_finite(x)
-    low, high = torch.aminmax(x)
-    return math.isfinite(low) and math.isfinite(high)
 
 
 def _scalar(x: float) -> Tensor:
@@ -74,43 +70,35 @@ def _formed(x: Tensor, summed: Summed, level: float) -> Sums:
     bound = lowest(x, level)
     if compiled := compiled_on(x):
         return compiled.sums(x, summed, level, bound)
-    sums = torch.zeros(2, LANES, dtype=torch.float64, device="cpu")
-    product, exponent, number, largest = torch.ones_like(sums[0]), 0, 0, 0.0
-    for start in range(0, x.numel(), CHUNK):
-        chunk = x[start : start + CHUNK]
-        if summed == "values":
-            wide = chunk.double()
-        else:
-            magnitudes = chunk.abs()
-            counted = magnitudes >= bound
-            largest, number = max(largest, float(magnitudes.max())), number + int(counted.sum())
-            wide = magnitudes.double()
-            if summed == "logarithms":
-                mantissas, exponents = torch.frexp(wide.masked_fill(~counted, 1.0))
-                product, more = torch.frexp(_lanes(mantissas, product, np.multiply))
-                exponent += int(exponents.sum()) + int(more.sum())
-            elif summed == "beyond":
-                wide = (wide - level).clamp_(min=0.0)
-        for lanes, values in zip(sums, (wide, wide * wide), strict=True):
-            lanes.copy_(_lanes(values, lanes, np.add))
-    while product.numel() > 1:
-        first, second = sums.chunk(2, dim=1)
-        sums = first + second
-        first, second = product.chunk(2)
-        product, more = torch.frexp(first * second)
-        exponent += int(more.sum())
-    product, more = torch.frexp(product)
-    total, squares = sums.view(-1).tolist()
-    return Sums(number, total, squares, largest, float(product), float(exponent + int(more.sum())))
+    totals, product, exponent, number, largest = np.zeros((2, LANES)), np.ones(LANES), 0, 0, 0.0
+    for chunk in torch.split(x, CHUNK):
+        wide = chunk.numpy().astype(np.float64)
+        if summed != "values":
+            wide = np.abs(wide)
+            counted = wide >= bound
+            number, largest = number + int(np.count_nonzero(counted)), max(largest, wide.max(initial=0.0))
+        if summed == "logarithms":
+            mantissas, exponents = np.frexp(np.where(counted, wide, 1.0))
+            product, more = np.frexp(_lanes(product, mantissas, np.multiply))
+            exponent += exponents.sum() + more.sum()
+        elif summed == "beyond":
+            wide = np.maximum(wide - level, 0.0)
+        totals = np.stack([_lanes(*each, np.add) for each in zip(totals, (wide, wide * wide), strict=True)])
+    while product.size > 1:
+        totals = np.add(*np.split(totals, 2, axis=1))
+        product, more = np.frexp(np.multiply(*np.split(product, 2)))
+        exponent += more.sum()
+    total, squares = totals.ravel().tolist()
+    return Sums(number, total, squares, float(largest), float(product[0]), float(exponent))
 
 
-def _lanes(values: Tensor, lanes: Tensor, two: np.ufunc) -> Tensor:
-    """What has been formed of each lane, and of at most a chunk of further values, row after row.
+def _lanes(made: Array, values: Array, two: np.ufunc) -> Array:
+    """Form of each lane what has been made, and of at most a chunk of further values, row after row.
 
     In numpy, which goes row by row; sums of torch take an order of their own, and cumulative ones six times as long.
     """
-    x, made, whole = values.numpy(), lanes.numpy(), len(values) // LANES * LANES
+    whole = len(values) // LANES * LANES
     if whole:
-        made = two(made, two.reduce(x[:whole].reshape(-1, LANES), axis=0))
-    rest = x[whole:]
-    return torch.from_numpy(np.concatenate([two(made[: rest.size], rest), made[rest.size :]]))
+        made = two(made, two.reduce(values[:whole].reshape(-1, LANES), axis=0))
+    rest = values[whole:]
+    return np.concatenate([two(made[: rest.size], rest), made[rest.size :]])

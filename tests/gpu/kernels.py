@@ -15,7 +15,7 @@ import torch
 
 from lightning_sparse import ops
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
-from lightning_sparse.ops import device_second, static
+from lightning_sparse.ops import device_second, reference
 from lightning_sparse.ops.adam import Moved, Step, Steps
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require
 from tests.gpu.machine import copy_rate, require_memory
@@ -101,7 +101,7 @@ def unite(device: torch.device, numel: int) -> Callable[[], Any]:
 
 def by_cells(many: int) -> Callable[[torch.Tensor, int], Any]:
     def compute(x: torch.Tensor, k: int) -> Any:
-        with mock.patch.object(static, "MANY", many):
+        with mock.patch.object(reference, "MANY", many):
             return ops.top_k(x, k)
 
     return compute

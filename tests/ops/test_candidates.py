@@ -12,7 +12,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse import ops
 from lightning_sparse.core.candidates import Candidates
-from lightning_sparse.ops import host_choose, host_sums, static
+from lightning_sparse.ops import host_choose, host_sums, reference
 from tests.covering import covering
 from tests.lockstep import Ranks, equal_states
 from tests.ops.compiled import VARIANTS
@@ -174,14 +174,14 @@ def test_a_decay_and_other_devices_accumulate_as_torch_does() -> None:
 
 
 def test_on_devices_long_runs_are_added_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(static, "PIECE", 100)
+    monkeypatch.setattr(reference, "PIECE", 100)
     for place in (None, 0, 99, 100, 449, 450, 999):
         acc, grad = torch.randn(1000), torch.randn(1000).bfloat16()
         if place is not None:
             grad[place] = math.inf
         formed = acc + grad
         expected = torch.where(formed.isfinite(), formed, acc)
-        finite = static.accumulate_(acc, [grad[:450], grad[450:]], 1.0)
+        finite = reference.accumulate_(acc, [grad[:450], grad[450:]], 1.0)
         assert bool(finite) == (place is None)
         assert torch.equal(acc, expected)
 

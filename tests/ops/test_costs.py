@@ -9,7 +9,7 @@ spare. Whoever makes something cheaper lowers its row.
 What the bytes are spent on, for UnionTopK at a density of 0.001: 12 to add the gradient, 23 to leave out what is not
 finite, 28 for magnitudes and ``topk``, 8 for magnitudes of the own stripe and their ``topk``, 4 to clear the gradient,
 and some 2000 bytes a pick. From 67 million coordinates on, the largest of every few neighbours are found first, which
-takes 4 bytes in place of 28 and more launches (``MANY`` in ``ops/static.py``).
+takes 4 bytes in place of 28 and more launches (``MANY`` in ``ops/reference.py``).
 
 More ranks take more operations in these places: where sums are formed in the order of ranks (gather_pairs, balanced),
 one for each rank; in ExDyna, where blocks move, and in the tree of gTop-k, some for each doubling of their number; and
@@ -30,7 +30,7 @@ from torch import Tensor
 
 import lightning_sparse as ls
 from lightning_sparse.core.step import Absorbed
-from lightning_sparse.ops import static
+from lightning_sparse.ops import reference
 from tests.costs import META, Costs, group_step
 
 NUMEL = 1 << 22
@@ -138,7 +138,7 @@ def test_the_strongest_of_many_are_those_of_few(numel: int, k: int, apart: int, 
     left_out = torch.zeros(numel, dtype=torch.bool)
     left_out[torch.randperm(numel, generator=generator)[:most]] = True
     expected = torch.topk(x.abs().masked_fill(left_out, -1), k)
-    with mock.patch.object(static, "MANY", 1):
-        values, places = static.strongest(x, k, left_out, most)
+    with mock.patch.object(reference, "MANY", 1):
+        values, places = reference.strongest(x, k, left_out, most)
     assert torch.equal(values, expected.values)
     assert torch.equal(places[values >= 0], expected.indices[values >= 0])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_sparse import ops
-from lightning_sparse.ops import host_reach, host_sums, static
+from lightning_sparse.ops import host_reach, host_sums, reference
 from tests.covering import in_one_test
 
 SIZES = [1, 7, 65_535, 65_536, 65_537, 200_003]
@@ -38,7 +38,7 @@ def test_excess_is_that_of_the_whole_vector(numel: int, kind: str, dtype: type) 
         z = magnitudes[(magnitudes >= bound) & (magnitudes > 0)] - bound
         for sums in (
             host_sums.excess(torch.from_numpy(x), bound),
-            static.excess(torch.from_numpy(x), double(bound)),
+            reference.excess(torch.from_numpy(x), double(bound)),
             ops.excess(ops.tail(torch.from_numpy(x), double(bound)), double(bound)),
         ):
             assert {part.dtype for part in sums} == {torch.float64}
@@ -51,7 +51,7 @@ def test_excess_is_that_of_the_whole_vector(numel: int, kind: str, dtype: type) 
 def test_logarithms_of_zeros_are_left_out(numel: int, kind: str, dtype: type) -> None:
     x = values(numel, dtype, kind)
     expected = np.log(np.abs(x[x != 0]).astype(np.float64)).sum()
-    for total in (host_sums.log_sum(torch.from_numpy(x)), static.log_sum(torch.from_numpy(x))):
+    for total in (host_sums.log_sum(torch.from_numpy(x)), reference.log_sum(torch.from_numpy(x))):
         assert (total.dtype, total.dim()) == (torch.float64, 0)
         # A logarithm in float32, of torch, has 24 bits; rounding errors cancel.
         assert float(total) == pytest.approx(expected, rel=1e-6 if dtype is np.float32 else 1e-12, abs=1e-6)
@@ -79,6 +79,6 @@ def test_nothing_is_left_of_nothing() -> None:
     empty, zeros = torch.zeros(0), torch.zeros(5)
     for x in (empty, zeros):
         assert [float(part) for part in host_sums.excess(x, 0.0)] == [0, 0, 0]
-        assert [float(part) for part in static.excess(x, double(0.0))] == [0, 0, 0]
-        assert float(host_sums.log_sum(x)) == float(static.log_sum(x)) == 0
+        assert [float(part) for part in reference.excess(x, double(0.0))] == [0, 0, 0]
+        assert float(host_sums.log_sum(x)) == float(reference.log_sum(x)) == 0
     assert host_reach.tail(zeros, 0.0).numel() == 0

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.core.step import Context, Selection
 from lightning_sparse.methods.exchanges import packed_union
-from lightning_sparse.ops import choose, device_dense, device_passes, fill_if_, host_choose, pad, static
+from lightning_sparse.ops import choose, device_dense, device_passes, fill_if_, host_choose, pad, reference
 from lightning_sparse.ops.form import Form
 from tests.covering import covering
 from tests.ops.interpreted import in_triton, interpret
@@ -100,7 +100,7 @@ def test_a_gradient_is_taken_in_as_by_torch(dtype: torch.dtype, monkeypatch: pyt
     wide = torch.promote_types(dtype, torch.float32)
     acc, grad = values(TILE + 300, "normal", 1).to(wide), values(TILE + 300, "inf", 2).to(dtype)
     found, expected, given = acc.clone(), acc.clone(), grad.clone()
-    monkeypatch.setattr(static, "PIECE", 1000)
+    monkeypatch.setattr(reference, "PIECE", 1000)
     assert not device_dense._in_torch(expected, grad, 0.7)
     with in_triton() as chosen:
         assert not device_dense.accumulate_(found, grad, 0.7)
@@ -165,15 +165,15 @@ def test_passes_of_other_methods_equal_those_of_torch(kind: str, monkeypatch: py
         for threshold, capacity in ((0.5, 2000), (0.5, 100), (9.0, 10)):
             bound = torch.tensor(threshold, dtype=torch.float64)
             found, count = device_passes.above(x, bound, None, capacity, 12)
-            expected, number = static.above(x, bound, None, capacity, 12)
+            expected, number = reference.above(x, bound, None, capacity, 12)
             assert torch.equal(found, expected)
             assert int(count) == int(number)
         level = torch.tensor(0.3, dtype=torch.float64)
         pairs = [
-            (device_passes.moments(x), static.moments(x.double())),
-            (device_passes.mean_and_maximum(x), static.mean_and_maximum(x.double())),
-            (device_passes.excess(x, level), static.excess(x, level)),
-            ((device_passes.log_sum(x),), (static.log_sum(x.double()),)),
+            (device_passes.moments(x), reference.moments(x.double())),
+            (device_passes.mean_and_maximum(x), reference.mean_and_maximum(x.double())),
+            (device_passes.excess(x, level), reference.excess(x, level)),
+            ((device_passes.log_sum(x),), (reference.log_sum(x.double()),)),
         ]
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)

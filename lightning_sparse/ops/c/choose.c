@@ -1,5 +1,5 @@
 // Choosing among few, which a pass has found: the largest, and the largest of a stripe. The CPU formulations of
-// host_choose.py for float32, equal bit for bit. Each function exists once, as inline code, and is compiled as in dense.c.
+// host_choose.py for float32, equal bit for bit.
 #include "common.h"
 
 #define BINS 2048
@@ -21,52 +21,13 @@ INLINE uint32_t inside(stripe s, int32_t index) {
   return (x >> s.even | x << ((32 - s.even) & 31)) <= s.limit;
 }
 
-// What is done for 16 numbers at once, where the processor can. All write up to 15 numbers behind what they find.
-typedef struct {
-  // Those of n numbers that lie from low to high, one after another; how many they are. They may take the place of m.
-  int64_t (*between)(const uint32_t *m, int64_t n, uint32_t low, uint32_t high, uint32_t *found);
-  // The magnitudes of a stripe.
-  int64_t (*of_stripe)(const int32_t *indices, const uint32_t *m, int64_t n, stripe s, uint32_t *found);
-  // Coordinates that reach `top`, and those of the stripe that reach `next`, which are marked as spare.
-  int64_t (*pick)(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next, stripe s,
-                  int64_t *places, uint8_t *spare);
-} chooser;
+// between: those of n numbers that lie from low to high, one after another; how many they are. They may take the place
+// of m. of_stripe: the magnitudes of a stripe. pick: coordinates that reach `top`, and those of the stripe that reach
+// `next`, which are marked as spare. All write up to 15 numbers behind what they find.
+#ifdef __AVX512VL__
+INLINE __mmask16 rest_of(int64_t n, int64_t i) { return (__mmask16)(n - i < 16 ? (1u << (n - i)) - 1 : 0xffffu); }
 
-INLINE int64_t between_portable(const uint32_t *m, int64_t n, uint32_t low, uint32_t high, uint32_t *found) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; i++) {
-    uint32_t x = m[i];
-    found[count] = x;
-    count += x - low <= high - low;
-  }
-  return count;
-}
-
-INLINE int64_t of_stripe_portable(const int32_t *indices, const uint32_t *m, int64_t n, stripe s, uint32_t *found) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; i++) {
-    found[count] = m[i];
-    count += inside(s, indices[i]);
-  }
-  return count;
-}
-
-INLINE int64_t pick_portable(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next,
-                             stripe s, int64_t *places, uint8_t *spare) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; i++) {
-    int32_t first = m[i] >= top, second = (m[i] >= next) & (int32_t)inside(s, indices[i]);
-    places[count] = indices[i], spare[count] = (uint8_t)!first;
-    count += first | second;
-  }
-  return count;
-}
-static const chooser PORTABLE = {between_portable, of_stripe_portable, pick_portable};
-
-#ifdef X86
-AVX512 INLINE __mmask16 rest_of(int64_t n, int64_t i) { return (__mmask16)(n - i < 16 ? (1u << (n - i)) - 1 : 0xffffu); }
-
-AVX512 INLINE int64_t between_avx512(const uint32_t *m, int64_t n, uint32_t low, uint32_t high, uint32_t *found) {
+INLINE int64_t between(const uint32_t *m, int64_t n, uint32_t low, uint32_t high, uint32_t *found) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += 16) {
     __m512i x = _mm512_maskz_loadu_epi32(rest_of(n, i), m + i);
@@ -78,14 +39,14 @@ AVX512 INLINE int64_t between_avx512(const uint32_t *m, int64_t n, uint32_t low,
   return count;
 }
 
-AVX512 INLINE __mmask16 inside_avx512(stripe s, __m512i indices) {
+INLINE __mmask16 inside_avx512(stripe s, __m512i indices) {
   __m512i x = _mm512_add_epi32(indices, _mm512_set1_epi32((int)s.shift));
   x = _mm512_mullo_epi32(x, _mm512_set1_epi32((int)s.inverse));
   x = _mm512_rorv_epi32(x, _mm512_set1_epi32((int)s.even));
   return _mm512_cmple_epu32_mask(x, _mm512_set1_epi32((int)s.limit));
 }
 
-AVX512 INLINE int64_t of_stripe_avx512(const int32_t *indices, const uint32_t *m, int64_t n, stripe s,
+INLINE int64_t of_stripe(const int32_t *indices, const uint32_t *m, int64_t n, stripe s,
                                        uint32_t *found) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += 16) {
@@ -96,7 +57,7 @@ AVX512 INLINE int64_t of_stripe_avx512(const int32_t *indices, const uint32_t *m
   return count;
 }
 
-AVX512 INLINE int64_t pick_avx512(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next,
+INLINE int64_t pick(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next,
                                   stripe s, int64_t *places, uint8_t *spare) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += 16) {
@@ -114,7 +75,36 @@ AVX512 INLINE int64_t pick_avx512(const int32_t *indices, const uint32_t *m, int
   }
   return count;
 }
-static const chooser OF_AVX512 = {between_avx512, of_stripe_avx512, pick_avx512};
+#else
+INLINE int64_t between(const uint32_t *m, int64_t n, uint32_t low, uint32_t high, uint32_t *found) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t x = m[i];
+    found[count] = x;
+    count += x - low <= high - low;
+  }
+  return count;
+}
+
+INLINE int64_t of_stripe(const int32_t *indices, const uint32_t *m, int64_t n, stripe s, uint32_t *found) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    found[count] = m[i];
+    count += inside(s, indices[i]);
+  }
+  return count;
+}
+
+INLINE int64_t pick(const int32_t *indices, const uint32_t *m, int64_t n, uint32_t top, uint32_t next,
+                             stripe s, int64_t *places, uint8_t *spare) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    int32_t first = m[i] >= top, second = (m[i] >= next) & (int32_t)inside(s, indices[i]);
+    places[count] = indices[i], spare[count] = (uint8_t)!first;
+    count += first | second;
+  }
+  return count;
+}
 #endif
 
 // A histogram of n numbers from low to high, coarse: counts of bins from `low + (bin << shift)` on.
@@ -155,15 +145,14 @@ INLINE void bounds_of(const uint32_t *m, int64_t n, uint32_t *low, uint32_t *hig
 
 // Of n bit patterns, the one that k of them reach, from a histogram of them; spare has room for n + 15. Order of bits
 // is order of magnitudes.
-INLINE uint32_t kth_of(const histogram *first, const uint32_t *m, int64_t n, int64_t k, uint32_t *spare,
-                       const chooser c) {
+INLINE uint32_t kth_of(const histogram *first, const uint32_t *m, int64_t n, int64_t k, uint32_t *spare) {
   histogram finer;
   const histogram *h = first;
   for (;;) {
     uint32_t low = h->low + (bin_of(h, &k) << h->shift);
     if (!h->shift) return low;
     uint32_t high = low + (1u << h->shift) - 1;
-    n = c.between(m, n, low, high, spare), m = spare;
+    n = between(m, n, low, high, spare), m = spare;
     if (n == 1) return m[0];
     bounds_of(m, n, &low, &high);
     if (low == high) return low;
@@ -178,10 +167,14 @@ INLINE void above_and_at(const uint32_t *m, int64_t n, uint32_t x, int64_t *abov
   *above = larger, *at = equal;
 }
 
-// See ls_choose_largest.
-INLINE int64_t largest(const int32_t *indices, const uint32_t *m, int64_t n, int64_t share, int64_t wanted, int64_t turn,
-                       int64_t ranks, int64_t more, int64_t *places, uint8_t *spare, uint32_t *room, float *reached,
-                       const chooser c) {
+// Of n coordinates, ascending, and their magnitudes: the `share` largest, and of the others with j mod ranks = turn the
+// `wanted` largest, which are marked as spare; all in order. Of equal ones, the first. Returns how many they are; 0,
+// where there are not so many others. reached: a magnitude that at least `more` of all reach, and not many more. places
+// and spare have room for share + wanted + 16, room for 2 n + 32.
+EXPORT int64_t ls_largest(const int32_t *indices, const float *magnitudes, int64_t n, int64_t share, int64_t wanted,
+                          int64_t turn, int64_t ranks, int64_t more, int64_t *places, uint8_t *spare, uint32_t *room,
+                          float *reached) {
+  const uint32_t *m = (const uint32_t *)magnitudes;
   histogram all, mine;
   uint32_t low, high, top = UINT32_MAX, next = UINT32_MAX, *others = room + n + 16;
   int64_t larger = 0, equal = 0, own, rank = more, found = 0, ties, also = 0, above, at;
@@ -189,10 +182,10 @@ INLINE int64_t largest(const int32_t *indices, const uint32_t *m, int64_t n, int
   bounds_of(m, n, &low, &high), count(&all, m, n, low, high);
   low = all.low + (bin_of(&all, &rank) << all.shift);
   *reached = float_of(low);
-  if (share) top = kth_of(&all, m, n, share, room, c), above_and_at(m, n, top, &larger, &equal);
+  if (share) top = kth_of(&all, m, n, share, room), above_and_at(m, n, top, &larger, &equal);
   ties = share - larger;
   if (wanted) {
-    own = c.of_stripe(indices, m, n, s, others);
+    own = of_stripe(indices, m, n, s, others);
     if (own < wanted) return 0;
     // Of the stripe, those that are among the first come first.
     above_and_at(others, own, top, &above, &at);
@@ -204,13 +197,13 @@ INLINE int64_t largest(const int32_t *indices, const uint32_t *m, int64_t n, int
         if (m[i] == top) left--, taken += inside(s, indices[i]);
     if (own - taken < wanted) return 0;
     bounds_of(others, own, &low, &high), count(&mine, others, own, low, high);
-    next = kth_of(&mine, others, own, taken + wanted, room, c);
+    next = kth_of(&mine, others, own, taken + wanted, room);
     above_and_at(others, own, next, &above, &at);
     also = taken + wanted - above;
-    if (ties == equal && also == at) return c.pick(indices, m, n, top, next, s, places, spare);
+    if (ties == equal && also == at) return pick(indices, m, n, top, next, s, places, spare);
     if (next == top) also -= taken - above;
   } else if (ties == equal) {
-    return c.pick(indices, m, n, top, UINT32_MAX, s, places, spare);
+    return pick(indices, m, n, top, UINT32_MAX, s, places, spare);
   }
   for (int64_t i = 0; i < n; i++) {  // of equal ones, the first
     int tie = m[i] == top && ties > 0, first = (m[i] > top) | tie;
@@ -223,73 +216,11 @@ INLINE int64_t largest(const int32_t *indices, const uint32_t *m, int64_t n, int
   return found;
 }
 
-INLINE int64_t reaching(const int32_t *indices, const float *magnitudes, int64_t n, float bound, int64_t *places,
-                        uint8_t *spare, const chooser c) {
-  uint32_t top = bound > 0 ? bits_of(bound) : 0;
-  if (bound != bound) return 0;
-  return c.pick(indices, (const uint32_t *)magnitudes, n, top, UINT32_MAX, stripe_of(0, 1), places, spare);
-}
-
-INLINE int64_t reached(const float *magnitudes, int64_t n, float bound) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; i++) count += magnitudes[i] >= bound;
-  return count;
-}
-
-INLINE float reached_by(const float *magnitudes, int64_t n, int64_t k) {
+// A magnitude that at least k of n reach, and not many more.
+EXPORT float ls_reached_by(const float *magnitudes, int64_t n, int64_t k) {
   const uint32_t *m = (const uint32_t *)magnitudes;
   histogram h;
   uint32_t low, high;
   bounds_of(m, n, &low, &high), count(&h, m, n, low, high);
   return float_of(low + (bin_of(&h, &k) << h.shift));
-}
-
-#define VARIANTS(name, target, c)                                                                                    \
-  target static int64_t largest_##name(const int32_t *indices, const uint32_t *m, int64_t n, int64_t share,          \
-                                       int64_t wanted, int64_t turn, int64_t ranks, int64_t more, int64_t *places,   \
-                                       uint8_t *spare, uint32_t *room, float *reached) {                             \
-    return largest(indices, m, n, share, wanted, turn, ranks, more, places, spare, room, reached, c);                \
-  }                                                                                                                  \
-  target static int64_t reaching_##name(const int32_t *indices, const float *magnitudes, int64_t n, float bound,     \
-                                        int64_t *places, uint8_t *spare) {                                           \
-    return reaching(indices, magnitudes, n, bound, places, spare, c);                                                \
-  }                                                                                                                  \
-  target static int64_t reached_##name(const float *magnitudes, int64_t n, float bound) {                            \
-    return reached(magnitudes, n, bound);                                                                            \
-  }                                                                                                                  \
-  target static float reached_by_##name(const float *magnitudes, int64_t n, int64_t k) {                             \
-    return reached_by(magnitudes, n, k);                                                                             \
-  }
-
-VARIANTS(portable, , PORTABLE)
-#ifdef X86
-VARIANTS(avx2, AVX2, PORTABLE)
-VARIANTS(avx512, AVX512, OF_AVX512)
-#endif
-
-// Of n coordinates, ascending, and their magnitudes: the `share` largest, and of the others with j mod ranks = turn the
-// `wanted` largest, which are marked as spare; all in order. Of equal ones, the first. Returns how many they are; 0,
-// where there are not so many others. reached: a magnitude that at least `more` of all reach, and not many more. places
-// and spare have room for share + wanted + 16, room for 2 n + 32.
-EXPORT int64_t ls_largest(const int32_t *indices, const float *magnitudes, int64_t n, int64_t share, int64_t wanted,
-                          int64_t turn, int64_t ranks, int64_t more, int64_t *places, uint8_t *spare, uint32_t *room,
-                          float *reached) {
-  return PICK(largest)(indices, (const uint32_t *)magnitudes, n, share, wanted, turn, ranks, more, places, spare, room,
-                       reached);
-}
-
-// The coordinates whose magnitudes reach a bound; how many they are. places and spare have room for n + 16.
-EXPORT int64_t ls_reaching(const int32_t *indices, const float *magnitudes, int64_t n, float bound, int64_t *places,
-                           uint8_t *spare) {
-  return PICK(reaching)(indices, magnitudes, n, bound, places, spare);
-}
-
-// How many magnitudes reach a bound.
-EXPORT int64_t ls_reached(const float *magnitudes, int64_t n, float bound) {
-  return PICK(reached)(magnitudes, n, bound);
-}
-
-// A magnitude that at least k of n reach, and not many more.
-EXPORT float ls_reached_by(const float *magnitudes, int64_t n, int64_t k) {
-  return PICK(reached_by)(magnitudes, n, k);
 }

@@ -1,4 +1,4 @@
-// What all files of the library share.
+// What all files of the library share; constants of messages come from form.py, see library.py.
 #ifndef COMMON_H
 #define COMMON_H
 #include <math.h>
@@ -10,25 +10,19 @@
 #define EXPORT __attribute__((visibility("default")))
 #define MAGNITUDE 0x7fffffffu  // bits of a float32 without its sign
 #define INFINITE 0x7f800000u
-#define CLASSES 8  // as in form.py, and the next four
-#define CLASS_BITS 3
-#define SILENT 0
-#define TROUBLE ((1 << 20) - 1)
-#define LEVELS 4096  // those of numbers are below
 #define OFFSETS 65536  // coordinates that are worked on in a table
 #define AHEAD 48  // elements to prefetch in places all over a vector
 
-#if defined(__x86_64__)
+// All is compiled once for each set of instructions, see library.py; the compiler says for which one this is.
+#if defined(__AVX512VL__) && defined(__BMI2__)
 #include <immintrin.h>
 #define X86 1
-#define AVX2 __attribute__((target("avx2")))
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,popcnt,bmi,bmi2,prefer-vector-width=512")))
-#define PICK(function) (instructions == 2 ? function##_avx512 : instructions == 1 ? function##_avx2 : function##_portable)
+#define AVX2
+#define AVX512
+#define PICK(function) function##_avx512
 #else
 #define PICK(function) function##_portable
 #endif
-
-extern int instructions;  // 0: portable, 1: AVX2, 2: AVX-512; ls_choose sets it
 
 INLINE uint32_t bits_of(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
 INLINE float float_of(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }

@@ -1,9 +1,11 @@
 // What is formed of a whole gradient, and what of a vector reaches a bound: the CPU formulations of host_dense.py and
 // host_reach.py for float32, without Python. They are called through ctypes, which releases the GIL meanwhile. Results
-// equal those in Python bit for bit. Built by library.py.
-//
-// Each function exists once, as inline code, and is compiled for the instruction sets that this processor may have.
+// equal those in Python bit for bit. Built by library.py, once for each set of instructions: plain C that compilers turn
+// into vectors.
 #include "lanes.h"
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #define STRIP 64       // elements that are worked on in registers
 #define BLOCK 2048     // and in the first-level cache
@@ -20,63 +22,45 @@ INLINE float from_half(uint16_t h) {
   return float_of(found | (uint32_t)(h & 0x8000) << 16);
 }
 
-// What of 64 numbers is done at once: their magnitudes' bits are compared with a level, which gives a bit each. Not a
-// number reaches nothing.
-typedef struct {
-  // x[i] += y[i], but where that is not finite; *finite becomes 0 then, and what reaches the level is of no use.
-  uint64_t (*add)(float *x, const float *y, uint32_t level, int32_t *finite);
-  uint64_t (*reach)(const float *x, uint32_t level);
-  // Places and magnitudes of what has a bit of at least one, with room for 15 more.
-  void (*extract)(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes);
-} strip;
-
-INLINE uint64_t reach_portable(const float *x, uint32_t level) {
-  uint32_t any = 0;
-  uint64_t hits = 0;
-  for (int j = 0; j < STRIP; j++) any |= (uint32_t)((bits_of(x[j]) & MAGNITUDE) >= level);
-  for (int j = 0; any && j < STRIP; j++) {
-    uint32_t m = bits_of(x[j]) & MAGNITUDE;
-    hits |= (uint64_t)(m >= level && m <= INFINITE) << j;
+// A bit for each of 64 flags.
+INLINE uint64_t bits_where(const uint8_t *flags) {
+  uint64_t hits = 0, eight;
+  for (int j = 0; j < STRIP; j += 8) {
+    memcpy(&eight, flags + j, 8);
+    hits |= eight * 0x0102040810204080ull >> 56 << j;
   }
   return hits;
 }
 
-INLINE uint64_t add_portable(float *x, const float *y, uint32_t level, int32_t *finite) {
-  uint32_t infinite = 0, any = 0;
-  uint64_t hits = 0;
+// Which of 64 numbers have magnitudes whose bits reach a level. Not a number reaches nothing.
+INLINE uint64_t reach(const float *x, uint32_t level) {
+  uint8_t flags[STRIP];
   for (int j = 0; j < STRIP; j++) {
-    uint32_t sum = bits_of(x[j] + y[j]), m = sum & MAGNITUDE;
-    infinite |= (uint32_t)(m >= INFINITE), any |= (uint32_t)(m >= level);
-    x[j] = float_of(m < INFINITE ? sum : bits_of(x[j]));
+    uint32_t m = bits_of(x[j]) & MAGNITUDE;
+    flags[j] = (m >= level) & (m <= INFINITE);
   }
-  *finite &= !infinite;
-  for (int j = 0; any && j < STRIP; j++) hits |= (uint64_t)((bits_of(x[j]) & MAGNITUDE) >= level) << j;
+  return bits_where(flags);
+}
+
+// x[i] += y[i], but where that is not finite; *finite becomes 0 then, and what reaches the level is of no use.
+// Compilers make a fifth less of the pass that it is most of.
+#if defined(__AVX512VL__)
+INLINE uint64_t add(float *x, const float *y, uint32_t level, int32_t *finite) {
+  __mmask16 all = 0xffff;
+  uint64_t hits = 0;
+  for (int j = 0; j < STRIP; j += 16) {
+    __m512 before = _mm512_loadu_ps(x + j), sum = _mm512_add_ps(before, _mm512_loadu_ps(y + j));
+    __m512i m = _mm512_and_si512(_mm512_castps_si512(sum), _mm512_set1_epi32((int)MAGNITUDE));
+    __mmask16 number = _mm512_cmplt_epu32_mask(m, _mm512_set1_epi32((int)INFINITE));
+    _mm512_storeu_ps(x + j, _mm512_mask_mov_ps(before, number, sum));
+    hits |= (uint64_t)_mm512_mask_cmpge_epu32_mask(number, m, _mm512_set1_epi32((int)level)) << j;
+    all &= number;
+  }
+  *finite &= all == 0xffff;
   return hits;
 }
-
-INLINE void extract_portable(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes) {
-  uint64_t rest = hits & (hits - 1);
-  int j = __builtin_ctzll(hits), next = __builtin_ctzll(rest | 1ull << 63);
-  // As a rule there are few: the first two without a branch that nobody can predict.
-  if (indices) indices[0] = first + j, indices[1] = first + next;
-  magnitudes[0] = fabsf(x[j]), magnitudes[1] = fabsf(x[next]);
-  rest &= rest - 1;
-  for (int64_t i = 2; rest; rest &= rest - 1, i++) {
-    j = __builtin_ctzll(rest);
-    if (indices) indices[i] = first + j;
-    magnitudes[i] = fabsf(x[j]);
-  }
-}
-static const strip PORTABLE = {add_portable, reach_portable, extract_portable};
-
-#ifdef X86
-AVX2 INLINE uint64_t hits_avx2(__m256i m, uint32_t level) {
-  __m256i above = _mm256_cmpgt_epi32(m, _mm256_set1_epi32((int)level - 1));
-  __m256i number = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)INFINITE + 1), m);
-  return (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_and_si256(above, number)));
-}
-
-AVX2 INLINE uint64_t add_avx2(float *x, const float *y, uint32_t level, int32_t *finite) {
+#elif defined(__AVX2__)
+INLINE uint64_t add(float *x, const float *y, uint32_t level, int32_t *finite) {
   const __m256i least = _mm256_set1_epi32((int)level - 1), infinite = _mm256_set1_epi32((int)INFINITE);
   __m256i all = _mm256_set1_epi32(-1);
   uint64_t hits = 0;
@@ -91,70 +75,40 @@ AVX2 INLINE uint64_t add_avx2(float *x, const float *y, uint32_t level, int32_t 
   *finite &= _mm256_movemask_epi8(all) == -1;
   return hits;
 }
-
-AVX2 INLINE uint64_t reach_avx2(const float *x, uint32_t level) {
-  uint64_t hits = 0;
-  for (int j = 0; j < STRIP; j += 8) {
-    __m256i m = _mm256_loadu_si256((const __m256i *)(x + j));
-    hits |= hits_avx2(_mm256_and_si256(m, _mm256_set1_epi32((int)MAGNITUDE)), level) << j;
+#else
+INLINE uint64_t add(float *x, const float *y, uint32_t level, int32_t *finite) {
+  uint8_t flags[STRIP];
+  uint32_t largest = 0;
+  for (int j = 0; j < STRIP; j++) {
+    uint32_t sum = bits_of(x[j] + y[j]), m = sum & MAGNITUDE;
+    largest = m > largest ? m : largest, flags[j] = m >= level;
+    x[j] = float_of(m < INFINITE ? sum : bits_of(x[j]));
   }
-  return hits;
+  *finite &= largest < INFINITE;
+  return bits_where(flags);
 }
-static const strip OF_AVX2 = {add_avx2, reach_avx2, extract_portable};
-
-AVX512 INLINE uint64_t hits_avx512(__m512i m, uint32_t level) {
-  __mmask16 above = _mm512_cmpge_epu32_mask(m, _mm512_set1_epi32((int)level));
-  return _mm512_mask_cmple_epu32_mask(above, m, _mm512_set1_epi32((int)INFINITE));
-}
-
-AVX512 INLINE uint64_t add_avx512(float *x, const float *y, uint32_t level, int32_t *finite) {
-  __mmask16 all = 0xffff;
-  uint64_t hits = 0;
-  for (int j = 0; j < STRIP; j += 16) {
-    __m512 before = _mm512_loadu_ps(x + j), sum = _mm512_add_ps(before, _mm512_loadu_ps(y + j));
-    __m512i m = _mm512_and_si512(_mm512_castps_si512(sum), _mm512_set1_epi32((int)MAGNITUDE));
-    __mmask16 number = _mm512_cmplt_epu32_mask(m, _mm512_set1_epi32((int)INFINITE));
-    _mm512_storeu_ps(x + j, _mm512_mask_mov_ps(before, number, sum));
-    hits |= (uint64_t)_mm512_mask_cmpge_epu32_mask(number, m, _mm512_set1_epi32((int)level)) << j;
-    all &= number;
-  }
-  *finite &= all == 0xffff;
-  return hits;
-}
-
-AVX512 INLINE uint64_t reach_avx512(const float *x, uint32_t level) {
-  uint64_t hits = 0;
-  for (int j = 0; j < STRIP; j += 16) {
-    __m512i m = _mm512_loadu_si512(x + j);
-    hits |= hits_avx512(_mm512_and_si512(m, _mm512_set1_epi32((int)MAGNITUDE)), level) << j;
-  }
-  return hits;
-}
-
-AVX512 INLINE void extract_avx512(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes) {
-  if (__builtin_popcountll(hits) <= 2) {
-    extract_portable(x, hits, first, indices, magnitudes);
-    return;
-  }
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  int64_t found = 0;
-  for (int j = 0; j < STRIP; j += 16) {
-    __mmask16 some = (__mmask16)(hits >> j);
-    __m512i m = _mm512_and_si512(_mm512_loadu_si512(x + j), _mm512_set1_epi32((int)MAGNITUDE));
-    __m512i places = _mm512_add_epi32(lanes, _mm512_set1_epi32(first + j));
-    if (indices) _mm512_storeu_si512(indices + found, _mm512_maskz_compress_epi32(some, places));
-    _mm512_storeu_si512(magnitudes + found, _mm512_maskz_compress_epi32(some, m));
-    found += __builtin_popcount(some);
-  }
-}
-static const strip OF_AVX512 = {add_avx512, reach_avx512, extract_avx512};
 #endif
+
+// Places and magnitudes of what has a bit of at least one, with room for 15 more.
+INLINE void extract(const float *x, uint64_t hits, int32_t first, int32_t *indices, float *magnitudes) {
+  uint64_t rest = hits & (hits - 1);
+  int j = __builtin_ctzll(hits), next = __builtin_ctzll(rest | 1ull << 63);
+  // As a rule there are few: the first two without a branch that nobody can predict.
+  if (indices) indices[0] = first + j, indices[1] = first + next;
+  magnitudes[0] = fabsf(x[j]), magnitudes[1] = fabsf(x[next]);
+  rest &= rest - 1;
+  for (int64_t i = 2; rest; rest &= rest - 1, i++) {
+    j = __builtin_ctzll(rest);
+    if (indices) indices[i] = first + j;
+    magnitudes[i] = fabsf(x[j]);
+  }
+}
 
 // What has a bit of at least one, behind what was found before; only counted where there is no room.
 INLINE int64_t collect(const float *x, uint64_t hits, int64_t first, int32_t *indices, float *magnitudes, int64_t found,
-                       int64_t room, const strip s) {
+                       int64_t room) {
   int64_t end = found + __builtin_popcountll(hits);
-  if (end <= room) s.extract(x, hits, (int32_t)first, indices ? indices + found : indices, magnitudes + found);
+  if (end <= room) extract(x, hits, (int32_t)first, indices ? indices + found : indices, magnitudes + found);
   return end;
 }
 
@@ -170,9 +124,9 @@ INLINE void mark(marked *m, int64_t at, uint64_t hits) {
 }
 
 INLINE int64_t collect_marked(const float *x, marked *m, int64_t first, int32_t *indices, float *magnitudes,
-                              int64_t found, int64_t room, const strip s) {
+                              int64_t found, int64_t room) {
   for (int64_t i = 0; i < m->count; i++)
-    found = collect(x + m->at[i], m->hits[i], first + m->at[i], indices, magnitudes, found, room, s);
+    found = collect(x + m->at[i], m->hits[i], first + m->at[i], indices, magnitudes, found, room);
   m->count = 0;
   return found;
 }
@@ -194,8 +148,7 @@ INLINE void clear_strip(void *grad, int kind) {
 
 // A run of a gradient; what is found comes behind what was found before.
 INLINE int64_t accumulate(float *acc, void *grad, int kind, int64_t n, float bound, int64_t first, int32_t *indices,
-                          float *magnitudes, int64_t found, int64_t room, int32_t *finite, lanes *sums,
-                          const strip s) {
+                          float *magnitudes, int64_t found, int64_t room, int32_t *finite, lanes *sums) {
   float wide[STRIP], left[2][STRIP];
   uint32_t level = level_of(bound);
   int64_t item = kind ? 2 : 4;
@@ -204,18 +157,18 @@ INLINE int64_t accumulate(float *acc, void *grad, int kind, int64_t n, float bou
   for (int64_t start = 0; start < n; start += BLOCK) {
     int64_t size = n - start < BLOCK ? n - start : BLOCK, at = start, rest = size % STRIP;
     for (; at < start + size - rest; at += STRIP) {
-      mark(&m, at, s.add(acc + at, widened(grad, kind, at, STRIP, wide), level, finite));
+      mark(&m, at, add(acc + at, widened(grad, kind, at, STRIP, wide), level, finite));
       clear_strip(g + item * at, kind);
     }
-    found = collect_marked(acc, &m, first, indices, magnitudes, found, room, s);
+    found = collect_marked(acc, &m, first, indices, magnitudes, found, room);
     if (rest) {
       memset(left, 0, sizeof left);
       memcpy(left[0], acc + at, 4 * (size_t)rest);
       memcpy(left[1], widened(grad, kind, at, rest, wide), 4 * (size_t)rest);
-      mark(&m, 0, s.add(left[0], left[1], level, finite) & ((1ull << rest) - 1));
+      mark(&m, 0, add(left[0], left[1], level, finite) & ((1ull << rest) - 1));
       memcpy(acc + at, left[0], 4 * (size_t)rest);
       memset(g + item * at, 0, (size_t)(item * rest));
-      found = collect_marked(left[0], &m, first + at, indices, magnitudes, found, room, s);
+      found = collect_marked(left[0], &m, first + at, indices, magnitudes, found, room);
     }
     if (sums->kind) add_to(sums, first + start, acc + start, acc + start + FAR, size);
   }
@@ -249,7 +202,7 @@ INLINE int32_t weigh_strip(float *restrict acc, const float *restrict grad, floa
 // A run of a gradient; what is found comes behind what was found before. The score may take the gradient's place.
 INLINE int64_t weigh(float *acc, float *second, float *score, void *grad, int kind, int clear, int64_t n,
                      const weights by, float bound, int64_t first, int32_t *indices, float *magnitudes, int64_t found,
-                     int64_t room, int32_t *finite, lanes *sums, const strip s) {
+                     int64_t room, int32_t *finite, lanes *sums) {
   float wide[STRIP], in[3][STRIP], out[STRIP];
   uint32_t level = level_of(bound);
   int64_t item = kind ? 2 : 4;
@@ -259,11 +212,11 @@ INLINE int64_t weigh(float *acc, float *second, float *score, void *grad, int ki
     int64_t size = n - start < BLOCK ? n - start : BLOCK, at = start, rest = size % STRIP;
     for (; at < start + size - rest; at += STRIP) {
       *finite &= weigh_strip(acc + at, widened(grad, kind, at, STRIP, wide), second + at, out, by);
-      mark(&m, at, s.reach(out, level));
+      mark(&m, at, reach(out, level));
       if (clear) clear_strip(g + item * at, kind);
       memcpy(score + at, out, 4 * STRIP);
     }
-    found = collect_marked(score, &m, first, indices, magnitudes, found, room, s);
+    found = collect_marked(score, &m, first, indices, magnitudes, found, room);
     if (rest) {
       size_t bytes = 4 * (size_t)rest;
       memset(in, 0, sizeof in);
@@ -271,85 +224,59 @@ INLINE int64_t weigh(float *acc, float *second, float *score, void *grad, int ki
       memcpy(in[1], acc + at, bytes), memcpy(in[2], second + at, bytes);
       *finite &= weigh_strip(in[1], in[0], in[2], out, by);
       memcpy(acc + at, in[1], bytes), memcpy(second + at, in[2], bytes);
-      mark(&m, 0, s.reach(out, level) & ((1ull << rest) - 1));
+      mark(&m, 0, reach(out, level) & ((1ull << rest) - 1));
       if (clear) memset(g + item * at, 0, (size_t)(item * rest));
       memcpy(score + at, out, bytes);
-      found = collect_marked(out, &m, first + at, indices, magnitudes, found, room, s);
+      found = collect_marked(out, &m, first + at, indices, magnitudes, found, room);
     }
     if (sums->kind) add_to(sums, first + start, score + start, acc + start + FAR, size);
   }
   return found;
 }
 
-INLINE int64_t above(const float *x, int64_t n, float bound, int32_t *indices, float *magnitudes, int64_t room,
-                     const strip s) {
+// What of a vector reaches a bound; only magnitudes where there are no indices.
+EXPORT int64_t ls_above(const float *x, int64_t n, float bound, int32_t *indices, float *magnitudes, int64_t room) {
   float left[STRIP] = {0};
   uint64_t hits;
   uint32_t level = level_of(bound);
   int64_t found = 0, whole = n / STRIP * STRIP;
   for (int64_t at = 0; at < whole; at += STRIP) {
     for (int64_t j = 0; j < STRIP; j += 16) __builtin_prefetch(x + at + FAR + j);
-    hits = s.reach(x + at, level);
-    if (hits) found = collect(x + at, hits, at, indices, magnitudes, found, room, s);
+    hits = reach(x + at, level);
+    if (hits) found = collect(x + at, hits, at, indices, magnitudes, found, room);
   }
   if (n == whole) return found;
   memcpy(left, x + whole, 4 * (size_t)(n - whole));
-  hits = s.reach(left, level) & ((1ull << (n - whole)) - 1);
-  return hits ? collect(left, hits, whole, indices, magnitudes, found, room, s) : found;
+  hits = reach(left, level) & ((1ull << (n - whole)) - 1);
+  return hits ? collect(left, hits, whole, indices, magnitudes, found, room) : found;
 }
-
-#define VARIANTS(name, target, s)                                                                                   \
-  target static int64_t accumulate_##name(float *acc, void *const *runs, const int64_t *ends, int64_t count,        \
-                                          int kind, float bound, int32_t *indices, float *magnitudes, int64_t room, \
-                                          int32_t *finite, int64_t summed, double *out) {                           \
-    int64_t found = 0, at = 0;                                                                                      \
-    lanes sums;                                                                                                     \
-    *finite = 1, sums.kind = 0;                                                                                     \
-    if (summed) begin_sums(&sums, summed, ends[count - 1], 0, SMALLEST);                                            \
-    for (int64_t run = 0; run < count; at = ends[run++])                                                            \
-      found = accumulate(acc + at, runs[run], kind, ends[run] - at, bound, at, indices, magnitudes, found, room,    \
-                         finite, &sums, s);                                                                         \
-    if (summed) end_sums(&sums, out);                                                                               \
-    return found;                                                                                                   \
-  }                                                                                                                 \
-  target static int64_t weigh_##name(float *acc, float *second, float *score, void *const *runs,                    \
-                                     const int64_t *ends, int64_t count, int kind, int clear, const weights *by,    \
-                                     float bound, int32_t *indices, float *magnitudes, int64_t room,                \
-                                     int32_t *finite, int64_t summed, double *out) {                                \
-    int64_t found = 0, at = 0;                                                                                      \
-    lanes sums;                                                                                                     \
-    *finite = 1, sums.kind = 0;                                                                                     \
-    if (summed) begin_sums(&sums, summed, ends[count - 1], 0, SMALLEST);                                            \
-    for (int64_t run = 0; run < count; at = ends[run++])                                                            \
-      found = weigh(acc + at, second + at, score + at, runs[run], kind, clear, ends[run] - at, *by, bound, at,      \
-                    indices, magnitudes, found, room, finite, &sums, s);                                            \
-    if (summed) end_sums(&sums, out);                                                                               \
-    return found;                                                                                                   \
-  }                                                                                                                 \
-  target static int64_t above_##name(const float *x, int64_t n, float bound, int32_t *indices, float *magnitudes,  \
-                                     int64_t room) {                                                                \
-    return above(x, n, bound, indices, magnitudes, room, s);                                                        \
-  }
-
-VARIANTS(portable, , PORTABLE)
-#ifdef X86
-VARIANTS(avx2, AVX2, OF_AVX2)
-VARIANTS(avx512, AVX512, OF_AVX512)
-#endif
 
 // The gradient lies in runs, of which each ends at a coordinate. summed: what is summed up on the way, 0 for nothing;
 // out: see end_sums.
 EXPORT int64_t ls_accumulate(float *acc, void *const *runs, const int64_t *ends, int64_t count, int kind, float bound,
                              int32_t *indices, float *magnitudes, int64_t room, int32_t *finite, int64_t summed,
                              double *out) {
-  return PICK(accumulate)(acc, runs, ends, count, kind, bound, indices, magnitudes, room, finite, summed, out);
+  int64_t found = 0, at = 0;
+  lanes sums;
+  *finite = 1, sums.kind = 0;
+  if (summed) begin_sums(&sums, summed, ends[count - 1], 0, SMALLEST);
+  for (int64_t run = 0; run < count; at = ends[run++])
+    found = accumulate(acc + at, runs[run], kind, ends[run] - at, bound, at, indices, magnitudes, found, room, finite,
+                       &sums);
+  if (summed) end_sums(&sums, out);
+  return found;
 }
+
 EXPORT int64_t ls_weigh(float *acc, float *second, float *score, void *const *runs, const int64_t *ends, int64_t count,
                         int kind, int clear, const weights *by, float bound, int32_t *indices, float *magnitudes,
                         int64_t room, int32_t *finite, int64_t summed, double *out) {
-  return PICK(weigh)(acc, second, score, runs, ends, count, kind, clear, by, bound, indices, magnitudes, room, finite,
-                     summed, out);
-}
-EXPORT int64_t ls_above(const float *x, int64_t n, float bound, int32_t *indices, float *magnitudes, int64_t room) {
-  return PICK(above)(x, n, bound, indices, magnitudes, room);
+  int64_t found = 0, at = 0;
+  lanes sums;
+  *finite = 1, sums.kind = 0;
+  if (summed) begin_sums(&sums, summed, ends[count - 1], 0, SMALLEST);
+  for (int64_t run = 0; run < count; at = ends[run++])
+    found = weigh(acc + at, second + at, score + at, runs[run], kind, clear, ends[run] - at, *by, bound, at, indices,
+                  magnitudes, found, room, finite, &sums);
+  if (summed) end_sums(&sums, out);
+  return found;
 }

@@ -1,20 +1,18 @@
-// Which instructions the library uses, and which sources it was built from: what library.py asks when it loads it.
+// Which instructions the processor has, and which sources the library was built from: what library.py asks.
 #include "common.h"
 
-int instructions = -1;
-
-// Choose instructions, at most those of a level; the level that is used. Called once, before anything else.
-EXPORT int ls_choose(int most) {
-  instructions = 0;
-#ifdef X86
+// The highest of the levels of library.py.
+EXPORT int ls_level(void) {
+#ifdef __x86_64__
   __builtin_cpu_init();
-  if (most > 0 && __builtin_cpu_supports("avx2")) instructions = 1;
-  if (most > 1 && instructions && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2"))
-    instructions = 2;
+  if (!__builtin_cpu_supports("avx2")) return 0;
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("bmi2")
+             ? 2
+             : 1;
+#else
+  return 0;
 #endif
-  (void)most;
-  return instructions;
 }
 
 EXPORT const char *ls_source(void) { return SOURCE; }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import tempfile
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from runpy import run_path
 
 SETTING = "LIGHTNING_SPARSE_KERNELS"
 """Environment variable. On CPUs, ``numpy`` leaves the library alone (torch does its work, with numpy
@@ -44,11 +46,28 @@ SOURCES = tuple(
         "told.h",
     )
 )
+CONSTANTS = ("CLASSES", "CLASS_BITS", "SILENT", "LEVELS", "TROUBLE", "LOWEST")
+"""Of messages: what C takes from ``form.py``."""
 LIBRARY = Path(__file__).with_name("libhost.so")
-LEVELS = ("portable", "AVX2", "AVX-512")
-"""Sets of instructions that the library chooses from when it is loaded."""
+INSTRUCTIONS = {
+    "portable": (),
+    "AVX2": ("-mavx2",),
+    "AVX-512": (
+        *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mpopcnt", "-mbmi", "-mbmi2"),
+        "-mprefer-vector-width=512",
+    ),
+}
+"""Sets of instructions, for each of which there is a library of the same source, and what compilers are told."""
+LEVELS = tuple(INSTRUCTIONS)
+"""Names of these sets, in the order of ``ls_level`` in ``library.c``."""
 # Every operation is rounded by itself, as in numpy.
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-fvisibility=hidden")
+
+
+def files(library: Path = LIBRARY) -> list[Path]:
+    """Return the library, which all processors can use, and those for further instructions of this architecture."""
+    further = LEVELS[1:] if platform.machine() in ("x86_64", "AMD64") else ()
+    return [library, *(library.with_stem(f"{library.stem}-{level.lower()}") for level in further)]
 
 
 def build(library: Path = LIBRARY) -> str | None:
@@ -59,23 +78,36 @@ def build(library: Path = LIBRARY) -> str | None:
     """
     trouble = f"{SETTING} is numpy" if _asked(CHOICES[0]) == "numpy" else _compile(library)
     if trouble:
-        with suppress(OSError):  # it may lie where nobody may write
-            library.unlink(missing_ok=True)
+        for file in files(library):
+            with suppress(OSError):  # it may lie where nobody may write
+                file.unlink(missing_ok=True)
     return trouble
 
 
 def _compile(library: Path) -> str | None:
-    """Put a new library in this place; or why not."""
+    """Put new libraries in this place; or why not."""
     try:
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            made = Path(folder) / library.name
             compiler = shlex.split(os.environ.get("CC", "cc"))
             code = [str(source) for source in SOURCES if source.suffix == ".c"]
-            command = [*compiler, *FLAGS, f'-DSOURCE="{_digest()}"', *code, "-o", str(made), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-            if done.returncode:
-                return done.stderr.strip() or f"{command[0]} ended with {done.returncode}"
-            made.replace(library)
+            for file, instructions in zip(files(library), INSTRUCTIONS.values(), strict=False):
+                made = str(Path(folder) / file.name)
+                command = [
+                    *compiler,
+                    *FLAGS,
+                    *instructions,
+                    *_definitions(),
+                    f'-DSOURCE="{_digest()}"',
+                    *code,
+                    "-o",
+                    made,
+                    "-lm",
+                ]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+                if done.returncode:
+                    return done.stderr.strip() or f"{command[0]} ended with {done.returncode}"
+            for file in files(library):
+                (Path(folder) / file.name).replace(file)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return None
@@ -89,18 +121,23 @@ def load(library: Path = LIBRARY, most: str = LEVELS[-1]) -> tuple[ctypes.CDLL, 
         most: the highest of :data:`LEVELS` that it may use.
 
     Returns:
-        The library, and the level that it uses on this processor.
+        The library for this processor, and its level.
 
     Raises:
         OSError: if it cannot be loaded, or was built from another source.
     """
+    level = min(_opened(library).ls_level(), LEVELS.index(most))
+    return _opened(files(library)[level]), LEVELS[level]
+
+
+def _opened(library: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(library))
     if not hasattr(found, "ls_source"):
         raise OSError(f"{library.name} is another library")
     found.ls_source.restype = ctypes.c_char_p
     if all(source.exists() for source in SOURCES) and found.ls_source() != _digest().encode():
         raise OSError(f"{library.name} was built from other sources")
-    return found, LEVELS[found.ls_choose(LEVELS.index(most))]
+    return found
 
 
 def choose() -> tuple[ctypes.CDLL | None, str]:
@@ -158,9 +195,16 @@ def _asked(choices: tuple[str, ...]) -> str:
     return named[0] if named else ""
 
 
+def _definitions() -> list[str]:
+    """Tell the compiler the constants of messages."""
+    known = run_path(str(Path(__file__).parents[1] / "form.py"))
+    return [f"-D{name}=({known[name]})" for name in CONSTANTS]
+
+
 def _digest() -> str:
-    """Of the sources."""
-    return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()
+    """Of the sources, and of the constants in them."""
+    text = b"".join(source.read_bytes() for source in SOURCES) + " ".join(_definitions()).encode()
+    return hashlib.sha256(text).hexdigest()
 
 
 if __name__ == "__main__":

@@ -81,10 +81,6 @@ class Native:
         )
         return count
 
-    def all_finite(self, x: Tensor) -> bool:
-        """No NaN and no infinity."""
-        return bool(self._library.ls_all_finite(at(x), x.numel()))
-
     def sums(self, x: Tensor, summed: Summed, level: float, bound: float) -> Sums:
         """Sums; magnitudes are counted that reach a bound above 0."""
         out = (ctypes.c_double * 6)()
@@ -115,20 +111,6 @@ class Native:
             at(places), at(marks), address("chosen", 2 * size + 2 * SLACK, torch.uint32), ctypes.byref(reached),
         )  # fmt: skip
         return (places[:count], marks[:count], reached.value) if count else None
-
-    def reaching(self, found: Found, bound: float) -> Tensor:
-        """The coordinates whose magnitudes reach a bound."""
-        size = found[0].numel()
-        places = torch.empty(size + SLACK, dtype=torch.int64, device="cpu")
-        count = self._library.ls_reaching(
-            at(found[0]), at(found[1]), size, bound, at(places), address("marks", size + SLACK, torch.uint8)
-        )
-        return places[:count]
-
-    def reached(self, magnitudes: Tensor, bound: float) -> int:
-        """How many magnitudes reach a bound."""
-        count: int = self._library.ls_reached(at(magnitudes), magnitudes.numel(), bound)
-        return count
 
     def reached_by(self, magnitudes: Tensor, k: int) -> float:
         """A magnitude that at least k reach, and not many more."""

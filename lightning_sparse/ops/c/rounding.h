@@ -3,8 +3,7 @@
 #define ROUNDING_H
 #include "common.h"
 
-#define LOWEST (-1100)  // as in form.py
-#define PART 1024       // elements that are worked on in the first-level cache
+#define PART 1024  // elements that are worked on in the first-level cache
 
 // How the integers of a coordinate share a word, as Lanes in packed_union.py has it.
 typedef struct {

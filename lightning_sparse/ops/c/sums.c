@@ -1,38 +1,10 @@
-// Sums and extremes of a vector: the CPU formulations of host_sums.py for float32, equal bit for bit. Each function exists
-// once, as inline code, and is compiled as in dense.c.
+// Sums and extremes of a vector: those of host_sums.py for float32, equal bit for bit.
 #include "lanes.h"
 
-INLINE uint32_t largest_of(const float *x, int64_t n) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; i++) {
-    uint32_t m = bits_of(x[i]) & MAGNITUDE;
-    largest = m > largest ? m : largest;
-  }
-  return largest;
-}
-
-INLINE void sums(const float *x, int64_t n, int64_t kind, double level, float bound, double *out) {
+// out: see end_sums. Counted is what reaches the bound, which is not negative.
+EXPORT void ls_sums(const float *x, int64_t n, int64_t kind, double level, float bound, double *out) {
   lanes s;
   begin_sums(&s, kind, n, level, bits_of(bound));
   add_to(&s, 0, x, x + ROWS * LANES, n);
   end_sums(&s, out);
-}
-
-#define VARIANTS(name, target)                                                                                        \
-  target static int32_t all_finite_##name(const float *x, int64_t n) { return largest_of(x, n) < INFINITE; }          \
-  target static void sums_##name(const float *x, int64_t n, int64_t kind, double level, float bound, double *out) { \
-    sums(x, n, kind, level, bound, out);                                                                             \
-  }
-
-VARIANTS(portable, )
-#ifdef X86
-VARIANTS(avx2, AVX2)
-VARIANTS(avx512, AVX512)
-#endif
-
-EXPORT int32_t ls_all_finite(const float *x, int64_t n) { return PICK(all_finite)(x, n); }
-
-// out: see end_sums. Counted is what reaches the bound, which is not negative.
-EXPORT void ls_sums(const float *x, int64_t n, int64_t kind, double level, float bound, double *out) {
-  PICK(sums)(x, n, kind, level, bound, out);
 }

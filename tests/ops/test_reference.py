@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_sparse import ops
-from lightning_sparse.ops import static
+from lightning_sparse.ops import reference
 
 SIZES = [1, 2, 7, 257, 65_537]
 
@@ -25,7 +25,7 @@ def values(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_top_k_equals_that_of_the_host(numel: int, dtype: torch.dtype) -> None:
     x = values(numel, dtype)
     for k in {1, numel // 10 + 1, max(1, numel - 1)}:
-        assert torch.equal(static.top_k(x, k), ops.top_k(x, k))
+        assert torch.equal(reference.top_k(x, k), ops.top_k(x, k))
 
 
 @pytest.mark.parametrize("as_tensors", [False, True])
@@ -36,7 +36,7 @@ def test_largest_is_a_sort_of_the_span_and_then_padding(numel: int, as_tensors: 
     for first, last in spans:
         span = (torch.tensor(first), torch.tensor(last)) if as_tensors else (first, last)
         for k in {1, min(5, numel), numel}:
-            indices, magnitudes = static.largest(x, k, span)
+            indices, magnitudes = reference.largest(x, k, span)
             expected = first + torch.argsort(x[first:last].abs(), descending=True)[:k]
             found = expected.numel()
             assert torch.equal(indices[:found], expected)
@@ -47,7 +47,7 @@ def test_largest_is_a_sort_of_the_span_and_then_padding(numel: int, as_tensors: 
 
 
 def test_largest_counts_zeros_inside_the_span_as_candidates() -> None:
-    indices, magnitudes = static.largest(torch.zeros(6), 4, (2, 4))
+    indices, magnitudes = reference.largest(torch.zeros(6), 4, (2, 4))
     assert sorted(indices.tolist()) == [2, 3, 6, 6]
     assert magnitudes.tolist() == [0, 0, -1, -1]
 
@@ -61,7 +61,7 @@ def test_above_equals_that_of_the_host_while_there_is_room(numel: int, dtype: to
             bound = torch.tensor(threshold, dtype=torch.float64)
             expected, total = ops.above(x, bound, span)
             for capacity in {numel, int(total)} - {0}:
-                indices, count = static.above(x, bound, span, capacity, phase=5)
+                indices, count = reference.above(x, bound, span, capacity, phase=5)
                 assert indices.shape == (capacity,)
                 assert int(count) == int(total)
                 assert torch.equal(indices[: int(count)], expected)
@@ -71,12 +71,12 @@ def test_above_equals_that_of_the_host_while_there_is_room(numel: int, dtype: to
 def test_a_threshold_is_rounded_to_the_precision_of_the_values_here_too() -> None:
     for number in (0.7, 0.1):
         x = torch.full((3,), number, dtype=torch.float32)
-        assert static.above(x, torch.tensor(number, dtype=torch.float64), None, 3, 0)[0].tolist() == [0, 1, 2]
+        assert reference.above(x, torch.tensor(number, dtype=torch.float64), None, 3, 0)[0].tolist() == [0, 1, 2]
 
 
 def test_nan_never_reaches_a_threshold_here_either() -> None:
     x = torch.tensor([float("nan"), 1.0, float("inf"), float("nan")])
-    indices, count = static.above(x, torch.tensor(0.0), None, 4, 0)
+    indices, count = reference.above(x, torch.tensor(0.0), None, 4, 0)
     assert indices.tolist() == [1, 2, 4, 4]
     assert int(count) == 2
 
@@ -87,7 +87,7 @@ def test_an_overfull_range_is_thinned_evenly(numel: int, capacity: int, phase: i
     capacity = min(capacity, numel)
     mask = torch.rand(numel, generator=torch.Generator().manual_seed(numel)) < share
     candidates = mask.nonzero().flatten()
-    indices, count = static.above(mask.float(), torch.tensor(0.5), None, capacity, phase)
+    indices, count = reference.above(mask.float(), torch.tensor(0.5), None, capacity, phase)
     kept = indices[: int(count)]
     assert int(count) == min(capacity, candidates.numel())
     assert bool((kept[1:] > kept[:-1]).all())
@@ -107,19 +107,19 @@ def test_which_candidates_an_overfull_range_gives_up_rotates_with_the_phase() ->
     kept = torch.zeros(10, dtype=torch.int64)
     seen = set()
     for phase in range(10):
-        indices, count = static.above(torch.ones(10), torch.tensor(0.5), None, 3, phase)
+        indices, count = reference.above(torch.ones(10), torch.tensor(0.5), None, 3, phase)
         assert int(count) == 3
         kept[indices] += 1
         seen.add(tuple(indices.tolist()))
     assert kept.tolist() == [3] * 10
     assert len(seen) > 3
     # Far out in training the phase is taken modulo the number of candidates.
-    late, _ = static.above(torch.ones(10), torch.tensor(0.5), None, 3, 10**9 + 3)
-    assert torch.equal(late, static.above(torch.ones(10), torch.tensor(0.5), None, 3, 3)[0])
+    late, _ = reference.above(torch.ones(10), torch.tensor(0.5), None, 3, 10**9 + 3)
+    assert torch.equal(late, reference.above(torch.ones(10), torch.tensor(0.5), None, 3, 3)[0])
 
 
 def test_thinning_looks_at_the_span_only() -> None:
-    indices, count = static.above(torch.ones(100), torch.tensor(0.5), (torch.tensor(40), torch.tensor(60)), 5, 0)
+    indices, count = reference.above(torch.ones(100), torch.tensor(0.5), (torch.tensor(40), torch.tensor(60)), 5, 0)
     assert int(count) == 5
     assert 40 <= int(indices.min()) <= 44
     assert 56 <= int(indices.max()) <= 59
@@ -129,7 +129,7 @@ def test_thinning_looks_at_the_span_only() -> None:
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=60), st.integers(0, 31))
 def test_distinct_equals_that_of_the_host_and_then_padding(numbers: list[int], padding: int) -> None:
     given_ = torch.tensor(numbers).clamp(max=padding)
-    indices, count = static.distinct(given_, padding)
+    indices, count = reference.distinct(given_, padding)
     expected, _ = ops.distinct(given_, padding)
     assert indices.shape == given_.shape
     assert int(count) == expected.numel()

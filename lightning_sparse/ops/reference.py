@@ -1,7 +1,8 @@
-"""Formulations of fixed output size: no operation here makes the host wait for a device.
+"""Plain operations of torch, which say what every op gives: used where neither C nor Triton takes the tensors.
 
-That rules out ``nonzero``, ``unique``, boolean indexing and ``.item()``; a test runs this file on meta tensors,
-where each of them raises.
+Any device and dtype. Results have a fixed size, slots without a pick hold the padding index, and no operation makes the
+host wait for a device: there is no ``nonzero``, ``unique``, boolean indexing or ``.item()``. A test runs this file on
+meta tensors, where each of them raises. On the CPU, where the host knows all sizes, ``host_*`` cut off the padding.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.layout import Span
+from lightning_sparse.ops.host_arrays import sqrt_
 
 ROW = 1 << 12
 """Elements that are summed in their own precision."""
@@ -26,6 +29,19 @@ PIECE = 1 << 24
 """Elements worked on at once: what is only needed on the way stays below some 64 MiB."""
 
 
+class Weights(NamedTuple):
+    """Numbers by which :func:`weigh_` forms second moments and scores."""
+
+    keep: float
+    """Of the second moment."""
+    add: float
+    """Of a squared gradient."""
+    least: float
+    """Added to roots."""
+    damping: float
+    """Factor of a magnitude, before its square is added to the second moment."""
+
+
 def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float) -> Tensor:
     """``acc = decay * acc + grad`` where that is finite; () whether all was. See :func:`.ops.accumulate_`."""
     finite = []
@@ -33,10 +49,37 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float) -> Tensor:
         for given, kept in zip(torch.split(run, PIECE), torch.split(part, PIECE), strict=True):
             # Each rounded by itself, as kernels do; alpha= may round once.
             formed = torch.add(given, kept) if decay == 1 else torch.mul(kept, decay).add_(given)
-            fits = formed.abs() < math.inf
-            torch.where(fits, formed, kept, out=kept)
-            finite.append(fits.all())
+            finite.append(replace_(formed, (kept, formed)))
     return reduce(torch.logical_and, finite)
+
+
+def weigh_(acc: Tensor, second: Tensor, score: Tensor, grad: Tensor, by: Weights) -> Tensor:
+    """Form residual, second moment and score; () whether the new acc was finite. See :func:`.host_dense.weigh`."""
+    most, g = torch.finfo(acc.dtype).max, grad.to(acc.dtype, copy=True)  # the score may take its place
+    a, v = acc + g, second * by.keep
+    v.add_((g * by.add).mul_(g)).clamp_(max=most)  # each operation rounded by itself, as in C
+    finite = replace_(a, (acc, a), (second, v))
+    within = a.abs().mul_(by.damping).square_().add_(v).clamp_(max=most)
+    torch.div(a, sqrt_(sqrt_(within).add_(by.least)), out=score)
+    return finite
+
+
+def replace_(formed: Tensor, *pairs: tuple[Tensor, Tensor]) -> Tensor:
+    """Replace vectors, the first of each pair, by the second where ``formed`` is finite. () whether all of it is."""
+    if formed.device.type == "cpu" and math.isfinite(formed.sum()):  # flags take much longer there
+        for kept, new in pairs:
+            kept.copy_(new)
+        return torch.ones((), dtype=torch.bool, device="cpu")
+    finite = formed.abs() < math.inf
+    for kept, new in pairs:
+        torch.where(finite, new, kept, out=kept)
+    return finite.all()
+
+
+def all_finite(x: Tensor) -> Tensor:
+    """() bool: no NaN and no infinity in x, which is not empty."""
+    low, high = torch.aminmax(x)  # both NaN where any of x is
+    return torch.maximum(-low, high) < math.inf
 
 
 def top_k(x: Tensor, k: int) -> Tensor:
@@ -264,15 +307,6 @@ def sums_at(union: Tensor, indices: Tensor, parts: Sequence[Tensor], padding: in
     for place, values in zip(places, parts, strict=True):  # one after the other: sums are formed in this order
         totals.index_add_(0, place, values)
     return totals[:-1]
-
-
-def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
-    """Ascending coordinates of the k largest magnitudes among those of blocks."""
-    rounds = x.numel() // period
-    whole, rest = x[: rounds * period].view(rounds, period), x[rounds * period + first :][:block]
-    places = top_k(torch.cat([whole[:, first : first + block].reshape(-1), rest]), k)
-    # In the rest, places continue after the last complete round as they do from round to round.
-    return places // block * period + first + places % block
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
