@@ -20,11 +20,11 @@ from lightning_sparse.core.layout import flattened
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.engine.copied import CopiedEngine
 from lightning_sparse.engine.flush import average_residuals
-from lightning_sparse.engine.group import check_covers
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.optimizers.kinds import check_is_optimizer
 from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.regrouping import check_covers
 from lightning_sparse.engine.sources.comm_hook import BucketSource
 from lightning_sparse.engine.state.kept import Kept
 from lightning_sparse.engine.state.record import Averages, Counts

@@ -43,7 +43,7 @@ def average_residuals(
     def mean(x: Tensor) -> Tensor:
         return answer(AllReduce(x.clone())) / comm.world_size
 
-    residuals = [group.memory.residual(group.state.memory) for group in groups]
+    residuals = [group.residual for group in groups]
     have = torch.tensor([r is not None for r in residuals], dtype=torch.uint8, device=device)
     anywhere = answer(AllGather(have)).amax(0).tolist()
     pending = {}

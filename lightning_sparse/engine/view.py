@@ -217,8 +217,7 @@ class EngineView:
         """
         expect(isinstance(name, str) and name in self._parameters, "name", "that of a parameter of the engine", name)
         group = self._reducer.group_of[name]
-        residual = group.memory.residual(group.state.memory)
-        return None if residual is None else residual[group.spans[name]]
+        return None if group.residual is None else group.residual[group.spans[name]]
 
     def _check_between_steps(self, what: str) -> None:
         """Raise within a step, whose messages may go on, on a thread of their own."""

@@ -128,7 +128,7 @@ class Shadow:
                 parameter = self._parameters[name]
                 gradient = gradients.get(name)
                 flat = parameter.new_zeros(parameter.numel()) if gradient is None else gradient.clone()
-                group.receive(name, flat.detach())
+                group.arrived[name] = flat.detach()
             if not group.plan.dense:
                 before += _acc_square(group)
         recorder, begin = Recorder(self._device), Stamp.now(self._device)

@@ -10,7 +10,7 @@ A source calls ``engine.router``, on all ranks in the same order:
 - ``finish(..., late=True)`` where optimizers get these averages at a later step, and ``hand_over()`` when they are in
   ``.grad``. Until then, states hold them as pending;
 - ``unused`` names the parameters that no rank used in the latest backward, and whose gradients nobody has touched;
-- ``pass_by(names, skipped)`` where it has averaged all gradients by itself.
+- ``pass_by(averages)`` where it averages all gradients by itself.
 
 Every backward hands over all gradients of a group or none; a parameter that was not used on this rank is handed over
 with zeros. :class:`~lightning_sparse.engine.sources.comm_hook.BucketSource` is the source in DDP's communication hook.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.ops import all_finite, static_shapes
+from lightning_sparse.ops import static_shapes
 
 Positions = dict[tuple[int, ...], Tensor]
 """First coordinates of gradients in a bucket as tensors on the device, kept from step to step."""
@@ -27,10 +27,11 @@ class BucketSource:
     """
 
     def __init__(self, router: Reducer, names: Mapping[int, str], comm: TorchCollective) -> None:
-        self._router, self._names = router, names
-        self._bypass = DenseBypass(comm, names)
+        self._router, self._names, self._comm = router, names, comm
         self._pending: list[PendingBucket] = []
         self._positions: Positions = {}
+        self._averages: list[tuple[Future[Tensor], Tensor]] = []
+        """Buckets that are averaged past the router."""
 
     def receive(self, bucket: Any) -> Future[Tensor]:
         """Take the gradients of a ``GradBucket``, and answer with averages in its own buffer: the hook itself."""
@@ -41,14 +42,15 @@ class BucketSource:
                 return self._pass_by(bucket)
             pending = PendingBucket(bucket, self._names)
             self._pending.append(pending)
+            gradients = [(name, pending.buffer[span]) for name, span in pending.spans.items()]
             if not bucket.is_last():
-                router.arrive(pending.gradients())
+                router.arrive(gradients)
                 return pending.future
-            router.finish(pending.gradients(), self._mark)
+            router.finish(gradients, self._mark)
             answered, self._pending = self._pending, []
             with router.on_stream():
                 for each in answered:
-                    each.answer()
+                    each.future.set_result(each.buffer)
             return pending.future
 
     def _mark(self, skipped: Tensor, unused: Set[str]) -> None:
@@ -57,9 +59,12 @@ class BucketSource:
 
     def _pass_by(self, bucket: Any) -> Future[Tensor]:
         """Average as DDP does; with a loss scale, the scaler looks whether averages are finite."""
-        average = self._bypass.average(bucket)
+        buffer = bucket.buffer()
+        average = self._comm.start_average(buffer, wait=bucket.is_last())
+        self._averages.append((average, buffer))
         if bucket.is_last():
-            self._router.pass_by(*self._bypass.end_step(self._router.looks_at_averages))
+            averages, self._averages = self._averages, []
+            self._router.pass_by(averages)
         return average
 
 
@@ -80,14 +85,6 @@ class PendingBucket:
             if view.numel():
                 start = view.storage_offset() - self.buffer.storage_offset()
                 self.spans[names[id(parameter)]] = slice(start, start + view.numel())
-
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(numel,) views of the gradients, by name."""
-        return ((name, self.buffer[span]) for name, span in self.spans.items())
-
-    def answer(self) -> None:
-        """The buffer holds averages."""
-        self.future.set_result(self.buffer)
 
     def fill_nan_(self, skipped: Tensor, unused: Set[str], positions: Positions) -> None:
         """Put NaN into the gradients of a step that is skipped, so that whoever looks at any of them knows.
@@ -111,45 +108,3 @@ class PendingBucket:
                 positions[starts] = torch.tensor(starts, device=self.buffer.device)
             firsts = positions[starts]
             self.buffer.index_copy_(0, firsts, self.buffer[firsts].masked_fill_(skipped, float("nan")))
-
-
-class DenseBypass:
-    """Averages buckets just as DDP does without a hook.
-
-    Args:
-        comm: the ranks.
-        names: of parameters, by id.
-    """
-
-    def __init__(self, comm: TorchCollective, names: Mapping[int, str]) -> None:
-        self._comm = comm
-        self._names = names
-        self._averages: list[tuple[Future[Tensor], Tensor]] = []
-        self._averaged: set[str] = set()
-
-    def average(self, bucket: Any) -> Future[Tensor]:
-        """Average a bucket in its own buffer."""
-        buffer = bucket.buffer()
-        future = self._comm.start_average(buffer, wait=bucket.is_last())
-        self._averages.append((future, buffer))
-        self._averaged |= {self._names[id(p)] for p in bucket.parameters() if p.numel()}
-        return future
-
-    def end_step(self, look: bool) -> tuple[Set[str], Tensor | None]:
-        """All buckets of a step are on their way.
-
-        Args:
-            look: wait for them, and look whether they are finite.
-
-        Returns:
-            The names of their parameters, and () whether any average is not finite; None without a look.
-        """
-        averages, names = self._averages, self._averaged
-        self._averages, self._averaged = [], set()
-        if not look:
-            return names, None
-        finite = []
-        for future, buffer in averages:
-            future.wait()
-            finite.append(all_finite(buffer))
-        return names, ~torch.stack(finite).all()

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.console import Table
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.header import digest_of
+from lightning_sparse.engine.skip import digest_of
 from lightning_sparse.methods.grouping import Group, Grouping, Messages, ParameterSize, Rules, make_plan
 from lightning_sparse.methods.grouping.plan import bucket_numels
 from lightning_sparse.tuning.performance import Profile, Profiler
