@@ -1,4 +1,4 @@
-"""Where coordinates lie in memory: those of a parameter, and those of a group's gradient in DDP's buckets."""
+"""Layout of coordinates in memory: of a parameter, and of a group's gradient in DDP's buckets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Gradient:
 
     @classmethod
     def of(cls, pieces: Iterable[Tensor], rooms: dict[torch.dtype, Tensor] | None = None) -> Gradient:
-        """Of pieces in the order of coordinates; those that lie one behind the other in memory are one run."""
+        """Make one of pieces in the order of coordinates; those that lie one behind the other in memory are one run."""
         runs: list[tuple[Tensor, int]] = []
         for piece in pieces:
             first, length = runs[-1] if runs else (piece, 0)
@@ -56,25 +56,25 @@ class Gradient:
         return cls([first.as_strided((length,), (1,)).data for first, length in runs], rooms)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        """Which coordinates each run holds, and the run."""
+        """Iterate over the coordinates that each run holds, and the run."""
         for start, length, run in zip(self.starts, self._lengths, self.runs, strict=True):
             yield slice(start, start + length), run
 
     def cut(self, most: int) -> Iterator[tuple[slice, Tensor]]:
-        """As iteration, in parts of at most so many coordinates."""
+        """Iterate in parts of at most so many coordinates."""
         for span, run in self:
             for start in range(0, len(run), most):
                 part = run[start : start + most]
                 yield slice(span.start + start, span.start + start + len(part)), part
 
     def __getitem__(self, span: slice) -> Tensor:
-        """A view of coordinates that lie in one run, such as those of a parameter."""
+        """Return a view of coordinates that lie in one run, such as those of a parameter."""
         number = bisect_right(self.starts, span.start) - 1
         start = self.starts[number]
         return self.runs[number][span.start - start : span.stop - start]
 
     def room(self, dtype: torch.dtype) -> Tensor:
-        """(numel,) to write to: the gradient's own place, if it is one run of this dtype.
+        """Return (numel,) to write to: the gradient's own place, if it is one run of this dtype.
 
         Else a vector that is kept for the next call, also in a later step.
         """
@@ -85,7 +85,7 @@ class Gradient:
         return self.rooms[dtype]
 
     def flat(self) -> Tensor:
-        """(numel,) the gradient as one vector: its own place if it is one run, else a copy, in :meth:`room`."""
+        """Return the (numel,) gradient as one vector: its own place if it is one run, else a copy, in :meth:`room`."""
         flat = self.room(self.dtype)
         if len(self.runs) > 1:
             torch._foreach_copy_(self._parts_of(flat), self.runs)
@@ -97,33 +97,33 @@ class Gradient:
             torch._foreach_copy_(self.runs, self._parts_of(flat))
 
     def _parts_of(self, flat: Tensor) -> list[Tensor]:
-        """As long as the runs: all of them are then copied by few launches."""
+        """Return parts as long as the runs: all of them are then copied by few launches."""
         if self._parts is None or self._parts[0] is not flat:
             self._parts = flat, list(torch.split(flat, self._lengths))
         return self._parts[1]
 
 
 def flattened(parameter: Tensor) -> Tensor:
-    """(numel,) coordinates in this order; a view where they lie in memory without gaps."""
+    """Return (numel,) coordinates in the order of memory; a view where they lie there without gaps."""
     if fills_memory(parameter):
         return parameter.detach().as_strided((parameter.numel(),), (1,))
     return parameter.detach().flatten()
 
 
 def shaped(flat: Tensor, parameter: Tensor) -> Tensor:
-    """A view of (numel,) coordinates that lie in this order, in the parameter's shape."""
+    """Return a view of (numel,) coordinates that lie in this order, in the parameter's shape."""
     if fills_memory(parameter):
         return flat.as_strided(parameter.shape, parameter.stride())
     return flat.view(parameter.shape)
 
 
 def fills_memory(parameter: Tensor) -> bool:
-    """Whether elements neither overlap nor leave gaps; DDP gives gradients of others the shape's usual strides."""
+    """Return True if elements neither overlap nor leave gaps; gradients of others get the usual strides from DDP."""
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
 
 
 def in_pieces(rows: Iterable[Sequence[Tensor]], most: int) -> Iterator[list[list[Tensor]]]:
-    """Views of tensors, in lists of at most so many elements: what is needed on the way is bounded.
+    """Iterate over views of tensors, in lists of at most so many elements: what is needed on the way is bounded.
 
     Args:
         rows: each of tensors of one shape.

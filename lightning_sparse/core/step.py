@@ -21,7 +21,7 @@ from lightning_sparse.core.candidates import Candidates
 
 
 class Agreement(Enum):
-    """How the selections of the ranks relate to each other; decides which exchanges make sense."""
+    """Relation of the selections of the ranks to each other; decides which exchanges make sense."""
 
     INDEPENDENT = "independent"
     """Every rank picks by its own data; picks may overlap (Top-k, hard-threshold)."""
@@ -38,7 +38,7 @@ class Agreement(Enum):
 
 
 class Context(NamedTuple):
-    """What a part may know about this step. Equal on all ranks, except ``rank``."""
+    """Facts that a part may know about this step. Equal on all ranks, except ``rank``."""
 
     step: int
     """Synchronised backward passes before this one."""
@@ -55,12 +55,12 @@ class Context(NamedTuple):
     model_numel: int | None = None
     """Coordinates of all sparsified groups together; None where only this group is known."""
     parameters: Sequence[tuple[slice, Tensor]] | None = None
-    """Where the parameters of the group lie in it, and they themselves; None where there is no model, or where the
+    """Places of the group's parameters in it, and they themselves; None where there is no model, or where the
     memory does not read them."""
     disjoint: bool = False
     """True if no coordinate is picked by two ranks in this step, see :attr:`Agreement.DISJOINT`."""
     surplus: float = 1.0
-    """How many times larger what waits in the residuals is than it would be at a constant learning rate; above 1 for a
+    """Factor by which what waits in the residuals is larger than it would be at a constant learning rate; above 1 for a
     while after the rate has dropped, with ``lr_aware``. Thresholds that are kept in units of the accumulator are
     multiplied by it where they are applied."""
     second: Tensor | None = None
@@ -68,16 +68,16 @@ class Context(NamedTuple):
     the accumulator's dtype; None: there is none. For exchanges, see
     :attr:`~lightning_sparse.methods.exchanges.Exchange.carries_second`."""
     candidates: Candidates | None = None
-    """What forming the accumulator may note, and selecting from it may use; decides what that costs and nothing else.
+    """Notes of forming the accumulator, which selecting from it may use; they decide what that costs and nothing else.
     None where shapes are static."""
     trouble: Tensor | None = None
-    """() bool: whether this rank's accumulator is not finite, where only the device knows that: the values that the
+    """() bool: True if this rank's accumulator is not finite, where only the device knows that: the values that the
     rank offers are then NaN, see :func:`~lightning_sparse.methods.exchanges.base.values_at`. None: it is finite, or
     holds NaN everywhere."""
 
 
 class Selection(NamedTuple):
-    """What one rank picked."""
+    """Coordinates that one rank picked."""
 
     indices: Tensor
     """(c,) int64, unique and ascending; slots from ``count`` on hold the padding index."""
@@ -96,7 +96,7 @@ class Selection(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What the ranks agreed on: equal on all of them, bit for bit, but for what each one sent."""
+    """Average that the ranks agreed on: equal on all of them, bit for bit, but for what each one sent."""
 
     indices: Tensor | None
     """(u,) int64 coordinates of the average; a repeated one carries the same value each time. Where shapes are static
@@ -106,7 +106,7 @@ class Update(NamedTuple):
     sent: Tensor | None
     """int64 coordinates that this rank takes out of its residual, repeated ones as above. None: all of them."""
     sent_values: Tensor | None
-    """What really travelled for ``sent``, when it was rounded on the wire. None: the exact values."""
+    """Values that really travelled for ``sent``, when it was rounded on the wire. None: the exact values."""
     counts: Tensor
     """(n,) int64 picks per rank."""
     union: Tensor
@@ -118,7 +118,7 @@ class Update(NamedTuple):
 
 
 class Absorbed(NamedTuple):
-    """What a memory has made of a gradient; local to the rank."""
+    """A gradient as a memory has absorbed it; local to the rank."""
 
     acc: Tensor
     """(numel + 1,) accumulator, the last slot zero: the live residual of memories that have one. Read only."""

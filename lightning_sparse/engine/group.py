@@ -64,7 +64,7 @@ class GroupReducer:
         self.state: GroupState = init_group(
             plan.numel, self.dtype, self.device, first, memory=self.memory, sparsifier=self.sparsifier
         )
-        """What survives a step; the memory's part changes in place."""
+        """State that survives a step; the memory's part changes in place."""
         self.statistics: Statistics | None = None
         """Statistics of the last step that exchanged the group, which need not be the latest step, see :attr:`ran`."""
         self.arrived: dict[str, Tensor] = {}
@@ -306,7 +306,7 @@ class Exchanged(NamedTuple):
     grad: Gradient
     """The average."""
     unused: list[slice]
-    """Where parameters lie that no rank used."""
+    """Places of parameters that no rank used."""
 
 
 class Divided(NamedTuple):

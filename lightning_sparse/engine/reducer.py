@@ -93,14 +93,14 @@ class Reducer(Groups):
         """True if everything is sent in a step that has not begun yet."""
         self.flush_at: int | None = None
         """The step in which everything is sent; until it counts."""
-        self.exposed_ms: Callable[[], float] = lambda: 0.0
-        """Milliseconds that backward stood still in the latest step; may wait for the device."""
+        self.exposed_ms: Callable[[], float | None] = lambda: 0.0
+        """Milliseconds that backward stood still in the latest step, if they are known; may wait for the device."""
         self.totals = Totals()
-        """What was sent in all steps so far."""
+        """Bytes and times of all steps so far."""
         self.shared_bytes = 0.0
         """Bytes sent in the latest step for no single group: its header, and which parameters it used."""
         self.direct_bytes = ring_all_reduce_bytes(sum(p.nbytes for p in parameters.values()), comm.world_size)
-        """What this rank sends where DDP averages everything by itself."""
+        """Bytes that this rank sends where DDP averages everything by itself."""
         self._loss_scale, self._before_exchange = loss_scale, before_exchange
         self._usage = Usage(parameters, comm) if watch_usage else None
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
@@ -121,8 +121,13 @@ class Reducer(Groups):
 
     @property
     def held_up_seconds(self) -> float:
-        """How long the host stood still inside backward so far, on a CPU; 0 on devices, where streams wait instead."""
+        """Time for which the host stood still inside backward so far; 0 on devices, where streams wait instead."""
         return self._executor.blocked_seconds if self.on_stream.host_knows else 0.0
+
+    @property
+    def sparsified(self) -> set[str]:
+        """Names of the parameters that are not always sent as a whole."""
+        return {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
 
     @property
     def unused(self) -> Set[str]:
@@ -135,7 +140,7 @@ class Reducer(Groups):
             return
         self._begun, self._held_up_before = True, self.held_up_seconds
         self.skipped.begin_step()
-        self._number = self.step
+        self._number = self.record.counts.step
         with self.record.changing():
             self.record.begin_step()
             self.lengths.begin_step()
@@ -143,13 +148,13 @@ class Reducer(Groups):
             for group in self.groups:
                 group.density.take_in()
                 if overflow:  # nobody could wait for the decision before
-                    forget_overflow_(group.state, group.memory, self._comm.world_size)
+                    forget_overflow_(group.state, group.memory, self.comm.world_size)
         self._before_exchange()
         self._clippings = self.clipping.begin_step(lambda: self.sparsified)  # when its groups are known
         self.shared_bytes, self._headers = 0.0, None
         if self.flush_asked:  # looked at once, so that all groups of the step do the same
-            self.flush_at, self.flush_asked = self.step, False
-        self._flushes = self.flush_at == self.step
+            self.flush_at, self.flush_asked = self._number, False
+        self._flushes = self.flush_at == self._number
 
     def arrive(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Take gradients of a backward; groups whose last one has come begin to work, now or on the thread.
@@ -178,13 +183,13 @@ class Reducer(Groups):
             late: whether optimizers get the averages later, when :meth:`hand_over` is called.
         """
         with held():
-            begin = Stamp.now(self._device)
+            begin = Stamp.now(self.device)
             self.arrive(gradients)
             incomplete = [g.plan.name for g in self.groups if g.arrived and not g.complete]
             assert not incomplete, f"only some gradients of the groups {incomplete} have arrived"
             if self.messages == "step":
                 # Where all is dense, there is one sum, and nothing that a header could travel with.
-                self._send(None if self._all_dense else Header(self.step, self._flushes, self._digest))
+                self._send(None if self._all_dense else Header(self._number, self._flushes, self._digest))
             self._executor.submit(partial(self._settle, mark, late))
         self._executor.drain()
         self._measure(begin)
@@ -207,12 +212,13 @@ class Reducer(Groups):
             for average, _ in averages:
                 average.wait()
             void = ~torch.stack([all_finite(buffer) for _, buffer in averages]).all()
-        names = {name for name, p in self._parameters.items() if p.numel()}
-        stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self._device)
-        decision = Decision(void, stream, self._comm.wait_until)
+        names = {name for name, p in self.parameters.items() if p.numel()}
+        stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self.device)
+        decision = Decision(void, stream, self.comm.wait_until)
         self.record.settle(decision, names, [])
         self.skipped.note(decision, names)
         self.totals.add(self.direct_bytes, self.direct_bytes)
+        self.exposed_ms = lambda: None
         self._end_step()
 
     @contextmanager
@@ -225,25 +231,21 @@ class Reducer(Groups):
             yield
         except Exception as error:
             if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
-                error.add_note(f"{NOTE}{where}, step {self._number}, rank {self._comm.rank}")
-            for comm in {self._comm, self._comm if self._usage is None else self._usage.comm}:
+                error.add_note(f"{NOTE}{where}, step {self._number}, rank {self.comm.rank}")
+            for comm in {self.comm, self.comm if self._usage is None else self._usage.comm}:
                 comm.abort()
             raise
 
     def _submit(self, group: GroupReducer) -> None:
         """Let a group travel with the next batch, now that all its gradients are here."""
-        density, parameters = group.density(self.step), None
+        step, density = self._number, group.density(self._number)
+        ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
         if group.memory.reads_parameters:
-            parameters = [(span, self._parameters[name].detach()) for name, span in group.spans.items()]
-        ctx = Context(
-            step=self.step,
-            density=density,
-            rank=self._comm.rank,
-            world_size=self._comm.world_size,
-            model_numel=self._model_numel,
-            parameters=parameters,
-            surplus=self.rates.surplus_of({p.name: p.numel for p in group.plan.parameters}, self.step, density),
-        )
+            places = [(span, self.parameters[name].detach()) for name, span in group.spans.items()]
+            ctx = ctx._replace(parameters=places)
+        if self.rates.surplus:
+            numels = {p.name: p.numel for p in group.plan.parameters}
+            ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
         used_here = [] if self._usage is None else self._usage.here(group.spans)
         member = Member(group, ctx, self._loss_scale(), used_here, self.on_stream.ready())
         self._members.append(member)
@@ -267,7 +269,7 @@ class Reducer(Groups):
         """Do the local work of a group."""
         with self.on_stream():
             steps = started(self._steps_of(member, unused))
-            self._started.append((member.group, steps, Stamp.now(self._device)))
+            self._started.append((member.group, steps, Stamp.now(self.device)))
 
     def _steps_of(self, member: Member, unused: Set[str]) -> Steps[None]:
         group, ctx, scale, _, wait_for_gradients = member
@@ -294,13 +296,13 @@ class Reducer(Groups):
                 for member in members:
                     self._start(member, unused & member.group.spans.keys())
             batch, self._started = self._started, []
-            resumed = Stamp.now(self._device)
+            resumed = Stamp.now(self.device)
             steps: list[Steps[Any]] = [each for _, each, _ in batch]
             if header is None:
-                drive_together(steps, self._comm)
+                drive_together(steps, self.comm)
             else:  # first, so that its words come first
-                self._headers, *_ = drive_together([header.compare(self._device), *steps], self._comm)
-                self.shared_bytes += AllGather(self._headers[0]).bytes_sent(self._comm.world_size)
+                self._headers, *_ = drive_together([header.compare(self.device), *steps], self.comm)
+                self.shared_bytes += AllGather(self._headers[0]).bytes_sent(self.comm.world_size)
         for group, _, paused in batch if len(batch) > 1 else ():
             group.note_pause(paused, resumed)
 
@@ -323,7 +325,7 @@ class Reducer(Groups):
             ]
             share = sum(piece.numel() for _, piece in arrived) / numel
             used = [piece for name, piece in arrived if name not in unused]
-            clipping.apply_(used, self._comm.world_size, share, members[0].scale)
+            clipping.apply_(used, self.comm.world_size, share, members[0].scale)
 
     def _settle(self, mark: Mark, late: bool) -> None:
         """Take what was sent out of the residuals, if the step counts, now that all groups have been exchanged.
@@ -332,14 +334,14 @@ class Reducer(Groups):
         """
         with self.on_stream(), self.failing_together("in settling the step"):
             voids = [group.void for group in self.groups if group.void is not None]
-            skipped = any_set(voids, self._device, self.on_stream.host_knows)
+            skipped = any_set(voids, self.device, self.on_stream.host_knows)
             unused = self.unused
             if not self.on_stream.host_knows or skipped:
                 mark(skipped, unused)
             # On a device, with nonfinite="nan" and without a loss scale, nobody asks.
             asked = self.on_stream.host_knows or self.settings.nonfinite == "skip" or self._loss_scale() is not None
             flag = skipped if asked else None
-            decision = Decision(flag, self.on_stream.stream, self._comm.wait_until, self._headers)
+            decision = Decision(flag, self.on_stream.stream, self.comm.wait_until, self._headers)
             names = {name for group in self.groups for name in group.arrived} - unused
             with self.record.changing():
                 averages = [made for group in self.groups if (made := group.averages) is not None]
@@ -358,7 +360,7 @@ class Reducer(Groups):
         sent = sum(statistics.bytes_sent for statistics in ran) + self.shared_bytes
         self.totals.add(sent, sum(statistics.dense_bytes for statistics in ran))
         with self.on_stream():
-            end = Stamp.now(self._device)
+            end = Stamp.now(self.device)
         if self.on_stream.host_knows:
             begin, end = Stamp(self._held_up_before, None), Stamp(self.held_up_seconds, None)
         self.totals.expose(begin, end)
@@ -397,4 +399,4 @@ class Reducer(Groups):
             handle.remove()
         if self._usage is not None:
             self._usage.close()
-        self._comm.close()
+        self.comm.close()

@@ -39,22 +39,23 @@ class Groups:
         comm: TorchCollective,
         device: torch.device,
     ) -> None:
-        names = {id(p): name for name, p in parameters.items()}
+        self.names = {id(p): name for name, p in parameters.items()}
+        """Of parameters, by id."""
         self.groups: list[GroupReducer] = []
         self.group_of: dict[str, GroupReducer] = {}
         """The group of each parameter, by name."""
         self.adoptions = 0
-        """How often groups took the place of others."""
+        """Number of times that groups took the place of others."""
         self.direct = False
         """True if buckets are averaged just as DDP does, past the groups."""
         self.messages: Messages = "group" if settings.messages == "group" else "step"
-        """What travels together."""
+        """Messages that travel together: those of each "group" or of a "step"."""
         self.settings = settings
-        self.rates = LearningRates(names)
-        self.record = Record(parameters, names)
-        self.skipped = SkippedSteps(names)
+        self.rates = LearningRates(self.names)
+        self.record = Record(parameters, self.names)
+        self.skipped = SkippedSteps(self.names)
         self.on_stream = ExchangeStream(device)
-        self._parameters, self._comm, self._device = parameters, comm, device
+        self.parameters, self.comm, self.device = parameters, comm, device
         self._number = 0
         """Number of the step that is running, or of the next one."""
 
@@ -62,11 +63,6 @@ class Groups:
     def step(self) -> int:
         """Exchanges so far that counted; may wait for the device."""
         return self.record.counts.step
-
-    @property
-    def sparsified(self) -> set[str]:
-        """Names of the parameters that are not always sent as a whole."""
-        return {name for group in self.groups if group.sparsified and not group.always_whole for name in group.spans}
 
     def form(self, group: Group, flush: bool = False, step: int | None = None) -> GroupReducer:
         """Return a group with nothing remembered.
@@ -78,13 +74,13 @@ class Groups:
         """
         step = self.step if step is None else step
         density = group.density or self.settings.density(step)
-        ctx = Context(step, density, self._comm.rank, self._comm.world_size)
-        return GroupReducer(group, self._parameters, self.settings, ctx, flush)
+        ctx = Context(step, density, self.comm.rank, self.comm.world_size)
+        return GroupReducer(group, self.parameters, self.settings, ctx, flush)
 
     def prepare(self) -> None:
         """Compile what steps of the groups will need, before the first of them."""
         for group in self.groups:
-            group.prepare(Context(0, 1.0, self._comm.rank, self._comm.world_size))
+            group.prepare(Context(0, 1.0, self.comm.rank, self.comm.world_size))
 
     def adopt(self, groups: list[GroupReducer], counts: Counts) -> None:
         """Go on with these groups, between two steps."""

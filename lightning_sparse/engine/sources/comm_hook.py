@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.ops import static_shapes
 
@@ -22,12 +21,10 @@ class BucketSource:
 
     Args:
         router: of the engine.
-        names: of parameters, by id.
-        comm: the ranks.
     """
 
-    def __init__(self, router: Reducer, names: Mapping[int, str], comm: TorchCollective) -> None:
-        self._router, self._names, self._comm = router, names, comm
+    def __init__(self, router: Reducer) -> None:
+        self._router = router
         self._pending: list[PendingBucket] = []
         self._positions: Positions = {}
         self._averages: list[tuple[Future[Tensor], Tensor]] = []
@@ -40,7 +37,7 @@ class BucketSource:
             router.begin_step()
             if router.direct:
                 return self._pass_by(bucket)
-            pending = PendingBucket(bucket, self._names)
+            pending = PendingBucket(bucket, router.names)
             self._pending.append(pending)
             gradients = [(name, pending.buffer[span]) for name, span in pending.spans.items()]
             if not bucket.is_last():
@@ -60,7 +57,7 @@ class BucketSource:
     def _pass_by(self, bucket: Any) -> Future[Tensor]:
         """Average as DDP does; with a loss scale, the scaler looks whether averages are finite."""
         buffer = bucket.buffer()
-        average = self._comm.start_average(buffer, wait=bucket.is_last())
+        average = self._router.comm.start_average(buffer, wait=bucket.is_last())
         self._averages.append((average, buffer))
         if bucket.is_last():
             averages, self._averages = self._averages, []
@@ -80,7 +77,7 @@ class PendingBucket:
         self.buffer: Tensor = bucket.buffer()
         self.future: Future[Tensor] = Future(devices=[self.buffer.device] if self.buffer.is_cuda else None)
         self.spans: dict[str, slice] = {}
-        """Where the gradients of parameters lie; parameters without coordinates are left out."""
+        """Places of the gradients by name; parameters without coordinates are left out."""
         for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if view.numel():
                 start = view.storage_offset() - self.buffer.storage_offset()
