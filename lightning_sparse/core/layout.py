@@ -37,7 +37,6 @@ class Gradient:
         *self.starts, self.numel = accumulate(self._lengths, initial=0)
         """First coordinate of each run, and the number of all coordinates."""
         self.rooms = {} if rooms is None else rooms
-        self._parts: tuple[Tensor, list[Tensor]] | None = None
         if len(self.runs) == 1:
             self.rooms.pop(self.dtype, None)
 
@@ -88,19 +87,13 @@ class Gradient:
         """Return the (numel,) gradient as one vector: its own place if it is one run, else a copy, in :meth:`room`."""
         flat = self.room(self.dtype)
         if len(self.runs) > 1:
-            torch._foreach_copy_(self._parts_of(flat), self.runs)
+            torch._foreach_copy_(list(torch.split(flat, self._lengths)), self.runs)
         return flat
 
     def spread_(self, flat: Tensor) -> None:
         """Write (numel,) values to where the gradient lies; nothing, where they lie there already."""
         if len(self.runs) > 1 or flat.data_ptr() != self.runs[0].data_ptr():
-            torch._foreach_copy_(self.runs, self._parts_of(flat))
-
-    def _parts_of(self, flat: Tensor) -> list[Tensor]:
-        """Return parts as long as the runs: all of them are then copied by few launches."""
-        if self._parts is None or self._parts[0] is not flat:
-            self._parts = flat, list(torch.split(flat, self._lengths))
-        return self._parts[1]
+            torch._foreach_copy_(self.runs, list(torch.split(flat, self._lengths)))
 
 
 def flattened(parameter: Tensor) -> Tensor:
