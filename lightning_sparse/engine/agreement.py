@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -96,8 +95,9 @@ def failing_together(
 
 def _from_difference(texts: list[str]) -> list[str]:
     """Return the texts from shortly before the first difference, cut to the length that a message can show."""
-    longest = max(map(len, texts))
-    start = 0 if longest <= VALUE_CHARACTERS else max(0, len(os.path.commonprefix(texts)) - CONTEXT)
+    shortest, longest = sorted(map(len, texts))
+    common = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), shortest)
+    start = 0 if longest <= VALUE_CHARACTERS else max(0, common - CONTEXT)
     before, stop = "..." if start else "", start + VALUE_CHARACTERS
     return [f"{before}{text[start:stop]}{'...' if stop < len(text) else ''}" for text in texts]
 

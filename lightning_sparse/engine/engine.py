@@ -92,14 +92,9 @@ class Engine(EngineView):
             reducer.prepare()
 
     @property
-    def router(self) -> Reducer:
-        """Takes gradients from a source and gives averages back, see :mod:`lightning_sparse.engine.sources`."""
-        return self._reducer
-
-    @property
     def settings(self) -> SparsificationConfig:
         """The choices in effect; an open choice of the memory is settled by the optimizers."""
-        return self._reducer.settings
+        return self.router.settings
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -171,7 +166,7 @@ class Engine(EngineView):
             ValueError: if one does not go with the memory or with ``lr_aware``, or for what is no list of optimizers.
         """
         self._binding.bind(optimizers)
-        self._reducer.prepare()
+        self.router.prepare()
 
     def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """The earlier name of :meth:`bind`."""
@@ -265,7 +260,7 @@ class Engine(EngineView):
         sent = torch.tensor([all(group.sent for group in self.groups)], dtype=torch.uint8, device=self.device)
         if not self.comm.all_gather(sent).all():
             return False
-        self._reducer.regroup(self.plan, self.messages, direct=True, for_good=for_good)
+        self.router.regroup(self.plan, self.messages, direct=True, for_good=for_good)
         return True
 
     def regroup(self, plan: Sequence[Group], messages: Messages | None = None) -> None:
@@ -306,8 +301,8 @@ class Engine(EngineView):
         facts = {"settings": self.settings, "groups": groups, "messages": chosen}
         check_equal_on_ranks(facts, self.comm, self.device)
         expect(chosen in get_args(Messages), "messages", "'group', 'step' or None", messages)
-        check_covers(groups, self._reducer.parameters)
-        self._reducer.regroup(groups, chosen)
+        check_covers(groups, self.router.parameters)
+        self.router.regroup(groups, chosen)
         if self.optimizers:
             self._binding.suit(self.optimizers)
 
@@ -319,7 +314,7 @@ class Engine(EngineView):
 
     def _before_exchange(self) -> None:
         """Let everything that may change a step do so, now that its first gradients are here."""
-        with self._reducer.failing_together("before the first exchange"):
+        with self.router.failing_together("before the first exchange"):
             thawed = [name for name, p in self.frozen.items() if p.requires_grad]
             if thawed:
                 raise RuntimeError(
@@ -333,13 +328,13 @@ class Engine(EngineView):
             for observer in self.observers:
                 observer.before_step(self)
             if self.settings.lr_aware:
-                self._reducer.rescale()
+                self.router.rescale()
 
     def _compare_kernels(self) -> None:
         """Say which ranks alone do without kernels in Triton, in the first step: the others wait for them."""
         self._compared_kernels = True
         if static_shapes(self.device) and self.comm.world_size > 1:
-            self._reducer.prepare()
+            self.router.prepare()
             problems = self.comm.all_gather_object(on_cuda.problems, self.device)
             if len(set(problems)) > 1:
                 notes = by_reason([Note("", problem) for problem in problems])
@@ -359,7 +354,7 @@ class Engine(EngineView):
 
         What a parameter remembers that the step does not use stays.
         """
-        self._reducer.flush_asked = True
+        self.router.flush_asked = True
 
     def take_pending(self) -> dict[str, Tensor]:
         """Return what all ranks together have not sent yet, ``(1/n) sum_i residual_i``, and forget it; collective.
@@ -374,7 +369,7 @@ class Engine(EngineView):
             RuntimeError: within a step.
         """
         self._check_between_steps("Residuals can only be taken")
-        return take_pending(self._reducer)
+        return take_pending(self.router)
 
     @property
     def moment(self) -> Tensor:
@@ -447,7 +442,7 @@ class Engine(EngineView):
         Raises:
             ValueError: as :meth:`load_state_dict`.
         """
-        now = {id(p): name for name, p in {**self._reducer.parameters, **self.frozen}.items()}
+        now = {id(p): name for name, p in {**self.router.parameters, **self.frozen}.items()}
         kept, gone = renamed(state, {name: now[id(p)] for name, p in parameters.items() if id(p) in now})
         draft = self._kept.load(kept, self._binding.suit_state)
         self._binding.go_on(kept, draft)
@@ -459,7 +454,7 @@ class Engine(EngineView):
         for observer in self.observers:
             observer.close()
         self._binding.close()
-        self._reducer.close()
+        self.router.close()
 
     def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:
         """Let a copy, pickled or not, be a :class:`CopiedEngine`."""

@@ -31,7 +31,9 @@ class EngineView:
         """Given to :meth:`~lightning_sparse.engine.Engine.warn`."""
         self.closed = False
         """True if the engine has ended."""
-        self._reducer, self._record, self._skipped = reducer, reducer.record, reducer.skipped
+        self.router = reducer
+        """Takes gradients from a source and gives averages back, see :mod:`lightning_sparse.engine.sources`."""
+        self._record, self._skipped = reducer.record, reducer.skipped
 
     @property
     def step(self) -> int:
@@ -46,7 +48,7 @@ class EngineView:
     @property
     def known_counts(self) -> Counts:
         """Exchanges so far, of which the host has heard whether they counted; does not wait for a device."""
-        unheard = self._skipped.unresolved and not self._reducer.on_stream.host_knows
+        unheard = self._skipped.unresolved and not self.router.on_stream.host_knows
         return self._record.start if unheard else self._record.counts
 
     @property
@@ -85,26 +87,26 @@ class EngineView:
     @property
     def parameters(self) -> dict[str, Parameter]:
         """The parameters by name, in order of registration."""
-        return dict(self._reducer.parameters)
+        return dict(self.router.parameters)
 
     @property
     def totals(self) -> Totals:
         """Bytes and times of this rank in all steps so far; may be those of an engine before."""
-        return self._reducer.totals
+        return self.router.totals
 
     @totals.setter
     def totals(self, totals: Totals) -> None:
-        self._reducer.totals = totals
+        self.router.totals = totals
 
     @property
     def direct(self) -> bool:
         """True if buckets are averaged just as DDP does, past the groups."""
-        return self._reducer.direct
+        return self.router.direct
 
     @property
     def groups(self) -> list[GroupReducer]:
         """Groups at work, in the order of the plan."""
-        return self._reducer.groups
+        return self.router.groups
 
     @property
     def plan(self) -> list[Group]:
@@ -114,7 +116,7 @@ class EngineView:
     @property
     def messages(self) -> Messages:
         """Messages that travel together: those of each "group", or those of all groups of a "step"."""
-        return self._reducer.messages
+        return self.router.messages
 
     def summary(self) -> dict[str, float]:
         """Return the logged quantities of the latest step, see :data:`~lightning_sparse.engine.metrics.QUANTITIES`.
@@ -138,7 +140,7 @@ class EngineView:
             RuntimeError: within a step.
         """
         self._check_between_steps("Summaries can only be asked for")
-        reducer = self._reducer
+        reducer = self.router
         if reducer.direct:
             statistics = [dense_statistics(sum(p.numel() for p in reducer.parameters.values()), reducer.direct_bytes)]
         else:
@@ -164,7 +166,7 @@ class EngineView:
         """
         self._check_between_steps("Summaries can only be asked for")
         summaries: dict[str, dict[str, float]] = {}
-        for group in [] if self._reducer.direct else self.groups:
+        for group in [] if self.router.direct else self.groups:
             if group.ran and group.statistics is not None:
                 changes = _length_changes([group])
                 step = Step([group.statistics], [group.residual_norm()], length_changes=changes)
@@ -180,12 +182,12 @@ class EngineView:
             ValueError: for another name than those of :attr:`parameters`.
         """
         expect(
-            isinstance(name, str) and name in self._reducer.parameters,
+            isinstance(name, str) and name in self.router.parameters,
             "name",
             "that of a parameter of the engine",
             name,
         )
-        group = self._reducer.group_of[name]
+        group = self.router.group_of[name]
         return None if group.residual is None else group.residual[group.spans[name]]
 
     def _check_between_steps(self, what: str) -> None:

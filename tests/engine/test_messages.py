@@ -389,7 +389,7 @@ def drifting(what: str, options: dict[str, Any]) -> tuple[str, int, bool]:
         if what == "step":
             engine._record.restart(Counts(7))
         else:
-            engine._reducer._digest += 1
+            engine.router._digest += 1
     try:
         ddp(second).square().mean().backward()
     except RuntimeError as error:
