@@ -93,7 +93,7 @@ def uninterrupted(optimizer: Optimizer) -> Iterator[Hold]:
     hold = Hold()
 
     def before(_: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Torch calls this where the step begins."""
+        """Hold signals back where the step begins, as a hook of torch."""
         own, *others = args
         closure = others[0] if others else kwargs.get("closure")
         if closure is None:

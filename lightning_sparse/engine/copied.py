@@ -30,7 +30,7 @@ class CopiedEngine:
     closed = True
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

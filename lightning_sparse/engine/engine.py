@@ -169,7 +169,7 @@ class Engine(EngineView):
         self.router.prepare()
 
     def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """The earlier name of :meth:`bind`."""
+        """Call :meth:`bind`, whose earlier name this is."""
         self.bind(optimizers)
 
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
