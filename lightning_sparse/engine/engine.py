@@ -70,7 +70,8 @@ class Engine(EngineView):
         self.observers: list[StepObserver] = []
         self.on_warning: Callable[[str, str], None] | None = None
         """Called on rank zero with the kind of each warning and the sentence, for those who pass it on."""
-        self.run_id = _agree_on_id(comm, device)
+        number = comm.broadcast(torch.tensor([secrets.randbits(62)], device=device), 0)
+        self.run_id = f"{int(number):016x}"
         """Equal on all ranks, and different for every engine."""
         comm.listen(self.run_id)
         reducer = Reducer(
@@ -459,11 +460,6 @@ class Engine(EngineView):
     def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:
         """Let a copy, pickled or not, be a :class:`CopiedEngine`."""
         return CopiedEngine, ()
-
-
-def _agree_on_id(comm: TorchCollective, device: torch.device) -> str:
-    number = torch.tensor([secrets.randbits(62)], device=device)
-    return f"{int(comm.broadcast(number, 0)):016x}"
 
 
 class StepObserver(Protocol):

@@ -66,7 +66,11 @@ class ExchangeStream:
 
 
 class Executor:
-    """Run jobs inside the hook, one after another, in the order of submission."""
+    """Run jobs inside the hook, one after another, in the order of submission.
+
+    A rank that waits for others in a job on a CPU runs no signal handler meanwhile: handlers that need other ranks,
+    such as those that save, need :class:`Threaded`.
+    """
 
     threaded = False
     """True if jobs run beside the thread that submits them."""
