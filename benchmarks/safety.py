@@ -74,7 +74,7 @@ class Variant:
         self.guarded = guarded
         self.inside = 0.0
         if guarded:
-            reducer = self.engine._reducer  # methods that only safety needs
+            reducer = self.engine.router  # methods that only safety needs
             for owner, name in [
                 (reducer, "_conclude"),
                 (reducer.skipped, "resolve"),

@@ -43,8 +43,8 @@ class Mirror:
         assert x.shape[0] == self.world_size
         return self._look_at(x)
 
-    def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
-        return None if source is None else self._look_at(x).clone()
+    def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor:
+        return x[:0] if source is None else self._look_at(x).clone()
 
 
 class MirroredRanks(TorchCollective):
@@ -56,7 +56,7 @@ class MirroredRanks(TorchCollective):
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
-        self._rank, self._world_size = 0, world_size
+        self.rank, self.world_size = 0, world_size
         mirror = Mirror(0, world_size)
         self.all_gather, self.all_reduce = mirror.all_gather, mirror.all_reduce  # type: ignore[method-assign]
         self.broadcast, self.all_to_all = mirror.broadcast, mirror.all_to_all  # type: ignore[method-assign]

@@ -315,6 +315,6 @@ def test_files_of_a_step_are_printed_with_their_functions(capsys: pytest.Capture
     found = benchmark("step_files").main(["sgd"], functions=True)["sgd"]
     assert next(iter(found.usual)) == "api/attach.py"
     assert found.usual["engine/reducer.py"]["Reducer._settle"] == 1
-    assert found.usual["engine/batch.py"]["Batches._steps_of"] > 1, "a generator is entered each time it goes on"
+    assert found.usual["engine/reducer.py"]["Reducer._steps_of"] > 1, "a generator is entered each time it goes on"
     printed = capsys.readouterr().out
     assert f"files: {len(found.usual)}" in printed and "Reducer._settle" in printed

@@ -1,4 +1,4 @@
-"""Memory layout of coordinates: of a parameter, and of a group's gradient in DDP's buckets."""
+"""Layout of coordinates in memory: of a parameter, and of a group's gradient in DDP's buckets."""
 
 from __future__ import annotations
 
@@ -37,13 +37,12 @@ class Gradient:
         *self.starts, self.numel = accumulate(self._lengths, initial=0)
         """First coordinate of each run, and the number of all coordinates."""
         self.rooms = {} if rooms is None else rooms
-        self._parts: tuple[Tensor, list[Tensor]] | None = None
         if len(self.runs) == 1:
             self.rooms.pop(self.dtype, None)
 
     @classmethod
     def of(cls, pieces: Iterable[Tensor], rooms: dict[torch.dtype, Tensor] | None = None) -> Gradient:
-        """Return the gradient of pieces in the order of coordinates; pieces adjacent in memory become one run."""
+        """Make one of pieces in the order of coordinates; those that lie one behind the other in memory are one run."""
         runs: list[tuple[Tensor, int]] = []
         for piece in pieces:
             first, length = runs[-1] if runs else (piece, 0)
@@ -56,25 +55,25 @@ class Gradient:
         return cls([first.as_strided((length,), (1,)).data for first, length in runs], rooms)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor]]:
-        """Iterate over the coordinates of each run, and the run."""
+        """Iterate over the coordinates that each run holds, and the run."""
         for start, length, run in zip(self.starts, self._lengths, self.runs, strict=True):
             yield slice(start, start + length), run
 
     def cut(self, most: int) -> Iterator[tuple[slice, Tensor]]:
-        """Iterate over the runs in parts of at most ``most`` coordinates."""
+        """Iterate in parts of at most so many coordinates."""
         for span, run in self:
             for start in range(0, len(run), most):
                 part = run[start : start + most]
                 yield slice(span.start + start, span.start + start + len(part)), part
 
     def __getitem__(self, span: slice) -> Tensor:
-        """Return a view of coordinates within one run, such as those of a parameter."""
+        """Return a view of coordinates that lie in one run, such as those of a parameter."""
         number = bisect_right(self.starts, span.start) - 1
         start = self.starts[number]
         return self.runs[number][span.start - start : span.stop - start]
 
     def room(self, dtype: torch.dtype) -> Tensor:
-        """Return a (numel,) scratch vector: the gradient's own storage if it is one run of this dtype.
+        """Return (numel,) to write to: the gradient's own place, if it is one run of this dtype.
 
         Otherwise the vector is allocated once and reused by later calls, also in later steps.
         """
@@ -85,45 +84,39 @@ class Gradient:
         return self.rooms[dtype]
 
     def flat(self) -> Tensor:
-        """Return the gradient as one (numel,) vector: its own storage if it is one run, else a copy in :meth:`room`."""
+        """Return the (numel,) gradient as one vector: its own place if it is one run, else a copy, in :meth:`room`."""
         flat = self.room(self.dtype)
         if len(self.runs) > 1:
-            torch._foreach_copy_(self._parts_of(flat), self.runs)
+            torch._foreach_copy_(list(torch.split(flat, self._lengths)), self.runs)
         return flat
 
     def spread_(self, flat: Tensor) -> None:
         """Write (numel,) values to the gradient's storage, unless they are there already."""
         if len(self.runs) > 1 or flat.data_ptr() != self.runs[0].data_ptr():
-            torch._foreach_copy_(self.runs, self._parts_of(flat))
-
-    def _parts_of(self, flat: Tensor) -> list[Tensor]:
-        """Return views with the lengths of the runs, so that few launches copy all runs."""
-        if self._parts is None or self._parts[0] is not flat:
-            self._parts = flat, list(torch.split(flat, self._lengths))
-        return self._parts[1]
+            torch._foreach_copy_(self.runs, list(torch.split(flat, self._lengths)))
 
 
 def flattened(parameter: Tensor) -> Tensor:
-    """Return the (numel,) coordinates of a parameter in memory order; a view if they have no gaps."""
+    """Return (numel,) coordinates in the order of memory; a view where they lie there without gaps."""
     if fills_memory(parameter):
         return parameter.detach().as_strided((parameter.numel(),), (1,))
     return parameter.detach().flatten()
 
 
 def shaped(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view of (numel,) coordinates in memory order, in the parameter's shape."""
+    """Return a view of (numel,) coordinates that lie in this order, in the parameter's shape."""
     if fills_memory(parameter):
         return flat.as_strided(parameter.shape, parameter.stride())
     return flat.view(parameter.shape)
 
 
 def fills_memory(parameter: Tensor) -> bool:
-    """Return True if elements neither overlap nor leave gaps; DDP gives other gradients contiguous strides."""
+    """Return True if elements neither overlap nor leave gaps; gradients of others get the usual strides from DDP."""
     return torch.empty_like(parameter, device="meta").stride() == parameter.stride()
 
 
 def in_pieces(rows: Iterable[Sequence[Tensor]], most: int) -> Iterator[list[list[Tensor]]]:
-    """Iterate over views of tensors, in lists of at most ``most`` elements, so that temporaries are bounded.
+    """Iterate over views of tensors, in lists of at most so many elements: what is needed on the way is bounded.
 
     Args:
         rows: lists of tensors; the tensors of a row have one shape.

@@ -1,4 +1,4 @@
-"""Messages between ranks, and coroutines that yield them.
+"""Messages between ranks, and coroutines that yield them, alone and joined.
 
 An exchange, and a sparsifier that needs the other ranks while it selects, never sees the network. It is a generator
 that *yields* a message and gets the answer back; a driver in :mod:`lightning_sparse.engine.network` sends it. The same
@@ -9,13 +9,16 @@ network to count bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
+LARGE = 4 << 20
+"""Bytes from which on a message is sent by itself: its copy would cost more than the latency that joining saves."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -111,6 +114,16 @@ def resolve(result: T | Steps[T]) -> Steps[T]:
     return (yield from result) if isinstance(result, Generator) else result
 
 
+def run(steps: Steps[T], answer: Callable[[Message], Tensor]) -> T:
+    """Run a coroutine whose messages a function answers, and return its value."""
+    try:
+        message = next(steps)
+        while True:
+            message = steps.send(answer(message))
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
 def started(steps: Steps[T]) -> Steps[T]:
     """Run a coroutine up to its first message now, and return a coroutine that continues from there.
 
@@ -170,3 +183,67 @@ def ring_all_reduce_bytes(payload_bytes: float, world_size: int) -> float:
         1500.0
     """
     return 2 * (world_size - 1) / world_size * payload_bytes
+
+
+def together(steps: Sequence[Steps[T]]) -> Steps[list[T]]:
+    """Join several coroutines to one, whose messages travel together.
+
+    In each round, all coroutines run to their next message. Messages of one kind and dtype (and source, for a
+    broadcast) become one; each coroutine gets its slice of the answer. A message that is alone is passed on without a
+    copy, and so are messages of 4 MiB and more. Messages from rank to rank
+    (:class:`~lightning_sparse.core.messages.SendRecv`) are passed on one by one, because the pairs with equal partners
+    differ from rank to rank. The order depends only on the order of the coroutines and the kinds of their messages, so
+    that it is equal on all ranks.
+
+    Sums of floating-point numbers may differ from separate ones in the last bits, because a library adds up parts of a
+    buffer in an order that depends on their position. They are equal on all ranks.
+
+    Args:
+        steps: the coroutines, which may end in different rounds.
+
+    Example:
+        >>> def total(x: Tensor) -> Steps[Tensor]:
+        ...     return (yield AllReduce(x))
+        >>> steps = together([total(torch.tensor(1.0)), total(torch.tensor([2.0, 20.0]))])
+        >>> run(steps, lambda message: print(message) or 3 * message.x)
+        AllReduce(x=tensor([ 1.,  2., 20.]))
+        [tensor(3.), tensor([ 6., 60.])]
+    """
+    results: dict[int, T] = {}
+    answers: dict[int, Tensor | None] = dict.fromkeys(range(len(steps)))
+    while answers:
+        batches: dict[Hashable, dict[int, Message]] = {}
+        for index, answer in answers.items():
+            try:
+                message = steps[index].send(answer)  # type: ignore[arg-type]  # None starts it
+            except StopIteration as end:
+                results[index] = end.value
+            else:
+                batches.setdefault(_batch_of(message, index), {})[index] = message
+        answers = {}
+        for batch in batches.values():
+            answers.update(zip(batch, (yield from _share(list(batch.values()))), strict=True))
+        answers = dict(sorted(answers.items()))
+    return [results[index] for index in range(len(steps))]
+
+
+def _batch_of(message: Message, index: int) -> Hashable:
+    """Return a key that is equal for messages that can travel as one."""
+    if isinstance(message, SendRecv) or message.x.nbytes >= LARGE:
+        return index
+    return message.kind, message.x.dtype, getattr(message, "src", None)
+
+
+def _share(messages: Sequence[Message]) -> Steps[list[Tensor]]:
+    """Send the messages of one batch as one, and return their answers."""
+    first = messages[0]
+    if len(messages) == 1:
+        return [(yield first)]
+    # Rows of an all-to-all go to different ranks and are lengthened; everything else is one long vector.
+    rows = [
+        m.x.reshape(len(m.x), m.x.numel() // len(m.x)) if isinstance(m, AllToAll) else m.x.flatten() for m in messages
+    ]
+    answer = yield replace(first, x=torch.cat(rows, dim=-1))
+    parts = torch.split(answer, [row.shape[-1] for row in rows], dim=-1)
+    ranks = answer.shape[:1] if isinstance(first, AllGather) else ()
+    return [part.reshape((*ranks, *m.x.shape)) for part, m in zip(parts, messages, strict=True)]

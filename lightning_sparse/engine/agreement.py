@@ -51,7 +51,7 @@ def check_equal_on_ranks(facts: Mapping[str, Any], comm: TorchCollective, device
                     "are and is equal on all ranks, as that of a frozen dataclass)"
                 )
             else:
-                here, there = _from_difference(here, there)
+                here, there = _from_difference([here, there])
                 told.append(f"{name} ({here} on rank 0, {there} on rank {ranks[0]})")
     if told:
         raise RuntimeError(
@@ -93,16 +93,13 @@ def failing_together(
     raise RuntimeError(f"Rank {first} failed, so that no rank goes on. Its error: {outcomes[first][1]}") from failed
 
 
-def _from_difference(one: str, other: str) -> tuple[str, str]:
-    """Return both texts from shortly before the first difference, cut to the length that a message can show."""
-    common = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    start = 0 if max(len(one), len(other)) <= VALUE_CHARACTERS else max(0, common - CONTEXT)
-    cut = [text[start : start + VALUE_CHARACTERS] for text in (one, other)]
-    before = "..." if start else ""
-    return tuple(
-        f"{before}{part}{'...' if start + VALUE_CHARACTERS < len(text) else ''}"
-        for part, text in zip(cut, (one, other), strict=True)
-    )  # type: ignore[return-value]
+def _from_difference(texts: list[str]) -> list[str]:
+    """Return the texts from shortly before the first difference, cut to the length that a message can show."""
+    shortest, longest = sorted(map(len, texts))
+    common = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), shortest)
+    start = 0 if longest <= VALUE_CHARACTERS else max(0, common - CONTEXT)
+    before, stop = "..." if start else "", start + VALUE_CHARACTERS
+    return [f"{before}{text[start:stop]}{'...' if stop < len(text) else ''}" for text in texts]
 
 
 class Note(NamedTuple):

@@ -1,4 +1,4 @@
-"""What becomes of an engine in a copy of the model or strategy that it belongs to."""
+"""The place of an engine in a copy of the model or strategy that it belongs to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class CopiedEngine:
-    """What an engine becomes in a copy of the model or strategy that it belongs to: closed, and empty.
+    """Takes the place of an engine in a copy of the model or strategy that it belongs to: closed, and empty.
 
     A process group and a thread cannot be copied, and residuals belong to the model that trains. The copy of a
     ``DistributedDataParallel`` model averages gradients densely, as DDP does by itself, until an engine is attached.
@@ -30,7 +30,7 @@ class CopiedEngine:
     closed = True
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

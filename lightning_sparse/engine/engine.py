@@ -1,4 +1,4 @@
-"""The engine: what can be done with a sparsified model. What can be asked of it is in its base class."""
+"""The engine: everything that can be done with a sparsified model. Questions to it are in its base class."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from torch.nn import Parameter
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.console import say
-from lightning_sparse.core.layout import flattened
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.engine.copied import CopiedEngine
-from lightning_sparse.engine.flush import average_residuals
-from lightning_sparse.engine.group import check_covers
+from lightning_sparse.engine.flush import take_pending
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.optimizers.kinds import check_is_optimizer
 from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.regrouping import check_covers
 from lightning_sparse.engine.sources.comm_hook import BucketSource
-from lightning_sparse.engine.state.record import Averages, Counts
+from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.state import EngineState, Shard
 from lightning_sparse.engine.view import EngineView
@@ -70,13 +69,14 @@ class Engine(EngineView):
         self.observers: list[StepObserver] = []
         self.on_warning: Callable[[str, str], None] | None = None
         """Called on rank zero with the kind of each warning and the sentence, for those who pass it on."""
-        self.run_id = _agree_on_id(comm, device)
+        number = comm.broadcast(torch.tensor([secrets.randbits(62)], device=device), 0)
+        self.run_id = f"{int(number):016x}"
         """Equal on all ranks, and different for every engine."""
         comm.listen(self.run_id)
         reducer = Reducer(
             parameters, settings, comm, device, watch_usage, lambda: self.loss_scale(), self._before_exchange
         )
-        super().__init__(reducer, parameters, comm, device)
+        super().__init__(reducer)
         try:
             with reducer.on_stream.between_steps():
                 groups = [reducer.form(group) for group in plan]
@@ -84,7 +84,7 @@ class Engine(EngineView):
         except BaseException:
             reducer.close()
             raise
-        self._source = BucketSource(reducer, {id(p): name for name, p in parameters.items()}, comm)
+        self._source = BucketSource(reducer)
         self._compared_kernels = self._told_of_waits = False
         self._binding = OptimizerBinding(reducer, parameters, comm, device, left_open)
         self._state = EngineState(reducer, self._binding, list(parameters), self.frozen, comm, device, shards or {})
@@ -92,9 +92,9 @@ class Engine(EngineView):
             reducer.prepare()
 
     @property
-    def router(self) -> Reducer:
-        """Takes gradients from a source and gives averages back, see :mod:`lightning_sparse.engine.sources`."""
-        return self._reducer
+    def settings(self) -> SparsificationConfig:
+        """The choices in effect; an open choice of the memory is settled by the optimizers."""
+        return self.router.settings
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -103,8 +103,13 @@ class Engine(EngineView):
 
     @property
     def loads(self) -> int:
-        """How many states were loaded."""
+        """Number of states that were loaded."""
         return self._state.loads
+
+    @property
+    def void_streak(self) -> int:
+        """Exchanges that counted for nothing since the last one that counted."""
+        return self._record.counts.streak
 
     def drop_void(self, optimizer: torch.optim.Optimizer) -> bool:
         """Set gradients to None that a void step has left in this optimizer's parameters, so that it skips them.
@@ -143,7 +148,7 @@ class Engine(EngineView):
 
     @property
     def memory_left_open(self) -> bool:
-        """Whether the memory was left to the library, which chooses it by the optimizers."""
+        """True if the memory was left to the library, which chooses it by the optimizers."""
         return self._binding.left_open
 
     def watch_optimizers(self, watch: Callable[[torch.optim.Optimizer], None]) -> None:
@@ -161,14 +166,14 @@ class Engine(EngineView):
             ValueError: if one does not go with the memory or with ``lr_aware``, or for what is no list of optimizers.
         """
         self._binding.bind(optimizers)
-        self._reducer.prepare()
+        self.router.prepare()
 
     def follow(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """The earlier name of :meth:`bind`."""
+        """Call :meth:`bind`, whose earlier name this is."""
         self.bind(optimizers)
 
     def takes_steps_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
+        """Return True if Adam's steps for parameters that are sparsified are taken here, see :class:`SecondMoment`."""
         check_is_optimizer(optimizer)
         return self._binding.takes(optimizer)
 
@@ -214,7 +219,7 @@ class Engine(EngineView):
         return self._binding.clip_in_place_of_averages(limit, algorithm, optimizer, known)
 
     def count_as_applied(self) -> None:
-        """What the latest exchange handed out has been applied, or never will be: between two steps.
+        """Note that averages of the latest exchange have been applied, or never will be; between two steps.
 
         The engine notices by itself that optimizers step. This is for steps that are left out.
         """
@@ -252,10 +257,10 @@ class Engine(EngineView):
         simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory)
         if not simple or not all(group.plan.dense for group in self.groups):
             return False
-        sent = torch.tensor([all(group.sent for group in self.groups)], dtype=torch.uint8, device=self._device)
+        sent = torch.tensor([all(group.sent for group in self.groups)], dtype=torch.uint8, device=self.device)
         if not self.comm.all_gather(sent).all():
             return False
-        self._reducer.regroup(self.plan, self.messages, direct=True, for_good=for_good)
+        self.router.regroup(self.plan, self.messages, direct=True, for_good=for_good)
         return True
 
     def regroup(self, plan: Sequence[Group], messages: Messages | None = None) -> None:
@@ -294,22 +299,22 @@ class Engine(EngineView):
         chosen = self.messages if messages is None else messages
         groups = list(plan) if isinstance(plan, Iterable) else plan
         facts = {"settings": self.settings, "groups": groups, "messages": chosen}
-        check_equal_on_ranks(facts, self.comm, self._device)
+        check_equal_on_ranks(facts, self.comm, self.device)
         expect(chosen in get_args(Messages), "messages", "'group', 'step' or None", messages)
-        check_covers(groups, self._parameters)
-        self._reducer.regroup(groups, chosen)
+        check_covers(groups, self.router.parameters)
+        self.router.regroup(groups, chosen)
         if self.optimizers:
             self._binding.suit(self.optimizers)
 
     def receive(self, bucket: Any) -> Future[Tensor]:
-        """DDP's communication hook: take the gradients of a ``GradBucket``, answer with averages in its own buffer."""
-        if self._closed:
+        """Take the gradients of a ``GradBucket``, answer with averages in its own buffer: DDP's communication hook."""
+        if self.closed:
             raise RuntimeError("The engine is closed. Wrap the model again and attach a new one to train on.")
         return self._source.receive(bucket)
 
     def _before_exchange(self) -> None:
-        """The first gradients of a step are here."""
-        with self._reducer.failing_together("before the first exchange"):
+        """Let everything that may change a step do so, now that its first gradients are here."""
+        with self.router.failing_together("before the first exchange"):
             thawed = [name for name, p in self.frozen.items() if p.requires_grad]
             if thawed:
                 raise RuntimeError(
@@ -323,14 +328,14 @@ class Engine(EngineView):
             for observer in self.observers:
                 observer.before_step(self)
             if self.settings.lr_aware:
-                self._reducer.rescale()
+                self.router.rescale()
 
     def _compare_kernels(self) -> None:
         """Say which ranks alone do without kernels in Triton, in the first step: the others wait for them."""
         self._compared_kernels = True
-        if static_shapes(self._device) and self.comm.world_size > 1:
-            self._reducer.prepare()
-            problems = self.comm.all_gather_object(on_cuda.problems, self._device)
+        if static_shapes(self.device) and self.comm.world_size > 1:
+            self.router.prepare()
+            problems = self.comm.all_gather_object(on_cuda.problems, self.device)
             if len(set(problems)) > 1:
                 notes = by_reason([Note("", problem) for problem in problems])
                 self.warn(
@@ -349,10 +354,10 @@ class Engine(EngineView):
 
         What a parameter remembers that the step does not use stays.
         """
-        self._reducer.flush_asked = True
+        self.router.flush_asked = True
 
     def take_pending(self) -> dict[str, Tensor]:
-        """What all ranks together have not sent yet, ``(1/n) sum_i residual_i``, and forget it; collective.
+        """Return what all ranks together have not sent yet, ``(1/n) sum_i residual_i``, and forget it; collective.
 
         Between two steps. The momentum of memories that have one is kept. See :func:`~lightning_sparse.flush`, which
         gives this to the optimizers.
@@ -364,28 +369,15 @@ class Engine(EngineView):
             RuntimeError: within a step.
         """
         self._check_between_steps("Residuals can only be taken")
-        self._skipped.resolve()
-        if self.settings.lr_aware and self._reducer.rates.known:
-            self._reducer.rescale()
-        with self._reducer.on_stream.between_steps():
-            pending, sent = average_residuals(self.groups, self._parameters, self.comm, self._device, self.step)
-            self.totals.add(sent, 0.0)
-            emptied = dict.fromkeys(pending, 0.0)
-            averages = [Averages({name: slice(0, x.numel())}, None, flattened(x)) for name, x in pending.items()]
-            with self._record.changing():
-                self._reducer.lengths.begin_step()
-                for group in self.groups:
-                    group.scale(emptied)
-                self._record.flush(averages, pending.keys())
-        return pending
+        return take_pending(self.router)
 
     @property
     def moment(self) -> Tensor:
-        """(1,) int64: how many exchanges and flushes have settled here, see :meth:`state_dict`."""
+        """(1,) int64 number of exchanges and flushes that have settled here, see :meth:`state_dict`."""
         return torch.tensor([self._record.counts.number], device="cpu")
 
     def state_dict(self, moment: Tensor | None = None) -> dict[str, Any]:
-        """All that this rank needs to go on exactly where it is: plain data and tensors on the CPU; copies.
+        """Return all that this rank needs to go on exactly where it is: plain data and tensors on the CPU; copies.
 
         Every rank has its own: residuals differ. It may be taken at any moment, also in a signal handler and by another
         thread. Averages that an exchange has handed out and no optimizer has applied are in it, on rank 0, whose
@@ -449,38 +441,33 @@ class Engine(EngineView):
         Raises:
             ValueError: as :meth:`load_state_dict`.
         """
-        now = {id(p): name for name, p in {**self._parameters, **self.frozen}.items()}
+        now = {id(p): name for name, p in {**self.router.parameters, **self.frozen}.items()}
         kept, gone = renamed(state, {name: now[id(p)] for name, p in parameters.items() if id(p) in now})
         return gone + self._state.load(kept).lost
 
     def close(self) -> None:
         """Stop the communication thread, give the process group back, stop watching parameters."""
-        self._closed = True
+        self.closed = True
         for observer in self.observers:
             observer.close()
         self._binding.close()
-        self._reducer.close()
+        self.router.close()
 
     def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:
-        """A copy, pickled or not, is a :class:`CopiedEngine`."""
+        """Let a copy, pickled or not, be a :class:`CopiedEngine`."""
         return CopiedEngine, ()
 
 
-def _agree_on_id(comm: TorchCollective, device: torch.device) -> str:
-    number = torch.tensor([secrets.randbits(62)], device=device)
-    return f"{int(comm.broadcast(number, 0)):016x}"
-
-
 class StepObserver(Protocol):
-    """Is called at the start of every step of an engine, whose groups it may inspect and change."""
+    """Interface of what is called at the start of every step of an engine, whose groups it may inspect and change."""
 
     def before_step(self, engine: Engine) -> None:
-        """The first gradients of a step are here and nothing is exchanged yet; called on all ranks."""
+        """Look on when the first gradients of a step are here and nothing is exchanged yet; called on all ranks."""
 
     def close(self) -> None:
-        """The engine ends."""
+        """End with the engine."""
 
 
 def can_observe(given: Any) -> bool:
-    """Whether something has the methods of a :class:`StepObserver`."""
+    """Return True if something has the methods of a :class:`StepObserver`."""
     return all(callable(getattr(given, name, None)) for name in ("before_step", "close"))

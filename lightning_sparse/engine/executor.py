@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+
+Job = Callable[[], None]
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -26,12 +28,9 @@ class ExchangeStream:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = side_stream(device)
-        self._device = device
-
-    @property
-    def host_knows(self) -> bool:
+        self.host_knows = self.stream is None
         """True if there is no stream, so that results are on the host at once."""
-        return self.stream is None
+        self._device = device
 
     def __call__(self) -> AbstractContextManager[Any]:
         """Return a context in which work is queued on the stream."""
@@ -66,18 +65,27 @@ class ExchangeStream:
             self.stream.synchronize()
 
 
-class Executor(Protocol):
-    """Interface of executors: they run groups one after another, in the order of submission."""
+class Executor:
+    """Run jobs inside the hook, one after another, in the order of submission.
 
-    blocked_seconds: float
-    """Time that backward was blocked since this was last set to zero."""
+    A rank that waits for others in a job on a CPU runs no signal handler meanwhile: handlers that need other ranks,
+    such as those that save, need :class:`Threaded`.
+    """
 
-    @property
-    def failed(self) -> bool:
-        """True if a job has raised an error that has not been raised in :meth:`drain` yet."""
+    threaded = False
+    """True if jobs run beside the thread that submits them."""
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def __init__(self) -> None:
+        self.blocked_seconds = 0.0
+        """Time that backward was blocked since this was last set to zero."""
+        self.error: BaseException | None = None
+        """Error of a job, until :meth:`drain` raises it."""
+
+    def submit(self, job: Job) -> None:
         """Run a job now or later."""
+        begin = time.perf_counter()
+        job()
+        self.blocked_seconds += time.perf_counter() - begin
 
     def drain(self) -> None:
         """Return when all jobs have run; raise the error of a job that failed."""
@@ -86,55 +94,43 @@ class Executor(Protocol):
         """End the executor."""
 
 
-class Inline:
-    """Executor inside the hook."""
-
-    @property
-    def failed(self) -> bool:
-        return False
-
-    def __init__(self) -> None:
-        self.blocked_seconds = 0.0
-
-    def submit(self, job: Callable[[], None]) -> None:
-        begin = time.perf_counter()
-        job()
-        self.blocked_seconds += time.perf_counter() - begin
-
-    def drain(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+LOOK_SECONDS = 0.05
+"""After so long, a thread that waits looks for signals again."""
 
 
-class Threaded:
-    """Executor on one communication thread, while autograd continues."""
+class Threaded(Executor):
+    """Run jobs on one communication thread, while autograd continues.
+
+    Args:
+        device: of the gradients.
+    """
+
+    threaded = True
 
     def __init__(self, device: torch.device) -> None:
-        self.blocked_seconds = 0.0
+        super().__init__()
         self._device = device
         # Neither this queue nor the lock in drain() holds a lock of its own while a signal handler may run.
-        self._jobs: queue.SimpleQueue[Callable[[], None] | Gate | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
+        self._jobs: queue.SimpleQueue[tuple[Job, bool] | None] = queue.SimpleQueue()
+        """Jobs, and whether they run after an error, too."""
         self._thread = threading.Thread(target=self._work, name="sparse-exchange", daemon=True)
         self._thread.start()
 
-    @property
-    def failed(self) -> bool:
-        return self._error is not None
-
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
+    def submit(self, job: Job) -> None:
+        self._jobs.put((job, False))
 
     def drain(self) -> None:
         begin = time.perf_counter()
-        gate = Gate()
-        self._jobs.put(gate)
-        gate.wait()
+        busy = threading.Lock()
+        busy.acquire()
+        self._jobs.put((busy.release, True))
+        # A signal that comes after the interpreter's last look and before the wait would be heard behind it only: a
+        # handler on another rank may wait for this one's.
+        while not busy.acquire(timeout=LOOK_SECONDS):
+            pass
         self.blocked_seconds += time.perf_counter() - begin
-        if self._error is not None:
-            error, self._error = self._error, None
+        if self.error is not None:
+            error, self.error = self.error, None
             raise error
 
     def close(self) -> None:
@@ -144,40 +140,16 @@ class Threaded:
     def _work(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        while (job := self._jobs.get()) is not None:
+        while (given := self._jobs.get()) is not None:
+            job, always = given
             try:
-                if isinstance(job, Gate):
-                    job.open()
-                elif self._error is None:
+                if always or self.error is None:
                     job()
             except BaseException as error:  # raised again in drain(), on the thread that trains
-                self._error = error
-
-
-LOOK_SECONDS = 0.05
-"""After so long, a thread that waits looks for signals again."""
-
-
-class Gate:
-    """Gate at which one thread waits for another one, and still handles signals."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def wait(self) -> None:
-        """Wait until the gate is open."""
-        # A signal that comes after the interpreter's last look and before the wait would be heard behind it only: a
-        # handler on another rank may wait for this one's.
-        while not self._lock.acquire(timeout=LOOK_SECONDS):
-            pass
-
-    def open(self) -> None:
-        """Open the gate for the other thread."""
-        self._lock.release()
+                self.error = error
 
 
 def make_executor(chosen: str, device: torch.device, world_size: int, host_knows: bool) -> Executor:
     """Make an executor by the setting's name; "auto": a thread if ranks have no streams and are more than one."""
     threaded = chosen == "thread" or (chosen == "auto" and host_knows and world_size > 1)
-    return Threaded(device) if threaded else Inline()
+    return Threaded(device) if threaded else Executor()

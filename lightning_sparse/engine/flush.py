@@ -1,39 +1,24 @@
-"""The average of what ranks have not sent yet, for a flush between two steps."""
+"""A flush between two steps: the average of what ranks have not sent yet leaves the residuals."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from lightning_sparse.core.layout import shaped
+from lightning_sparse.core.layout import flattened, shaped
 from lightning_sparse.core.messages import AllGather, AllReduce, Message
-from lightning_sparse.engine.group import Divided, GroupReducer
-from lightning_sparse.engine.network import TorchCollective, send
+from lightning_sparse.engine.group import Divided
+from lightning_sparse.engine.network import send
+from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.state.record import Averages
 
 
-def average_residuals(
-    groups: Sequence[GroupReducer],
-    parameters: Mapping[str, Parameter],
-    comm: TorchCollective,
-    device: torch.device,
-    step: int,
-) -> tuple[dict[str, Tensor], float]:
-    """``(1/n) sum_i residual_i`` of each parameter that has a residual on any rank, in its shape and dtype; collective.
+def take_pending(reducer: Reducer) -> dict[str, Tensor]:
+    """Return the average of each parameter that has a residual on any rank, and forget the residuals; collective.
 
-    Args:
-        groups: all of them.
-        parameters: by name.
-        comm: the ranks.
-        device: where gradients live.
-        step: number of the next one.
-
-    Returns:
-        The averages by name, and the bytes that this rank has sent for them.
+    The averages are ``(1/n) sum_i residual_i``, in the parameter's shape and dtype. See :meth:`.Engine.take_pending`.
     """
-    sent = 0.0
+    comm, record, sent = reducer.comm, reducer.record, 0.0
 
     def answer(message: Message) -> Tensor:
         nonlocal sent
@@ -43,20 +28,29 @@ def average_residuals(
     def mean(x: Tensor) -> Tensor:
         return answer(AllReduce(x.clone())) / comm.world_size
 
-    residuals = [group.memory.residual(group.state.memory) for group in groups]
-    have = torch.tensor([r is not None for r in residuals], dtype=torch.uint8, device=device)
-    anywhere = answer(AllGather(have)).amax(0).tolist()
-    pending = {}
-    for group, residual, wanted in zip(groups, residuals, anywhere, strict=True):
-        if not wanted:
-            continue
-        if residual is None:
-            residual = torch.zeros(group.plan.numel, device=device, dtype=group.wide)
-        average = mean(residual)
-        by = group.memory.divide_all(group.state.memory, average, mean, group.density(step))
-        group.divided = None if by is None else Divided(None, by)
-        group.handed = None  # nobody can have changed these
-        for name, span in group.spans.items():
-            parameter = parameters[name]
-            pending[name] = shaped(average[span].to(parameter.dtype), parameter)
-    return pending, sent
+    reducer.skipped.resolve()
+    if reducer.settings.lr_aware and reducer.rates.known:
+        reducer.rescale()
+    with reducer.on_stream.between_steps():
+        groups, pending = reducer.groups, dict[str, Tensor]()
+        have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=reducer.device)
+        anywhere = answer(AllGather(have)).amax(0).tolist()
+        for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted):
+            residual = group.residual
+            if residual is None:
+                residual = torch.zeros(group.plan.numel, device=reducer.device, dtype=group.wide)
+            average = mean(residual)
+            by = group.memory.divide_all(group.state.memory, average, mean, group.density(reducer.step))
+            group.divided = None if by is None else Divided(None, by)
+            group.handed = None  # nobody can have changed these
+            for name, span in group.spans.items():
+                parameter = reducer.parameters[name]
+                pending[name] = shaped(average[span].to(parameter.dtype), parameter)
+        reducer.totals.add(sent, 0.0)
+        averages = [Averages({name: slice(0, x.numel())}, None, flattened(x)) for name, x in pending.items()]
+        with record.changing():
+            reducer.lengths.begin_step()
+            for group in groups:
+                group.scale(dict.fromkeys(pending, 0.0))
+            record.flush(averages, pending.keys())
+    return pending

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.config import SparsificationConfig
-from lightning_sparse.core.checks import expect
 from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Steps
@@ -22,13 +20,13 @@ from lightning_sparse.engine.metrics import Statistics, norm_of
 from lightning_sparse.engine.optimizers.scaled import Handed
 from lightning_sparse.engine.pipeline import (
     exchange_group,
-    forget_overflow_,
     init_group,
     sends_everything,
     settle_group,
     takes_kernels,
 )
 from lightning_sparse.engine.proposal import Proposed, spread_divisor
+from lightning_sparse.engine.state.record import Averages
 from lightning_sparse.methods.density import Constant
 from lightning_sparse.methods.exchanges import Dense, Exchange
 from lightning_sparse.methods.grouping import Group
@@ -53,7 +51,7 @@ class GroupReducer:
         schedule = settings.density if plan.density is None else Constant(plan.density)
         self.density = schedule.for_group()
         self.always_whole = schedule == Constant(1.0)
-        """Whether a density of 1 is all that this group will ever have."""
+        """True if a density of 1 is all that this group will ever have."""
         # A group that becomes dense must be able to send what it remembers.
         memory = settings.memory_in_use
         self.memory: Memory = memory.for_dense() if plan.dense and not flush else memory
@@ -66,7 +64,7 @@ class GroupReducer:
         self.state: GroupState = init_group(
             plan.numel, self.dtype, self.device, first, memory=self.memory, sparsifier=self.sparsifier
         )
-        """What survives a step; the memory's part changes in place."""
+        """State that survives a step; the memory's part changes in place."""
         self.statistics: Statistics | None = None
         """Statistics of the last step that exchanged the group, which need not be the latest step, see :attr:`ran`."""
         self.arrived: dict[str, Tensor] = {}
@@ -83,8 +81,6 @@ class GroupReducer:
         """Some of the latest averages, where they are to be divided."""
         self.divided: Divided | None = None
         """By what the latest averages are divided, also those of a skipped step."""
-        self.exchanged = False
-        """Whether the group has run in this step."""
         self.exchange_made: Exchanged | None = None
         """The exchange of this step, until the next one begins."""
         self._rooms: dict[torch.dtype, Tensor] = {}
@@ -117,39 +113,43 @@ class GroupReducer:
         self.memory.lengthen_(divided.by, of_each)
 
     def selects(self, step: int) -> bool:
-        """Whether not everything is sent at a step, as long as nothing is flushed."""
+        """Return True if not everything is sent at a step, as long as nothing is flushed."""
         return self.sparsified and not sends_everything(self.sparsifier, self.density(step), self.plan.numel)
 
     @property
     def sparsified(self) -> bool:
-        """Whether coordinates are selected, by plan, so that others wait."""
+        """True if coordinates are selected, by plan, so that others wait."""
         return self.sparsifier.agreement is not Agreement.EVERYTHING
 
     @property
     def all_arrived(self) -> bool:
-        """Whether the latest average holds all coordinates, as at a density of 1 and where everything is flushed."""
+        """True if the latest average holds all coordinates, as at a density of 1 and where everything is flushed."""
         return self.statistics is not None and self.statistics.indices is None
 
     @property
     def remembers(self) -> bool:
-        """Whether anything of earlier gradients is left; waits for the device."""
+        """True if anything of earlier gradients is left; waits for the device."""
         return any(bool(vector.any()) for vector in self.memory.vectors(self.state.memory).values())
 
     @property
+    def residual(self) -> Tensor | None:
+        """(numel,) what this rank has not sent yet; None where nothing is remembered."""
+        return self.memory.residual(self.state.memory)
+
+    @property
     def waits(self) -> bool:
-        """Whether anything has not been sent yet; waits for the device."""
-        residual = self.memory.residual(self.state.memory)
-        return residual is not None and bool(residual.any())
+        """True if anything has not been sent yet; waits for the device."""
+        return self.residual is not None and bool(self.residual.any())
 
     @property
     def sent(self) -> bool:
-        """Whether nothing is remembered, or a valid step went by since the group was formed; waits for the device."""
+        """True if nothing is remembered, or a valid step went by since the group was formed; waits for the device."""
         stepped = self.state.counts is not None and bool((self.state.counts >= 0).all())
         return stepped or not self.remembers
 
     @property
     def ran(self) -> bool:
-        """Whether the group was exchanged in the latest step, because some rank used some of its parameters."""
+        """True if the group was exchanged in the latest step, because some rank used some of its parameters."""
         return self.statistics is not None and len(self.untouched) < len(self.spans)
 
     def carry(self, name: str, old: GroupReducer) -> None:
@@ -163,13 +163,9 @@ class GroupReducer:
         kept = [*tensors_in(self.state.memory), *self._rooms.values()]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
 
-    def receive(self, name: str, piece: Tensor) -> None:
-        """The gradient of a parameter is here, in a bucket."""
-        self.arrived[name] = piece
-
     @property
     def complete(self) -> bool:
-        """All pieces are here."""
+        """True if all pieces of the gradient are here."""
         return len(self.arrived) == len(self.plan.parameters)
 
     def exchange_steps(
@@ -194,7 +190,6 @@ class GroupReducer:
         """
         self.untouched = set(unused)
         if len(unused) == len(self.spans):
-            self.exchanged = True
             return
         grad = given = self._gradient()
         if static_shapes(self.device) and len(given.runs) > 1:  # of one vector a kernel takes one launch
@@ -231,23 +226,30 @@ class GroupReducer:
             self.divided = Divided(statistics.indices, proposed.divisor)
             pieces = [self.arrived[name] for name in self.spans]
             self.handed = Handed.of(self._bounds, pieces, statistics.indices, scale)
-        self.exchanged = True
 
     def note_pause(self, paused: Stamp, resumed: Stamp) -> None:
-        """The group, which has just been exchanged, waited in between for others to travel with."""
+        """Note that the group, which has just been exchanged, waited in between for others to travel with."""
         if self.exchange_made is not None and self.statistics is not None:
             self.statistics = self.statistics._replace(pause=(paused, resumed))
 
     @property
     def void(self) -> Tensor | None:
-        """() whether this group's gradient was not finite on some rank; None if no rank used it."""
+        """() flag: a gradient of this group was not finite on some rank; None if no rank used it."""
         return None if self.exchange_made is None else self.exchange_made.proposed.void
+
+    @property
+    def averages(self) -> Averages | None:
+        """Averages of this step that the residual can take back; None: it has none, or was not exchanged."""
+        if self.exchange_made is None or self.residual is None:
+            return None
+        update = self.exchange_made.proposed.update
+        return Averages(self.spans, update.indices, update.values)
 
     def settle(self, skipped: Tensor) -> None:
         """Conclude the step when all groups have been exchanged: if one of them skips it, all do.
 
         Args:
-            skipped: () whether the step counts for nothing.
+            skipped: () flag: the step counts for nothing.
         """
         made = self.exchange_made
         if made is None:
@@ -256,20 +258,6 @@ class GroupReducer:
         if static_shapes(self.device) or not skipped:
             places = None if static_shapes(self.device) else made.proposed.statistics.indices
             self.density.observe(made.step, made.grad, skipped, places)
-
-    def forget_overflow(self, world_size: int) -> None:
-        """See :func:`~lightning_sparse.engine.pipeline.forget_overflow_`, where nobody could wait for the decision."""
-        forget_overflow_(self.state, self.memory, world_size)
-
-    def adapt(self, memory: Memory) -> None:
-        """Go on with a memory of the same kind that has other settings."""
-        before, self.memory = self.memory, memory
-        memory.adapt_(self.state.memory, before)
-
-    def rest(self) -> None:
-        """Give back what it only works in, for as long as it is not exchanged."""
-        if not self.memory.vectors(self.state.memory):
-            self.state = self.state._replace(memory=None)
 
     def scale(self, factors: Mapping[str, float]) -> None:
         """Multiply the residuals of parameters by factors, where there are any."""
@@ -298,15 +286,15 @@ class GroupReducer:
         }
 
     def end_step(self) -> None:
-        """The pieces of the gradient are answered."""
-        self.arrived, self.exchanged, self.exchange_made = {}, False, None
+        """Forget the pieces of the gradient, which are answered."""
+        self.arrived, self.exchange_made = {}, None
 
     def residual_norm(self) -> float:
-        """Euclidean norm of this rank's residual; waits for the device."""
-        return norm_of(self.memory.residual(self.state.memory))
+        """Return the Euclidean norm of this rank's residual; waits for the device."""
+        return norm_of(self.residual)
 
     def _gradient(self) -> Gradient:
-        """Where it lies in the buckets."""
+        """Return the gradient, which lies in the buckets."""
         return Gradient.of((self.arrived[name] for name in self.spans), self._rooms)
 
 
@@ -318,7 +306,7 @@ class Exchanged(NamedTuple):
     grad: Gradient
     """The average."""
     unused: list[slice]
-    """Where parameters lie that no rank used."""
+    """Places of parameters that no rank used."""
 
 
 class Divided(NamedTuple):
@@ -331,7 +319,7 @@ class Divided(NamedTuple):
 
 
 def tensors_in(state: Any) -> Iterator[Tensor]:
-    """All tensors of a memory's state: dataclasses and tuples of these."""
+    """Iterate over all tensors of a memory's state: dataclasses and tuples of these."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, tuple):
@@ -340,23 +328,3 @@ def tensors_in(state: Any) -> Iterator[Tensor]:
     elif is_dataclass(state):
         for field in fields(state):
             yield from tensors_in(getattr(state, field.name))
-
-
-def check_covers(plan: Sequence[Group], parameters: Mapping[str, Parameter]) -> None:
-    """Raise unless a plan names each parameter once.
-
-    Raises:
-        ValueError: saying which ones are wrong, or which names of groups repeat; for what is no plan.
-    """
-    made = isinstance(plan, Sequence) and all(isinstance(group, Group) for group in plan)
-    expect(made, "plan", "a list of groups, as make_plan() gives it", plan)
-    named = Counter(p.name for group in plan for p in group.parameters)
-    known = parameters.keys()
-    wrong = [name for name in sorted(named.keys() | known) if named[name] != 1 or name not in known]
-    if wrong:
-        raise ValueError(
-            "Expected a plan that names each parameter of the model once, but these are unknown, missing or named "
-            f"twice: {', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}."
-        )
-    if len({group.name for group in plan}) < len(plan):
-        raise ValueError(f"Expected groups with different names, but got {[group.name for group in plan]}.")

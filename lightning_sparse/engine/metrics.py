@@ -55,6 +55,17 @@ class Statistics(NamedTuple):
     """Begin and end of the time in which the group waited for others, with which its messages travelled."""
 
 
+def dense_statistics(numel: int, nbytes: float) -> Statistics:
+    """Return the statistics of a step in which DDP averaged everything by itself; no clock was read.
+
+    Args:
+        numel: coordinates of the model.
+        nbytes: of a dense ring all-reduce.
+    """
+    every, never = torch.tensor([numel], device="cpu"), (Stamp(0.0, None),) * 3
+    return Statistics(numel, numel, 1.0, False, every, None, every[0], None, nbytes, nbytes, never)
+
+
 def measure(
     dtype: torch.dtype,
     numel: int,
@@ -105,31 +116,6 @@ class Step:
     """On this rank, so far; None if no memory follows the length of gradients."""
     means: Mapping[str, float] = field(default_factory=dict)
     """Quantities that were averaged over ranks, for those that derive from them."""
-
-    @classmethod
-    def dense(
-        cls,
-        numel: int,
-        dense_bytes: float,
-        residual_norms: Sequence[float],
-        skipped_steps: int,
-        totals: Totals | None = None,
-        warnings: int | None = None,
-    ) -> Step:
-        """Return the statistics of a step in which DDP averaged everything by itself; no clock was read.
-
-        Args:
-            numel: coordinates of the model.
-            dense_bytes: bytes of a dense ring all-reduce.
-            residual_norms: Euclidean norm of each group's residual on this rank.
-            skipped_steps: so far, without such steps, which are not checked.
-            totals: of all steps so far.
-            warnings: of the watchdog, so far.
-        """
-        every = torch.tensor([numel], device="cpu")
-        never = (Stamp(0.0, None),) * 3
-        group = Statistics(numel, numel, 1.0, False, every, None, every[0], None, dense_bytes, dense_bytes, never)
-        return cls([group], residual_norms, skipped_steps=skipped_steps, direct=True, totals=totals, warnings=warnings)
 
     @cached_property
     def sparse(self) -> list[Statistics]:

@@ -1,4 +1,4 @@
-"""What can be asked of an engine: counts, groups, logged quantities."""
+"""Questions that an engine answers: counts, groups, logged quantities."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.clock import Totals
 from lightning_sparse.engine.group import GroupReducer
-from lightning_sparse.engine.metrics import Step, summarize
-from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.metrics import Step, dense_statistics, summarize
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.grouping import Group, Messages
@@ -21,29 +19,21 @@ from lightning_sparse.ops.length import LengthChanges
 
 
 class EngineView:
-    """A reducer as it is seen from outside; nothing here changes what is exchanged.
+    """Shows a reducer as it is seen from outside; nothing here changes what is exchanged.
 
     Args:
         reducer: its own, which its owner closes.
-        parameters: by the names used in the plan.
-        comm: the ranks.
-        device: where gradients live.
     """
 
-    def __init__(
-        self, reducer: Reducer, parameters: dict[str, Parameter], comm: TorchCollective, device: torch.device
-    ) -> None:
-        self.comm = comm
+    def __init__(self, reducer: Reducer) -> None:
+        self.comm, self.device = reducer.comm, reducer.device
         self.warnings: list[str] = []
-        """What :meth:`~lightning_sparse.engine.Engine.warn` was given."""
-        self._reducer, self._record, self._skipped = reducer, reducer.record, reducer.skipped
-        self._parameters, self._device = parameters, device
-        self._closed = False
-
-    @property
-    def settings(self) -> SparsificationConfig:
-        """The choices in effect; an open choice of the memory is settled by the optimizers."""
-        return self._reducer.settings
+        """Given to :meth:`~lightning_sparse.engine.Engine.warn`."""
+        self.closed = False
+        """True if the engine has ended."""
+        self.router = reducer
+        """Takes gradients from a source and gives averages back, see :mod:`lightning_sparse.engine.sources`."""
+        self._record, self._skipped = reducer.record, reducer.skipped
 
     @property
     def step(self) -> int:
@@ -56,19 +46,14 @@ class EngineView:
         return self._record.counts.void
 
     @property
-    def void_streak(self) -> int:
-        """Exchanges that counted for nothing since the last one that counted."""
-        return self._record.counts.streak
-
-    @property
     def known_counts(self) -> Counts:
         """Exchanges so far, of which the host has heard whether they counted; does not wait for a device."""
-        unheard = self._skipped.unresolved and not self._reducer.on_stream.host_knows
+        unheard = self._skipped.unresolved and not self.router.on_stream.host_knows
         return self._record.start if unheard else self._record.counts
 
     @property
     def void(self) -> bool:
-        """Whether the latest exchange counted for nothing, because a gradient was not finite on some rank.
+        """True if the latest exchange counted for nothing, because a gradient was not finite on some rank.
 
         All ranks then hold NaN gradients, and finite ones wait in the residuals. The optimizer must skip the step, as a
         ``GradScaler`` does and as the strategies do with ``nonfinite="skip"``. On a device, asking waits for the
@@ -83,7 +68,7 @@ class EngineView:
 
     @property
     def length_changes(self) -> LengthChanges:
-        """How often this rank clipped a group's gradient to twice its usual length, and measured what waits anew.
+        """Number of times that this rank clipped a group's gradient to twice its usual length, or measured what waits.
 
         With :class:`~lightning_sparse.SecondMoment`, from the first step on, also before a checkpoint; waits for the
         device.
@@ -102,46 +87,26 @@ class EngineView:
     @property
     def parameters(self) -> dict[str, Parameter]:
         """The parameters by name, in order of registration."""
-        return dict(self._parameters)
-
-    @property
-    def device(self) -> torch.device:
-        """Where gradients live."""
-        return self._device
+        return dict(self.router.parameters)
 
     @property
     def totals(self) -> Totals:
-        """What this rank has sent in all steps so far, and how long it took; may be that of an engine before."""
-        return self._reducer.totals
+        """Bytes and times of this rank in all steps so far; may be those of an engine before."""
+        return self.router.totals
 
     @totals.setter
     def totals(self, totals: Totals) -> None:
-        self._reducer.totals = totals
-
-    @property
-    def held_up_seconds(self) -> float:
-        """How long the host stood still inside backward so far, on a CPU; 0 on devices, where streams wait instead."""
-        return self._reducer.held_up_seconds
-
-    @property
-    def overlaps_backward(self) -> bool:
-        """Whether exchanges go on beside backward: on a stream or a thread of their own."""
-        return self._reducer.overlaps_backward
-
-    @property
-    def closed(self) -> bool:
-        """Whether the engine has ended."""
-        return self._closed
+        self.router.totals = totals
 
     @property
     def direct(self) -> bool:
-        """Whether buckets are averaged just as DDP does, past the groups."""
-        return self._reducer.direct
+        """True if buckets are averaged just as DDP does, past the groups."""
+        return self.router.direct
 
     @property
     def groups(self) -> list[GroupReducer]:
         """Groups at work, in the order of the plan."""
-        return self._reducer.groups
+        return self.router.groups
 
     @property
     def plan(self) -> list[Group]:
@@ -150,11 +115,11 @@ class EngineView:
 
     @property
     def messages(self) -> Messages:
-        """What travels together: the messages of each "group", or those of all groups of a "step"."""
-        return self._reducer.messages
+        """Messages that travel together: those of each "group", or those of all groups of a "step"."""
+        return self.router.messages
 
     def summary(self) -> dict[str, float]:
-        """The logged quantities of the latest step, see :data:`~lightning_sparse.engine.metrics.QUANTITIES`.
+        """Return the logged quantities of the latest step, see :data:`~lightning_sparse.engine.metrics.QUANTITIES`.
 
         Collective: all ranks must call this together, between two steps. Empty before the first step. Groups that the
         latest step did not use, on any rank, count for their residuals alone.
@@ -166,7 +131,7 @@ class EngineView:
         return {} if step is None else summarize(step, self.mean_over_ranks)
 
     def latest_step(self) -> Step | None:
-        """What all groups did in the latest step on this rank, between two steps; None before the first one.
+        """Return this rank's statistics of all groups in the latest step, between two steps; None before the first one.
 
         Of it, :func:`~lightning_sparse.engine.metrics.summarize` and the metrics of
         :mod:`lightning_sparse.integrations.averages` make numbers.
@@ -175,32 +140,33 @@ class EngineView:
             RuntimeError: within a step.
         """
         self._check_between_steps("Summaries can only be asked for")
-        norms = [group.residual_norm() for group in self.groups]
-        if self._reducer.direct:
-            numel, sent = sum(p.numel() for p in self._parameters.values()), self._reducer.direct_bytes
-            return Step.dense(numel, sent, norms, self.void_steps, self.totals, len(self.warnings))
-        statistics = [group.statistics for group in self.groups if group.ran and group.statistics is not None]
+        reducer = self.router
+        if reducer.direct:
+            statistics = [dense_statistics(sum(p.numel() for p in reducer.parameters.values()), reducer.direct_bytes)]
+        else:
+            statistics = [group.statistics for group in self.groups if group.ran and group.statistics is not None]
         if not statistics:
             return None
         return Step(
             statistics,
-            norms,
-            self._reducer.exposed_ms(),
+            [group.residual_norm() for group in self.groups],
+            reducer.exposed_ms(),
             self.void_steps,
-            shared_bytes=self._reducer.shared_bytes,
-            totals=self.totals,
-            warnings=len(self.warnings),
-            length_changes=_length_changes(self.groups),
+            reducer.direct,
+            reducer.shared_bytes,
+            self.totals,
+            len(self.warnings),
+            _length_changes(self.groups),
         )
 
     def group_summaries(self) -> dict[str, dict[str, float]]:
-        """Like :meth:`summary`, for each group by name; without what groups share, such as ``exposed_ms``.
+        """Return those of :meth:`summary` for each group by name, without what groups share, such as ``exposed_ms``.
 
         Groups that the latest step did not use, on any rank, are left out.
         """
         self._check_between_steps("Summaries can only be asked for")
         summaries: dict[str, dict[str, float]] = {}
-        for group in [] if self._reducer.direct else self.groups:
+        for group in [] if self.router.direct else self.groups:
             if group.ran and group.statistics is not None:
                 changes = _length_changes([group])
                 step = Step([group.statistics], [group.residual_norm()], length_changes=changes)
@@ -208,17 +174,21 @@ class EngineView:
         return summaries
 
     def residual(self, name: str) -> Tensor | None:
-        """What this rank has not sent yet of a parameter, (numel,), or None where nothing is remembered.
+        """Return the (numel,) of a parameter that this rank has not sent yet, or None where nothing is remembered.
 
         A view, which is valid until the next step begins.
 
         Raises:
             ValueError: for another name than those of :attr:`parameters`.
         """
-        expect(isinstance(name, str) and name in self._parameters, "name", "that of a parameter of the engine", name)
-        group = self._reducer.group_of[name]
-        residual = group.memory.residual(group.state.memory)
-        return None if residual is None else residual[group.spans[name]]
+        expect(
+            isinstance(name, str) and name in self.router.parameters,
+            "name",
+            "that of a parameter of the engine",
+            name,
+        )
+        group = self.router.group_of[name]
+        return None if group.residual is None else group.residual[group.spans[name]]
 
     def _check_between_steps(self, what: str) -> None:
         """Raise within a step, whose messages may go on, on a thread of their own."""
@@ -228,16 +198,16 @@ class EngineView:
             )
 
     def mean_over_ranks(self, x: Tensor) -> Tensor:
-        """The mean of a small vector on the CPU; collective."""
-        if self._closed and self.comm.world_size > 1:
+        """Return the mean over ranks of a small vector on the CPU; collective."""
+        if self.closed and self.comm.world_size > 1:
             raise RuntimeError(
                 "The engine is closed: ask for summaries before the end of fit, in on_train_end at the latest."
             )
-        return self.comm.all_reduce(x.to(self._device)).cpu() / self.comm.world_size
+        return self.comm.all_reduce(x.to(self.device)).cpu() / self.comm.world_size
 
 
 def _length_changes(groups: Sequence[GroupReducer]) -> LengthChanges | None:
-    """Of all groups together; None where no memory follows lengths. Waits for the device, once."""
+    """Return those of all groups together; None where no memory follows lengths. Waits for the device, once."""
     counters = [group.memory.counters(group.state.memory) for group in groups if group.sparsified]
     found = [[one[name] for name in LengthChanges._fields] for one in counters if LengthChanges._fields[0] in one]
     if not found:

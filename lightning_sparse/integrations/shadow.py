@@ -123,7 +123,7 @@ class Shadow:
             for name in group.spans:
                 parameter, gradient = self._parameters[name], gradients.get(name)
                 flat = parameter.new_zeros(parameter.numel()) if gradient is None else gradient.clone()
-                group.receive(name, flat.detach())
+                group.arrived[name] = flat.detach()
         before = sum(map(_acc_square, sparse))
         recorder, begin = Recorder(self._device), Stamp.now(self._device)
         ranks, numel = (comm.rank, comm.world_size), sum(group.plan.numel for group in sparse) or None

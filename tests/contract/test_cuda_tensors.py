@@ -92,7 +92,7 @@ def group(name: str, numel: int, dtype: torch.dtype = torch.float32, **options: 
     made = GroupReducer(Group(name, sizes, dense), parameters, settings, Context(0, 0.05, 1, 4), flush=False)
     bucket = torch.zeros(numel, dtype=dtype, device=CUDA)
     for size, span in zip(sizes, made.spans.values(), strict=True):
-        made.receive(size.name, bucket[span])
+        made.arrived[size.name] = bucket[span]
     return made
 
 

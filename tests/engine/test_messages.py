@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import lightning_sparse as ls
 from lightning_sparse.core.messages import AllGather
 from lightning_sparse.engine import executor as executors
-from lightning_sparse.engine.header import Header, digest_of
 from lightning_sparse.engine.network import TorchCollective, drive_ranks, process_group, together
-from lightning_sparse.engine.skip import Decision
+from lightning_sparse.engine.skip import Decision, Header, digest_of
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.exchanges import GatherPairs
 from tests.covering import covering, in_turns
@@ -390,7 +389,7 @@ def drifting(what: str, options: dict[str, Any]) -> tuple[str, int, bool]:
         if what == "step":
             engine._record.restart(Counts(7))
         else:
-            engine._reducer._digest += 1
+            engine.router._digest += 1
     try:
         ddp(second).square().mean().backward()
     except RuntimeError as error:

@@ -11,7 +11,16 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.core.clock import Stamp, Totals
 from lightning_sparse.core.step import Agreement, Context, Selection, Update
-from lightning_sparse.engine.metrics import QUANTITIES, Statistics, Step, measure, norm_of, quantity, summarize
+from lightning_sparse.engine.metrics import (
+    QUANTITIES,
+    Statistics,
+    Step,
+    dense_statistics,
+    measure,
+    norm_of,
+    quantity,
+    summarize,
+)
 from lightning_sparse.ops.length import LengthChanges
 
 
@@ -94,7 +103,7 @@ DENSE = group(
 )
 THREE_GROUPS = Step([group(), OTHER, DENSE], [3.0, 4.0, 0.0], 0.0, 0, totals=TOTALS, warnings=1)
 """The last one is dense: it counts for bytes and times only."""
-BY_DDP = Step.dense(1000, 4000.0, [3.0, 4.0], 2, TOTALS, 3)
+BY_DDP = Step([dense_statistics(1000, 4000.0)], [3.0, 4.0], None, 2, True, 0.0, TOTALS, 3)
 """DDP averaged everything by itself."""
 
 

@@ -145,7 +145,7 @@ def clipped_and_replaced(package: str) -> tuple[int, ...]:
     class Counting(type(module)):  # type: ignore[misc]
         def on_train_epoch_end(self) -> None:
             kept.append(self.trainer.optimizers)
-            counts.append(len(strategy.engine._reducer.clipping.limits))
+            counts.append(len(strategy.engine.router.clipping.limits))
 
     module.__class__ = Counting
     with warnings.catch_warnings(action="ignore"):

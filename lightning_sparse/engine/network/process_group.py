@@ -1,9 +1,13 @@
-"""The network of a training: a process group of ``torch.distributed``."""
+"""The network of a training: a process group of ``torch.distributed``, and the drivers that send messages through it.
+
+- :func:`drive`: one coroutine; each message is one collective.
+- :func:`drive_together`: several, the groups of a step; messages of a kind travel as one.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+
+from lightning_sparse.core.messages import Message, Steps, run, together
 
 # Renamed in torch 2.13, where the old name warns; builds of torch without distributed have neither.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
@@ -59,8 +65,10 @@ class TorchCollective:
         self._keys = ""
         self._averages: bool | None = None
         alone = not (dist.is_available() and dist.is_initialized())
-        self._rank = 0 if alone else dist.get_rank(group)
-        self._world_size = 1 if alone else dist.get_world_size(group)
+        self.rank: int = 0 if alone else dist.get_rank(group)
+        """This rank."""
+        self.world_size: int = 1 if alone else dist.get_world_size(group)
+        """Number of ranks."""
 
     @classmethod
     def over(
@@ -112,7 +120,7 @@ class TorchCollective:
 
         It is this one if its backend is gloo or it has one rank; else a new group over gloo, which the caller closes.
         """
-        if self._world_size == 1 or dist.get_backend(self.group) == "gloo":
+        if self.world_size == 1 or dist.get_backend(self.group) == "gloo":
             return self
         return self.of_its_own(self.group, self.timeout or self._asked, "gloo")
 
@@ -219,16 +227,6 @@ class TorchCollective:
         # fork has no such threads, and waits for them for ever when it frees the group.
         self.group, self._owned, self._given_back = None, False, True
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._world_size
-
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather ``(*shape)`` of each rank to ``(n, *shape)`` on all."""
         if self.world_size == 1:
@@ -292,21 +290,19 @@ class TorchCollective:
             dist.all_to_all_single(out, x.contiguous(), group=self.group)
         return out
 
-    def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor | None:
+    def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor:
         """Send x to rank ``to`` and receive x of rank ``source``, both other ranks or None.
 
         All ranks call it, also those that neither send nor receive. Senders and receivers must match. Both operations
         are started together, so that rings and swaps do not deadlock.
 
         Returns:
-            The tensor of ``source``, of x's shape and dtype; None without a source.
+            The tensor of ``source``, of x's shape and dtype; an empty one without a source.
         """
         x = x.contiguous()
-        out = None if source is None else torch.empty_like(x)
-        moves = []
-        if to is not None:
-            moves.append(dist.P2POp(dist.isend, x, group=self.group, group_peer=to))
-        if out is not None:
+        out = x[:0] if source is None else torch.empty_like(x)
+        moves = [] if to is None else [dist.P2POp(dist.isend, x, group=self.group, group_peer=to)]
+        if source is not None:
             moves.append(dist.P2POp(dist.irecv, out, group=self.group, group_peer=source))
         with self._together("send_recv"):
             for move in dist.batch_isend_irecv(moves) if moves else []:
@@ -348,3 +344,45 @@ def is_loss(error: BaseException) -> bool:
         return True
     said = str(error).lower()
     return isinstance(error, RuntimeError) and any(words in said for words in LOST)
+
+
+Send = Callable[[Message, TorchCollective], Tensor]
+"""Sends a message and returns the answer."""
+
+
+def send(message: Message, comm: TorchCollective) -> Tensor:
+    """Send one message between the real ranks and return the answer."""
+    if not isinstance(message, Message):
+        raise TypeError(f"Expected a message, but got {message!r}.")
+    answer: Tensor = getattr(comm, message.kind)(*(getattr(message, name) for name in message.__match_args__))
+    return answer
+
+
+def drive(steps: Steps[T], comm: TorchCollective, send: Send = send) -> T:
+    """Run a coroutine on this rank, each message as it comes.
+
+    Args:
+        steps: the coroutine; all ranks run the same one.
+        comm: the ranks.
+        send: sends a message; may be replaced to observe messages.
+
+    Returns:
+        The value of the coroutine.
+    """
+    return run(steps, lambda message: send(message, comm))
+
+
+def drive_together(steps: Sequence[Steps[T]], comm: TorchCollective, send: Send = send) -> list[T]:
+    """Run several coroutines on this rank, with one collective per round and kind.
+
+    See :func:`~lightning_sparse.core.messages.together`.
+
+    Args:
+        steps: the coroutines; all ranks run the same ones in the same order.
+        comm: the ranks.
+        send: see :func:`drive`.
+
+    Returns:
+        The value of each coroutine.
+    """
+    return drive(together(steps), comm, send)

@@ -2,15 +2,15 @@
 
 A source calls ``engine.router``, on all ranks in the same order:
 
-- ``begin_step()`` when the first gradients of a backward have arrived; ``arrive`` calls it otherwise;
-- ``arrive(gradients)`` with flat gradients by parameter name. A group starts when its last gradient has arrived.
-  Averages overwrite the gradients;
-- ``finish(gradients, mark)`` with the last gradients. All averages are written when it returns. Before that, the router
-  calls ``mark(skipped, unused)``, which writes NaN into gradients if the step is skipped;
-- ``finish(..., late=True)`` if optimizers apply these averages at a later step, and ``hand_over()`` when they are in
-  ``.grad``. Until then, checkpoints contain them as pending averages;
-- ``unused``, the names of the parameters that no rank used in the latest backward; their gradients are unchanged;
-- ``pass_by(names, skipped)`` if the source has averaged all gradients without the router.
+- ``begin_step()`` when the first gradients of a backward are here; ``arrive`` does so by itself;
+- ``arrive(gradients)`` with flat gradients by name of the parameter. Groups whose last gradient has come begin to work.
+  Averages take the place of the gradients;
+- ``finish(gradients, mark)`` with the last ones. Averages are in their places when it returns. Before that,
+  ``mark(skipped, unused)`` is called: it puts NaN into gradients if the step is skipped;
+- ``finish(..., late=True)`` where optimizers get these averages at a later step, and ``hand_over()`` when they are in
+  ``.grad``. Until then, states hold them as pending;
+- ``unused`` names the parameters that no rank used in the latest backward, and whose gradients nobody has touched;
+- ``pass_by(averages)`` where it averages all gradients by itself.
 
 Every backward passes on all gradients of a group or none; a parameter that this rank did not use has zeros.
 :class:`~lightning_sparse.engine.sources.comm_hook.BucketSource` is the source in DDP's communication hook.

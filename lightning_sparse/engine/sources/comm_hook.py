@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.ops import all_finite, static_shapes
+from lightning_sparse.ops import static_shapes
 
 Positions = dict[tuple[int, ...], Tensor]
 """First coordinates of gradients in a bucket as tensors on the device, kept from step to step."""
@@ -21,16 +20,15 @@ class BucketSource:
     """Passes gradients in DDP's buckets to a router and returns the averages.
 
     Args:
-        router: router of the engine.
-        names: parameter names by id.
-        comm: the ranks.
+        router: of the engine.
     """
 
-    def __init__(self, router: Reducer, names: Mapping[int, str], comm: TorchCollective) -> None:
-        self._router, self._names = router, names
-        self._bypass = DenseBypass(comm, names)
+    def __init__(self, router: Reducer) -> None:
+        self._router = router
         self._pending: list[PendingBucket] = []
         self._positions: Positions = {}
+        self._averages: list[tuple[Future[Tensor], Tensor]] = []
+        """Buckets that are averaged past the router."""
 
     def receive(self, bucket: Any) -> Future[Tensor]:
         """Pass on the gradients of a ``GradBucket``; the future holds its buffer with averages. This is DDP's hook."""
@@ -39,16 +37,17 @@ class BucketSource:
             router.begin_step()
             if router.direct:
                 return self._pass_by(bucket)
-            pending = PendingBucket(bucket, self._names)
+            pending = PendingBucket(bucket, router.names)
             self._pending.append(pending)
+            gradients = [(name, pending.buffer[span]) for name, span in pending.spans.items()]
             if not bucket.is_last():
-                router.arrive(pending.gradients())
+                router.arrive(gradients)
                 return pending.future
-            router.finish(pending.gradients(), self._mark)
+            router.finish(gradients, self._mark)
             answered, self._pending = self._pending, []
             with router.on_stream():
                 for each in answered:
-                    each.answer()
+                    each.future.set_result(each.buffer)
             return pending.future
 
     def _mark(self, skipped: Tensor, unused: Set[str]) -> None:
@@ -56,10 +55,13 @@ class BucketSource:
             bucket.fill_nan_(skipped, unused, self._positions)
 
     def _pass_by(self, bucket: Any) -> Future[Tensor]:
-        """Average like DDP; with a loss scale, averages are checked for non-finite values."""
-        average = self._bypass.average(bucket)
+        """Average as DDP does; with a loss scale, the scaler looks whether averages are finite."""
+        buffer = bucket.buffer()
+        average = self._router.comm.start_average(buffer, wait=bucket.is_last())
+        self._averages.append((average, buffer))
         if bucket.is_last():
-            self._router.pass_by(*self._bypass.end_step(self._router.looks_at_averages))
+            averages, self._averages = self._averages, []
+            self._router.pass_by(averages)
         return average
 
 
@@ -75,19 +77,11 @@ class PendingBucket:
         self.buffer: Tensor = bucket.buffer()
         self.future: Future[Tensor] = Future(devices=[self.buffer.device] if self.buffer.is_cuda else None)
         self.spans: dict[str, slice] = {}
-        """Spans of the gradients in the buffer, by name; parameters without coordinates are left out."""
+        """Places of the gradients by name; parameters without coordinates are left out."""
         for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if view.numel():
                 start = view.storage_offset() - self.buffer.storage_offset()
                 self.spans[names[id(parameter)]] = slice(start, start + view.numel())
-
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over names and (numel,) views of the gradients."""
-        return ((name, self.buffer[span]) for name, span in self.spans.items())
-
-    def answer(self) -> None:
-        """Complete the future: the buffer holds averages."""
-        self.future.set_result(self.buffer)
 
     def fill_nan_(self, skipped: Tensor, unused: Set[str], positions: Positions) -> None:
         """Write NaN into the gradients of a skipped step, so that every gradient shows it.
@@ -110,45 +104,3 @@ class PendingBucket:
                 positions[starts] = torch.tensor(starts, device=self.buffer.device)
             firsts = positions[starts]
             self.buffer.index_copy_(0, firsts, self.buffer[firsts].masked_fill_(skipped, float("nan")))
-
-
-class DenseBypass:
-    """Averages buckets like DDP without a hook.
-
-    Args:
-        comm: the ranks.
-        names: parameter names by id.
-    """
-
-    def __init__(self, comm: TorchCollective, names: Mapping[int, str]) -> None:
-        self._comm = comm
-        self._names = names
-        self._averages: list[tuple[Future[Tensor], Tensor]] = []
-        self._averaged: set[str] = set()
-
-    def average(self, bucket: Any) -> Future[Tensor]:
-        """Average a bucket in its own buffer."""
-        buffer = bucket.buffer()
-        future = self._comm.start_average(buffer, wait=bucket.is_last())
-        self._averages.append((future, buffer))
-        self._averaged |= {self._names[id(p)] for p in bucket.parameters() if p.numel()}
-        return future
-
-    def end_step(self, look: bool) -> tuple[Set[str], Tensor | None]:
-        """End a step whose buckets have all been started.
-
-        Args:
-            look: wait for the averages and check whether they are finite.
-
-        Returns:
-            The names of their parameters, and a () flag that an average is not finite; None without ``look``.
-        """
-        averages, names = self._averages, self._averaged
-        self._averages, self._averaged = [], set()
-        if not look:
-            return names, None
-        finite = []
-        for future, buffer in averages:
-            future.wait()
-            finite.append(all_finite(buffer))
-        return names, ~torch.stack(finite).all()

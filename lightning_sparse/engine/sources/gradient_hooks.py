@@ -1,4 +1,4 @@
-"""Hooks on the gradients of single parameters: detection of unused parameters and of sparse tensors."""
+"""Hooks on gradients of single parameters: they tell which were used, and refuse sparse tensors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.engine.network import TorchCollective
 
 
 class Usage:
-    """Records the parameters that take part in a backward, for trainings in which a backward may omit some.
+    """Notes which parameters took part in a backward. Needed where a backward may leave some out.
 
     Args:
         parameters: parameters by name.
@@ -35,16 +36,16 @@ class Usage:
         ]
 
     def here(self, names: Iterable[str]) -> list[bool]:
-        """Return for each parameter True if this rank has used it since the last synchronised backward."""
+        """Return for each of these if it was used on this rank since the last synchronised backward."""
         return [name in self._used for name in names]
 
     def anywhere(self, used: list[bool]) -> tuple[list[bool], float]:
-        """Return for each parameter True if any rank has used it, and the bytes that this rank sends; collective."""
+        """Return for each if it was used on any rank, and the bytes that this rank sends to learn it; collective."""
         flags = torch.tensor(used, dtype=torch.uint8, device="cpu")
         return self.comm.all_gather(flags).amax(0).bool().tolist(), (self.comm.world_size - 1) * flags.nbytes
 
     def end_step(self) -> None:
-        """Forget the uses of a synchronised backward that has ended."""
+        """Begin anew: a synchronised backward is over."""
         self._used.clear()
 
     def close(self) -> None:
@@ -54,34 +55,30 @@ class Usage:
         self.comm.close()
 
 
-class SparseGradients:
-    """Refuses sparse gradients with an error that names the parameter, unlike DDP's; in the first step only.
+def refuse_sparse_gradients(
+    parameters: Mapping[str, Parameter], failing_together: Callable[[str], AbstractContextManager[None]]
+) -> list[RemovableHandle]:
+    """Look at the first gradient of each parameter, before DDP ends with an error that names none for a sparse one.
 
     Args:
-        parameters: parameters by name.
-        failing_together: context for raising errors.
+        parameters: by name.
+        failing_together: within which errors are raised, given a place for a note.
+
+    Returns:
+        What is left of the looking, to be removed when the engine ends.
     """
+    handles: dict[str, RemovableHandle] = {}
 
-    def __init__(
-        self, parameters: Mapping[str, Parameter], failing_together: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._failing_together = failing_together
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._refuse, name))  # type: ignore[no-untyped-call]
-            for name, p in parameters.items()
-        ]
-
-    def _refuse(self, name: str, parameter: Tensor) -> None:
+    def look(name: str, parameter: Tensor) -> None:
+        handles[name].remove()  # what makes sparse gradients does so from the first step on
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            with self._failing_together():
+            with failing_together("in backward"):
                 raise RuntimeError(
                     f"The gradient of {name!r} is a sparse tensor, as torch.nn.functional.embedding makes it with "
                     "sparse=True, which cannot be looked at as a flat vector. Set sparse=False: what is sent is "
                     "sparsified anyway."
                 )
 
-    def close(self) -> None:
-        """Remove the hooks: a layer with sparse gradients produces them from the first step on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    for name, p in parameters.items():
+        handles[name] = p.register_post_accumulate_grad_hook(partial(look, name))  # type: ignore[no-untyped-call]
+    return list(handles.values())

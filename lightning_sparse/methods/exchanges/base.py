@@ -104,7 +104,7 @@ def reduce_at(acc: Tensor, indices: Tensor | None, ctx: Context) -> Steps[tuple[
     else:
         values = values_at(acc, indices, ctx)
         sent = values if ctx.second is None else torch.cat([values, take(ctx.second, indices)])
-    mean = (yield AllReduce(sent)) / ctx.world_size
+    mean = (yield AllReduce(sent)).div_(ctx.world_size)
     if ctx.second is None:
         return mean, None
     first, second = mean.chunk(2)

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.console import Table
 from lightning_sparse.engine import Engine
-from lightning_sparse.engine.header import digest_of
+from lightning_sparse.engine.skip import digest_of
 from lightning_sparse.methods.grouping import Group, Messages, ParameterSize, make_plan
 from lightning_sparse.tuning.performance import Profile, Profiler
 from lightning_sparse.tuning.performance.profiler import delivered_numels

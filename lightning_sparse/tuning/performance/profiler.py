@@ -36,7 +36,7 @@ class Profiler:
         self._engine, self._bucket_numels = engine, delivered_numels(ddp, engine)
         self.seen = 0
         """Steps so far."""
-        self._timer = BackwardTimer(ddp, engine.parameters, engine.device, lambda: engine.held_up_seconds)
+        self._timer = BackwardTimer(ddp, engine.parameters, engine.device, lambda: engine.router.held_up_seconds)
         self._dtype = next(iter(engine.parameters.values())).dtype
         self._layers: list[LayerTime] = []
         self._rest = 0.0
@@ -112,7 +112,7 @@ def overlap_of(engine: Engine) -> Overlap:
     On a CUDA stream everything overlaps. A communication thread hides its transfers always, and selection only if the
     ranks of this machine leave a processor free.
     """
-    if not engine.overlaps_backward:
+    if not engine.router.overlaps_backward:
         return "none"
     if engine.device.type == "cuda":
         return "full"

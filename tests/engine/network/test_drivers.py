@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.core.messages import AllGather, AllReduce, AllToAll, Broadcast, Message, SendRecv, Steps
+from lightning_sparse.core.messages import LARGE, AllGather, AllReduce, AllToAll, Broadcast, Message, SendRecv, Steps
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.network import TorchCollective, drive, drive_ranks, drive_together, send, together
-from lightning_sparse.engine.network.drivers import LARGE
 from lightning_sparse.engine.pipeline import init_group, reduce_group
 from lightning_sparse.engine.traffic import count_bytes
 from tests.contract.cases import CASES, PAIR_NAMES, PAIRS, Case, kinds

@@ -250,7 +250,7 @@ def test_the_group_between_hosts_beside_a_shared_one_keeps_the_timeout(
     made: list[tuple] = []
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
     comm = TorchCollective.over(dist.group.WORLD, timedelta(seconds=7), CUDA, threaded=False)
-    comm._world_size = 2
+    comm.world_size = 2
     assert comm.timeout is None  # it is not that of the shared group
     monkeypatch.setattr(TorchCollective, "of_its_own", lambda _, *given: made.append(given))
     comm.between_hosts()

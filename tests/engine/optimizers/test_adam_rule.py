@@ -612,8 +612,8 @@ def two_limits() -> tuple[list[float], bool]:
             optimizer.step()
     residuals = [engine.residual(name) for name in ("0.weight", "2.weight")]
     norms = [float(residual.norm()) for residual in residuals if residual is not None]
-    clipped = engine._reducer.clipping.acting == {id(first)}
-    assert [clipping for clipping, _ in engine._reducer.clipping.limits.values()] == [(1e-6, "norm")]
+    clipped = engine.router.clipping.acting == {id(first)}
+    assert [clipping for clipping, _ in engine.router.clipping.limits.values()] == [(1e-6, "norm")]
     engine.close()
     return norms, clipped
 

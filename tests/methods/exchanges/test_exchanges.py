@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from lightning_sparse.core.step import Agreement, Selection
+from lightning_sparse.core.messages import Message, run
+from lightning_sparse.core.step import Agreement, Context, Selection
 from lightning_sparse.engine.network import drive_mirrored
 from lightning_sparse.methods.exchanges import as_exchange
-from lightning_sparse.methods.exchanges.base import gather_picks
+from lightning_sparse.methods.exchanges.base import gather_picks, reduce_at
 from tests.lockstep import Ranks, noise
 
 
@@ -180,3 +181,15 @@ def test_an_exchange_that_does_not_fit_says_what_it_accepts_and_what_would_fit(e
 def test_every_sparsifier_goes_with_its_natural_exchange() -> None:
     for _, cls in ls.SPARSIFIERS.items():
         assert ls.EXCHANGES.name_of(as_exchange(None, cls())) == cls.exchange
+
+
+def test_a_dense_mean_takes_the_place_of_the_one_copy_that_was_sent() -> None:
+    acc, sent = torch.arange(101.0), []
+
+    def answer(message: Message) -> torch.Tensor:
+        sent.append(message.x)
+        return message.x.mul_(3)
+
+    mean, second = run(reduce_at(acc, None, Context(0, 1.0, 0, 3)), answer)
+    assert second is None and torch.equal(mean, torch.arange(100.0)) and torch.equal(acc, torch.arange(101.0))
+    assert [x.data_ptr() for x in sent] == [mean.data_ptr()]

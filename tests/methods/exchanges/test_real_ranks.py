@@ -71,8 +71,7 @@ def pass_around() -> list[Any]:
     ring = comm.send_recv(own, (rank + 1) % n, (rank - 1) % n)
     down = comm.send_recv(own.float(), 0 if rank == n - 1 else None, n - 1 if rank == 0 else None)
     nothing = comm.send_recv(own, None, None)
-    assert ring is not None
-    return [ring.tolist(), None if down is None else (str(down.dtype), down.tolist()), nothing]
+    return [ring.tolist(), (str(down.dtype), down.tolist()) if down.numel() else None, nothing.numel()]
 
 
 @pytest.mark.parametrize("fixture", ["two_ranks", "three_ranks"])
@@ -83,4 +82,4 @@ def test_what_a_rank_sends_on_arrives_at_the_next(fixture: str, request: pytest.
     for rank, (ring, down, nothing) in enumerate(ranks(pass_around)):
         assert ring == given[rank - 1]
         assert down == (("torch.float32", given[n - 1]) if rank == 0 else None)
-        assert nothing is None
+        assert nothing == 0

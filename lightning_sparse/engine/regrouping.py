@@ -1,0 +1,174 @@
+"""The groups at work, and how others take their place between two steps without losing what is remembered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch.nn import Parameter
+
+from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.core.checks import expect
+from lightning_sparse.core.step import Agreement, Context
+from lightning_sparse.engine.executor import ExchangeStream
+from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.optimizers.learning_rates import LearningRates
+from lightning_sparse.engine.skip import SkippedSteps, digest_of
+from lightning_sparse.engine.state.record import Counts, Record
+from lightning_sparse.methods.grouping import Group, Messages
+from lightning_sparse.methods.memory import Memory
+
+
+class Groups:
+    """Holds the groups of an engine, and what belongs to their parameters whatever the groups are.
+
+    Args:
+        parameters: by name.
+        settings: checked choices.
+        comm: the ranks.
+        device: where gradients live.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        settings: SparsificationConfig,
+        comm: TorchCollective,
+        device: torch.device,
+    ) -> None:
+        self.names = {id(p): name for name, p in parameters.items()}
+        """Of parameters, by id."""
+        self.groups: list[GroupReducer] = []
+        self.group_of: dict[str, GroupReducer] = {}
+        """The group of each parameter, by name."""
+        self.adoptions = 0
+        """Number of times that groups took the place of others."""
+        self.direct = False
+        """True if buckets are averaged just as DDP does, past the groups."""
+        self.messages: Messages = "group" if settings.messages == "group" else "step"
+        """Messages that travel together: those of each "group" or of a "step"."""
+        self.settings = settings
+        self.rates = LearningRates(self.names)
+        self.record = Record(parameters, self.names)
+        self.skipped = SkippedSteps(self.names)
+        self.on_stream = ExchangeStream(device)
+        self.parameters, self.comm, self.device = parameters, comm, device
+        self._number = 0
+        """Number of the step that is running, or of the next one."""
+
+    @property
+    def step(self) -> int:
+        """Exchanges so far that counted; may wait for the device."""
+        return self.record.counts.step
+
+    def form(
+        self,
+        group: Group,
+        flush: bool = False,
+        step: int | None = None,
+        settings: SparsificationConfig | None = None,
+    ) -> GroupReducer:
+        """Return a group with nothing remembered.
+
+        Args:
+            group: of the plan.
+            flush: whether it must be able to send what it will remember.
+            step: at which it starts; None: the current one.
+            settings: that it will have; None: the current ones.
+        """
+        step, settings = self.step if step is None else step, settings or self.settings
+        density = group.density or settings.density(step)
+        ctx = Context(step, density, self.comm.rank, self.comm.world_size)
+        return GroupReducer(group, self.parameters, settings, ctx, flush)
+
+    def prepare(self) -> None:
+        """Compile what steps of the groups will need, before the first of them."""
+        for group in self.groups:
+            group.prepare(Context(0, 1.0, self.comm.rank, self.comm.world_size))
+
+    def adopt(self, groups: list[GroupReducer], counts: Counts) -> None:
+        """Go on with these groups, between two steps."""
+        self.skipped.resolve()
+        with self.record.changing():
+            self.direct = False
+            self.record.restart(counts)
+            self.groups = groups
+            self.group_of = {name: group for group in groups for name in group.spans}
+        self._number = counts.step
+        self.adoptions += 1
+        self._model_numel = sum(g.plan.numel for g in groups if not g.plan.dense) or None
+        self._digest_of_plan = digest_of([group.plan for group in groups])
+        self._digest = digest_of(self.settings, self._digest_of_plan)
+        self._all_dense = all(group.sparsifier.agreement is Agreement.EVERYTHING for group in groups)
+
+    def regroup(self, plan: Sequence[Group], messages: Messages, direct: bool = False, for_good: bool = False) -> None:
+        """Go on with other groups of the same parameters, and what is remembered of these; between two steps.
+
+        Args:
+            plan: the groups.
+            messages: what travels together.
+            direct: average buckets past the groups, which keep nothing then but what is remembered.
+            for_good: of groups in which nothing waits, forget what else is remembered where the new ones have no use
+                for it.
+        """
+        groups = []
+        with self.on_stream.between_steps():
+            for group in plan:
+                before = {p.name: self.group_of[p.name] for p in group.parameters}
+                flush = any(old.waits if for_good else old.remembers for old in before.values())
+                running = self.form(group, flush)
+                for name, old in before.items():
+                    running.carry(name, old)
+                if direct and not running.memory.vectors(running.state.memory):  # what it only works in
+                    running.state = running.state._replace(memory=None)
+                groups.append(running)
+        self.adopt(groups, self.record.counts)
+        self.messages, self.direct = messages, direct
+
+    def remember_by(self, settings: SparsificationConfig) -> None:
+        """Go on with settings that differ in the memory; between two steps."""
+        self.settings = settings
+        self.regroup([group.plan for group in self.groups], self.messages)
+
+    def adapt(self, memory: Memory) -> None:
+        """Go on with a memory of the same kind that has other settings, in a step that has just begun."""
+        self.settings = replace(self.settings, memory=memory)
+        self._digest = digest_of(self.settings, self._digest_of_plan)
+        with self.record.changing(), self.on_stream.between_steps():
+            for group in self.groups:
+                if group.memory.needs_second:
+                    before, group.memory = group.memory, memory
+                    memory.adapt_(group.state.memory, before)
+
+    def rescale(self) -> None:
+        """Let residuals stand for the same steps when learning rates have changed."""
+        if not self.rates.known:
+            raise RuntimeError("lr_aware=True needs the optimizers: call engine.bind([optimizer]) before training.")
+        with self.record.changing(), self.on_stream.between_steps():
+            factors = self.rates.factors()
+            densities = {name: self.group_of[name].density(self.step) for name in factors}
+            self.rates.change(factors, self.step, densities)
+            for group in self.groups:
+                group.scale(factors)
+
+
+def check_covers(plan: Sequence[Group], parameters: Mapping[str, Parameter]) -> None:
+    """Raise unless a plan names each parameter once.
+
+    Raises:
+        ValueError: saying which ones are wrong, or which names of groups repeat; for what is no plan.
+    """
+    made = isinstance(plan, Sequence) and all(isinstance(group, Group) for group in plan)
+    expect(made, "plan", "a list of groups, as make_plan() gives it", plan)
+    named = Counter(p.name for group in plan for p in group.parameters)
+    wrong = [name for name in sorted(named.keys() | parameters) if named[name] != 1 or name not in parameters]
+    if wrong:
+        raise ValueError(
+            "Expected a plan that names each parameter of the model once, but these are unknown, missing or named "
+            f"twice: {', '.join(wrong[:5])}{', ...' if len(wrong) > 5 else ''}."
+        )
+    if len({group.name for group in plan}) < len(plan):
+        raise ValueError(f"Expected groups with different names, but got {[group.name for group in plan]}.")
