@@ -126,5 +126,6 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
     """Return ascending different coordinates below ``padding``, and sums of their values in the order of the parts."""
     if compiled_on(parts[0][1]) and native.library and (made := native.library.picks.add_up(parts, padding)):
         return made
-    union, totals, count = reference.add_up(parts, padding)
+    one = torch.full((1,), padding, device="cpu"), parts[0][1].new_zeros(1)  # the reference needs a slot
+    union, totals, count = reference.add_up([*parts, one], padding)
     return union[:count], totals[:count]

@@ -188,6 +188,15 @@ def test_coordinates_are_found_among_ascending_ones(each_kernel: Callable[[], It
                 assert torch.equal(ops.among(given, ordered), torch.isin(given, ordered)), kernel
 
 
+def test_of_nothing_the_union_and_sums_are_empty(each_kernel: Callable[[], Iterator[str]]) -> None:
+    nothing, values = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    for kernel in each_kernel():
+        union, totals, count = ops.add_up([(nothing, values)] * 2, 9)
+        assert [union.tolist(), totals.tolist(), int(count)] == [[], [], 0], kernel
+        union, count = ops.distinct(nothing, 9)
+        assert [union.tolist(), int(count)] == [[], 0], kernel
+
+
 def test_an_index_outside_of_a_vector_is_an_error(kernel: str) -> None:
     x, outside = torch.zeros(10), torch.tensor([3, 10])
     with pytest.raises(IndexError):
