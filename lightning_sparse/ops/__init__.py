@@ -427,7 +427,7 @@ def ranked_leaders(found: Found, positions: Tensor | int) -> Tensor:
         ranked = found[1][positions - 1]
         return ranked if isinstance(positions, int) else ranked.nan_to_num(0.0).clamp_(min=0)
     ordered = np.append(found[1].new_zeros(1), np.sort(found[1]))
-    return torch.as_tensor(ordered[np.maximum(len(ordered) - np.asarray(positions), 0)])
+    return torch.as_tensor(ordered[np.maximum(len(ordered) - np.asarray(positions), 0)], device="cpu")
 
 
 def pick_leaders(found: Found, count: Tensor | int, slots: int, padding: int) -> Tensor:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -53,15 +53,15 @@ class Memory(ABC):
                 f"more. {advice}."
             )
 
-    reads_parameters: ClassVar[bool] = False
+    reads_parameters = False
     """True if :meth:`absorb_` needs ``ctx.parameters``."""
-    remembers_at_once: ClassVar[bool] = True
+    remembers_at_once = True
     """True if :meth:`absorb_` changes the residual; False if only :meth:`settle_` does."""
-    needs_second: ClassVar[bool] = False
+    needs_second = False
     """True if exchanges have to average :attr:`.Absorbed.second`, too."""
-    averages: ClassVar[Literal["gradients", "velocities", "directions"]] = "gradients"
+    averages = "gradients"
     """Quantity that is averaged over ranks. The optimizer must not form velocities or directions a second time."""
-    decays: ClassVar[bool] = False
+    decays = False
     """True if the average contains a weight decay."""
 
     @property
@@ -254,7 +254,7 @@ class FeedbackState:
 class Feedback(Memory):
     """Error feedback: a residual, in :attr:`state_class`. Subclasses define :meth:`absorb_`."""
 
-    state_class: ClassVar[type[FeedbackState]] = FeedbackState
+    state_class = FeedbackState
 
     def init(self, numel: int, device: torch.device, dtype: torch.dtype) -> Any:
         """Make a zero vector of ``numel + 1`` slots for each field of :attr:`state_class`."""

@@ -55,7 +55,7 @@ class LowPass(Feedback):
 
     beta: float = 0.1
     remembers_at_once = False
-    state_class = LowPassState
+    state_class = LowPassState  # type: ignore[assignment]  # annotations of bases stop jsonargparse
 
     def __post_init__(self) -> None:
         check_share(self.beta, "beta")

@@ -63,7 +63,7 @@ class MomentumCorrection(Feedback):
     nesterov: bool = False
     masking: bool = True
     averages = "velocities"
-    state_class = MomentumState
+    state_class = MomentumState  # type: ignore[assignment]  # annotations of bases stop jsonargparse
 
     def __post_init__(self) -> None:
         check_share(self.momentum, "momentum", zero=True, one=False)
