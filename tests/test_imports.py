@@ -15,7 +15,8 @@ import lightning_sparse
 from tests.covering import in_one_test
 
 PACKAGE = Path(lightning_sparse.__file__).parent
-ROOMS = ["core", "ops", "methods", "config", "engine", "tuning", "api", "integrations", "tools", "__init__"]
+DOORS = ["accelerate", "huggingface", "ray"]
+ROOMS = ["core", "ops", "methods", "config", "engine", "tuning", "api", "integrations", *DOORS, "tools", "__init__"]
 """From the ground up: each imports from itself and from those before it."""
 CLI = PACKAGE.parent / "lightning_sparse_cli"
 FILES = sorted([*PACKAGE.rglob("*.py"), *CLI.rglob("*.py")])

@@ -77,7 +77,7 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
         RuntimeError: on all ranks, if the ranks' settings or models differ; if the model has a communication hook
             already; on the other ranks, if settings are refused on some only.
     """
-    if not isinstance(getattr(ddp, "_orig_mod", ddp), DistributedDataParallel):  # torch.compile wraps it again
+    if wrapped(ddp) is None:
         raise TypeError(f"Expected a DistributedDataParallel model, but got {type(ddp).__name__}: wrap it first.")
     with failing_together(TorchCollective(ddp.process_group), ddp.device):
         arguments = from_keywords(AttachArguments, keywords, "attach", NOT_HERE)
@@ -85,6 +85,12 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     engine = attach_config(ddp, config, arguments.scaler, arguments.profile, arguments.observers)
     engine.add_observer(Announcer())
     return engine
+
+
+def wrapped(model: Any) -> DistributedDataParallel | None:
+    """Return a model's ``DistributedDataParallel``, also if ``torch.compile`` has wrapped it; None if it has none."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def attach_config(

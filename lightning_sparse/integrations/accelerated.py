@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_sparse.api.attach import attach_config
+from lightning_sparse.api.attach import attach_config, wrapped
 from lightning_sparse.config import SparsificationConfig, StrategyConfig
 from lightning_sparse.engine import Engine, failing_together
 from lightning_sparse.engine.metrics import summarize
@@ -61,8 +60,8 @@ class Accelerated:
         Raises:
             ValueError: if the Accelerator has not wrapped the model in ``DistributedDataParallel``.
         """
-        ddp = getattr(model, "_orig_mod", model)
-        if not isinstance(ddp, DistributedDataParallel):
+        ddp = wrapped(model)
+        if ddp is None:
             self._refuse_or_say(model)
             return None
         if self.engine is None or ddp is not self._ddp:
