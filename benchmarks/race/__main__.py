@@ -11,52 +11,47 @@ in it, or where they are downloaded to; the variable RACE_DATA names it, too.
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 
 import torch
-from jsonargparse import CLI
 
 from benchmarks.race.results import FOLDER, Results
 from benchmarks.race.runner import SCRATCH, look, race
+from benchmarks.race.tasks import TASKS
 
-DATA = Path(os.environ.get("RACE_DATA", "data"))
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.race", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=60.0, help="that trainings may take (default: 60)")
+    parser.add_argument("--workers", type=int, default=1, help="processes of one thread each (default: 1)")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), metavar="TASK", help=f"of {', '.join(TASKS)}")
+    data = Path(os.environ.get("RACE_DATA", "data"))
+    parser.add_argument("--data", type=Path, default=data, help="folder of the texts (default: RACE_DATA, or data)")
+    parser.add_argument("--results", type=Path, default=FOLDER, help="folder of the results")
+    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="folder of trainings that were interrupted")
+    parser.add_argument("--nice", type=int, default=10, help="niceness of the workers (default: 10)")
+    parser.add_argument("--quick", action="store_true", help="train three methods on a short task; nothing is kept")
+    parser.add_argument("--report", action="store_true", help="write tables and figures, and train nothing")
+    return parser.parse_args()
 
 
-def main(
-    minutes: float = 60.0,
-    workers: int = 1,
-    tasks: list[str] | None = None,
-    data: Path = DATA,
-    results: Path = FOLDER,
-    scratch: Path = SCRATCH,
-    niceness: int = 10,
-    quick: bool = False,
-    report: bool = False,
-) -> None:
-    """Train what is missing, as far as time goes.
-
-    Args:
-        minutes: that trainings may take.
-        workers: processes, of one thread each.
-        tasks: names; None: all.
-        data: folder of the texts.
-        results: folder of the results.
-        scratch: folder of interrupted trainings.
-        niceness: of the workers.
-        quick: four minutes: three methods on a short task, not kept.
-        report: write tables and figures, and train nothing.
-    """
+def main() -> None:
+    chosen = parse_arguments()
     torch.set_num_threads(1)
-    if report:
+    if chosen.report:
         from benchmarks.race.report import write
 
-        write(Results(results))
-    elif quick:
-        look(data)
+        write(Results(chosen.results))
+    elif chosen.quick:
+        look(chosen.data)
     else:
-        race(Results(results), minutes, workers, tasks, data, scratch, niceness)
+        results = Results(chosen.results)
+        race(results, chosen.minutes, chosen.workers, chosen.tasks, chosen.data, chosen.scratch, chosen.nice)
 
 
 if __name__ == "__main__":
-    CLI(main, as_positional=False)
+    main()
