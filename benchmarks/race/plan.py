@@ -134,12 +134,14 @@ def fresh(entry: Entry, best: Run) -> list[Run]:
 
 
 def wanted(results: Results, tasks: Iterable[str] | None = None) -> list[Run]:
-    """All trainings that can be done now, the longest ones first."""
-    found: dict[str, Run] = {}
+    """All trainings that can be done now: the longest ones first, of them those of the search."""
+    searches: list[Run] = []
+    reported: list[Run] = []
     for entry in ENTRIES:
         if tasks is not None and entry.task not in tasks:
             continue
         search = searched(entry, results)
-        every = [*search.missing, *(fresh(entry, search.best) if search.best else ())]
-        found |= {run.key: run for run in every if results.of(run) is None}
+        searches += search.missing
+        reported += fresh(entry, search.best) if search.best else ()
+    found = {run.key: run for run in (*searches, *reported) if results.of(run) is None}
     return sorted(found.values(), key=lambda run: -TASKS[run.task].steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import subprocess
@@ -71,8 +72,9 @@ def _plain(loss: float) -> float | None:
     return round(loss, 6) if math.isfinite(loss) else None
 
 
+@functools.cache
 def commit() -> str:
-    """That of the working tree, or an empty string where git does not know."""
+    """That of the working tree when this process began, or an empty string where git does not know."""
     words = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
     found = subprocess.run(words, capture_output=True, text=True, check=False)
     return found.stdout.strip()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.race.plan import wanted
-from benchmarks.race.results import ROOT, Results, line_of
+from benchmarks.race.results import ROOT, Results, commit, line_of
 from benchmarks.race.run import Run, Simulation
 from benchmarks.race.tasks import TASKS, Loaded
 
@@ -74,6 +74,7 @@ def race(
 def _prepare(niceness: int) -> None:
     os.nice(niceness)
     torch.set_num_threads(1)
+    commit()
 
 
 def _told(run: Run, results: Results) -> str:

@@ -51,22 +51,28 @@ class DeMo(Method):
                 error.mul_(self.decay).add_(blocks.coefficients(grad), alpha=rate)
                 picked.append(error.abs().topk(min(self.k, error.shape[1]), dim=1).indices)
             values = [error.gather(1, places) for error, places in zip(errors, picked, strict=True)]
-            sent = torch.cat([value.flatten() for value in values])
-            wire = sent.bfloat16()
             for error, places, value in zip(errors, picked, values, strict=True):
                 leaves = value if self.signs else value.bfloat16().float()
                 error.scatter_add_(1, places, -leaves)
-            where = torch.cat([places.flatten() for places in picked]).to(torch.int16)
-            where = (yield from meter.watch(_gathered(where))).long() & 0xFFFF
-            if self.signs:
-                bits = yield from meter.watch(_gathered(packed(sent > 0)))
-                received = torch.stack([unpacked(row, len(sent)) for row in bits])
-            else:
-                received = (yield from meter.watch(_gathered(wire))).float()
+            where, sent = (torch.cat([each.flatten() for each in parts]) for parts in (picked, values))
+            message = torch.cat([where.to(torch.int16).view(torch.uint8), self._coded(sent)])
+            rows = yield from meter.watch(_gathered(message))
+            where, received = self._decoded(rows, len(sent))
             lengths = [value.numel() for value in values]
             parts = zip(where.split(lengths, 1), received.split(lengths, 1), strict=True)
             for piece, blocks, (places, got) in zip(pieces(parameter.data, shapes), every, parts, strict=True):
                 piece.sub_(blocks.tensor(mean_of(places, got, blocks.sizes)).sign_(), alpha=rate)
+
+    def _coded(self, values: Tensor) -> Tensor:
+        """Bytes of values."""
+        return packed(values > 0) if self.signs else values.bfloat16().view(torch.uint8)
+
+    def _decoded(self, rows: Tensor, picks: int) -> tuple[Tensor, Tensor]:
+        """Places and values of all ranks, (n, picks) each."""
+        where = torch.stack([row[: 2 * picks].clone().view(torch.int16) for row in rows]).long() & 0xFFFF
+        codes = [row[2 * picks :].clone() for row in rows]
+        values = [unpacked(code, picks) if self.signs else code.view(torch.bfloat16).float() for code in codes]
+        return where, torch.stack(values)
 
 
 class Blocks:
