@@ -29,7 +29,11 @@ class Results:
     def __init__(self, folder: Path = FOLDER) -> None:
         self.folder = folder
         self.known: dict[str, dict[str, Any]] = {}
-        for path in sorted(folder.glob("race-*.jsonl")):
+        self.read()
+
+    def read(self) -> None:
+        """Know what has been added, here or by others."""
+        for path in sorted(self.folder.glob("race-*.jsonl")):
             for line in path.read_text().splitlines():
                 found = json.loads(line)
                 self.known[found["key"]] = found

@@ -55,6 +55,7 @@ def race(
     running: dict[Future[Any], Run] = {}
     with ProcessPoolExecutor(workers, context, initializer=_prepare, initargs=(niceness,)) as pool:
         while True:
+            results.read()
             busy = {run.key for run in running.values()}
             ready = [run for run in wanted(results, tasks) if run.key not in busy]
             while ready and len(running) < workers and time.time() < deadline:
