@@ -37,7 +37,8 @@ ANY = "nothing: any optimizer"
 ADAMW = "AdamW or SGD, whose step it takes"
 INSIDE = "any optimizer, with a state on each rank; a second one outside"
 OWN = "to be replaced: steps of signs"
-DILOCO = {"outer": (0.35, 0.7, 1.0), "momentum": (0.3, 0.6, 0.9)}
+DILOCO = {"outer": (0.35, 0.7, 1.4), "momentum": (0.3, 0.6, 0.9)}
+LOCO_BEGIN = {"outer": 1.0, "decay": 0.95}
 LOCO = {"outer": (0.5, 1.0, 2.0), "decay": (0.8, 0.95, 0.99)}
 
 CONFIGURATIONS: dict[str, Configuration] = {
@@ -48,8 +49,12 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "diloco-30": Configuration(
         Local, {"every": 30, "outer": 0.7, "momentum": 0.9}, DILOCO, title="DiLoCo, H 30", asks=INSIDE
     ),
-    "sparseloco-10": Configuration(SparseLoCo, {"every": 10}, LOCO, title="SparseLoCo, H 10", asks=INSIDE),
-    "sparseloco-30": Configuration(SparseLoCo, {"every": 30}, LOCO, title="SparseLoCo, H 30", asks=INSIDE),
+    "sparseloco-10": Configuration(
+        SparseLoCo, {"every": 10, **LOCO_BEGIN}, LOCO, title="SparseLoCo, H 10", asks=INSIDE
+    ),
+    "sparseloco-30": Configuration(
+        SparseLoCo, {"every": 30, **LOCO_BEGIN}, LOCO, title="SparseLoCo, H 30", asks=INSIDE
+    ),
     "demo": Configuration(DeMo, {"k": 32, "decay": 0.999}, title="DeMo, k 32", asks=OWN),
     "distro": Configuration(DeMo, {"k": 4, "decay": 0.995, "signs": True}, title="DisTrO, k 4, 1 bit", asks=OWN),
     "topk": Configuration(TopK, {"density": 0.01}, title="Top-k 0.01, residual", asks=ANY),

@@ -89,12 +89,25 @@ def searched(entry: Entry, results: Results) -> Search:
     outer = CONFIGURATIONS[entry.method].outer
     if best is None or not outer or not entry.outer:
         return Search(missing, best)
-    tried = _grid(best, outer)
-    missing = [one for one in tried if results.of(one) is None]
-    if missing:
-        return Search(missing, None)
-    better = min(tried, key=lambda one: _known(one, results))
-    return Search(*_bracket(better, results))
+    missing, best = _outer(best, outer, results)
+    return Search(missing, None) if best is None else Search(*_bracket(best, results))
+
+
+def _outer(run: Run, values: Mapping[str, tuple[float, ...]], results: Results) -> tuple[list[Run], Run | None]:
+    """All settings with all; the outer rate goes on in factors of two where the best one is the last on its side."""
+    while True:
+        tried = _grid(run, values)
+        missing = [one for one in tried if results.of(one) is None]
+        if missing:
+            return missing, None
+        best = min(tried, key=lambda one: _known(one, results))
+        rates = values["outer"]
+        if best.settings["outer"] == max(rates):
+            values = {**values, "outer": (*rates, 2 * max(rates))}
+        elif best.settings["outer"] == min(rates):
+            values = {**values, "outer": (*rates, min(rates) / 2)}
+        else:
+            return [], best
 
 
 def _bracket(run: Run, results: Results) -> tuple[list[Run], Run | None]:
