@@ -2,6 +2,7 @@
 
     python -m benchmarks.race --minutes 100 --workers 2 --data FOLDER
     python -m benchmarks.race --quick --data FOLDER
+    python -m benchmarks.race --count --data FOLDER
     python -m benchmarks.race --report
 
 A finished training is a line in `benchmarks/results`; the same command again does what is missing, and goes on with
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.machine import processor
+from benchmarks.race.counted import count
 from benchmarks.race.results import FOLDER, Results
 from benchmarks.race.runner import SCRATCH, look, race
 from benchmarks.race.tasks import TASKS
@@ -36,6 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--nice", type=int, default=10, help="niceness of the workers (default: 10)")
     parser.add_argument("--quick", action="store_true", help="train three methods on a short task; nothing is kept")
     parser.add_argument("--report", action="store_true", help="write tables and figures, and train nothing")
+    parser.add_argument("--count", action="store_true", help="count bytes for 4, 8 and 32 ranks, on LSTM gradients")
     return parser.parse_args()
 
 
@@ -46,10 +50,12 @@ def main() -> None:
         from benchmarks.race.report import write
 
         write(Results(chosen.results))
+    elif chosen.count:
+        count("lstm-600", chosen.data, chosen.results)
     elif chosen.quick:
         look(chosen.data)
     else:
-        results = Results(chosen.results)
+        results = Results(chosen.results, on=processor())
         race(results, chosen.minutes, chosen.workers, chosen.tasks, chosen.data, chosen.scratch, chosen.nice)
 
 

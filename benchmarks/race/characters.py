@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -12,9 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.adam import loss_of
-from benchmarks.race.data import shakespeare
+from benchmarks.adam import loss_of, words_of
+from benchmarks.race.data import shakespeare, wikitext
 
+Draw = Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
+PRETRAINING = 2000
+"""Steps."""
 LENGTH, WIDTH, HEADS, LAYERS = 64, 128, 4, 4
 
 
@@ -59,27 +64,65 @@ class CharacterModel(nn.Module):
 class Characters(NamedTuple):
     """A text as numbers."""
 
-    characters: int
-    draw: Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
+    alphabet: str
+    draw: Draw
     evaluate: Callable[[nn.Module], float]
 
 
 def character_data(folder: Path) -> Characters:
     """The first nine tenths train, 3000 windows of the rest validate, always the same ones."""
     written = shakespeare(folder)
-    number = {character: i for i, character in enumerate(sorted(set(written)))}
-    tokens = torch.tensor([number[character] for character in written])
+    alphabet = "".join(sorted(set(written)))
+    tokens = numbers(written, alphabet)
     seen, unseen = tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 10 :]
-
-    def drawn(source: Tensor, generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
-        starts = torch.randint(len(source) - LENGTH, (rows,), generator=generator)
-        window = source[starts[:, None] + torch.arange(LENGTH + 1)]
-        return window[:, :-1], window[:, 1:]
-
     chosen = torch.Generator().manual_seed(1)
     batches = [drawn(unseen, chosen, 100) for _ in range(30)]
 
     def evaluate(model: nn.Module) -> float:
         return fmean(float(loss_of(model, x, y)) for x, y in batches)
 
-    return Characters(len(number), lambda generator, rows: drawn(seen, generator, rows), evaluate)
+    return Characters(alphabet, functools.partial(drawn, seen), evaluate)
+
+
+def numbers(written: str, alphabet: str) -> Tensor:
+    """Places in the alphabet; what is not in it becomes a space."""
+    number = {character: i for i, character in enumerate(alphabet)}
+    return torch.tensor([number.get(character, number[" "]) for character in written])
+
+
+def drawn(source: Tensor, generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
+    """Windows of a text, and what follows each of their characters."""
+    starts = torch.randint(len(source) - LENGTH, (rows,), generator=generator)
+    window = source[starts[:, None] + torch.arange(LENGTH + 1)]
+    return window[:, :-1], window[:, 1:]
+
+
+def pretrained(folder: Path, alphabet: str, cache: Path) -> dict[str, Tensor]:
+    """The model after 2000 steps on WikiText-2 in the same alphabet; trained once, then read.
+
+    Args:
+        folder: of the texts.
+        alphabet: of what is learned later.
+        cache: file that is read, or written.
+    """
+    if cache.exists():
+        return torch.load(cache)
+    path, _ = wikitext(folder)
+    tokens = numbers(" ".join(words_of(path, 1_000_000)), alphabet)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = CharacterModel(len(alphabet))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(PRETRAINING):
+        rise = min(1.0, (step + 1) / 100)
+        optimizer.param_groups[0]["lr"] = 1e-3 * rise * (0.1 + 0.45 * (1 + math.cos(math.pi * step / PRETRAINING)))
+        optimizer.zero_grad()
+        loss_of(model, *drawn(tokens, generator, 12)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    beside = cache.with_suffix(f".{os.getpid()}")
+    torch.save(model.state_dict(), beside)
+    beside.replace(cache)
+    return model.state_dict()

@@ -68,6 +68,8 @@ def _entries() -> Iterator[Entry]:
         yield Entry("gpt-300", method, gpt, 5 if method in five else 3)
     for method in ("dense", "ours", "ours-1000", "averaging-10", "diloco-30", "demo"):
         yield Entry("shakespeare-2000", method, 1, 2, outer=False)
+    for method in ("dense", "ours", "ours-300", "turned-300", "averaging-10"):
+        yield Entry("shift-300", method, 2, 2)
     yield Entry("shakespeare-alone", "dense", 1, 3)
     long = ("dense", "ours", "ours-200", "ours-300", "ours-600", "turned-300", "turned-600", "averaging-10")
     for method in long:

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import subprocess
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,23 +21,25 @@ FOLDER = ROOT / "benchmarks" / "results"
 
 
 class Results:
-    """What is known of all trainings, by key.
+    """What is known of all trainings, by key, of one kind of processor: cells never mix them.
 
     Args:
         folder: of the files.
+        on: the processor; None: that of most trainings.
     """
 
-    def __init__(self, folder: Path = FOLDER) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path = FOLDER, on: str | None = None) -> None:
+        self.folder, self.on = folder, on
         self.known: dict[str, dict[str, Any]] = {}
         self.read()
 
     def read(self) -> None:
         """Know what has been added, here or by others."""
-        for path in sorted(self.folder.glob("race-*.jsonl")):
-            for line in path.read_text().splitlines():
-                found = json.loads(line)
-                self.known[found["key"]] = found
+        paths = sorted(self.folder.glob("race-*.jsonl"))
+        lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+        counts = Counter(line["processor"] for line in lines if "key" in line)
+        on = self.on or max(sorted(counts), key=counts.__getitem__, default="")
+        self.known |= {line["key"]: line for line in lines if line.get("processor") == on and "key" in line}
 
     def add(self, line: dict[str, Any]) -> None:
         """Keep a finished training."""

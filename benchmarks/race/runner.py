@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from benchmarks.race.plan import wanted
-from benchmarks.race.results import ROOT, Results, commit, line_of
+from benchmarks.race.results import Results, commit, line_of
 from benchmarks.race.run import Run, Simulation
-from benchmarks.race.tasks import TASKS, Loaded
+from benchmarks.race.tasks import CACHE, TASKS, Loaded
 
-SCRATCH = ROOT / "data" / "race"
+SCRATCH = CACHE
 """Interrupted trainings; git ignores it."""
 
 

@@ -6,17 +6,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.adam import BATCH, GPT, LSTM, RATE, loss_of, text
-from benchmarks.race.characters import CharacterModel, character_data
+from benchmarks.adam import BATCH, GPT, LSTM, RATE, text
+from benchmarks.race.characters import CharacterModel, character_data, pretrained
 from benchmarks.race.data import wikitext
 
-Draw = Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
+CACHE = Path(__file__).parents[2] / "data" / "race"
+"""For what is made once and not committed."""
 
 
 class Loaded(NamedTuple):
@@ -24,7 +24,7 @@ class Loaded(NamedTuple):
 
     model: Callable[[], nn.Module]
     """A new one; parameters by torch's own generator."""
-    draw: Draw
+    draw: Callable[[torch.Generator, int], tuple[Tensor, Tensor]]
     evaluate: Callable[[nn.Module], float]
     """Loss on what is not trained on, in nats for each word or character."""
 
@@ -100,7 +100,20 @@ def words(task: str) -> Callable[[Path], Loaded]:
 def characters(folder: Path) -> Loaded:
     """Shakespeare, letter by letter."""
     data = character_data(folder)
-    return Loaded(lambda: CharacterModel(data.characters), data.draw, data.evaluate)
+    return Loaded(lambda: CharacterModel(len(data.alphabet)), data.draw, data.evaluate)
+
+
+def shifted(folder: Path) -> Loaded:
+    """Shakespeare for a model that has learned Wikipedia."""
+    data = character_data(folder)
+    begin = pretrained(folder, data.alphabet, CACHE / "pretrained-1.pt")
+
+    def model() -> nn.Module:
+        made = CharacterModel(len(data.alphabet))
+        made.load_state_dict(begin)
+        return made
+
+    return Loaded(model, data.draw, data.evaluate)
 
 
 LSTM_600 = Task("lstm-600", words("lstm"), 600, BATCH["lstm"], RATE["lstm"], warm_up=50)
@@ -128,13 +141,8 @@ TASKS = {
         replace(GPT_300, name="gpt-3000", steps=3000, every=150, warm_up=50),
         SHAKESPEARE,
         replace(SHAKESPEARE, name="shakespeare-alone", batch=12, ranks=1),
+        replace(SHAKESPEARE, name="shift-300", load=shifted, steps=300, ranks=4, rate=1e-4, warm_up=30, every=30),
         replace(LSTM_600, name="lstm-150", steps=150, every=30, warm_up=15),
     )
 }
 """By name."""
-
-
-def mean_loss(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> float:
-    """Mean of the losses of batches of one size."""
-    with torch.no_grad():
-        return fmean(float(loss_of(model, x, y)) for x, y in batches)

@@ -26,7 +26,7 @@ def known_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def known(results: Results, run: Run, loss: float | None) -> None:
     """As if it had been trained."""
-    results.add({"key": run.key, "run": run.described(), "curve": [[25, 1.0, 0.1, loss]], "seconds": 1.0})
+    results.add({"key": run.key, "run": run.described(), "curve": [[25, 1.0, 0.1, loss]], "processor": "a"})
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -131,3 +131,13 @@ def test_what_fits_is_trained_and_kept(tmp_path: Path, monkeypatch: pytest.Monke
     assert json.loads((tmp_path / "results" / "race-small.jsonl").read_text()) == line
     assert Results(tmp_path / "results").loss(run) == line["curve"][-1][-1]
     assert line["run"]["settings"] == {"density": 0.01} and line["run"]["method"] == ["ours", 1]
+
+
+def test_processors_are_not_mixed(tmp_path: Path) -> None:
+    results, run = Results(tmp_path), Run("small", "dense", 1.0)
+    known(results, run, 4.0)
+    results.add({"key": Run("small", "dense", 2.0).key, "run": run.described(), "curve": [], "processor": "b"})
+    results.add({"key": Run("small", "dense", 4.0).key, "run": run.described(), "curve": [], "processor": "a"})
+    assert len(Results(tmp_path).known) == 2, "most are of a"
+    assert list(Results(tmp_path, on="b").known) == [Run("small", "dense", 2.0).key]
+    assert not Results(tmp_path, on="c").known
