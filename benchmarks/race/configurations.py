@@ -65,6 +65,10 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "turned": Configuration(Ours, {"density": 0.01, "turned": True}, title="ours, turned, 0.01", asks=ADAMW),
     "turned-300": Configuration(Ours, {"density": 0.0034, "turned": True}, title="ours, turned, 0.0034", asks=ADAMW),
     "turned-600": Configuration(Ours, {"density": 0.0017, "turned": True}, title="ours, turned, 0.0017", asks=ADAMW),
+    "whole-600": Configuration(Ours, {"density": 0.0017, "whole": True}, title="ours, 0.0017, vectors too", asks=ADAMW),
+    "turned-whole-600": Configuration(
+        Ours, {"density": 0.0017, "turned": True, "whole": True}, title="ours, turned, 0.0017, vectors too", asks=ADAMW
+    ),
     "late": Configuration(Ours, {"density": 0.01, "late": True}, title="ours, 0.01, one step late", asks=ADAMW),
     "ours-1000": Configuration(Ours, {"density": 0.001}, title="ours, 0.001", asks=ADAMW),
 }

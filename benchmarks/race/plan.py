@@ -50,6 +50,8 @@ def _entries() -> Iterator[Entry]:
         "sparseloco-10": (8, 2),
         "turned-600": (8, 2),
         "ours-600": (8, 2),
+        "whole-600": (8, 2),
+        "turned-whole-600": (8, 2),
         "averaging-10": (16, 2),
         "demo": (16, 4),
         "powersgd-1": (8, 2),
@@ -62,7 +64,7 @@ def _entries() -> Iterator[Entry]:
         "ours-300": (8, 2),
         "turned": (8, 2),
     }
-    five = ("ours-600", "turned-600", "sparseloco-10", "distro")
+    five = ("ours-600", "turned-600", "whole-600", "turned-whole-600", "sparseloco-10", "distro")
     for method, (lstm, gpt) in short.items():
         yield Entry("lstm-600", method, lstm, 5 if method in five else 3)
         yield Entry("gpt-300", method, gpt, 5 if method in five else 3)
@@ -71,7 +73,7 @@ def _entries() -> Iterator[Entry]:
     for method in ("dense", "ours", "ours-300", "turned-300", "averaging-10"):
         yield Entry("shift-300", method, 2, 2)
     yield Entry("shakespeare-alone", "dense", 1, 3)
-    long = ("dense", "ours", "ours-200", "ours-300", "ours-600", "turned-300", "turned-600", "averaging-10")
+    long = ("dense", "ours-300", "turned-300", "averaging-10", "ours", "ours-600", "turned-600", "ours-200")
     for method in long:
         yield Entry("lstm-3000", method, 4)
         yield Entry("gpt-3000", method, 1)

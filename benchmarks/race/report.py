@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.race import counted, figures
-from benchmarks.race.cells import Cell, cells, distance, shown
+from benchmarks.race.cells import Cell, cells, distance, shown, steps_to
 from benchmarks.race.configurations import CONFIGURATIONS
 from benchmarks.race.results import ROOT, Results
 from benchmarks.race.tasks import TASKS
@@ -43,6 +43,7 @@ def tables(results: Results) -> dict[str, str]:
     found = {f"table {task}": ends(results, task) for task in (*SHORT, *LONG, *OTHER)}
     found |= {f"search {task}": search(results, task) for task in SHORT}
     found |= {f"pairs {task}": pairs(results, task) for task in (*SHORT, *LONG)}
+    found |= {f"times {task}": times(results, task) for task in SHORT}
     return found | {"bytes": bytes_by_ranks(results), "asks": table(ASKED[0], ASKED[1:]), "machine": machine(results)}
 
 
@@ -120,15 +121,14 @@ def pairs(results: Results, task: str) -> str:
 
 PAIRS = (
     ("ours", "dense"),
-    ("turned-600", "ours-600"),
-    ("turned-300", "ours-300"),
-    ("turned", "ours"),
-    ("ours-600", "distro"),
-    ("turned-600", "distro"),
-    ("ours-600", "sparseloco-10"),
-    ("turned-600", "sparseloco-10"),
-    ("late", "ours"),
     ("ours", "topk"),
+    ("late", "ours"),
+    ("turned", "ours"),
+    ("turned-300", "ours-300"),
+    ("turned-600", "ours-600"),
+    ("whole-600", "ours-600"),
+    ("turned-whole-600", "turned-600"),
+    *((ours, other) for ours in ("whole-600", "turned-whole-600") for other in ("distro", "sparseloco-10")),
 )
 """Compared head to head."""
 
@@ -146,6 +146,24 @@ def search(results: Results, task: str) -> str:
         title = CONFIGURATIONS[cell.entry.method].title
         rows += [[title, settings, ", ".join(found)] for settings, found in by_outer.items()]
     return table(["method", "settings", "rate: result with seed 0"], rows)
+
+
+def times(results: Results, task: str) -> str:
+    """Seconds to dense's loss and 2 % on four links: computed."""
+    every = cells(results, task)
+    dense = next(cell for cell in every if cell.entry.method == "dense")
+    target = fmean(dense.losses.values()) + ALLOWED if dense.lines else -math.inf
+    rows = []
+    for cell in every:
+        if not cell.lines or not dense.lines:
+            continue
+        steps = steps_to(list(cell.lines.values()), target)
+        row = [CONFIGURATIONS[cell.entry.method].title, "never" if steps is None else str(steps)]
+        for mbit in (*figures.LINKS, 10_000):
+            seconds = figures.seconds_to(cell, target, COMPUTE, mbit)
+            row.append("" if seconds is None else f"{seconds:.0f}")
+        rows.append(row)
+    return table(["method", "steps", *(f"{mbit} Mbit/s" for mbit in (*figures.LINKS, 10_000))], rows)
 
 
 def bytes_by_ranks(results: Results) -> str:

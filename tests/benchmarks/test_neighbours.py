@@ -207,6 +207,18 @@ def test_ours_is_the_library_with_the_step_of_the_engine() -> None:
         assert ranks[0].matrices.bytes_sent == pytest.approx(sent, rel=1e-12)
 
 
+def test_vectors_can_join_the_group() -> None:
+    stream = gradients(4, 3)
+    traces = ls.simulate(stream, sparsifier="union_topk", density=0.05, memory=ls.SecondMoment(0.95))
+    ranks = methods(Ours, 3, density=0.05, whole=True)
+    for step, (rows, trace) in enumerate(zip(stream, traces, strict=True)):
+        before = values(ranks[0])
+        take(ranks, rows, 0.01, step)
+        expected = before * (1 - 0.001) - 0.01 * 3**0.5 * trace.update / trace.divisor
+        torch.testing.assert_close(values(ranks[0]), expected, atol=1e-6, rtol=1e-5)
+    assert ranks[0].vectors.bytes_sent == 0
+
+
 def test_averages_that_come_late_are_the_same_ones() -> None:
     stream = gradients(6, 2)
     now, late = methods(Ours, 2, density=0.05, steps=6), methods(Ours, 2, density=0.05, late=True, steps=6)

@@ -21,17 +21,28 @@ from lightning_sparse.methods.exchanges import as_exchange
 
 
 class Exchanged(Method):
-    """Averages of matrices by the library's exchange, as one group; vectors are dense, as in the strategies."""
+    """Averages of matrices by the library's exchange, as one group; vectors are dense, as in the strategies.
+
+    Args:
+        flat: of the model.
+        at: this rank.
+        sparsifier: the library's.
+        memory: likewise.
+        density: of the exchange.
+        whole: vectors join the group, as with ``Rules(dense_ndim=0, dense_numel=0)``.
+    """
 
     kept: ClassVar[tuple[str, ...]] = ("groups",)
 
-    def __init__(self, flat: Flat, at: Place, sparsifier: Any, memory: Any, density: float) -> None:
+    def __init__(
+        self, flat: Flat, at: Place, sparsifier: Any, memory: Any, density: float, whole: bool = False
+    ) -> None:
         super().__init__(flat, at)
         self.parts = {"sparsifier": sparsifier, "memory": memory}
         self.exchange = as_exchange(None, sparsifier, memory)
         self.ctx = Context(0, density, at.rank, at.ranks)
-        numel, cpu = flat.matrices.numel(), torch.device("cpu")
-        self._state = init_group(numel, torch.float32, cpu, self.ctx, **self.parts)
+        numel = flat.matrices.numel() + (flat.vectors.numel() if whole else 0)
+        self._state = init_group(numel, torch.float32, torch.device("cpu"), self.ctx, **self.parts)
 
     @property
     def groups(self) -> GroupState:
@@ -77,28 +88,36 @@ class Ours(Exchanged):
         turned: select in a basis that mixes the coordinates of each block, see
             :class:`~benchmarks.race.methods.blocks.Turned`. Second moments are those of that basis.
         late: apply each average one step late; the last one is applied at the end, too.
+        whole: vectors are sparse, too.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("groups", "handout")
 
-    def __init__(self, flat: Flat, at: Place, density: float = 0.01, turned: bool = False, late: bool = False) -> None:
-        super().__init__(flat, at, ls.UnionTopK(), ls.SecondMoment(at.betas[1]), density)
-        self.optimizer = self.adamw(flat.vectors)
+    def __init__(
+        self,
+        flat: Flat,
+        at: Place,
+        density: float = 0.01,
+        turned: bool = False,
+        late: bool = False,
+        whole: bool = False,
+    ) -> None:
+        super().__init__(flat, at, ls.UnionTopK(), ls.SecondMoment(at.betas[1]), density, whole)
+        self.optimizer = None if whole else self.adamw(flat.vectors)
         self.bases = [Turned(shape, seed) for seed, shape in enumerate(flat.shapes)] if turned else []
         self.late = late
         self.handout: tuple[Tensor, Tensor] | None = None
 
     def step(self, rate: float, step: int) -> Steps[None]:
-        grad = self.flat.matrices.grad
-        if self.bases:
-            grad = torch.cat([b.turn(g) for b, g in zip(self.bases, pieces(grad, self.flat.shapes), strict=True)])
+        grad = self._turned(self.flat.matrices.grad)
+        if self.optimizer is None:
+            grad = torch.cat([grad, self.flat.vectors.grad])
         divisor = yield from self.averaged(grad, step)
-        yield from self.average_vectors()
-        move = grad / divisor
-        if self.bases:
-            sizes = [torch.Size(shape).numel() for shape in self.flat.shapes]
-            move = torch.cat([b.back(part) for b, part in zip(self.bases, move.split(sizes), strict=True)])
-        fresh = move, self.flat.vectors.grad.clone()
+        matrices, vectors = (grad / divisor).split([self.flat.matrices.numel(), len(grad) - self.flat.matrices.numel()])
+        if self.optimizer is not None:
+            yield from self.average_vectors()
+            vectors = self.flat.vectors.grad.clone()
+        fresh = self._turned_back(matrices), vectors
         if not self.late:
             self._apply(fresh, rate)
             return
@@ -108,9 +127,21 @@ class Ours(Exchanged):
         if step + 1 == self.at.steps:
             self._apply(fresh, rate)
 
+    def _turned(self, grad: Tensor) -> Tensor:
+        if not self.bases:
+            return grad
+        return torch.cat([b.turn(g) for b, g in zip(self.bases, pieces(grad, self.flat.shapes), strict=True)])
+
+    def _turned_back(self, move: Tensor) -> Tensor:
+        if not self.bases:
+            return move
+        return torch.cat([b.back(m) for b, m in zip(self.bases, pieces(move, self.flat.shapes), strict=True)])
+
     def _apply(self, handout: tuple[Tensor, Tensor], rate: float) -> None:
-        move, vectors = handout
         factor = rate * math.sqrt(self.at.ranks)
-        self.flat.matrices.data.mul_(1 - rate * self.at.decay[0]).sub_(move, alpha=factor)
-        self.flat.vectors.grad.copy_(vectors)
-        step_with(self.optimizer, rate)
+        kinds = list(zip(self.flat.both, handout, self.at.decay, strict=True))
+        for parameter, move, decay in kinds if self.optimizer is None else kinds[:1]:
+            parameter.data.mul_(1 - rate * decay).sub_(move, alpha=factor)
+        if self.optimizer is not None:
+            self.flat.vectors.grad.copy_(handout[1])
+            step_with(self.optimizer, rate)
