@@ -178,6 +178,41 @@ def test_demo_and_distro_send_what_their_codes_say() -> None:
         assert first.matrices.bytes_sent == 3 * (blocks * each + bits)
 
 
+TRACE = {
+    (64, 32): ([10, -24, -6, -4, 18, -4, -10, 12, 2, 0, 6, 10], [818, 19566, 286692]),
+    (32, 80): ([16, -12, 18, 2, 6, 0, 6, -8, 4, -2, 0, 4], [-1216, 27572, 454856]),
+    (10,): ([-18, 36, -12, 30, 36, 34, -20, 22, 24, 32], [164, 264, 7600]),
+    (96, 65): ([4, 22, 2, -6, -6, -8, 12, 24, 4, 2, -14, -18], [-2032, 81128, 1594880]),
+}
+"""Parameters after 50 steps of the authors' own optimizer (bloc97/DeMo 0e48145, `demo.py`) on two ranks, from zero,
+with a rate of 1 and no weight decay: twelve of them, and the sums of all, of magnitudes and of squares."""
+
+
+def test_demo_is_that_of_its_authors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeMo, "wire", torch.float32)
+    ranks = methods(DeMo, 2, k=32, decay=0.999)
+    for method in ranks:
+        method.at = method.at._replace(decay=(0.0, 0.0))
+        method.flat.load([torch.zeros_like(p) for p in method.flat.both])
+
+    def drawn(seed: int) -> torch.Tensor:
+        return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
+
+    sizes = [torch.Size(shape).numel() for shape in small.SHAPES]
+    for step in range(50):
+        rows = []
+        for rank in range(2):
+            parts = (drawn(1000 * rank + step) + 0.5 * drawn(77)).split(sizes)  # in the order of SHAPES
+            rows.append(torch.cat([parts[0], parts[1], parts[3], parts[2]]))
+        take(ranks, torch.stack(rows), 1.0, step)
+    sizes = [64 * 32, 32 * 80, 96 * 65, 10]
+    for shape, found in zip([(64, 32), (32, 80), (96, 65), (10,)], values(ranks[0]).split(sizes), strict=True):
+        some, sums = TRACE[shape]
+        assert found[:: max(1, len(found) // 12)][:12].tolist() == some
+        own = [found.sum(), found.abs().sum(), found.square().sum()]
+        assert [float(x) for x in own] == pytest.approx(sums, rel=1e-3, abs=8)
+
+
 def test_bits_come_back() -> None:
     bits = torch.randn(37) > 0
     assert torch.equal(unpacked(packed(bits), 37) > 0, bits)

@@ -30,6 +30,8 @@ class DeMo(Method):
     """
 
     kept: ClassVar[tuple[str, ...]] = ("errors",)
+    wire: ClassVar[torch.dtype] = torch.bfloat16
+    """Of values."""
 
     def __init__(self, flat: Flat, at: Place, k: int = 32, decay: float = 0.999, signs: bool = False) -> None:
         super().__init__(flat, at)
@@ -52,7 +54,7 @@ class DeMo(Method):
                 picked.append(error.abs().topk(min(self.k, error.shape[1]), dim=1).indices)
             values = [error.gather(1, places) for error, places in zip(errors, picked, strict=True)]
             for error, places, value in zip(errors, picked, values, strict=True):
-                leaves = value if self.signs else value.bfloat16().float()
+                leaves = value if self.signs else value.to(self.wire).float()
                 error.scatter_add_(1, places, -leaves)
             where, sent = (torch.cat([each.flatten() for each in parts]) for parts in (picked, values))
             message = torch.cat([where.to(torch.int16).view(torch.uint8), self._coded(sent)])
@@ -65,13 +67,13 @@ class DeMo(Method):
 
     def _coded(self, values: Tensor) -> Tensor:
         """Bytes of values."""
-        return packed(values > 0) if self.signs else values.bfloat16().view(torch.uint8)
+        return packed(values > 0) if self.signs else values.to(self.wire).view(torch.uint8)
 
     def _decoded(self, rows: Tensor, picks: int) -> tuple[Tensor, Tensor]:
         """Places and values of all ranks, (n, picks) each."""
         where = torch.stack([row[: 2 * picks].clone().view(torch.int16) for row in rows]).long() & 0xFFFF
         codes = [row[2 * picks :].clone() for row in rows]
-        values = [unpacked(code, picks) if self.signs else code.view(torch.bfloat16).float() for code in codes]
+        values = [unpacked(code, picks) if self.signs else code.view(self.wire).float() for code in codes]
         return where, torch.stack(values)
 
 
