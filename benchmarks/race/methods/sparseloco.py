@@ -18,7 +18,8 @@ class SparseLoCo(Method):
     """AdamW alone for H steps; then the largest of each chunk of what waits, rounded to four values of its tensor.
 
     ``e = decay e + (begin - x)``; what is sent leaves e; the outer step goes by the mean over those ranks that name a
-    coordinate, each rank's part being clipped to the median of the ranks' norms. Vectors are averaged densely.
+    coordinate, each rank's part being clipped to the median of the ranks' norms. Vectors are averaged densely. Chunks are
+    runs of a tensor, so that each tensor has one pick in 64; the authors' are blocks of its rows and columns.
     arXiv 2508.15706; the mean over contributors and the clipping are those of the code that the authors train with
     (tplr-ai/templar).
 
@@ -31,6 +32,7 @@ class SparseLoCo(Method):
         k: picks of a chunk of 4096, an even number.
     """
 
+    version = 2
     kept: ClassVar[tuple[str, ...]] = ("error", "begin")
     local = True
 
@@ -67,7 +69,7 @@ class SparseLoCo(Method):
         numel = torch.Size(shape).numel()
         received = [unpacked(row.contiguous(), numel, self.k) for row in rows]
         norms = torch.stack([values.norm() for _, values in received])
-        limit = norms.quantile(0.5)
+        limit = norms.median()  # torch's: the lower one of two in the middle
         total, count = torch.zeros(numel), torch.zeros(numel)
         for (places, values), norm in zip(received, norms, strict=True):
             shorter = (limit / norm.clamp(min=1e-12)).clamp(max=1.0)
@@ -105,7 +107,7 @@ def packed_of(tensor: Tensor, k: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
 
 def quantized(values: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers of four bins over six standard deviations, and the mean of what is in each."""
-    mean, deviation = values.mean(), values.std(correction=0)
+    mean, deviation = values.mean(), values.std()
     codes = ((values - mean) / (6 * deviation / 4).clamp(min=1e-30) + 2).round().clamp(0, 3).long()
     flat = codes.view(-1)
     counts = torch.bincount(flat, minlength=4)
