@@ -18,8 +18,8 @@ class SparseLoCo(Method):
     """AdamW alone for H steps; then the largest of each chunk of what waits, rounded to four values of its tensor.
 
     ``e = decay e + (begin - x)``; what is sent leaves e; the outer step goes by the mean over those ranks that name a
-    coordinate, each rank's part being clipped to the median of the ranks' norms. Vectors are averaged densely. Chunks are
-    runs of a tensor, so that each tensor has one pick in 64; the authors' are blocks of its rows and columns.
+    coordinate, each rank's part being clipped to the median of the ranks' norms. Vectors are averaged densely. Chunks
+    are runs of a tensor, so that each tensor has one pick in 64; the authors' are blocks of its rows and columns.
     arXiv 2508.15706; the mean over contributors and the clipping are those of the code that the authors train with
     (tplr-ai/templar).
 
