@@ -1,0 +1,75 @@
+"""The methods that race: what each one is called, and what of it is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.race.methods.base import Method
+from benchmarks.race.methods.demo import DeMo
+from benchmarks.race.methods.dense import Dense, PowerSGD
+from benchmarks.race.methods.local import Local
+from benchmarks.race.methods.ours import Ours, TopK
+from benchmarks.race.methods.sparseloco import SparseLoCo
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A method with its fixed settings.
+
+    Attributes:
+        make: the class.
+        settings: fixed ones, and where the search of others begins.
+        outer: values of settings that are searched at the best rate, all with all.
+        title: in tables.
+        asks: of the user's optimizer.
+    """
+
+    make: Callable[..., Method]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    outer: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    title: str = ""
+    asks: str = ""
+
+
+ANY = "nothing: any optimizer"
+ADAMW = "AdamW or SGD, whose step it takes"
+INSIDE = "any optimizer, with a state on each rank; a second one outside"
+OWN = "to be replaced: steps of signs"
+DILOCO = {"outer": (0.35, 0.7, 1.4), "momentum": (0.3, 0.6, 0.9)}
+LOCO_BEGIN = {"outer": 1.0, "decay": 0.95}
+LOCO = {"outer": (0.5, 1.0, 2.0), "decay": (0.8, 0.95, 0.99)}
+
+CONFIGURATIONS: dict[str, Configuration] = {
+    "dense": Configuration(Dense, title="AdamW, dense (DDP)", asks=ANY),
+    "powersgd-1": Configuration(PowerSGD, {"rank": 1}, title="PowerSGD, rank 1", asks=ANY),
+    "averaging-10": Configuration(Local, {"every": 10}, title="averaging, H 10", asks=INSIDE),
+    "averaging-30": Configuration(Local, {"every": 30}, title="averaging, H 30", asks=INSIDE),
+    "diloco-30": Configuration(
+        Local, {"every": 30, "outer": 0.7, "momentum": 0.9}, DILOCO, title="DiLoCo, H 30", asks=INSIDE
+    ),
+    "sparseloco-10": Configuration(
+        SparseLoCo, {"every": 10, **LOCO_BEGIN}, LOCO, title="SparseLoCo, H 10", asks=INSIDE
+    ),
+    "sparseloco-30": Configuration(
+        SparseLoCo, {"every": 30, **LOCO_BEGIN}, LOCO, title="SparseLoCo, H 30", asks=INSIDE
+    ),
+    "demo": Configuration(DeMo, {"k": 32, "decay": 0.999}, title="DeMo, k 32", asks=OWN),
+    "distro": Configuration(DeMo, {"k": 4, "decay": 0.995, "signs": True}, title="DisTrO, k 4, 1 bit", asks=OWN),
+    "topk": Configuration(TopK, {"density": 0.01}, title="Top-k 0.01, residual", asks=ANY),
+    "ours": Configuration(Ours, {"density": 0.01}, title="ours, 0.01", asks=ADAMW),
+    "ours-200": Configuration(Ours, {"density": 0.005}, title="ours, 0.005", asks=ADAMW),
+    "ours-300": Configuration(Ours, {"density": 0.0034}, title="ours, 0.0034", asks=ADAMW),
+    "ours-600": Configuration(Ours, {"density": 0.0017}, title="ours, 0.0017", asks=ADAMW),
+    "turned": Configuration(Ours, {"density": 0.01, "turned": True}, title="ours, turned, 0.01", asks=ADAMW),
+    "turned-300": Configuration(Ours, {"density": 0.0034, "turned": True}, title="ours, turned, 0.0034", asks=ADAMW),
+    "turned-600": Configuration(Ours, {"density": 0.0017, "turned": True}, title="ours, turned, 0.0017", asks=ADAMW),
+    "whole-600": Configuration(Ours, {"density": 0.0017, "whole": True}, title="ours, 0.0017, vectors too", asks=ADAMW),
+    "turned-whole-600": Configuration(
+        Ours, {"density": 0.0017, "turned": True, "whole": True}, title="ours, turned, 0.0017, vectors too", asks=ADAMW
+    ),
+    "late": Configuration(Ours, {"density": 0.01, "late": True}, title="ours, 0.01, one step late", asks=ADAMW),
+    "ours-1000": Configuration(Ours, {"density": 0.001}, title="ours, 0.001", asks=ADAMW),
+}
+"""By name. Settings of ours are fixed before any search."""

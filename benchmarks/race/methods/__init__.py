@@ -1,0 +1,1 @@
+"""Methods of training over a slow link, each a coroutine of one rank."""

@@ -1,0 +1,225 @@
+"""The page docs/race.md and its figures, from kept results only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from benchmarks.race import counted, figures
+from benchmarks.race.cells import Cell, cells, distance, shown, steps_to
+from benchmarks.race.configurations import CONFIGURATIONS
+from benchmarks.race.results import ROOT, Results
+from benchmarks.race.tasks import TASKS
+
+TEMPLATE = Path(__file__).with_name("page.md")
+PAGE = ROOT / "docs" / "race.md"
+SHORT = ("lstm-600", "gpt-300")
+LONG = ("lstm-3000", "gpt-3000")
+OTHER = ("shakespeare-2000", "shakespeare-alone", "shift-300")
+COMPUTE = 0.02
+"""Seconds of computing in a step, for the figure of times: a device that is stated, not the one that trained."""
+ALLOWED = math.log(1.02)
+"""Above dense's loss, in nats: 2 % of a perplexity."""
+
+
+def write(results: Results) -> None:
+    """Write the page and the figures."""
+    PAGE.write_text(page(results))
+    draw(results, ROOT / "docs" / "race")
+
+
+def page(results: Results) -> str:
+    """The page, with every table in its place."""
+    text = TEMPLATE.read_text()
+    for name, table in tables(results).items():
+        text = text.replace(f"<!-- {name} -->", table)
+    return text
+
+
+def tables(results: Results) -> dict[str, str]:
+    """By the name of their place in the template."""
+    found = {f"table {task}": ends(results, task) for task in (*SHORT, *LONG, *OTHER)}
+    found |= {f"search {task}": search(results, task) for task in SHORT}
+    found |= {f"pairs {task}": pairs(results, task) for task in (*SHORT, *LONG)}
+    found |= {f"times {task}": times(results, task) for task in SHORT}
+    return found | {"bytes": bytes_by_ranks(results), "asks": table(ASKED[0], ASKED[1:]), "machine": machine(results)}
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """In Markdown; the first column is text."""
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def ends(results: Results, task: str) -> str:
+    """Where methods end, in the order of their means; those whose search goes on come last."""
+    every = cells(results, task)
+    dense = next((cell for cell in every if cell.entry.method == "dense"), None)
+    measured = sorted((cell for cell in every if cell.lines), key=lambda cell: fmean(cell.losses.values()))
+    rows = [_end(cell, dense) for cell in measured]
+    rows += [_unfinished(cell, task) for cell in every if not cell.lines]
+    what = "perplexity" if TASKS[task].perplexity else "loss"
+    heads = ["method", "MB, matrices", "MB, vectors", "rate", what, "± s.e.", "seeds", "against dense", ""]
+    return table(heads, rows)
+
+
+def _end(cell: Cell, dense: Cell | None) -> list[str]:
+    task, losses = cell.entry.task, list(cell.losses.values())
+    assert cell.best is not None and cell.megabytes is not None
+    matrices, vectors = cell.megabytes
+    apart = distance(cell, dense) if dense is not None and dense is not cell else None
+    values = [math.exp(x) for x in losses] if TASKS[task].perplexity else losses
+    error = "" if len(values) < 2 else f"{_error(values):.2g}"
+    against = ["", ""] if apart is None else [_apart(apart.mean, apart.error, task), apart.verdict]
+    settings = " ".join(f"{name} {value:g}" for name, value in cell.best.outer)
+    rate = f"{cell.best.rate:g}" + (f", {settings}" if settings else "")
+    title = CONFIGURATIONS[cell.entry.method].title
+    mean = shown(fmean(losses), task)
+    return [title, f"{matrices:.2f}", f"{vectors:.2f}", rate, mean, error, str(len(losses)), *against]
+
+
+def _unfinished(cell: Cell, task: str) -> list[str]:
+    title, tried = CONFIGURATIONS[cell.entry.method].title, len(cell.tried)
+    if cell.searched is None:
+        return [title, *[""] * 7, "not run yet"]
+    state = "search done" if cell.best else "search goes on"
+    return [title, *[""] * 3, f"({shown(cell.searched, task)}, seed 0)", "", "", "", f"{state}, {tried} trainings"]
+
+
+def _error(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    return math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1) / len(values))
+
+
+def _apart(mean: float, error: float, task: str) -> str:
+    if not math.isfinite(mean):
+        return "diverged"
+    unit, factor = (" %", 100.0) if TASKS[task].perplexity else ("", 1.0)
+    digits = 1 if TASKS[task].perplexity else 3
+    spread = f" ± {factor * error:.{digits}f}" if math.isfinite(error) else ""
+    shift = 100 * (math.exp(mean) - 1) if TASKS[task].perplexity else mean
+    return f"{shift:+.{digits}f}{spread}{unit}"
+
+
+def pairs(results: Results, task: str) -> str:
+    """Head to head: methods that send little, each against each, by paired seeds."""
+    every = {cell.entry.method: cell for cell in cells(results, task)}
+    rows = []
+    for one, other in PAIRS:
+        if one not in every or other not in every:
+            continue
+        apart = distance(every[one], every[other])
+        names = [CONFIGURATIONS[name].title for name in (one, other)]
+        if apart is None:
+            rows.append([*names, "", "", "not run yet"])
+        else:
+            rows.append([*names, _apart(apart.mean, apart.error, task), str(apart.seeds), apart.verdict])
+    return table(["method", "against", "difference", "seeds", ""], rows)
+
+
+PAIRS = (
+    ("ours", "dense"),
+    ("ours", "topk"),
+    ("late", "ours"),
+    ("turned", "ours"),
+    ("turned-300", "ours-300"),
+    ("turned-600", "ours-600"),
+    ("whole-600", "ours-600"),
+    ("turned-whole-600", "turned-600"),
+    *((ours, other) for ours in ("whole-600", "turned-whole-600") for other in ("distro", "sparseloco-10")),
+)
+"""Compared head to head."""
+
+
+def search(results: Results, task: str) -> str:
+    """All that was tried with seed 0: the grid."""
+    rows = []
+    for cell in cells(results, task):
+        by_outer: dict[str, list[str]] = {}
+        for run in cell.tried:
+            settings = " ".join(f"{name} {value:g}" for name, value in run.outer) or "as named"
+            loss = results.loss(run)
+            assert loss is not None
+            by_outer.setdefault(settings, []).append(f"{run.rate:g}: {shown(loss, task)}")
+        title = CONFIGURATIONS[cell.entry.method].title
+        rows += [[title, settings, ", ".join(found)] for settings, found in by_outer.items()]
+    return table(["method", "settings", "rate: result with seed 0"], rows)
+
+
+def times(results: Results, task: str) -> str:
+    """Seconds to dense's loss and 2 % on four links: computed."""
+    every = cells(results, task)
+    dense = next(cell for cell in every if cell.entry.method == "dense")
+    target = fmean(dense.losses.values()) + ALLOWED if dense.lines else -math.inf
+    rows = []
+    for cell in every:
+        if not cell.lines or not dense.lines:
+            continue
+        steps = steps_to(list(cell.lines.values()), target)
+        row = [CONFIGURATIONS[cell.entry.method].title, "never" if steps is None else str(steps)]
+        for mbit in (*figures.LINKS, 10_000):
+            seconds = figures.seconds_to(cell, target, COMPUTE, mbit)
+            row.append("" if seconds is None else f"{seconds:.0f}")
+        rows.append(row)
+    return table(["method", "steps", *(f"{mbit} Mbit/s" for mbit in (*figures.LINKS, 10_000))], rows)
+
+
+def bytes_by_ranks(results: Results) -> str:
+    """Bytes a parameter and step, for matrices."""
+    known = counted.read(results.folder)
+    dense = {n: known[("dense", n)][0] for n in counted.RANKS if ("dense", n) in known}
+    rows = []
+    for method, configuration in CONFIGURATIONS.items():
+        row = [configuration.title]
+        for n in counted.RANKS:
+            if (method, n) in known and dense.get(n):
+                sent = known[(method, n)][0]
+                row += [f"{sent / 1000:.2f}", f"1/{dense[n] / sent:.0f}"]
+            else:
+                row += ["", ""]
+        rows.append(row)
+    return table(["method", *(head for n in counted.RANKS for head in (f"kB, n = {n}", "of dense"))], rows)
+
+
+def machine(results: Results) -> str:
+    """On what the trainings ran."""
+    lines = [line for line in results.known.values() if "processor" in line]
+    processors = sorted({line["processor"] for line in lines})
+    versions = sorted({line["torch"] for line in lines})
+    hours = sum(line["seconds"] for line in lines) / 3600
+    return f"{len(lines)} trainings, {hours:.1f} hours of {', '.join(processors)}, torch {', '.join(versions)}."
+
+
+ASKED = (
+    ("method", "optimizer", "its states", "weights of ranks", "rounds of messages", "settings to search"),
+    ("DDP", "any", "equal", "equal after each step", "every step", "rate"),
+    ("PowerSGD", "any", "equal", "equal after each step", "every step, two in a row", "rate, rank"),
+    ("Top-k, residual", "any", "equal", "equal after each step", "every step", "rate, density"),
+    ("averaging", "any", "differ, one set a rank", "equal after each round", "every H steps", "rate, H"),
+    (
+        "DiLoCo",
+        "any, and Nesterov outside",
+        "differ",
+        "equal after each round",
+        "every H",
+        "rate, H, outer rate, momentum",
+    ),
+    ("SparseLoCo", "any, and SGD outside", "differ", "equal after each round", "every H", "rate, H, outer rate, decay"),
+    ("DeMo, DisTrO", "replaced: signs", "differ", "equal after each step", "every step", "rate, k, decay"),
+    ("ours", "AdamW or momentum SGD", "one vector a rank", "equal after each step", "every step", "rate, density"),
+)
+
+
+def draw(results: Results, folder: Path) -> None:
+    """The three figures."""
+    every: Mapping[str, list[Cell]] = {task: cells(results, task) for task in SHORT}
+    figures.loss_against_bytes(every, folder / "bytes.svg")
+    figures.asked(ASKED[1:], ASKED[0], folder / "asks.svg")
+    for task, some in every.items():
+        dense = next(cell for cell in some if cell.entry.method == "dense")
+        measured = [cell for cell in some if cell.lines]
+        if dense.lines:
+            target = fmean(dense.losses.values()) + ALLOWED
+            figures.time_to_loss(task, measured, target, COMPUTE, folder / f"time-{task}.svg")

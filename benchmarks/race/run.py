@@ -1,0 +1,161 @@
+"""One training: what identifies it, n simulated ranks, and a state that a later process can go on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.adam import loss_of
+from benchmarks.race.configurations import CONFIGURATIONS
+from benchmarks.race.flat import Flat
+from benchmarks.race.methods.base import Method, Place
+from benchmarks.race.tasks import TASKS, Loaded, Task
+from lightning_sparse.core.messages import Steps
+from lightning_sparse.engine.network import drive_ranks
+
+EVERY = 200
+"""Steps between two states on disk."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is trained."""
+
+    task: str
+    method: str
+    rate: float
+    """In multiples of the task's."""
+    seed: int = 0
+    outer: tuple[tuple[str, float], ...] = ()
+    """Searched settings that are not where the search begins."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All settings of the method."""
+        return {**CONFIGURATIONS[self.method].settings, **dict(self.outer)}
+
+    def described(self) -> dict[str, Any]:
+        """All that decides the result but code and machine."""
+        task, make = TASKS[self.task], CONFIGURATIONS[self.method].make
+        return {
+            "task": [self.task, task.version],
+            "method": [self.method, make.version],  # type: ignore[attr-defined]
+            "settings": self.settings,
+            "rate": self.rate,
+            "seed": self.seed,
+            "steps": task.steps,
+        }
+
+    @property
+    def key(self) -> str:
+        """A hash of that."""
+        return hashlib.sha256(json.dumps(self.described(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Rank:
+    """One rank of a training."""
+
+    def __init__(self, run: Run, task: Task, loaded: Loaded, rank: int) -> None:
+        self.task, self.loaded, self.run, self.rank = task, loaded, run, rank
+        with torch.random.fork_rng():
+            torch.manual_seed(run.seed)
+            self.model = loaded.model()
+        self.flat = Flat(self.model)
+        make = CONFIGURATIONS[run.method].make
+        at = Place(rank, task.ranks, task.steps, task.betas, task.decay, task.clip_of_averages)
+        self.method: Method = make(self.flat, at, **run.settings)
+        self.clip = task.clip_of_ranks(self.method.clips_averages, self.method.local)
+        self.generator = torch.Generator().manual_seed(run.seed + 1)
+
+    def step(self, step: int) -> Steps[float]:
+        """Take a step; return this rank's loss before it."""
+        batches = [self.loaded.draw(self.generator, self.task.batch) for _ in range(self.task.ranks)]
+        self.flat.zero_()
+        loss = loss_of(self.model, *batches[self.rank])
+        loss.backward()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.flat.both, self.clip)
+        yield from self.method.step(self.task.rate_at(step, self.run.rate), step)
+        return float(loss.detach())
+
+    def validate(self) -> float:
+        """Loss of the parameters that all ranks agree on, on what is not trained on."""
+        own = [parameter.data.clone() for parameter in self.flat.both]
+        self.flat.load(self.method.shared())
+        self.model.eval()
+        with torch.no_grad():
+            found = self.loaded.evaluate(self.model)
+        self.model.train()
+        self.flat.load(own)
+        return found
+
+
+class Simulation:
+    """A training with all its ranks in this process."""
+
+    def __init__(self, run: Run, loaded: Loaded) -> None:
+        self.run, self.task = run, TASKS[run.task]
+        self.ranks = [Rank(run, self.task, loaded, rank) for rank in range(self.task.ranks)]
+        self.done, self.seconds = 0, 0.0
+        self.curve: list[list[float]] = []
+
+    def train(self, stop: Callable[[], bool], save: Path | None) -> bool:
+        """Train to the end, or until somebody says stop; return whether it has ended."""
+        begin, before = time.process_time(), self.seconds
+        while self.done < self.task.steps and not self._diverged:
+            losses = drive_ranks([rank.step(self.done) for rank in self.ranks])
+            self.done += 1
+            self.seconds = before + time.process_time() - begin
+            mean = sum(losses) / len(losses)
+            if not math.isfinite(mean):
+                self.curve.append([self.done, *self._megabytes(), math.inf])
+            elif self.done % self.task.every == 0 or self.done == self.task.steps:
+                self.curve.append([self.done, *self._megabytes(), self.ranks[0].validate()])
+            pause = self.done % EVERY == 0 or stop()
+            if save is not None and pause and self.done < self.task.steps:
+                _save(self.state(), save)
+            if stop():
+                break
+        return self.done == self.task.steps or self._diverged
+
+    @property
+    def _diverged(self) -> bool:
+        return bool(self.curve) and not math.isfinite(self.curve[-1][-1])
+
+    def _megabytes(self) -> tuple[float, float]:
+        """Sent by a rank: for matrices, and for vectors."""
+        method = self.ranks[0].method
+        return method.matrices.bytes_sent / 1e6, method.vectors.bytes_sent / 1e6
+
+    def state(self) -> dict[str, Any]:
+        """All that a later process needs."""
+        return {
+            "run": self.run.described(),
+            "done": self.done,
+            "seconds": self.seconds,
+            "curve": self.curve,
+            "ranks": [(rank.method.state(), rank.generator.get_state()) for rank in self.ranks],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.done, self.seconds, self.curve = state["done"], state["seconds"], state["curve"]
+        for rank, (method, generator) in zip(self.ranks, state["ranks"], strict=True):
+            rank.method.load(method)
+            rank.generator.set_state(generator)
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".new")
+    torch.save(state, beside)
+    beside.replace(path)
