@@ -49,7 +49,12 @@ def test_ray_trains(tmp_path: Path) -> None:
 
 
 def test_the_package_imports_none_of_them() -> None:
-    looks = (
-        "import lightning_sparse, sys; print([n for n in ('accelerate', 'ray', 'transformers') if n in sys.modules])"
-    )
+    """But for those that torchmetrics and Lightning import by themselves, where they are installed."""
+    looks = """
+import sys
+import lightning.pytorch, pytorch_lightning, torchmetrics
+before = set(sys.modules)
+import lightning_sparse
+print([name for name in ("accelerate", "ray", "transformers") if name in set(sys.modules) - before])
+"""
     assert run(ROOT, sys.executable, "-c", looks).strip() == "[]"
