@@ -100,8 +100,6 @@ class Variant:
         with self.ddp.no_sync() if self.spec.name == "compute" else nullcontext():
             loss = self.ddp(batch)
             loss.backward()
-        if self.engine is not None:
-            self.engine.skip_void(self.optimizer)  # as the strategies do
         self.optimizer.step()
         self.optimizer.zero_grad()  # here: variants that wait for their turn hold no gradients
         taken, taken_cpu = time.perf_counter() - begin, time.process_time() - begin_cpu

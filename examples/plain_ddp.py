@@ -79,8 +79,6 @@ def main() -> None:
             loss = functional.cross_entropy(model(x.to(device)), y.to(device))
             optimizer.zero_grad()
             loss.backward()  # exchanges
-            if engine is not None:
-                engine.skip_void(optimizer)  # a gradient that is not finite on some rank: all of them skip the step
             optimizer.step()
             step += 1
             if step % every == 0:

@@ -23,7 +23,7 @@ from lightning_sparse.config import StrategyConfig
 from lightning_sparse.core.checks import expect, is_number
 from lightning_sparse.core.fields import from_keywords, with_keywords_of
 from lightning_sparse.engine import Engine
-from lightning_sparse.integrations.accelerated import Accelerated, engines_among
+from lightning_sparse.integrations.accelerated import Accelerated
 
 __all__ = ["attach"]
 
@@ -78,7 +78,7 @@ def _refuse_to_register(accelerator: Any, register: Callable[..., None]) -> None
     """Let ``register_for_checkpointing`` refuse engines: it would keep the residuals of the main process only."""
 
     def checked(*objects: Any) -> None:
-        if engines_among(objects):
+        if any(isinstance(one, Engine) for one in objects):
             raise ValueError(
                 "Expected objects whose state is equal on all processes, but got an engine, whose residuals differ "
                 "from rank to rank: register_for_checkpointing keeps those of the main process only. Leave it out: "

@@ -79,7 +79,7 @@ class SparseDDPCallback(TrainerCallback):  # type: ignore[misc]  # without types
         self._trainer = trainer
         self._attached = Accelerated(trainer.accelerator, config)
         self.resume: Any = None
-        """What ``train`` was called with as ``resume_from_checkpoint``: callbacks are not told."""
+        """Argument ``resume_from_checkpoint`` of ``train()``, of which callbacks are not told."""
         self._rows: dict[str, float] = {}
 
     @property

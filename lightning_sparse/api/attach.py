@@ -63,9 +63,8 @@ def attach(ddp: DistributedDataParallel, **keywords: Any) -> Engine:
     and ``observers``.
 
     The optimizer is not known here: call ``engine.bind([optimizer])`` to have it checked, most of all with memories
-    that have their own momentum, and for ``lr_aware``. Without ``nonfinite="nan"`` and without a ``scaler``, the
-    caller must skip steps with non-finite gradients: call ``engine.skip_void(optimizer)`` before
-    ``optimizer.step()``, or read ``engine.void``.
+    that have their own momentum, and for ``lr_aware``. Steps with gradients that are not finite on some rank are left
+    out on all; with ``nonfinite="nan"`` the optimizer takes them. With loss scaling, pass the ``scaler``.
 
     Returns:
         The engine, for statistics and for :meth:`Engine.close`.

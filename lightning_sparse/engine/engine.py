@@ -15,7 +15,6 @@ from torch.nn import Parameter
 
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
-from lightning_sparse.core.console import say
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.engine.copied import CopiedEngine
 from lightning_sparse.engine.flush import take_pending
@@ -85,7 +84,7 @@ class Engine(EngineView):
             reducer.close()
             raise
         self._source = BucketSource(reducer)
-        self._compared_kernels = self._told_of_waits = False
+        self._compared_kernels = False
         self._binding = OptimizerBinding(reducer, parameters, comm, device, left_open)
         self._state = EngineState(reducer, self._binding, list(parameters), self.frozen, comm, device, shards or {})
         if not left_open:  # else optimizers settle the memory
@@ -126,6 +125,9 @@ class Engine(EngineView):
     def skip_void(self, optimizer: torch.optim.Optimizer) -> None:
         """Let this optimizer's next step pass over what a void step has left in its parameters.
 
+        With ``nonfinite="skip"`` and without a loss scale, the engine does so by itself when the step begins. Call this
+        where other code reads gradients before that.
+
         On a device, fused optimizers of torch are handed the flag as a ``GradScaler`` hands it over, and nobody waits:
         parameters, momenta and counters of steps stay as they are, the gradients of a void step stay NaN, and the step
         is counted when the next one begins. Where the host knows the flag, for all other optimizers, for those that
@@ -135,16 +137,7 @@ class Engine(EngineView):
             ValueError: for something that is no optimizer.
         """
         check_is_optimizer(optimizer)
-        hand_over = self.loss_scale() is None
-        if hand_over and not self._told_of_waits and self._skipped.could_spare_a_wait(optimizer):
-            self._told_of_waits = True
-            if self.comm.rank == 0:
-                name = type(optimizer).__name__
-                say(
-                    "sparse_ddp: the host waits for the device once in every step, to learn whether the optimizer may "
-                    f"step. {name}(..., fused=True) learns it on the device, and nobody waits."
-                )
-        self._skipped.skip(optimizer, hand_over)
+        self._binding.skip_void(optimizer)
 
     @property
     def memory_left_open(self) -> bool:

@@ -101,7 +101,7 @@ class Reducer(Groups):
         """Bytes sent in the latest step for no single group: its header, and which parameters it used."""
         self.direct_bytes = ring_all_reduce_bytes(sum(p.nbytes for p in parameters.values()), comm.world_size)
         """Bytes that this rank sends where DDP averages everything by itself."""
-        self._loss_scale, self._before_exchange = loss_scale, before_exchange
+        self.loss_scale, self._before_exchange = loss_scale, before_exchange
         self._usage = Usage(parameters, comm) if watch_usage else None
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
         self._executor = make_executor(settings.executor, device, comm.world_size, self.on_stream.host_knows)
@@ -207,7 +207,7 @@ class Reducer(Groups):
             averages: buffers, and the futures that end when they hold averages.
         """
         void = None
-        if self.settings.nonfinite == "skip" and self._loss_scale() is None:  # else a scaler looks, or nobody
+        if self.settings.nonfinite == "skip" and self.loss_scale() is None:  # else a scaler looks, or nobody
             for average, _ in averages:
                 average.wait()
             void = ~torch.stack([all_finite(buffer) for _, buffer in averages]).all()
@@ -246,7 +246,7 @@ class Reducer(Groups):
             numels = {p.name: p.numel for p in group.plan.parameters}
             ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
         used_here = [] if self._usage is None else self._usage.here(group.spans)
-        member = Member(group, ctx, self._loss_scale(), used_here, self.on_stream.ready())
+        member = Member(group, ctx, self.loss_scale(), used_here, self.on_stream.ready())
         self._members.append(member)
         if not self._waits:
             self._executor.submit(partial(self._start, member))
@@ -338,7 +338,7 @@ class Reducer(Groups):
             if not self.on_stream.host_knows or skipped:
                 mark(skipped, unused)
             # On a device, with nonfinite="nan" and without a loss scale, nobody asks.
-            asked = self.on_stream.host_knows or self.settings.nonfinite == "skip" or self._loss_scale() is not None
+            asked = self.on_stream.host_knows or self.settings.nonfinite == "skip" or self.loss_scale() is not None
             flag = skipped if asked else None
             decision = Decision(flag, self.on_stream.stream, self.comm.wait_until, self._headers)
             names = {name for group in self.groups for name in group.arrived} - unused

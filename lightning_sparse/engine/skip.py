@@ -202,6 +202,8 @@ class SkippedSteps:
             hand_over: whether it may be given the flag on the device, so that nobody waits; else :meth:`drop`.
         """
         self.take_back(optimizer)
+        if hasattr(optimizer, "found_inf"):  # of a scaler that the engine was not shown: it finds the NaN itself
+            return
         if self._flag is not None and hand_over and heeds_found_inf(optimizer):
             self._drop(optimizer, self._invalid - self._latest)
             stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -48,8 +48,7 @@ class EngineView:
     @property
     def known_counts(self) -> Counts:
         """Exchanges so far, of which the host has heard whether they counted; does not wait for a device."""
-        unheard = self._skipped.unresolved and not self.router.on_stream.host_knows
-        return self._record.start if unheard else self._record.counts
+        return self.router.known_counts
 
     @property
     def void(self) -> bool:

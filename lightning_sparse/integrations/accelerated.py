@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import IO, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -16,11 +17,10 @@ from torch.optim import Optimizer
 from lightning_sparse.api.attach import attach_config, wrapped
 from lightning_sparse.config import SparsificationConfig, StrategyConfig
 from lightning_sparse.engine import Engine, failing_together
-from lightning_sparse.engine.metrics import summarize
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
-from lightning_sparse.engine.state.side_files import side_directory
+from lightning_sparse.engine.state.side_files import listing
 from lightning_sparse.integrations.earlier import Left, go_on
 from lightning_sparse.tuning.controllers.announcer import Announcer
 
@@ -78,9 +78,6 @@ class Accelerated:
             with failing_together(self.engine.comm, self.engine.device):
                 self.engine.bind(stepped)
             self._optimizers = stepped
-        if self.config.nonfinite == "skip":
-            for optimizer in optimizers:
-                self._skip_steps_of(optimizer)
         if limit is not None and limit > 0:
             for optimizer in stepped:
                 self.engine.clip_in_place_of_averages(float(limit), "norm", optimizer, known=not self.engine.step)
@@ -101,20 +98,6 @@ class Accelerated:
             "MULTI_CPU), and pass the model that accelerator.prepare() returned."
         )
 
-    def _skip_steps_of(self, optimizer: Any) -> None:
-        """Let a prepared optimizer skip steps whose gradients are not finite on some rank, if no loss scaler does."""
-        if "step" in vars(optimizer) or _is_enabled(getattr(self.accelerator, "scaler", None)):
-            return
-        original = optimizer.step
-
-        def step(*args: Any, **keywords: Any) -> Any:
-            if self.engine is not None and not self.engine.closed:
-                self.engine.skip_void(stepping(optimizer))
-            return original(*args, **keywords)
-
-        optimizer.step = step
-        self._undo.append(partial(vars(optimizer).pop, "step", None))
-
     def _redirect_clipping(self) -> None:
         """Let the Accelerator ask the engine before it clips averages."""
         for name, algorithm in (("clip_grad_norm_", "norm"), ("clip_grad_value_", "value")):
@@ -131,10 +114,11 @@ class Accelerated:
             The norm of the gradients, which are averages, before they are clipped; None with values.
         """
         several = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        here = {id(p) for p in several}
+        here = {id(p) for p in several if p.requires_grad}
         by_euclid = algorithm == "value" or float(norm_type) == 2.0
         mine = [one for one in self._optimizers if ids_of(one) & here]
-        if self.engine is not None and by_euclid and 0 < limit < math.inf and mine:
+        alone = here <= set().union(*map(ids_of, mine))  # a norm over parameters of other engines, too, is not known
+        if self.engine is not None and by_euclid and 0 < limit < math.inf and mine and alone:
             done = [self.engine.clip_in_place_of_averages(float(limit), algorithm, one) for one in mine]
             if all(done):
                 limit = math.inf
@@ -148,10 +132,7 @@ class Accelerated:
         if engine is None or engine.closed or engine.step == self._logged_step:
             return {}
         self._logged_step = engine.step
-        step = engine.latest_step()
-        if step is None:
-            return {}
-        return {f"sparse/{name}": value for name, value in summarize(step, engine.mean_over_ranks).items()}
+        return {f"sparse/{name}": value for name, value in engine.summary().items()}
 
     def save(self, folder: Any, global_step: int | None = None) -> None:
         """Write every rank's residuals into a checkpoint's folder, and then rank 0's marker; collective.
@@ -166,7 +147,8 @@ class Accelerated:
         beside = self._files.beside(_inside(folder), engine, _write, comm, global_step)
         with beside as marker, failing_together(comm, engine.device):
             if comm.rank == 0:
-                _write_text(_marker(folder), json.dumps({**marker, "totals": totals}, indent=1))
+                with _whole(_marker(folder)) as file:
+                    file.write(json.dumps({**marker, "totals": totals}, indent=1).encode())
 
     def unmark(self, folder: Any) -> None:
         """Remove the marker of an earlier save, before the folder is written to again; collective."""
@@ -187,7 +169,7 @@ class Accelerated:
         if engine is None:
             return
         comm = TorchCollective()
-        begun = os.path.isdir(side_directory(_inside(folder)))
+        begun = bool(listing(_inside(folder)))
         found = comm.all_gather_object((_read_marker(folder) if comm.rank == 0 else None, begun), engine.device)
         marker, dense = found[0][0], False
         if marker is None:
@@ -196,12 +178,8 @@ class Accelerated:
         if isinstance(marker, dict) and "totals" in marker:
             engine.totals.load_state_dict(marker["totals"])
 
-    def close(self) -> None:
-        """Close the engine, and give the Accelerator its own clipping back."""
-        self._close()
-
     def _close(self) -> Left | None:
-        """Close the engine; return what it leaves for the next one."""
+        """Close the engine, give the Accelerator its own clipping back; return what is left for the next engine."""
         left = None
         if self.engine is not None:
             if self.engine.step:
@@ -212,10 +190,6 @@ class Accelerated:
             undo()
         self._undo, self.engine, self._ddp = [], None, None
         return left
-
-
-def _is_enabled(scaler: Any) -> bool:
-    return scaler is not None and bool(scaler.is_enabled())
 
 
 def _inside(folder: Any) -> str:
@@ -234,21 +208,22 @@ def _read_marker(folder: Any) -> Any:
             return json.load(file)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        return f"{os.path.basename(_marker(folder))} is no JSON: {error}"
+    except (OSError, ValueError) as error:  # on this rank, and the others wait for an answer
+        return f"{os.path.basename(_marker(folder))} cannot be read as JSON: {error}"
 
 
 def _write(content: dict[str, Any], target: str) -> None:
-    """Save a tensor-holding dict, whole or not at all."""
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    torch.save(content, f"{target}.part")
-    os.replace(f"{target}.part", target)
+    """Save a dict with tensors."""
+    with _whole(target) as file:
+        torch.save(content, file)
 
 
-def _write_text(target: str, text: str) -> None:
+@contextmanager
+def _whole(target: str) -> Iterator[IO[bytes]]:
+    """Open a file that is at its place when all of it is written, and not before."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    with open(f"{target}.part", "w", encoding="utf-8") as file:
-        file.write(text)
+    with open(f"{target}.part", "wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
     os.replace(f"{target}.part", target)
@@ -256,8 +231,3 @@ def _write_text(target: str, text: str) -> None:
 
 def _read(path: str) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def engines_among(objects: Iterable[Any]) -> list[Engine]:
-    """Return the engines among some objects."""
-    return [one for one in objects if isinstance(one, Engine)]

@@ -122,7 +122,6 @@ class SparseStrategy:
         self.observers: list[StepObserver] = []
         """Further observers, for the engine that is attached next."""
         self._side_files = SideFiles()
-        self._told_of_void: set[str] = set()
         return chosen.for_lightning()
 
     def __repr__(self) -> str:
@@ -242,14 +241,6 @@ class SparseStrategy:
             return
         for engine in self.engines:
             (engine.drop_void if drop else engine.skip_void)(optimizer)
-            known = engine.known_counts  # a fused optimizer has the flag, and the host learns it one step later
-            if known.void == 1 and known.streak == 1 and engine.run_id not in self._told_of_void:
-                self._told_of_void.add(engine.run_id)
-                rank_zero_warn(
-                    f"A gradient was not finite on some rank in the backward after step {known.step}: no rank takes "
-                    "this step, and finite gradients wait in the residuals. sparse/steps/void counts such steps from "
-                    "now on."
-                )
 
 
 def planner_of(engine: Engine | None) -> Planner | None:

@@ -90,6 +90,40 @@ def test_steps_that_are_not_finite_are_skipped_on_all_ranks(two_ranks: Ranks) ->
     assert equal(results[0][0], results[1][0])
 
 
+def clip_two_models(together: bool) -> float:
+    """Clip gradients of two models in one call, or in one for each; return the norm of all averages."""
+    relaxed()
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    accelerator = Accelerator(cpu=True)
+    models, optimizers, engines = [], [], []
+    for _ in range(2):
+        model = Net()
+        wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        engines.append(attach(accelerator, wrapped, optimizer, density=0.05))
+        models.append(wrapped)
+        optimizers.append(optimizer)
+    batch = next(iter(DataLoader(Samples(), 4)))
+    for _ in range(2):
+        for model in models:
+            model.zero_grad()
+            accelerator.backward(1e3 * model(**batch)["loss"])
+        calls = [[p for m in models for p in m.parameters()]] if together else [m.parameters() for m in models]
+        for parameters in calls:
+            accelerator.clip_grad_norm_(parameters, LIMIT)
+    grads = [p.grad.clone() for m in models for p in m.parameters() if p.grad is not None]
+    for engine in engines:
+        assert engine is not None
+        engine.close()
+    return float(torch.stack([g.norm() for g in grads]).norm())
+
+
+def test_a_norm_over_several_models_is_that_of_averages(two_ranks: Ranks) -> None:
+    together, apart = two_ranks(clip_two_models, True)[0], two_ranks(clip_two_models, False)[0]
+    assert together == pytest.approx(LIMIT, rel=1e-3)  # averages, all of them
+    assert apart > LIMIT  # each rank's gradients of each model, before they wait
+
+
 def test_an_engine_is_not_kept_as_if_it_were_equal_on_all_ranks(two_ranks: Ranks) -> None:
     with pytest.raises(RankError, match="register_for_checkpointing"):
         two_ranks(job, 1, {"settings": {"density": 0.05}, "refuse": True})

@@ -35,13 +35,13 @@ OTHERS: dict[str, Make] = {
 class Run:
     """A few steps, of which some are void."""
 
-    def __init__(self, make: Make, skip: str = "skip_void", **options: Any) -> None:
+    def __init__(self, make: Make, skip: str | None = "skip_void", **options: Any) -> None:
         torch.manual_seed(0)
         self.ddp = DistributedDataParallel(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
         alone = {"single_device": "sparse", "executor": "inline", "watch": None}
         self.engine = ls.attach(self.ddp, density=0.1, rules=EVERYTHING_SPARSE, **alone, **options)
         self.optimizer = make(list(self.ddp.parameters()))
-        self.skip = getattr(self.engine, skip)
+        self.skip = (lambda optimizer: None) if skip is None else getattr(self.engine, skip)
         self.waits: list[int] = []
         """Times that the host waited between the end of each backward and that of the optimizer's step."""
 
@@ -95,6 +95,40 @@ def test_other_optimizers_are_waited_for(streams: Streams, name: str) -> None:
     handed = Run(OTHERS[name]).steps({VOID}, streams)
     assert all(handed.waits)
     assert equal(handed, Run(OTHERS[name], skip="drop_void").steps({VOID}))
+
+
+@pytest.mark.parametrize("name", [*FUSED, *OTHERS])
+def test_the_engine_asks_by_itself_when_a_step_begins(streams: Streams, name: str) -> None:
+    make = {**FUSED, **OTHERS}[name]
+    asked, alone = (Run(make, skip=skip).steps({VOID}, streams) for skip in ("skip_void", None))
+    assert equal(asked, alone)
+    assert asked.waits[1:] == alone.waits[1:]
+    assert flat(alone.ddp).isfinite().all()
+
+
+def test_a_step_that_is_left_out_is_told_once(streams: Streams) -> None:
+    with pytest.warns(UserWarning, match="not finite on some rank") as told:
+        Run(OTHERS["not fused"], skip=None).steps({0, 2})
+    assert len([one for one in told if "not finite" in str(one.message)]) == 1
+
+
+def test_with_nan_a_step_is_left_to_the_optimizer(streams: Streams) -> None:
+    assert not flat(Run(FUSED["Adam"], skip=None, nonfinite="nan").steps({VOID}).ddp).isfinite().all()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_that_the_engine_was_not_shown_skips_as_ever(one_rank: None, fused: bool) -> None:
+    run = Run(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=fused), skip=None)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for void in (False, True, False):
+        before = flat(run.ddp)
+        run.optimizer.zero_grad()
+        loss = run.ddp(torch.randn(4, 20)).square().mean() * (float("inf") if void else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+        assert torch.equal(flat(run.ddp), before) == void
+    assert scaler.get_scale() == 2.0
 
 
 def test_beside_a_loss_scale_the_flag_is_the_scalers(streams: Streams) -> None:

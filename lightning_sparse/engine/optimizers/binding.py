@@ -36,10 +36,10 @@ from lightning_sparse.methods.memory import Memory, NoMemory, Residual
 class OptimizerBinding:
     """Binds an engine to the optimizers that apply its averages.
 
-    It chooses the memory, and is called around the step of every optimizer of the process. Before a step: clipping that
-    nobody asked for ends; what has arrived is handed to the optimizer's rule, which takes Adam's steps, or notes what
-    SGD steps with; then watchers look. After it: averages count as applied, gradients that Adam's rule took away come
-    back, and momentum is spent.
+    It chooses the memory, and is called around the step of every optimizer of the process. Before a step: gradients of
+    a void step are kept from it, if no loss scaler does so; clipping that nobody asked for ends; what has arrived is
+    handed to the optimizer's rule, which takes Adam's steps, or notes what SGD steps with; then watchers look. After
+    it: averages count as applied, gradients that Adam's rule took away come back, and momentum is spent.
 
     Args:
         reducer: whose averages are applied; it is told of memories, rates and clipping.
@@ -82,6 +82,8 @@ class OptimizerBinding:
     def before(self, optimizer: Optimizer) -> None:
         """Act before an optimizer's step; its gradients are there."""
         record = self._reducer.record
+        if self._reducer.settings.nonfinite == "skip" and self._reducer.loss_scale() is None and record.hold(optimizer):
+            self.skip_void(optimizer)
         flushed = record.decision is None
         self._reducer.clipping.before_step(
             id(optimizer), lambda: not flushed and not record.waiting(optimizer).isdisjoint(record.hold(optimizer))
@@ -104,6 +106,26 @@ class OptimizerBinding:
         """Undo what :meth:`before` has done, if a step has failed since."""
         self._adam.after()
         self._momentum.forget()
+
+    def skip_void(self, optimizer: Optimizer) -> None:
+        """See :meth:`.Engine.skip_void`."""
+        reducer = self._reducer
+        hand_over = reducer.loss_scale() is None
+        if hand_over and reducer.skipped.could_spare_a_wait(optimizer):
+            self._once(
+                say,
+                "The host waits for the device once in every step, to learn whether the optimizer may step. "
+                f"{type(optimizer).__name__}(..., fused=True) learns it on the device, and nobody waits.",
+                kind="waits",
+            )
+        reducer.skipped.skip(optimizer, hand_over)
+        known = reducer.known_counts  # a fused optimizer has the flag, and the host learns it one step later
+        if known.void == 1 and known.streak == 1:
+            self._once(
+                rank_zero_warn,
+                f"A gradient was not finite on some rank in the backward after step {known.step}: no rank takes this "
+                "step, and finite gradients wait in the residuals. sparse/steps/void counts such steps from now on.",
+            )
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Return True if Adam's steps of some of its parameters are taken here, also within one that is around it."""
