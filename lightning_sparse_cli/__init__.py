@@ -20,9 +20,10 @@ from pathlib import Path
 from runpy import run_path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from lightning_sparse_cli.commands import advise, dashboard, judge, need, report, simulate
+from lightning_sparse_cli.commands import advise, dashboard, judge, need, probe, report, simulate
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "probe": probe,
     "advise": advise,
     "simulate": simulate,
     "judge": judge,

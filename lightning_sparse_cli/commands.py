@@ -241,6 +241,56 @@ def advise(
         print(f"{path} ({scenario.label})")
 
 
+def probe(
+    devices: int | None = None,
+    nodes: int | None = None,
+    accelerator: str = "auto",
+    density: float = 0.01,
+    parameters: list[float] = [14e6, 124e6, 1.5e9],  # noqa: B006
+    ranks: list[int] = [],  # noqa: B006
+    gbit: list[float] = [],  # noqa: B006
+    rtt: list[float] = [],  # noqa: B006
+    out: Path = Path("probe"),
+    json: bool = False,
+) -> None:
+    """Measure the links of a cluster before anyone trains on it, and say what an exchange will take.
+
+    Start it as the training will be started: by itself on one machine, or by torchrun or srun on several nodes.
+
+    Args:
+        devices: processes of a node; if left out, those of the launcher, all GPUs, or 2 without GPUs.
+        nodes: number of nodes; if left out, those of the launcher, or 1.
+        accelerator: of Lightning, such as cpu or cuda.
+        density: of the sparse exchange.
+        parameters: numbers of parameters to predict for, as in --parameters 14e6 7e9.
+        ranks: other numbers of ranks to predict for.
+        gbit: other rates of a link to predict for, in Gbit/s.
+        rtt: milliseconds to add to each round trip, for a distance that cannot be measured here.
+        out: folder for probe.md.
+        json: print links and expectations as JSON instead of tables.
+
+    Examples:
+        lightning-sparse probe --devices 4
+        srun lightning-sparse probe --rtt 20 50
+        torchrun --nnodes 2 --nproc-per-node 4 --no-python lightning-sparse probe --parameters 124e6
+    """
+    need("rich")
+    from lightning_sparse.tools import probe as tool
+
+    with _complaints("probe"):
+        folder = _folder(out)
+        found = tool.probe(devices, nodes, accelerator, density, parameters, ranks, gbit, rtt)
+    if found is None:
+        return  # one of the ranks beside the first
+    verdicts = found.verdicts()
+    notes = "\n".join(f"- {sentence}" for sentence in (*verdicts, *found.assumptions())) + "\n"
+    links = found.links
+    rows = {"verdicts": verdicts, "links": links.links, "expected": found.expected, "assumptions": found.assumptions()}
+    show(folder / "probe.md", found.tables(), rows if json else None, notes)
+    if not json:
+        print(*verdicts, sep="\n")
+
+
 def report(
     runs: list[Path],
     /,

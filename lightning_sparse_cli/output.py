@@ -21,8 +21,8 @@ def tell(what: str, done: float) -> None:
     print(f"\x1b[2K{bar:<40} {done:4.0%} {what}", end="\r", file=sys.stderr, flush=True)
 
 
-def show(path: Path, tables: Sequence[Table], rows: Sequence[Any] | None, notes: str = "") -> None:
-    """Write tables in markdown, and show them, or rows as JSON where there are any."""
+def show(path: Path, tables: Sequence[Table], rows: Any, notes: str = "") -> None:
+    """Write tables in markdown, and show them, or rows as JSON if they are not None."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*(table.markdown() for table in tables), *([notes] if notes else [])]), encoding="utf-8")
     if rows is not None:

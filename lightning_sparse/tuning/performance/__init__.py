@@ -8,6 +8,7 @@ One recurrence gives the end of a step (``timeline.py``), from the seconds of ba
 from lightning_sparse.tuning.performance.cost import NOTHING, CostModel, Curve, Line
 from lightning_sparse.tuning.performance.densities import HiddenDensity, TimeBudget, budget_density, hidden_densities
 from lightning_sparse.tuning.performance.groupings import OptimalMerge
+from lightning_sparse.tuning.performance.links import Link, Links, measure_links
 from lightning_sparse.tuning.performance.merge import greedy_merge, iteration_seconds, optimal_merge
 from lightning_sparse.tuning.performance.network import Network
 from lightning_sparse.tuning.performance.profile import GroupCost, LayerTime, Overlap, Profile, Traffic
@@ -22,6 +23,8 @@ __all__ = [
     "HiddenDensity",
     "LayerTime",
     "Line",
+    "Link",
+    "Links",
     "NOTHING",
     "Network",
     "OptimalMerge",
@@ -36,5 +39,6 @@ __all__ = [
     "hidden_densities",
     "iteration_seconds",
     "measure",
+    "measure_links",
     "optimal_merge",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
@@ -102,6 +102,34 @@ class Network:
             reduced = self.all_reduce.beta * hops * self.ranks / ranks
             gathered = self.all_gather.beta * hops
         return Network(Line(self.all_reduce.alpha * tree, reduced), Line(self.all_gather.alpha * hops, gathered), ranks)
+
+    def farther(self, round_trip: float) -> Network:
+        """Return the network with a longer way from rank to rank.
+
+        Each hop takes half a round trip more: an all-gather has n - 1 of them, as in a ring, an all-reduce
+        ``2 log2 n``, as along trees.
+
+        Args:
+            round_trip: seconds that a message and its answer take more, at least 0.
+
+        Raises:
+            ValueError: if it is negative or not finite.
+
+        Example:
+            >>> network = Network.ring(ranks=4, latency=0.0, bits_per_second=1e9).farther(50e-3)
+            >>> network.all_gather.alpha, network.all_reduce.alpha
+            (0.075, 0.1)
+        """
+        check_number(round_trip, "round_trip", "a finite number of seconds of at least 0")
+        if self.ranks == 1:
+            return self
+        hop = round_trip / 2
+        reduced, gathered = self.all_reduce, self.all_gather
+        return replace(
+            self,
+            all_reduce=replace(reduced, alpha=reduced.alpha + 2 * math.log2(self.ranks) * hop),
+            all_gather=replace(gathered, alpha=gathered.alpha + (self.ranks - 1) * hop),
+        )
 
     @classmethod
     def ring(cls, ranks: int, latency: float, bits_per_second: float) -> Network:
