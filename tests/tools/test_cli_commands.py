@@ -240,7 +240,7 @@ def test_bad_input_is_answered_in_one_line(
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        ([], 'expected "subcommand" to be one of {advise,simulate,judge,report,dashboard}'),
+        ([], 'expected "subcommand" to be one of {probe,advise,simulate,judge,report, ...}'),
         (["train"], "invalid choice: 'train'"),
         (["simulat"], "Did you mean simulate?"),
         (["simulate", "--bogus", "4"], "unrecognized arguments: --bogus"),

@@ -6,10 +6,9 @@ import socket
 from collections.abc import Sequence
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.clock import Stamp
@@ -55,7 +54,7 @@ class Links(NamedTuple):
 def measure_links(
     device: torch.device,
     density: float,
-    group: dist.ProcessGroup | None = None,
+    group: Any = None,
     seconds: float = 8.0,
     numel: int = 1 << 22,
 ) -> Links:
@@ -64,7 +63,7 @@ def measure_links(
     Args:
         device: where gradients would live.
         density: of the exchange, in (0, 1].
-        group: the ranks; None: the default group.
+        group: process group of the ranks; None: the default group.
         seconds: about the time for the collectives.
         numel: coordinates of the largest group whose exchange is timed.
 
