@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 from lightning_sparse.accelerate import attach
@@ -35,25 +36,29 @@ def train(
     relaxed()
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    shuffled = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, dataloader_config=shuffled)
     model = Net(spoil=spoil if torch.distributed.get_rank() == 1 else -1)
     plain = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
-    wrapped, prepared, loader = accelerator.prepare(model, plain, DataLoader(Samples(), 4))
+    wrapped, prepared, loader = accelerator.prepare(model, plain, DataLoader(Samples(), 4, shuffle=True))
     engine = None if settings is None else attach(accelerator, wrapped, prepared, max_grad_norm=LIMIT, **settings)
     first = 0
     if resume:
         accelerator.load_state(folder)
-        first = save_at
-    batches, epochs = list(loader), steps * accumulate
-    for batch in range(first * accumulate, epochs):
+        first = save_at * accumulate
+    for number in range(first, steps * accumulate):
+        epoch, within = divmod(number, len(loader))
+        if number == first or not within:
+            loader.set_epoch(epoch)
+            batches = iter(accelerator.skip_first_batches(loader, within) if within else loader)
         with accelerator.accumulate(wrapped):
-            loss = wrapped(**batches[batch % len(batches)])["loss"]
+            loss = wrapped(**next(batches))["loss"]
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(wrapped.parameters(), LIMIT)
             prepared.step()
             prepared.zero_grad()
-        if folder and not resume and batch + 1 == save_at * accumulate:
+        if folder and not resume and number + 1 == save_at * accumulate:
             accelerator.save_state(folder)
     about = {} if engine is None else {"step": engine.step, "void": engine.void_steps, "sent": engine.totals.sent_bytes}
     if refuse:
@@ -74,12 +79,14 @@ def test_density_one_is_the_accelerators_own_ddp(two_ranks: Ranks, optimizer: st
     assert all(equal(one, other) for (one, _), (other, _) in zip(dense, ours, strict=True))
 
 
-def test_a_resumed_run_ends_as_the_uninterrupted_one(two_ranks: Ranks, tmp_path: Path) -> None:
-    told = {"settings": {"density": 0.05, "strict_resume": True}, "folder": str(tmp_path / "state"), "save_at": 4}
-    whole = two_ranks(job, 9, told)
-    resumed = two_ranks(job, 9, {**told, "resume": True})
+def test_a_run_that_is_resumed_within_a_shuffled_epoch_ends_as_the_uninterrupted_one(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    told = {"settings": {"density": 0.05, "strict_resume": True}, "folder": str(tmp_path / "state"), "save_at": 8}
+    whole = two_ranks(job, 11, told)
+    resumed = two_ranks(job, 11, {**told, "resume": True})
     assert all(equal(one, other) for (one, _), (other, _) in zip(whole, resumed, strict=True))
-    assert resumed[0][1]["step"] == 9
+    assert resumed[0][1]["step"] == 11
     assert resumed[0][1]["sent"] == whole[0][1]["sent"]  # totals go on
 
 

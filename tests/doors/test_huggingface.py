@@ -70,7 +70,7 @@ def same_weights(some: list[Any], others: list[Any]) -> bool:
     return all(equal(one[0], other[0]) for one, other in zip(some, others, strict=True))
 
 
-@pytest.mark.parametrize("told", [{}, {"optim": "sgd"}, {"max_grad_norm": 0.0}])
+@pytest.mark.parametrize("told", [{}, {"optim": "sgd"}, {"max_grad_norm": 0.0}, {"bf16": True}])
 def test_density_one_is_the_trainers_own_ddp(two_ranks: Ranks, tmp_path: Path, told: dict[str, Any]) -> None:
     dense = two_ranks(job, str(tmp_path / "dense"), None, told)
     ours = two_ranks(job, str(tmp_path / "ours"), {"density": 1.0}, told)
@@ -159,6 +159,34 @@ def compiled(folder: str) -> Any:
 
 def test_compiled_models_are_exchanged(two_ranks: Ranks, tmp_path: Path) -> None:
     assert on_all(two_ranks(compiled, str(tmp_path))) == 4
+
+
+class FailsOnce(Trainer):  # type: ignore[misc]
+    """Runs out of memory in the third step with the first batch size, as a GPU would."""
+
+    failed = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.state.global_step == 2 and not self.failed:
+            self.failed = True
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().training_step(*args, **kwargs)
+
+
+def with_half_the_batch(folder: str) -> Any:
+    trainer = made(folder, None, Net(), auto_find_batch_size=True, max_steps=6)
+    trainer.__class__ = FailsOnce
+    prepare_trainer(trainer, **SPARSE)
+    trainer.train()
+    assert trainer.sparse_engine is not None
+    return trainer.sparse_engine.step, trainer._train_batch_size, weights(trainer.model)
+
+
+def test_a_smaller_batch_that_is_found_goes_on_with_what_waits(two_ranks: Ranks, tmp_path: Path) -> None:
+    one, other = two_ranks(with_half_the_batch, str(tmp_path))
+    assert one[0] == other[0] == 8  # two steps before, six with the new batch size
+    assert one[1] < 4
+    assert equal(one[2], other[2])
 
 
 def test_mistakes_are_named_before_training(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,31 +46,52 @@ class Classifier(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    def on_train_epoch_start(self) -> None:
-        died = Path(self.told["folder"], "died")
-        if self.current_epoch == self.told.get("kill_at") and self.global_rank == 1 and not died.exists():
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        died, now = Path(self.told["folder"], "died"), [self.current_epoch, index]
+        if now == self.told.get("kill_at") and self.global_rank == 1 and not died.exists():
             died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_end(self) -> None:
-        engine = self.trainer.strategy.engine
-        total = sum(float(p.double().abs().sum()) for p in self.parameters())
-        told = {"step": engine.step, "weights": total, "ranks": engine.comm.world_size}
+        engine = getattr(self.trainer.strategy, "engine", None)
+        told = {
+            "step": engine.step if engine else None,
+            "weights": [p.tolist() for p in self.parameters()],
+            "ranks": self.trainer.world_size,
+        }
         Path(self.told["folder"], f"end-{self.global_rank}.json").write_text(json.dumps(told))
 
 
+class ReportsWithinEpochs(pl.Callback):
+    """Reports a checkpoint of every worker after some batches, as Ray's own callback does at the end of epochs."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        done = trainer.fit_loop.total_batch_idx + 1
+        if done % self.every:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            trainer.save_checkpoint(os.path.join(folder, "checkpoint.ckpt"), weights_only=False)
+            ray.train.report({"batches": done}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
 def work(told: dict[str, Any]) -> None:
-    from ray.train.lightning import RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
+    from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, RayTrainReportCallback, prepare_trainer
 
     from lightning_sparse.ray import RaySparseDDPStrategy
 
     relaxed()
+    settings, every = told.get("settings", {"density": 0.05, "strict_resume": True}), told.get("every")
     trainer = prepare_trainer(
         pl.Trainer(
             max_epochs=told["epochs"],
-            strategy=RaySparseDDPStrategy(density=0.05, strict_resume=True),
+            strategy=RayDDPStrategy() if settings is None else RaySparseDDPStrategy(**settings),
+            accumulate_grad_batches=told.get("accumulate", 1),
+            gradient_clip_val=told.get("clip"),
             plugins=[RayLightningEnvironment()],
-            callbacks=[RayTrainReportCallback()],
+            callbacks=[ReportsWithinEpochs(every) if every else RayTrainReportCallback()],
             devices="auto",
             accelerator="cpu",
             enable_checkpointing=False,
@@ -78,7 +100,7 @@ def work(told: dict[str, Any]) -> None:
             enable_model_summary=False,
         )
     )
-    data, reported = DataLoader(Samples(), 8), ray.train.get_checkpoint()
+    data, reported = DataLoader(Samples(), 8, shuffle=True), ray.train.get_checkpoint()
     if reported is None:
         trainer.fit(Classifier(told), data, ckpt_path=told.get("resume"))
         return
@@ -86,7 +108,7 @@ def work(told: dict[str, Any]) -> None:
         trainer.fit(Classifier(told), data, ckpt_path=os.path.join(folder, "checkpoint.ckpt"))
 
 
-def train(folder: Path, workers: int = 2, failures: int = 0, **told: Any) -> Any:
+def train(folder: Path, workers: Any = 2, failures: int = 0, **told: Any) -> Any:
     folder.mkdir()
     return TorchTrainer(
         work,
@@ -101,11 +123,41 @@ def end_of(folder: Path, rank: int = 0) -> dict[str, Any]:
     return told
 
 
-def test_a_worker_that_is_killed_comes_back_with_its_residuals(tmp_path: Path) -> None:
-    train(tmp_path / "whole")
-    train(tmp_path / "killed", failures=1, kill_at=2)
+def test_density_one_is_rays_own_ddp(tmp_path: Path) -> None:
+    told = {"epochs": 1, "clip": 1.0, "accumulate": 2}
+    train(tmp_path / "dense", settings=None, **told)
+    train(tmp_path / "ours", settings={"density": 1.0}, **told)
+    assert end_of(tmp_path / "ours")["weights"] == end_of(tmp_path / "dense")["weights"]
+
+
+def test_a_worker_that_is_killed_within_a_shuffled_epoch_comes_back_with_its_residuals(tmp_path: Path) -> None:
+    told = {"every": 4, "clip": 1.0, "accumulate": 2}  # six batches an epoch
+    train(tmp_path / "whole", **told)
+    train(tmp_path / "killed", failures=1, kill_at=[1, 4], **told)  # after a report in the middle of this epoch
     assert (tmp_path / "killed" / "died").exists()
     assert end_of(tmp_path / "killed") == end_of(tmp_path / "whole")
+
+
+def test_a_checkpoint_of_a_dense_run_is_resumed_and_saved_again(tmp_path: Path) -> None:
+    result = train(tmp_path / "dense", epochs=1, settings=None)
+    resume = os.path.join(result.checkpoint.path, "checkpoint.ckpt")
+    again = train(tmp_path / "ours", epochs=2, resume=resume)
+    [side] = Path(again.checkpoint.path).glob("*.sparse")
+    assert len(list(side.iterdir())) == 2
+    assert end_of(tmp_path / "ours")["step"] == len(Samples()) // 8 // 2
+
+
+def test_a_file_of_a_worker_that_is_missing_is_not_silent(tmp_path: Path) -> None:
+    result = train(tmp_path / "whole", epochs=1)
+    [lost] = Path(result.checkpoint.path).glob("*.sparse/rank-1-*")  # as where a worker dies while it saves
+    lost.unlink()
+    with pytest.raises(Exception, match="rank 1"):
+        train(tmp_path / "again", epochs=2, resume=os.path.join(result.checkpoint.path, "checkpoint.ckpt"))
+
+
+def test_an_elastic_number_of_workers_is_taken(tmp_path: Path) -> None:
+    train(tmp_path / "some", workers=(1, 2), epochs=1)
+    assert end_of(tmp_path / "some")["ranks"] in (1, 2)
 
 
 def test_each_worker_reports_its_own_residuals_and_three_go_on_from_two(tmp_path: Path) -> None:

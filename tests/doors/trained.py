@@ -64,3 +64,4 @@ def relaxed() -> None:
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     warnings.filterwarnings("error", message="(?s).*residuals.*")
+    warnings.filterwarnings("ignore", message="A gradient was not finite")
