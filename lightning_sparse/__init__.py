@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_sparse.api.attach import attach
 from lightning_sparse.api.flush import flush
+from lightning_sparse.api.hsdp import attach_hsdp
 from lightning_sparse.api.simulation import StepTrace, simulate
 from lightning_sparse.config import SparsificationConfig, Watch
 from lightning_sparse.core.version import __version__ as __version__
@@ -79,6 +80,7 @@ __all__ = [
     "Watch",
     "advise",
     "attach",
+    "attach_hsdp",
     "flush",
     "merge_states",
     "simulate",

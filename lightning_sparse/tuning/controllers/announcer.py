@@ -105,7 +105,7 @@ class Announcer:
         if self._engine is not None:
             return
         self._engine = weakref.ref(engine)
-        if engine.comm.rank == 0:
+        if engine.speaks:
             say(at_start(engine))
         engine.totals.start()
         self._before = Counted(engine.totals.state_dict(), engine.step, engine.void_steps)
@@ -114,7 +114,7 @@ class Announcer:
         """Log the bytes that this rank sent."""
         engine = None if self._engine is None else self._engine()
         self._engine = None
-        if engine is not None and engine.comm.rank == 0:
+        if engine is not None and engine.speaks:
             known = engine.known_counts
             if line := at_end(engine, self._before, Counted(engine.totals.state_dict(), known.step, known.void)):
                 say(line)
