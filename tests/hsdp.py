@@ -73,3 +73,26 @@ def part(x: Any) -> Tensor:
 
 def engine_of(model: nn.Module, mesh: DeviceMesh, **settings: Any) -> ls.Engine:
     return ls.attach_hsdp(model, mesh, **{**SPARSE, **settings})
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are given numbers: the loss is their product."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            layer = nn.Module()
+            layer.register_parameter("weight", nn.Parameter(torch.zeros(shape)))
+            self.add_module(name, layer)
+
+    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(self.get_parameter(f"{name}.weight") * x).sum() for name, x in gradients.items()]).sum()
+
+
+SHAPES = {"first": (9, 40), "second": (3, 100), "third": (30, 12), "few": (1, 300)}
+
+
+def given(step: int, rank: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    """Integers, different in each step and on each rank: sums over up to four ranks and their halves are exact."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: 4.0 * torch.randint(-9, 10, shape, generator=generator) for name, shape in shapes.items()}

@@ -215,7 +215,8 @@ def networks_of(model: Any, mesh: Any) -> Networks:
         if not p.requires_grad:
             continue
         _check_sharded(name, p, mesh)
-        place: DeviceMesh = p.device_mesh  # type: ignore[assignment]
+        sharded: Any = p
+        place: DeviceMesh = sharded.device_mesh
         if within is not None and not torch.equal(place.mesh, within.mesh):
             raise ValueError(
                 f"Expected all parameters to be sharded over the same ranks, but {name} is over "

@@ -82,8 +82,8 @@ class Engine(EngineView):
         """Equal on all ranks, and different for every engine."""
         for network in (comm, within) if within else (comm,):
             network.listen(self.run_id)
-        asked: Any = (lambda: self.loss_scale(), self._before_exchange)
-        reducer = Reducer(parameters, settings, comm, device, watch_usage, *asked, within)
+        of_engine = (lambda: self.loss_scale()), self._before_exchange
+        reducer = Reducer(parameters, settings, comm, device, watch_usage, *of_engine, within=within)
         super().__init__(reducer)
         try:
             with reducer.on_stream.between_steps():

@@ -1,12 +1,12 @@
 """Source of gradients in ``.grad`` of a model that FSDP2 shards: each rank exchanges its own part of every parameter.
 
-``fully_shard`` sums gradients within a replica, over several micro-batches if it is told to, and leaves this rank's part
-in ``.grad``. When a backward is over, the parts are exchanged with the ranks of other replicas that hold the same part.
+``fully_shard`` averages gradients within a replica, adds up micro-batches, and leaves this rank's part in ``.grad``.
+When a backward is over, the parts are exchanged with the ranks of other replicas that hold the same part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 
 import torch
@@ -91,9 +91,9 @@ class ShardSource:
                 self._parameters[name].grad = grads[name]
 
 
-def _at_the_end(act: object) -> None:
+def _at_the_end(act: Callable[[], None]) -> None:
     """Call a function at the end of the backward that is running, behind all that is to be called until now."""
-    Variable._execution_engine.queue_callback(act)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(act)
 
 
 def _grad_of(parameter: Parameter) -> Tensor:
