@@ -95,7 +95,9 @@ class Engine(EngineView):
         self._source = BucketSource(reducer)
         self._compared_kernels = self._told_of_waits = False
         self._binding = OptimizerBinding(reducer, parameters, comm, device, left_open)
-        self._state = EngineState(reducer, self._binding, list(parameters), self.frozen, comm, device, shards or {})
+        self.shards = dict(shards or {})
+        """Parts of parameters, see above."""
+        self._state = EngineState(reducer, self._binding, list(parameters), self.frozen, comm, device, self.shards)
         if not left_open:  # else optimizers settle the memory
             reducer.prepare()
 

@@ -212,6 +212,11 @@ class EngineView:
         within = self.router.within
         return (mean if within is None else within.all_reduce(mean) / within.world_size).cpu()
 
+    @property
+    def ranks_of_a_replica(self) -> int:
+        """Number of ranks that hold the parts of a replica; 1 where each holds all."""
+        return 1 if self.router.within is None else self.router.within.world_size
+
     def sum_within(self, x: Tensor) -> Tensor:
         """Return the sum of a small vector on the CPU over the ranks that hold the parts of a replica; collective."""
         return x if self.router.within is None else self.router.within.all_reduce(x.to(self.device)).cpu()
