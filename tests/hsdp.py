@@ -51,7 +51,8 @@ def batches(steps: int, each: int = 1, seed: int = 100) -> Iterator[list[tuple[T
     """Batches of this rank: so many for each step."""
     generator = torch.Generator().manual_seed(seed + dist.get_rank())
     for _ in range(steps):
-        yield [(torch.randn(4, 13, generator=generator), torch.randn(4, 3, generator=generator)) for _ in range(each)]
+        inputs = [torch.randn(4, 13, generator=generator) for _ in range(each)]
+        yield [(x, x[:, :3] - x[:, 3:6]) for x in inputs]
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

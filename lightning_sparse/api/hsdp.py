@@ -43,6 +43,16 @@ class Networks(NamedTuple):
     within: dist.ProcessGroup
     """Ranks of this replica."""
 
+    def made_anew(self, config: SparsificationConfig, device: torch.device) -> tuple[TorchCollective, TorchCollective]:
+        """Return collectives for an engine, free of other traffic where they may be; all ranks call this."""
+        groups = [dist.get_process_group_ranks(group) for group in self]
+        found = TorchCollective(self.between).all_gather_object(groups, device)
+        found = [each for row in TorchCollective(self.within).all_gather_object(found, device) for each in row]
+        columns, rows = (sorted({tuple(ranks) for ranks in each}) for each in zip(*found, strict=True))
+        comm = TorchCollective.of_its_own(self.between, config.timeout, beside=columns)
+        threaded = config.executor == "thread"
+        return comm, TorchCollective.over(self.within, config.timeout, device, threaded, beside=rows)
+
 
 @dataclass(frozen=True, kw_only=True)
 class HSDPArguments(AttachArguments):
@@ -156,10 +166,8 @@ def attach_hsdp_config(
     if before is not None:
         before.release()
     with ExitStack() as undo:
-        threaded = config.executor == "thread"
-        comm = TorchCollective.of_its_own(networks.between, config.timeout)
+        comm, within = networks.made_anew(config, device)
         undo.callback(comm.close)
-        within = TorchCollective.over(networks.within, config.timeout, device, threaded)
         undo.callback(within.close)
         with failing_together(replicas, device, abort=comm.abort), failing_together(parts, device, abort=within.abort):
             broadcast_replica(model, comm)

@@ -75,7 +75,7 @@ def straight_and_resumed(path: Path, kind: str, unapplied: bool) -> tuple[list[d
     engine.close()
 
     second = model, engine, optimizer = start(1)
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))  # steps with zeros
     load(states, checkpoint_id=path / "weights")
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     notes = load_sharded(engine, path / "residuals", "one")
@@ -90,7 +90,8 @@ def straight_and_resumed(path: Path, kind: str, unapplied: bool) -> tuple[list[d
     [
         ("momentum", False),
         ("adamw", True),
-        *(pytest.param(*cell, marks=pytest.mark.thorough) for cell in [("momentum", True), ("adamw", False)]),
+        pytest.param("momentum", True, marks=pytest.mark.thorough),
+        pytest.param("adamw", False, marks=pytest.mark.thorough),
     ],
 )
 def test_a_run_is_resumed_bit_for_bit(four_ranks: Ranks, tmp_path: Path, kind: str, unapplied: bool) -> None:
