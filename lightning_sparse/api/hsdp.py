@@ -170,7 +170,7 @@ def attach_hsdp_config(
         undo.callback(comm.close)
         undo.callback(within.close)
         with failing_together(replicas, device, abort=comm.abort), failing_together(parts, device, abort=within.abort):
-            broadcast_replica(model, comm)
+            broadcast_replica(model, comm, device)
             exchanged = {name: p for name, p in trained.items() if name in shards}
             engine = Engine(
                 [_own_part(group, shards) for group in plan],
@@ -323,18 +323,19 @@ def _own_part(group: Group, shards: Mapping[str, Shard]) -> Group:
     return group._replace(parameters=tuple(p._replace(numel=shards[p.name].length) for p in group.parameters))
 
 
-def broadcast_replica(model: Module, comm: TorchCollective) -> None:
+def broadcast_replica(model: Module, comm: TorchCollective, device: torch.device) -> None:
     """Give all replicas the parameters and buffers of the first one; collective.
 
     Args:
         model: sharded.
         comm: the ranks of all replicas that hold the same part.
+        device: for the messages.
     """
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             part = own(tensor).detach()
             if part.numel():
-                part.copy_(comm.broadcast(part.clone(memory_format=torch.contiguous_format), 0))
+                part.copy_(comm.broadcast(part.to(device, copy=True, memory_format=torch.contiguous_format), 0))
 
 
 class _ReplicasAreEqual:

@@ -122,7 +122,7 @@ class TorchCollective:
         if dist.get_world_size(group) == dist.get_world_size():
             made = cls(dist.new_group(timeout=timeout, backend=backend))
         elif sum(map(len, beside)) == dist.get_world_size():
-            made = cls(dist.new_subgroups_by_enumeration([*map(list, beside)], timeout=timeout, backend=backend)[0])
+            made = cls(dist.new_subgroups_by_enumeration([*map(list, beside)], timeout=timeout, backend=backend)[0])  # type: ignore[no-untyped-call]
         else:
             ranks = dist.get_process_group_ranks(group)
             made = cls(dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True))
