@@ -36,12 +36,14 @@ from lightning_sparse.methods.sparsifiers import *  # noqa: F403
 from lightning_sparse.tuning.performance import HiddenDensity, OptimalMerge, TimeBudget
 
 if _packages.preferred() == _packages.PYTORCH_LIGHTNING:
-    from lightning_sparse.integrations.lightning_fabric import FabricSparseDDPStrategy
-    from lightning_sparse.integrations.pytorch_lightning import SparseDDPStrategy
+    from lightning_sparse.integrations.lightning_fabric import FabricSparseDDPStrategy, FabricSparseHSDPStrategy
+    from lightning_sparse.integrations.pytorch_lightning import SparseDDPStrategy, SparseHSDPStrategy
 else:
     from lightning_sparse.integrations.lightning import (  # type: ignore[assignment]
         FabricSparseDDPStrategy,
+        FabricSparseHSDPStrategy,
         SparseDDPStrategy,
+        SparseHSDPStrategy,
     )
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ __all__ = [
     "DensitySchedule",
     "Engine",
     "FabricSparseDDPStrategy",
+    "FabricSparseHSDPStrategy",
     "FlushResidual",
     "GradientDistribution",
     "Grouping",
@@ -71,6 +74,7 @@ __all__ = [
     "ResidualAudit",
     "Rules",
     "SparseDDPStrategy",
+    "SparseHSDPStrategy",
     "SparsificationConfig",
     "SparsityMonitor",
     "StepTrace",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from lightning_sparse.api.attach import NOT_HERE, AttachArguments, refuse_two_orders, warn_if_nothing_is_left
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
-from lightning_sparse.core.fields import from_keywords, keywords_of
+from lightning_sparse.core.fields import from_keywords, with_keywords_of
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.network import TorchCollective
@@ -86,7 +86,7 @@ def refuse_without_ddp(config: SparsificationConfig) -> None:
     expect(config.messages != "group", "messages", "'step' or 'auto' for a sharded model", config.messages)
 
 
-@keywords_of(HSDPArguments)
+@with_keywords_of(HSDPArguments)
 def attach_hsdp(model: Module, mesh: DeviceMesh, **keywords: Any) -> Engine:
     """Exchange the gradients of a model that FSDP2 has sharded sparsely between replicas. All ranks must call this.
 
@@ -197,6 +197,12 @@ def attach_hsdp_config(
             _sources[model] = source
         undo.pop_all()
     return engine
+
+
+def grid_of(device: torch.device, replicas: int, ranks: int) -> DeviceMesh:
+    """Return a mesh of replicas and their ranks, with the names that Lightning gives to the dimensions of a replica."""
+    names = ("replicate", "data_parallel", "tensor_parallel")
+    return init_device_mesh(device.type, (replicas, ranks, 1), mesh_dim_names=names)
 
 
 def networks_of(model: Any, mesh: Any) -> Networks:
