@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -29,11 +29,11 @@ FOLDER = "sparse"
 class HSDPArguments(StrategyConfig):  # type: ignore[misc]  # see StrategyConfig
     """Arguments of the strategies of sharded replicas: the settings, and Lightning's of ``ModelParallelStrategy``."""
 
-    replicate_size: Literal["auto"] | int = "auto"
+    replicate_size: int | str = "auto"
     """Number of replicas, between which gradients are exchanged sparsely; "auto": of nodes."""
-    data_parallel_size: Literal["auto"] | int = "auto"
+    data_parallel_size: int | str = "auto"
     """Number of ranks over which a replica is sharded, as in Lightning; "auto": of those of a node."""
-    tensor_parallel_size: Literal["auto"] | int = 1
+    tensor_parallel_size: int | str = 1
     """1: parts of tensors are not exchanged."""
     save_distributed_checkpoint: bool = True
     """Save checkpoints as folders, to which each rank writes its part; False: as one file."""

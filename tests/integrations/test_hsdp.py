@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,8 @@ SETTINGS: dict[str, Any] = {
     "data_parallel_size": 2,
     "watch": None,
 }
+HALF = "epoch=1.ckpt"
+"""What is saved after half of the epochs."""
 MODULES = {
     "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
     "lightning.pytorch": ("lightning", "lightning"),
@@ -89,9 +92,16 @@ def resumed(package: str, kind: str, path: Path, strategy: dict[str, Any], **opt
     """Weights of a run of four epochs, and of one of two that another one has gone on from."""
     straight, module = fit(package, kind, strategy, max_epochs=4, **options)
     first = {"weights": weights(module), "steps": straight.strategy.engine.step}
-    save = importlib.import_module(package).callbacks.ModelCheckpoint(path, filename="half", save_top_k=-1)
-    fit(package, kind, strategy, max_epochs=2, enable_checkpointing=True, callbacks=[save], **options)
-    second, module = fit(package, kind, strategy, ckpt=path / "half.ckpt", max_epochs=4, **options)
+    made = importlib.import_module(package).callbacks.ModelCheckpoint
+    options |= {"enable_checkpointing": True}
+
+    def save() -> dict[str, Any]:
+        return options | {"callbacks": [made(path, filename="{epoch}", save_top_k=-1, every_n_epochs=2)]}
+
+    fit(package, kind, strategy, max_epochs=2, **save())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+        second, module = fit(package, kind, strategy, ckpt=path / HALF, max_epochs=4, **save())
     engine = second.strategy.engine
     found = {"first": first, "second": {"weights": weights(module), "steps": engine.step}}
     return {**found, "memory": repr(engine.settings.memory), "clipped": bool(engine.router.clipping.limits)}
@@ -117,7 +127,7 @@ def test_a_run_with_everything_at_once_is_resumed_bit_for_bit(
         for name, weight in first["weights"].items():
             assert torch.equal(weight, second["weights"][name])
             assert torch.equal(weight, job[0]["first"]["weights"][name])
-    saves = list((tmp_path / "half.ckpt" / "sparse").iterdir())
+    saves = list((tmp_path / HALF / "sparse").iterdir())
     assert len(saves) == 1 and (saves[0] / ".metadata").is_file()
 
 
@@ -135,7 +145,7 @@ def test_a_checkpoint_of_one_file_has_residuals_beside_it(four_ranks: Ranks, tmp
     for found in four_ranks(in_one_file, package, tmp_path):
         for name, weight in found["first"]["weights"].items():
             assert torch.equal(weight, found["second"]["weights"][name])
-    assert (tmp_path / "half.ckpt").is_file() and (tmp_path / "half.ckpt.sparse").is_dir()
+    assert (tmp_path / HALF).is_file() and (tmp_path / f"{HALF}.sparse").is_dir()
 
 
 def by_name(package: str) -> tuple[str, bool, dict[str, Any]]:
