@@ -184,7 +184,7 @@ def attach_hsdp_config(
                 within=within,
             )
             undo.callback(engine.close)
-            source = ShardSource(engine, frozen)
+            source = ShardSource(engine, model, frozen)
             engine.add_observer(source)
             engine.add_observer(_ReplicasAreEqual())
             if config.watch is not None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
 from tests.hsdp import SHAPES, Given, Net, batches, engine_of, given, grid, made, part, sharded, weights, whole
@@ -371,3 +372,58 @@ def test_what_cannot_work_is_refused_on_all_ranks_by_name(four_ranks: Ranks) -> 
         assert len(told) == 13
         for words, sentence in told:
             assert words in sentence, (words, sentence)
+
+
+# ---- Other ways to run a model
+
+
+class Checkpointed(Net):
+    """Computes a layer again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = lambda z: torch.tanh(self.second(torch.tanh(z)))  # noqa: E731
+        return self.last(checkpoint(middle, self.first(x), use_reentrant=self.reentrant))
+
+
+def other_ways(kind: str) -> tuple[list[dict[str, Tensor]], int, str]:
+    """Weights after three steps by FSDP itself and by this library at density 1, its exchanges, and an error."""
+    mesh, found, steps, told = grid(2, 2), [], 0, ""
+    for native in (True, False):
+        model = made(lambda: Checkpointed(kind == "reentrant") if "reentrant" in kind else Net())
+        over = mesh if native else mesh["shard"]
+        if kind == "several roots":
+            for layer in model.children():
+                fully_shard(layer, mesh=over)
+        else:
+            sharded(model, over, reshard_after_forward=kind != "not resharded")
+        engine = None if native else engine_of(model, mesh, density=1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            for [(x, y)] in batches(3):
+                mse_loss(model(x.requires_grad_()), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except RuntimeError as error:
+            told = str(error)
+        found.append(weights(model))
+        if engine is not None:
+            steps = engine.step
+            engine.close()
+    return found, steps, told
+
+
+@pytest.mark.parametrize("kind", ["several roots", "not resharded", "not reentrant"])
+def test_one_exchange_comes_at_the_end_of_a_backward(four_ranks: Ranks, kind: str) -> None:
+    for (native, ours), steps, told in four_ranks(other_ways, kind):
+        assert steps == 3 and not told
+        assert all(torch.equal(native[name], ours[name]) for name in native)
+
+
+def test_a_backward_within_a_backward_is_refused(four_ranks: Ranks) -> None:
+    for _, steps, told in four_ranks(other_ways, "reentrant"):
+        assert steps == 0
+        assert "use_reentrant=False" in told

@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.nn import Parameter
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module, Parameter
 
 from lightning_sparse.core.layout import flattened, own, sharded_as
 from lightning_sparse.engine.engine import Engine
@@ -30,12 +31,16 @@ class ShardSource:
 
     Args:
         engine: its ``comm`` connects the replicas.
+        model: that FSDP has sharded.
         frozen: parameters that needed no gradient when the engine was attached, by name.
     """
 
-    def __init__(self, engine: Engine, frozen: Mapping[str, Parameter]) -> None:
+    def __init__(self, engine: Engine, model: Module, frozen: Mapping[str, Parameter]) -> None:
         self._engine, self._frozen = engine, frozen
         self._parameters = engine.parameters
+        states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+        self._contexts = {id(context): context for state in states if (context := state._state_ctx)}
+        """FSDP's own notes about a backward, one for each root."""
         self._backward = -1
         """Id of the backward at whose end gradients are exchanged."""
         self._hooks = [
@@ -77,6 +82,11 @@ class ShardSource:
     def _exchange(self) -> None:
         router = self._engine.router
         with router.failing_together("in backward"):
+            if any(context.post_backward_final_callback_queued for context in self._contexts.values()):
+                raise RuntimeError(
+                    "A backward within another one has ended, as torch.utils.checkpoint runs it, and gradients of the "
+                    "outer one are not here yet. Call checkpoint(..., use_reentrant=False)."
+                )
             router.begin_step()
             alone = router.comm.world_size == 1  # nobody else can have used what this rank did not
             needed = {name: p for name, p in self._parameters.items() if p.grad is not None or not alone}
