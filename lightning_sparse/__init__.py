@@ -18,6 +18,7 @@ from lightning_sparse.core.version import __version__ as __version__
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import LostRankError
 from lightning_sparse.engine.state.merging import merge_states
+from lightning_sparse.engine.state.sharded import load_sharded, save_sharded
 from lightning_sparse.integrations import packages as _packages  # registers the strategy names
 from lightning_sparse.integrations.audit import ResidualAudit
 from lightning_sparse.integrations.averages import BuildUp, DensityError, PaddingRatio, Traffic
@@ -86,7 +87,9 @@ __all__ = [
     "attach",
     "attach_hsdp",
     "flush",
+    "load_sharded",
     "merge_states",
+    "save_sharded",
     "simulate",
 ]
 __all__ += [*_sparsifiers.__all__, *_exchanges.__all__, *_memory.__all__]

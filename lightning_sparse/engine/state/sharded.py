@@ -78,21 +78,45 @@ class Saved(NamedTuple):
         return plain
 
 
-def save_sharded(engine: Engine, folder: Path, save: str) -> State:
+def save_sharded(engine: Engine, folder: str | Path, save: str = "") -> State:
     """Write what all ranks remember into a new folder; all ranks of the default process group must call this.
 
-    All of them save after the newest exchange of any rank.
+    For engines of :func:`~lightning_sparse.attach_hsdp`. All ranks save after the newest exchange of any of them.
+    Averages that no optimizer has applied go into the residuals, so that the weights that are saved are those of before
+    the optimizer's step, or of after it.
 
     Args:
         engine: of all these ranks.
         folder: on a file system that they share; made here.
-        save: the name of the save, which is kept in the folder.
+        save: a name of the save, which is kept in the folder.
 
     Returns:
         The state of this rank, without what is saved as tensors.
 
     Raises:
         RuntimeError: on all ranks, if any could not take its state.
+
+    Example:
+        One rank that is a replica by itself.
+
+        >>> import tempfile, torch, lightning_sparse as ls
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
+        >>> mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+        >>> model = fully_shard(torch.nn.Linear(20, 20, bias=False), mesh=mesh["shard"])
+        >>> engine = ls.attach_hsdp(model, mesh, density=0.1, single_device="sparse")
+        >>> model(torch.ones(1, 20)).sum().backward()
+        >>> folder = tempfile.mkdtemp() + "/sparse"
+        >>> state = ls.save_sharded(engine, folder)        # the average in .grad counts as not applied
+        >>> engine.close()
+        >>> engine = ls.attach_hsdp(model, mesh, density=0.1, single_device="sparse")
+        >>> ls.load_sharded(engine, folder)
+        []
+        >>> float(engine.residual("weight").sum())
+        400.0
+        >>> engine.close()
+        >>> dist.destroy_process_group()
     """
     newest = engine.moment.to(engine.device)
     for network in _networks(engine):
@@ -112,7 +136,7 @@ def save_sharded(engine: Engine, folder: Path, save: str) -> State:
     return rest
 
 
-def load_sharded(engine: Engine, folder: Path, save: str | None = None, resize: Resize = "merge") -> list[str]:
+def load_sharded(engine: Engine, folder: str | Path, save: str | None = None, resize: Resize = "merge") -> list[str]:
     """Go on where another engine was, of any number of replicas, and of ranks in each; all ranks must call this.
 
     With as many of both, each rank continues bit for bit. With as many replicas, their residuals do; what was learned
@@ -134,7 +158,7 @@ def load_sharded(engine: Engine, folder: Path, save: str | None = None, resize: 
     notes: list[str] = []
     with _together(engine):
         try:
-            saved = Saved.at(folder)
+            saved = Saved.at(Path(folder))
             resized = saved.replicas != engine.comm.world_size
             state = _state_for(engine, saved, resize, notes)
             waited = list(_waited_in(saved, engine))
