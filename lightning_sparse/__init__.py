@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_sparse.api.attach import attach
 from lightning_sparse.api.flush import flush
+from lightning_sparse.api.hsdp import attach_hsdp
 from lightning_sparse.api.simulation import StepTrace, simulate
 from lightning_sparse.config import SparsificationConfig, Watch
 from lightning_sparse.core.version import __version__ as __version__
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import LostRankError
 from lightning_sparse.engine.state.merging import merge_states
+from lightning_sparse.engine.state.sharded import load_sharded, save_sharded
 from lightning_sparse.integrations import packages as _packages  # registers the strategy names
 from lightning_sparse.integrations.audit import ResidualAudit
 from lightning_sparse.integrations.averages import BuildUp, DensityError, PaddingRatio, Traffic
@@ -35,12 +37,14 @@ from lightning_sparse.methods.sparsifiers import *  # noqa: F403
 from lightning_sparse.tuning.performance import HiddenDensity, OptimalMerge, TimeBudget
 
 if _packages.preferred() == _packages.PYTORCH_LIGHTNING:
-    from lightning_sparse.integrations.lightning_fabric import FabricSparseDDPStrategy
-    from lightning_sparse.integrations.pytorch_lightning import SparseDDPStrategy
+    from lightning_sparse.integrations.lightning_fabric import FabricSparseDDPStrategy, FabricSparseHSDPStrategy
+    from lightning_sparse.integrations.pytorch_lightning import SparseDDPStrategy, SparseHSDPStrategy
 else:
     from lightning_sparse.integrations.lightning import (  # type: ignore[assignment]
         FabricSparseDDPStrategy,
+        FabricSparseHSDPStrategy,
         SparseDDPStrategy,
+        SparseHSDPStrategy,
     )
 
 if TYPE_CHECKING:
@@ -58,6 +62,7 @@ __all__ = [
     "DensitySchedule",
     "Engine",
     "FabricSparseDDPStrategy",
+    "FabricSparseHSDPStrategy",
     "FlushResidual",
     "GradientDistribution",
     "Grouping",
@@ -70,6 +75,7 @@ __all__ = [
     "ResidualAudit",
     "Rules",
     "SparseDDPStrategy",
+    "SparseHSDPStrategy",
     "SparsificationConfig",
     "SparsityMonitor",
     "StepTrace",
@@ -79,8 +85,11 @@ __all__ = [
     "Watch",
     "advise",
     "attach",
+    "attach_hsdp",
     "flush",
+    "load_sharded",
     "merge_states",
+    "save_sharded",
     "simulate",
 ]
 __all__ += [*_sparsifiers.__all__, *_exchanges.__all__, *_memory.__all__]

@@ -125,7 +125,7 @@ def attach_config(
         }
     check_equal_on_ranks(facts, ranks, device)
     if ranks.rank == 0 and not stays_dense and not isinstance(config.sparsifier, Everything):
-        _warn_if_nothing_is_left(plan, config.rules)
+        warn_if_nothing_is_left(plan, config.rules)
     with ExitStack() as undo:
         comm = TorchCollective.over(ddp.process_group, config.timeout, device, config.executor == "thread")
         undo.callback(comm.close)
@@ -243,7 +243,7 @@ def sizes_of(parameters: dict[str, Parameter]) -> list[ParameterSize]:
     return [ParameterSize.of(name, p) for name, p in parameters.items()]
 
 
-def _warn_if_nothing_is_left(plan: Sequence[Group], rules: Rules) -> None:
+def warn_if_nothing_is_left(plan: Sequence[Group], rules: Rules) -> None:
     """Warn if the sizes of a model's parameters keep all of it dense; a user who names all of them means it."""
     parameters = [p for group in plan for p in group.parameters]
     named = Rules(rules.dense, dense_ndim=0, dense_numel=0)

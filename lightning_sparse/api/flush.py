@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from lightning_sparse.core.interrupts import uninterrupted
+from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.optimizers.kinds import listed
 
@@ -82,10 +84,13 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
         for parameter in parameters:
             parameter.grad = None
         for engine in engines:
-            for name, pending in engine.take_pending().items():
-                if bool(pending.any()):  # a step with zeros would still apply momentum
-                    engine.parameters[name].grad = pending
-                    square += float(pending.double().square().sum())
+            pending = engine.take_pending()
+            found = [float(own(average).double().square().sum()) for average in pending.values()]
+            squares = torch.tensor(found, dtype=torch.float64, device="cpu")
+            for (name, average), own_square in zip(pending.items(), engine.sum_within(squares).tolist(), strict=True):
+                if own_square:  # a step with zeros would still apply momentum
+                    engine.parameters[name].grad = average
+                    square += own_square
         for optimizer in chosen if square else ():
             with uninterrupted(optimizer):
                 optimizer.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,28 @@ class Gradient:
         """Write (numel,) values to the gradient's storage, unless they are there already."""
         if len(self.runs) > 1 or flat.data_ptr() != self.runs[0].data_ptr():
             torch._foreach_copy_(self.runs, list(torch.split(flat, self._lengths)))
+
+
+def own(x: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank has, in the tensor's own memory: all of it, unless it is sharded."""
+    whole: Any = x
+    if not hasattr(whole, "to_local"):
+        return x
+    with torch.no_grad():
+        part: Tensor = whole.to_local()
+    return part
+
+
+def sharded_as(part: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor that is sharded as another one, given the part that this rank has; else the part itself."""
+    kind: Any = type(like)
+    if not hasattr(kind, "from_local"):
+        return part
+    whole: Any = like
+    made: Tensor = kind.from_local(
+        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    return made
 
 
 def flattened(parameter: Tensor) -> Tensor:

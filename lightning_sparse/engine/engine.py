@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, get_args
 
@@ -47,6 +48,8 @@ class Engine(EngineView):
         frozen: parameters that need no gradient, by name.
         shards: start, length and number of all coordinates of parameters of which this rank has a part, by name. All
             ranks of ``comm`` have the same part.
+        within: ranks that hold the other parts, see :class:`~lightning_sparse.engine.reducer.Reducer`; None: this rank
+            holds all. The engine's own, closed with it.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Engine(EngineView):
         watch_usage: bool = False,
         frozen: Mapping[str, Parameter] | None = None,
         shards: Mapping[str, Shard] | None = None,
+        within: TorchCollective | None = None,
     ) -> None:
         left_open, settings = settings.memory is None, replace(settings, memory=settings.memory_in_use)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
@@ -68,13 +72,17 @@ class Engine(EngineView):
         self.observers: list[StepObserver] = []
         self.on_warning: Callable[[str, str], None] | None = None
         """Called on rank zero with the kind of each warning and the sentence, for those who pass it on."""
+        self.accumulates = False
+        """True within :meth:`no_sync`."""
         number = comm.broadcast(torch.tensor([secrets.randbits(62)], device=device), 0)
+        if within is not None:
+            number = within.broadcast(number, 0)
         self.run_id = f"{int(number):016x}"
         """Equal on all ranks, and different for every engine."""
-        comm.listen(self.run_id)
-        reducer = Reducer(
-            parameters, settings, comm, device, watch_usage, lambda: self.loss_scale(), self._before_exchange
-        )
+        for network in (comm, within) if within else (comm,):
+            network.listen(self.run_id)
+        of_engine = (lambda: self.loss_scale()), self._before_exchange
+        reducer = Reducer(parameters, settings, comm, device, watch_usage, *of_engine, within=within)
         super().__init__(reducer)
         try:
             with reducer.on_stream.between_steps():
@@ -86,7 +94,9 @@ class Engine(EngineView):
         self._source = BucketSource(reducer)
         self._compared_kernels = False
         self._binding = OptimizerBinding(reducer, parameters, comm, device, left_open)
-        self._state = EngineState(reducer, self._binding, list(parameters), self.frozen, comm, device, shards or {})
+        self.shards = dict(shards or {})
+        """Parts of parameters, see above."""
+        self._state = EngineState(reducer, self._binding, list(parameters), self.frozen, comm, device, self.shards)
         if not left_open:  # else optimizers settle the memory
             reducer.prepare()
 
@@ -222,7 +232,7 @@ class Engine(EngineView):
         """Tell the user on rank zero; all ranks call this in the same step, and count the warning."""
         sentence = f"sparse_ddp at step {self.step}: {sentence}"
         self.warnings.append(sentence)
-        if self.comm.rank == 0:
+        if self.speaks:
             if self.on_warning is not None:
                 self.on_warning(kind, sentence)
             rank_zero_warn(sentence)
@@ -299,10 +309,25 @@ class Engine(EngineView):
         if self.optimizers:
             self._binding.suit(self.optimizers)
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate the gradients of backwards within the context; the next one outside exchanges all of them.
+
+        For an engine of :func:`~lightning_sparse.attach_hsdp`. A model behind DDP has a context of its own,
+        ``ddp.no_sync()``.
+        """
+        before, self.accumulates = self.accumulates, True
+        try:
+            yield
+        finally:
+            self.accumulates = before
+
     def receive(self, bucket: Any) -> Future[Tensor]:
         """Take the gradients of a ``GradBucket``, answer with averages in its own buffer: DDP's communication hook."""
         if self.closed:
             raise RuntimeError("The engine is closed. Wrap the model again and attach a new one to train on.")
+        if self.accumulates:
+            raise RuntimeError("engine.no_sync() is for attach_hsdp. Accumulate gradients within ddp.no_sync().")
         return self._source.receive(bucket)
 
     def _before_exchange(self) -> None:

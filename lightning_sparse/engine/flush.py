@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_sparse.core.layout import flattened, shaped
+from lightning_sparse.core.layout import flattened, own, shaped, sharded_as
 from lightning_sparse.core.messages import AllGather, AllReduce, Message
 from lightning_sparse.engine.group import Divided
 from lightning_sparse.engine.network import send
@@ -35,7 +35,7 @@ def take_pending(reducer: Reducer) -> dict[str, Tensor]:
         groups, pending = reducer.groups, dict[str, Tensor]()
         have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=reducer.device)
         anywhere = answer(AllGather(have)).amax(0).tolist()
-        for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted):
+        for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted and not group.empty):
             residual = group.residual
             if residual is None:
                 residual = torch.zeros(group.plan.numel, device=reducer.device, dtype=group.wide)
@@ -45,9 +45,11 @@ def take_pending(reducer: Reducer) -> dict[str, Tensor]:
             group.handed = None  # nobody can have changed these
             for name, span in group.spans.items():
                 parameter = reducer.parameters[name]
-                pending[name] = shaped(average[span].to(parameter.dtype), parameter)
+                part = shaped(average[span].to(parameter.dtype), own(parameter))
+                pending[name] = sharded_as(part, parameter)
         reducer.totals.add(sent, 0.0)
-        averages = [Averages({name: slice(0, x.numel())}, None, flattened(x)) for name, x in pending.items()]
+        parts = {name: own(average) for name, average in pending.items()}
+        averages = [Averages({name: slice(0, part.numel())}, None, flattened(part)) for name, part in parts.items()]
         with record.changing():
             reducer.lengths.begin_step()
             for group in groups:

@@ -61,9 +61,13 @@ class GroupReducer:
         self.device, self.dtype = example.device, example.dtype
         self.wide = torch.promote_types(self.dtype, torch.float32)
         """Dtype of what is remembered."""
-        self.state: GroupState = init_group(
-            plan.numel, self.dtype, self.device, first, memory=self.memory, sparsifier=self.sparsifier
-        )
+        self.empty = not plan.numel
+        """True if this rank has no coordinate of any of the parameters."""
+        if self.empty:
+            self.state = GroupState(self.memory.init(0, self.device, self.wide), None, None)
+        else:
+            parts: dict[str, Any] = {"memory": self.memory, "sparsifier": self.sparsifier}
+            self.state = init_group(plan.numel, self.dtype, self.device, first, **parts)
         """State that survives a step; the memory's part changes in place."""
         self.statistics: Statistics | None = None
         """Statistics of the last step that exchanged the group, which need not be the latest step, see :attr:`ran`."""
@@ -189,7 +193,7 @@ class GroupReducer:
             A coroutine that works on the gradients in the buckets.
         """
         self.untouched = set(unused)
-        if len(unused) == len(self.spans):
+        if self.empty or len(unused) == len(self.spans):
             return
         grad = given = self._gradient()
         if static_shapes(self.device) and len(given.runs) > 1:  # of one vector a kernel takes one launch
@@ -295,7 +299,8 @@ class GroupReducer:
 
     def _gradient(self) -> Gradient:
         """Return the gradient, which lies in the buckets."""
-        return Gradient.of((self.arrived[name] for name in self.spans), self._rooms)
+        pieces = (piece for name in self.spans if (piece := self.arrived[name]).numel())
+        return Gradient.of(pieces, self._rooms)
 
 
 class Exchanged(NamedTuple):

@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.clock import Stamp, Totals
 from lightning_sparse.core.interrupts import held
+from lightning_sparse.core.layout import own
 from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes, started
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.executor import make_executor
@@ -37,6 +38,7 @@ from lightning_sparse.engine.pipeline import forget_overflow_
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, Header, any_set
 from lightning_sparse.engine.sources.gradient_hooks import Usage, refuse_sparse_gradients
+from lightning_sparse.methods.memory.clip import joint_norm
 from lightning_sparse.ops import all_finite
 
 NOTE = "sparse_ddp: "
@@ -73,6 +75,8 @@ class Reducer(Groups):
         watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
         loss_scale: () tensor that the loss is multiplied by, or None; asked in every backward.
         before_exchange: called on all ranks when the first gradients of a step are here; may call :meth:`adopt`.
+        within: ranks that hold the other parts of what this rank holds; None: it holds all. They skip the same steps,
+            and a norm is that of all parts. Closed with the reducer.
     """
 
     def __init__(
@@ -84,8 +88,11 @@ class Reducer(Groups):
         watch_usage: bool,
         loss_scale: Callable[[], Tensor | None],
         before_exchange: Callable[[], None],
+        within: TorchCollective | None = None,
     ) -> None:
         super().__init__(parameters, settings, comm, device)
+        self.within = within
+        """Ranks that hold the other parts of what this rank holds."""
         self.clipping = GradientClipping(parameters)
         self.lengths = Lengths()
         """Of averages, as optimizers got them."""
@@ -99,7 +106,7 @@ class Reducer(Groups):
         """Bytes and times of all steps so far."""
         self.shared_bytes = 0.0
         """Bytes sent in the latest step for no single group: its header, and which parameters it used."""
-        self.direct_bytes = ring_all_reduce_bytes(sum(p.nbytes for p in parameters.values()), comm.world_size)
+        self.direct_bytes = ring_all_reduce_bytes(sum(own(p).nbytes for p in parameters.values()), comm.world_size)
         """Bytes that this rank sends where DDP averages everything by itself."""
         self.loss_scale, self._before_exchange = loss_scale, before_exchange
         self._usage = Usage(parameters, comm) if watch_usage else None
@@ -123,6 +130,11 @@ class Reducer(Groups):
     def held_up_seconds(self) -> float:
         """Time for which the host stood still inside backward so far; 0 on devices, where streams wait instead."""
         return self._executor.blocked_seconds if self.on_stream.host_knows else 0.0
+
+    @property
+    def speaks(self) -> bool:
+        """True on the first rank; where ranks hold parts, on that with the first part."""
+        return self.comm.rank == 0 and (self.within is None or self.within.rank == 0)
 
     @property
     def sparsified(self) -> set[str]:
@@ -211,6 +223,7 @@ class Reducer(Groups):
             for average, _ in averages:
                 average.wait()
             void = ~torch.stack([all_finite(buffer) for _, buffer in averages]).all()
+        void = None if void is None else self._anywhere_within(void)
         names = {name for name, p in self.parameters.items() if p.numel()}
         stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self.device)
         decision = Decision(void, stream, self.comm.wait_until)
@@ -231,9 +244,23 @@ class Reducer(Groups):
         except Exception as error:
             if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
                 error.add_note(f"{NOTE}{where}, step {self._number}, rank {self.comm.rank}")
-            for comm in {self.comm, self.comm if self._usage is None else self._usage.comm}:
+            for comm in self._networks:
                 comm.abort()
             raise
+
+    @property
+    def _networks(self) -> set[TorchCollective]:
+        """All that this rank waits for others in."""
+        return {self.comm, self.within or self.comm, self.comm if self._usage is None else self._usage.comm}
+
+    def _anywhere_within(self, flag: Tensor) -> Tensor:
+        """Return the () flag that is set if that of a rank is which holds another part."""
+        return flag if self.within is None else self.within.all_reduce(flag.float()) > 0
+
+    def _norm_of(self, pieces: Sequence[Tensor]) -> Tensor:
+        """Return the () norm of gradients, given the pieces that this rank has of them."""
+        norm = joint_norm(pieces) if pieces else torch.zeros((), dtype=torch.float64, device=self.device)
+        return norm if self.within is None else self.within.all_reduce(norm.square()).sqrt()
 
     def _submit(self, group: GroupReducer) -> None:
         """Let a group travel with the next batch, now that all its gradients are here."""
@@ -322,9 +349,9 @@ class Reducer(Groups):
             arrived = [
                 (name, piece) for member in members for name, piece in member.group.arrived.items() if name in names
             ]
-            share = sum(piece.numel() for _, piece in arrived) / numel
+            share = sum(piece.numel() for _, piece in arrived) / numel if numel else 1.0
             used = [piece for name, piece in arrived if name not in unused]
-            clipping.apply_(used, self.comm.world_size, share, members[0].scale)
+            clipping.apply_(used, self.comm.world_size, share, members[0].scale, self._norm_of)
 
     def _settle(self, mark: Mark, late: bool) -> None:
         """Take what was sent out of the residuals, if the step counts, now that all groups have been exchanged.
@@ -333,7 +360,7 @@ class Reducer(Groups):
         """
         with self.on_stream(), self.failing_together("in settling the step"):
             voids = [group.void for group in self.groups if group.void is not None]
-            skipped = any_set(voids, self.device, self.on_stream.host_knows)
+            skipped = self._anywhere_within(any_set(voids, self.device, self.on_stream.host_knows))
             unused = self.unused
             if not self.on_stream.host_knows or skipped:
                 mark(skipped, unused)
@@ -398,4 +425,6 @@ class Reducer(Groups):
             handle.remove()
         if self._usage is not None:
             self._usage.close()
+        if self.within is not None:
+            self.within.close()
         self.comm.close()

@@ -36,6 +36,11 @@ class EngineView:
         self._record, self._skipped = reducer.record, reducer.skipped
 
     @property
+    def speaks(self) -> bool:
+        """True on the one rank that tells users something."""
+        return self.router.speaks
+
+    @property
     def step(self) -> int:
         """Synchronised backward passes so far that counted; void ones do not, see :attr:`void`."""
         return self._record.counts.step
@@ -202,7 +207,18 @@ class EngineView:
             raise RuntimeError(
                 "The engine is closed: ask for summaries before the end of fit, in on_train_end at the latest."
             )
-        return self.comm.all_reduce(x.to(self.device)).cpu() / self.comm.world_size
+        mean = self.comm.all_reduce(x.to(self.device)) / self.comm.world_size
+        within = self.router.within
+        return (mean if within is None else within.all_reduce(mean) / within.world_size).cpu()
+
+    @property
+    def ranks_of_a_replica(self) -> int:
+        """Number of ranks that hold the parts of a replica; 1 where each holds all."""
+        return 1 if self.router.within is None else self.router.within.world_size
+
+    def sum_within(self, x: Tensor) -> Tensor:
+        """Return the sum of a small vector on the CPU over the ranks that hold the parts of a replica; collective."""
+        return x if self.router.within is None else self.router.within.all_reduce(x.to(self.device)).cpu()
 
 
 def _length_changes(groups: Sequence[GroupReducer]) -> LengthChanges | None:

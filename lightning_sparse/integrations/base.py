@@ -30,6 +30,8 @@ from lightning_sparse.tuning.controllers import Planner
 
 NAME = "sparse_ddp"
 """The strategy's name, and the prefix of its variants' names."""
+HSDP_NAME = "sparse_hsdp"
+"""The name of the strategy of sharded replicas."""
 CHECKPOINT_KEY = "lightning_sparse"
 """Key of this package's entry in checkpoints."""
 DELIVERIES = 32
@@ -95,7 +97,7 @@ class SparseStrategy:
     _timeout: timedelta | None
 
     def _choose(
-        self, arguments: type[StrategyArguments], given: tuple[Any, ...], keywords: dict[str, Any]
+        self, arguments: type[StrategyConfig], given: tuple[Any, ...], keywords: dict[str, Any]
     ) -> dict[str, Any]:
         """Check and keep the settings.
 
@@ -117,12 +119,13 @@ class SparseStrategy:
                 f"{type(self).__name__} takes keywords only, but got {given[0]!r}: write "
                 f"{type(self).__name__}({name}={given[0]!r})."
             )
-        chosen = from_keywords(arguments, keywords, type(self).__name__, OTHERS)
+        chosen: Any = from_keywords(arguments, keywords, type(self).__name__, OTHERS)
         self.config = StrategyConfig.of(chosen)
         self.observers: list[StepObserver] = []
         """Further observers, for the engine that is attached next."""
         self._side_files = SideFiles()
-        return chosen.for_lightning()
+        told: dict[str, Any] = chosen.for_lightning()
+        return told
 
     def __repr__(self) -> str:
         """Name the class to import instead: Lightning prints this if its Trainer or Fabric is of the other package."""
@@ -265,7 +268,7 @@ class Names(list[str]):
         """
         known = super().__contains__(name)
         close = difflib.get_close_matches(name, self, n=1) if isinstance(name, str) and not known else []
-        if close and close[0].startswith(NAME):
+        if close and close[0].startswith((NAME, HSDP_NAME)):
             raise ValueError(f"You selected an invalid strategy name: `strategy={name!r}`. Did you mean {close[0]!r}?")
         return known
 
@@ -289,5 +292,22 @@ def register(registry: Any, strategy: type) -> None:
         description = f"DDP with a sparsified gradient exchange ({name})"
         given = {**method, **flag, "start_method": start_method}
         registry.register(name, strategy, description=description, override=True, **given)
+    _name_those_that_are_close(registry)
+
+
+def register_hsdp(registry: Any, strategy: type) -> None:
+    """Register the strategy of sharded replicas by name: ``sparse_hsdp`` and ``sparse_hsdp_<sparsifier>``.
+
+    Args:
+        registry: the StrategyRegistry of a Lightning package's Trainer.
+        strategy: that package's class.
+    """
+    registry.register(HSDP_NAME, strategy, description="FSDP2 within replicas, a sparsified exchange between them")
+    for sparsifier, _ in SPARSIFIERS.items():
+        name = f"{HSDP_NAME}_{sparsifier}"
+        registry.register(name, strategy, description=f"{HSDP_NAME} with {sparsifier}", sparsifier=sparsifier)
+
+
+def _name_those_that_are_close(registry: Any) -> None:
     listed = type(registry).available_strategies
     registry.available_strategies = lambda: Names(listed(registry))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch.nn import Parameter
 
+from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.state.plain import checksum
 from lightning_sparse.engine.state.schema import State
@@ -50,7 +51,7 @@ def parameters_of(engine: Engine) -> dict[str, Parameter]:
 
 def checksums(engine: Engine) -> dict[str, int]:
     """Return a checksum of the weights of each floating-point parameter."""
-    return {name: int(weights_checksum(p)) for name, p in parameters_of(engine).items() if p.is_floating_point()}
+    return {name: int(weights_checksum(own(p))) for name, p in parameters_of(engine).items() if p.is_floating_point()}
 
 
 def go_on(engine: Engine, left: Left | None) -> str:

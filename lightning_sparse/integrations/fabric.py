@@ -6,9 +6,7 @@ engine. The class translates between Fabric and the engines and decides nothing.
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,16 +16,12 @@ from urllib.parse import quote
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_sparse.core.clock import Totals
 from lightning_sparse.core.fields import keywords_of
-from lightning_sparse.core.interrupts import uninterrupted
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
 from lightning_sparse.engine.state.side_files import side_directory
-from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, planner_of, profile_of
-from lightning_sparse.integrations.earlier import Left
-from lightning_sparse.tuning.controllers.announcer import Announcer
+from lightning_sparse.integrations.base import CHECKPOINT_KEY, StrategyArguments, planner_of, profile_of
+from lightning_sparse.integrations.fabric_steps import SparseFabricMixin
 
 if TYPE_CHECKING:  # at run time the class of each package has its own base
     from lightning_fabric.strategies.ddp import DDPStrategy as Base
@@ -43,7 +37,7 @@ class FabricArguments(StrategyArguments):  # type: ignore[misc]  # see StrategyC
     """Filled in by Fabric."""
 
 
-class FabricSparseDDPMixin(SparseStrategy, Base):
+class FabricSparseDDPMixin(SparseFabricMixin, Base):
     """DDP whose gradient all-reduce is a sparsified exchange with error feedback, for Fabric.
 
     Everything else is Fabric's ``DDPStrategy``: launchers, cluster environments, ``fabric.no_backward_sync``. Clipping
@@ -79,43 +73,12 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
     @keywords_of(FabricArguments)
     def __init__(self, *given: Any, **keywords: Any) -> None:
         for_lightning = self._choose(FabricArguments, given, keywords)
-        self.optimizers: list[Optimizer] = []
-        """Optimizers that were set up."""
-        self._late: list[Optimizer] = []
-        """Optimizers that were set up after the first step."""
-        self._wrapped: list[tuple[Any, Engine]] = []
-        self._waiting: dict[Module, tuple[str, dict[str, Any] | None]] = {}
+        self._have_no_engines()
         super().__init__(**for_lightning)
-
-    @property
-    def engines(self) -> list[Engine]:
-        """The engines, one for each module, in the order of their set-up."""
-        return [engine for _, engine in self._wrapped]
-
-    @property
-    def engine(self) -> Engine | None:
-        """The only engine; None before a module is set up.
-
-        Raises:
-            RuntimeError: if there are several.
-        """
-        engines = self.engines
-        if len(engines) > 1:
-            raise RuntimeError(f"There are {len(engines)} engines, one for each module: see strategy.engines.")
-        return engines[0] if engines else None
-
-    def engine_of(self, module: Module) -> Engine | None:
-        """Return the engine of a module, given plain or wrapped by DDP."""
-        return next((engine for ddp, engine in self._wrapped if module in (ddp, ddp.module)), None)
 
     def setup_module(self, module: Module) -> Any:
         """Wrap a module as Fabric does, and attach an engine; at a second set-up it continues from the one before."""
-        before, profile, totals, left = self.engine_of(module), None, Totals(), None
-        if before is not None:
-            before.count_as_applied()
-            profile, totals, left = profile_of(before), before.totals, Left.by(before)
-            before.close()
-            self._wrapped = [(ddp, engine) for ddp, engine in self._wrapped if engine is not before]
+        left, profile, totals = self._end_before(module)
         loaded = self._waiting.pop(module, None)
         if loaded is not None:
             profile = (loaded[1] or {}).get("profile")
@@ -123,81 +86,12 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         with self._small_deliveries(module):
             ddp = super().setup_module(module)
         engine = self._attach(ddp, self.precision, profile)
-        engine.add_observer(Announcer())
-        engine.totals = totals
-        self._wrapped.append((ddp, engine))
-        self._follow(engine)
+        self._start(ddp, engine, totals)
         if loaded is not None:
             self._resume(engine, *loaded)
         elif left is not None:
             self._go_on(engine, left)
         return ddp
-
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Set up an optimizer as Fabric does, and bind it to the engines.
-
-        Raises:
-            ValueError: if it does not go with the memory or with ``lr_aware``.
-        """
-        chosen: Optimizer = super().setup_optimizer(optimizer)
-        self.optimizers.append(chosen)
-        if any(engine.step for engine in self.engines):
-            self._late.append(chosen)
-        for engine in self.engines:
-            self._follow(engine)
-        return chosen
-
-    def _follow(self, engine: Engine) -> None:
-        own = {id(p) for p in engine.parameters.values()}
-        applying: list[Optimizer] = []
-        replaced: dict[type[Optimizer], set[int]] = {}
-        for one in reversed(self.optimizers):
-            kind, held = type(stepping(one)), ids_of(one) & own
-            by_others = (ids for other, ids in replaced.items() if other is not kind)
-            if held.difference(*by_others):
-                applying.insert(0, one)
-            if any(one is late for late in self._late):  # replaces earlier ones of another kind
-                replaced.setdefault(kind, set()).update(held)
-        self._follow_together(engine, applying)
-
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Take a step as Fabric does; skip it after non-finite gradients if no loss scaler does so.
-
-        Signals wait while the optimizer updates parameters.
-        """
-        closure: Callable[[], Any] | None = kwargs.pop("closure", None)
-
-        def then_skip() -> Any:
-            result = closure() if closure is not None else None
-            self._skip_void(optimizer, self.precision)
-            return result
-
-        with uninterrupted(optimizer):
-            if closure is not None:
-                kwargs["closure"] = then_skip
-            else:
-                then_skip()
-            return super().optimizer_step(optimizer, **kwargs)
-
-    def clip_gradients_norm(self, module: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Clip as Fabric does; drop non-finite gradients before the norm is computed if no loss scaler skips the step.
-
-        If :meth:`.Engine.clip_in_place_of_averages` applies, each rank's gradients are clipped from the next step on,
-        before the exchange, and averages are not clipped.
-        """
-        self._skip_void(optimizer, self.precision, drop=True)
-        given = inspect.signature(super().clip_gradients_norm).bind(module, optimizer, *args, **kwargs)
-        values = given.arguments
-        if values.get("norm_type", 2.0) == 2.0 and self._clips_locally(optimizer, values["max_norm"], "norm"):
-            values["max_norm"] = math.inf
-        return super().clip_gradients_norm(*given.args, **given.kwargs)
-
-    def clip_gradients_value(self, module: Any, optimizer: Any, clip_val: Any) -> None:
-        """Clip as Fabric does, or each rank's gradients as in :meth:`clip_gradients_norm`."""
-        if self._clips_locally(optimizer, clip_val, "value"):
-            self.precision.unscale_gradients(optimizer)
-        else:
-            super().clip_gradients_value(module, optimizer, clip_val)
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
@@ -259,23 +153,6 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         self._restore(engine, place, found)
         if found and "totals" in found:
             engine.totals.load_state_dict(found["totals"])
-
-    def _engines_in(self, state: Mapping[str, Any]) -> dict[str, Engine | None]:
-        """Return the engines of the modules in a state, by key; none if the state has no optimizer."""
-        if not any(isinstance(value, Optimizer) for value in state.values()):
-            return {}
-        return {key: self.engine_of(value) for key, value in state.items() if isinstance(value, Module)}
-
-    def teardown(self) -> None:
-        """Close the engines, then everything else."""
-        for engine in self.engines:
-            engine.close()
-        super().teardown()
-        self._side_files.sweep()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy, which has no engines until modules are set up."""
-        return {**vars(self), "_wrapped": []}
 
 
 def _place(path: Any, key: str, modules: int) -> str:

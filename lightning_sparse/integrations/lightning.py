@@ -2,10 +2,13 @@
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
-from lightning_sparse.integrations.base import register
+from lightning_sparse.integrations.base import register, register_hsdp
 from lightning_sparse.integrations.fabric import FabricSparseDDPMixin
+from lightning_sparse.integrations.hsdp_fabric import FabricSparseHSDPMixin
+from lightning_sparse.integrations.hsdp_trainer import SparseHSDPMixin
 from lightning_sparse.integrations.trainer import SparseDDPMixin
 
 
@@ -19,5 +22,16 @@ class FabricSparseDDPStrategy(FabricSparseDDPMixin, FabricDDPStrategy):  # type:
     package = "lightning.fabric"
 
 
+class SparseHSDPStrategy(SparseHSDPMixin, ModelParallelStrategy):  # type: ignore[misc]  # likewise
+    __doc__ = SparseHSDPMixin.__doc__
+    package = "lightning.pytorch"
+
+
+class FabricSparseHSDPStrategy(FabricSparseHSDPMixin, FabricModelParallelStrategy):  # type: ignore[misc]  # likewise
+    __doc__ = FabricSparseHSDPMixin.__doc__
+    package = "lightning.fabric"
+
+
 register(StrategyRegistry, SparseDDPStrategy)
 register(STRATEGY_REGISTRY, FabricSparseDDPStrategy)
+register_hsdp(StrategyRegistry, SparseHSDPStrategy)

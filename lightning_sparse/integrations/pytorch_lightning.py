@@ -1,8 +1,9 @@
 """The strategy for ``pytorch_lightning.Trainer``."""
 
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 
-from lightning_sparse.integrations.base import register
+from lightning_sparse.integrations.base import register, register_hsdp
+from lightning_sparse.integrations.hsdp_trainer import SparseHSDPMixin
 from lightning_sparse.integrations.trainer import SparseDDPMixin
 
 
@@ -11,4 +12,10 @@ class SparseDDPStrategy(SparseDDPMixin, DDPStrategy):
     package = "pytorch_lightning"
 
 
+class SparseHSDPStrategy(SparseHSDPMixin, ModelParallelStrategy):
+    __doc__ = SparseHSDPMixin.__doc__
+    package = "pytorch_lightning"
+
+
 register(StrategyRegistry, SparseDDPStrategy)
+register_hsdp(StrategyRegistry, SparseHSDPStrategy)

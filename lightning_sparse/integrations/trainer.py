@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,25 +16,16 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse.core.fields import keywords_of
-from lightning_sparse.core.interrupts import SAVING, uninterrupted
-from lightning_sparse.engine import Engine
-from lightning_sparse.engine.network import LostRankError, TorchCollective
-from lightning_sparse.engine.network.process_group import BATCHES, is_loss
-from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, StrategyArguments, profile_of
-from lightning_sparse.integrations.earlier import Left, checksums
-from lightning_sparse.integrations.telling import Telling
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.integrations.base import CHECKPOINT_KEY, StrategyArguments
+from lightning_sparse.integrations.earlier import Left
+from lightning_sparse.integrations.trainer_steps import SparseTrainerMixin
 
 if TYPE_CHECKING:  # at run time the class of each package has its own base
     from pytorch_lightning.strategies import DDPStrategy as Base
 else:
     Base = object
 
-UNUSED_PARAMETERS = (
-    "It looks like your LightningModule has parameters that were not used in producing the loss returned by "
-    "training_step. If this is intentional, let DDP look for them, with "
-    "strategy=SparseDDPStrategy(find_unused_parameters=True) or strategy='sparse_ddp_find_unused_parameters_true'."
-)
-"""Replaces Lightning's sentence, which names dense strategies."""
 TRAINED_ELSEWHERE = (
     "This checkpoint holds weights alone. They were trained by processes that fit has started and ended: what these "
     "had not sent, the states of their optimizers and their numbers of steps ended with them. A run that is resumed "
@@ -47,13 +37,6 @@ SECOND_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_ave
 """Arguments of Lightning's ``DDPStrategy`` for a communication hook of the user."""
 
 
-def _has_own_clipping(module: Any) -> bool:
-    """Return True if the user has overridden ``configure_gradient_clipping``."""
-    name = "configure_gradient_clipping"
-    of_lightning = next(vars(kind)[name] for kind in reversed(type(module).__mro__) if name in vars(kind))
-    return getattr(getattr(module, name), "__func__", None) is not of_lightning
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainerArguments(StrategyArguments):  # type: ignore[misc]  # see StrategyConfig
     """Arguments of the strategies for the Trainer."""
@@ -62,7 +45,7 @@ class TrainerArguments(StrategyArguments):  # type: ignore[misc]  # see Strategy
     """Filled in by the Trainer."""
 
 
-class SparseDDPMixin(SparseStrategy, Base):
+class SparseDDPMixin(SparseTrainerMixin, Base):
     """DDP whose gradient all-reduce is a sparsified exchange with error feedback.
 
     Everything else is Lightning's ``DDPStrategy``: launchers, cluster environments, SyncBatchNorm, accumulation. A
@@ -94,31 +77,8 @@ class SparseDDPMixin(SparseStrategy, Base):
     def __init__(self, *given: Any, **keywords: Any) -> None:
         refuse_second_hook(keywords)
         for_lightning = self._choose(TrainerArguments, given, keywords)
-        self._profile: dict[str, Any] | None = None
-        self._resume: tuple[Any, dict[str, Any] | None] | None = None
-        self._earlier: tuple[Engine, dict[str, int]] | None = None
-        """Engine of the fit before, and checksums of its weights."""
-        self._left: Left | None = None
-        self._totals: dict[str, float] | None = None
-        self._telling = Telling()
-        self._shown: list[Any] = []
-        self.engine: Engine | None = None
-        """Open during fit; counts such as ``step`` can still be read afterwards."""
+        self._have_no_engine()
         super().__init__(**for_lightning)
-
-    @property
-    def engines(self) -> list[Engine]:
-        """The engine, if there is one."""
-        return [] if self.engine is None else [self.engine]
-
-    @property
-    def _open_engine(self) -> Engine | None:
-        return None if self.engine is None or self.engine.closed else self.engine
-
-    @property
-    def _trainer(self) -> Any:
-        module: Any = self.lightning_module
-        return module.trainer
 
     def _setup_model(self, model: Any) -> Any:
         """Wrap the model as Lightning does, with small DDP buckets if exchanges can overlap with backward."""
@@ -128,18 +88,7 @@ class SparseDDPMixin(SparseStrategy, Base):
 
     def _register_ddp_hooks(self) -> None:
         """Attach the engine. Lightning calls this after it wrapped the model; its version does nothing on a CPU."""
-        profile = self._profile or self.profile  # from a checkpoint, or from an earlier fit
-        left, self._left = self._left, None
-        if self._earlier is not None and self._earlier[0].step and self._resume is None:  # checkpoints take precedence
-            left = Left.by(*self._earlier)
-        self._close_engine()
-        self.engine = self._earlier = None  # frees their buffers
-        self.engine = self._attach(self.model, self.precision_plugin, profile)
-        totals, self._totals = self._totals, None
-        if totals is not None:
-            self._telling.totals.load_state_dict(totals)
-        self._telling.follow(self.engine, self._trainer)
-        self._go_on(self.engine, left)
+        self._begin(lambda profile: self._attach(self.model, self.precision_plugin, profile))
         self._continue()
 
     def _continue(self) -> None:
@@ -175,76 +124,12 @@ class SparseDDPMixin(SparseStrategy, Base):
             )
         self._follow_optimizers(self._open_engine)
 
-    def _clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip as the precision plugin does, unless this step's gradients were clipped before the exchange."""
-        algorithm = getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)
-        if not self._clips_locally(getattr(optimizer, "optimizer", optimizer), clip_val, algorithm):
-            plugin: Any = self.precision_plugin
-            type(plugin).clip_gradients(plugin, optimizer, clip_val, gradient_clip_algorithm)
-
-    def on_train_start(self) -> None:
-        """Call Lightning's hook; then log the first line and the settings."""
-        super().on_train_start()
-        if self.engine is not None:
-            self._telling.start(self.engine, self.config)
-
-    def on_validation_start(self) -> None:
-        """Call Lightning's hook; then pause the clock of training."""
-        super().on_validation_start()
-        self._telling.totals.pause()
-
-    def on_validation_end(self) -> None:
-        """Call Lightning's hook; then continue the clock of training."""
-        super().on_validation_end()
-        self._telling.totals.go_on()
-
-    def on_train_end(self) -> None:
-        """Call Lightning's hook; then log the last line and the totals."""
-        super().on_train_end()
-        if self.engine is not None:
-            self._telling.end(self.engine)
-
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Take a step as Lightning does; skip it after non-finite gradients if no loss scaler does so.
-
-        Signals wait while the optimizer updates parameters. Those that request a checkpoint wait from the end of
-        backward on, so that ranks save the same step; Ctrl-C does not, because callbacks run in between.
-        """
-        self._follow_others()  # before the step's hooks; it forms gradients where optimization is automatic
-        with uninterrupted(optimizer) as hold:
-
-            def then_skip() -> Any:
-                result = closure()
-                self._skip_void(optimizer, self.precision_plugin)
-                hold.start(SAVING)
-                return result
-
-            return super().optimizer_step(optimizer, then_skip, model, **kwargs)
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Follow changes of frozen parameters and of optimizers since the last step, then call Lightning's step."""
         if self._membership_changed():
             self._wrap_again()
         self._follow_others()
         return super().training_step(*args, **kwargs)
-
-    def _follow_others(self) -> None:
-        """Bind the current optimizers, if they have changed since the last binding."""
-        if (engine := self._open_engine) and [*map(id, self._shown)] != [*map(id, self.optimizers)]:
-            self._follow_optimizers(engine)
-
-    def _follow_optimizers(self, engine: Engine) -> None:
-        """Bind the current optimizers to the engine; let it clip gradients instead of averages, if that is better."""
-        self._follow_together(engine, self.optimizers)
-        self._shown = list(self.optimizers)
-        module: Any = self.lightning_module
-        trainer = module.trainer
-        if module.automatic_optimization and not _has_own_clipping(module):  # from the first step on
-            algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) or "norm"
-            for optimizer in self.optimizers:
-                self._clips_locally(optimizer, trainer.gradient_clip_val, algorithm, known=True)
-        # All of Lightning's clipping calls this.
-        vars(self.precision_plugin)["clip_gradients"] = self._clip_gradients
 
     def _membership_changed(self) -> bool:
         engine = self._open_engine
@@ -304,15 +189,12 @@ class SparseDDPMixin(SparseStrategy, Base):
                 rank_zero_warn(TRAINED_ELSEWHERE)
             return nullcontext()
         write = partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
-        trainer, step = self._trainer, checkpoint.get("global_step")
-        batches = trainer.fit_loop.epoch_loop.batch_progress.current
-        if batches.ready == batches.processed:  # even if not all of its optimizers have taken a step
-            self.engine.count_as_applied()
+        self._count_steps_left_out(self.engine)
         # After an error, Lightning lets callbacks save on the failed ranks; others may not take part.
-        comm = None if trainer.interrupted else TorchCollective()
+        comm = None if self._trainer.interrupted else TorchCollective()
         if comm is not None:
             path = self._place_of_residuals(path)
-        return self._side_files.beside(path, self.engine, write, comm, step)
+        return self._side_files.beside(path, self.engine, write, comm, checkpoint.get("global_step"))
 
     def _place_of_residuals(self, path: Any) -> Any:
         """Return the path beside which residuals are written: where rank 0 writes the checkpoint.
@@ -326,43 +208,10 @@ class SparseDDPMixin(SparseStrategy, Base):
         super().remove_checkpoint(filepath)
         self._side_files.remove(filepath, self.global_rank, self.world_size)
 
-    @property
-    def profile(self) -> dict[str, Any] | None:
-        """The measured :class:`~lightning_sparse.tuning.performance.Profile`, for groups and densities; or None."""
-        return profile_of(self.engine)
-
     def teardown(self) -> None:
         """Close the engine, then everything else."""
-        at_work = self._open_engine
-        self._close_engine()
-        vars(self.precision_plugin).pop("clip_gradients", None)
-        if at_work is not None:
-            self._earlier = at_work, checksums(at_work)
-        self._resume = self._profile = self._totals = None
         super().teardown()
         self._side_files.sweep()
-
-    def _close_engine(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Call Lightning's hook; let advice on unused parameters name this strategy instead of a dense one.
-
-        Lightning has a collective in each step for signals to end: if a rank has gone, that may fail first.
-        """
-        super().on_exception(exception)
-        if is_loss(exception) and not isinstance(exception, LostRankError):
-            exception.add_note(f"sparse_ddp: another rank has ended or failed. {BATCHES}")
-        exception.args = tuple(
-            UNUSED_PARAMETERS if isinstance(arg, str) and "find_unused_parameters_true" in arg else arg
-            for arg in exception.args
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return Lightning's state of a copy, which has no engine until it is set up."""
-        state: dict[str, Any] = super().__getstate__()
-        return {**state, "engine": None, "_earlier": None, "_shown": []}
 
 
 def refuse_second_hook(keywords: dict[str, Any]) -> None:

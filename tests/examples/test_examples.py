@@ -136,6 +136,26 @@ def test_plain_ddp_on_two_nodes(tmp_path: Path) -> None:
     assert "density 0.0100" in lines[1]
 
 
+def sharded(folder: Path, *options: str) -> list[str]:
+    """What the example of sharded replicas prints, on four processes."""
+    script = [str(EXAMPLES / "hsdp_gpt.py"), *options]
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", *script]
+    return run(command, folder, errors=subprocess.DEVNULL).splitlines()
+
+
+def test_sharded_replicas(tmp_path: Path) -> None:
+    [*steps, end] = (line for line in sharded(tmp_path, "--fast") if line.startswith(("step", "a rank")))
+    assert [line.split(":")[0] for line in steps] == ["step 10", "step 20"]
+    assert "a rank keeps 2.81 MB" in end and "densely 18.82 MB" in end
+
+
+@pytest.mark.thorough
+def test_sharded_replicas_go_on_as_others(tmp_path: Path) -> None:
+    sharded(tmp_path, "--steps=10", "--checkpoint=kept")
+    lines = sharded(tmp_path, "--fast", "--replicas=4", "--checkpoint=kept")
+    assert [line.split(":")[0] for line in lines if line.startswith("step")] == ["step 20"]
+
+
 @pytest.mark.thorough
 def test_plain_ddp_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     nodes = ["bash", str(EXAMPLES / "two_nodes.sh"), "--checkpoint=kept"]

@@ -72,7 +72,12 @@ class TorchCollective:
 
     @classmethod
     def over(
-        cls, group: dist.ProcessGroup | None, timeout: timedelta | None, device: torch.device, threaded: bool
+        cls,
+        group: dist.ProcessGroup | None,
+        timeout: timedelta | None,
+        device: torch.device,
+        threaded: bool,
+        beside: Sequence[Sequence[int]] = (),
     ) -> TorchCollective:
         """Return a collective over the ranks of DDP's group. All its ranks must call this.
 
@@ -85,17 +90,22 @@ class TorchCollective:
             timeout: timeout of a new group.
             device: device of the gradients.
             threaded: True if messages come from a thread of their own.
+            beside: see :meth:`of_its_own`.
         """
         shared = device.type == "cuda" and not threaded and dist.is_initialized() and dist.get_backend(group) != "gloo"
         if not shared:
-            return cls.of_its_own(group, timeout)
+            return cls.of_its_own(group, timeout, beside=beside)
         made = cls(group)
         made._asked = timeout
         return made
 
     @classmethod
     def of_its_own(
-        cls, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None, backend: str | None = None
+        cls,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        beside: Sequence[Sequence[int]] = (),
     ) -> TorchCollective:
         """Make a new group over the same ranks, free of other traffic. All its ranks must call this.
 
@@ -103,11 +113,16 @@ class TorchCollective:
             group: group with the ranks; None: the default group.
             timeout: timeout of the new group; None: its backend's default.
             backend: backend of the new group; None: that of the default group.
+            beside: ranks of all groups that are made at the same time, where together they are all ranks, and all of
+                them call this. The names of such groups are never used twice; others, made without the rest of the
+                ranks, can have the name of one that has ended, and find its addresses.
         """
         if not dist.is_initialized() or dist.get_world_size(group) == 1:
             return cls(group)
         if dist.get_world_size(group) == dist.get_world_size():
             made = cls(dist.new_group(timeout=timeout, backend=backend))
+        elif sum(map(len, beside)) == dist.get_world_size():
+            made = cls(dist.new_subgroups_by_enumeration([*map(list, beside)], timeout=timeout, backend=backend)[0])  # type: ignore[no-untyped-call]
         else:
             ranks = dist.get_process_group_ranks(group)
             made = cls(dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.core.layout import shaped
+from lightning_sparse.core.layout import own, shaped
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.optimizers.arrived import OfGroup
 from lightning_sparse.engine.optimizers.kinds import holds, refusal, settings_of
@@ -19,6 +20,9 @@ from lightning_sparse.engine.optimizers.scaled import MANY, Lengths, advice, fac
 from lightning_sparse.methods.memory import SecondMoment
 from lightning_sparse.ops.adam import Moved, Step, Steps
 from lightning_sparse.ops.length import DECAY
+
+STEP = "step"
+"""Key of the steps that were taken in torch's state of a parameter."""
 
 
 class AdamRule:
@@ -40,6 +44,8 @@ class AdamRule:
         self._steps = Steps()
         self._aside: list[tuple[Parameter, Tensor]] = []
         """Gradients that were taken from parameters while an optimizer steps."""
+        self._counting: WeakSet[Optimizer] = WeakSet()
+        """Optimizers that have counts of steps that were taken here."""
 
     @staticmethod
     def memory(
@@ -83,16 +89,57 @@ class AdamRule:
                 if owner not in served:
                     continue
                 indices, divisor = divisors[owner][name]
-                if indices is None:
-                    divisor = shaped(divisor, parameter)
                 assert parameter.grad is not None
-                moved.append(Moved(parameter, parameter.grad, divisor, indices))
-                self._aside.append((parameter, parameter.grad))
-                parameter.grad = None
-                if not self._keeps_moments:  # of dense steps, or of one without a backward
-                    optimizer.state.pop(parameter, None)
+                part, grad = own(parameter), own(parameter.grad)
+                if indices is None:
+                    divisor = shaped(divisor, part)
+                moved.append(Moved(part, grad, divisor, indices))
+                self._take_aside(optimizer, parameter, 1)
             if moved:
                 self._steps.take_(moved, Step(*self._rates(settings), scale, skip))
+
+    @torch.no_grad()
+    def rehearse(self, optimizer: Optimizer, served: Collection[int]) -> None:
+        """Keep sharded parameters whose steps are taken here from a step that only makes an optimizer's state.
+
+        Args:
+            optimizer: that takes it.
+            served: ids of these parameters.
+        """
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(parameter) in served and own(parameter) is not parameter:
+                self._take_aside(optimizer, parameter, 0)
+
+    def _take_aside(self, optimizer: Optimizer, parameter: Parameter, steps: int) -> None:
+        """Take a parameter's gradient away while the optimizer steps, and count the steps of one that is sharded.
+
+        Distributed checkpoints cannot load a parameter of which the optimizer has no state at all.
+        """
+        assert parameter.grad is not None
+        self._aside.append((parameter, parameter.grad))
+        parameter.grad = None
+        if self._keeps_moments:
+            return
+        known = optimizer.state.pop(parameter, {})  # maybe moments of dense steps, or of one without a backward
+        if own(parameter) is not parameter:
+            self._counting.add(optimizer)
+            optimizer.state[parameter] = {STEP: torch.as_tensor(known.get(STEP, 0.0)).float() + steps}
+
+    def leave(self, optimizer: Optimizer, all_of_it: bool = False) -> None:
+        """Let an optimizer make its own state of parameters that it steps now, and of which it only has a count.
+
+        Args:
+            optimizer: that is about to step.
+            all_of_it: whether it steps all of its parameters from now on.
+        """
+        for parameter, known in list(optimizer.state.items()) if optimizer in self._counting else ():
+            if known.keys() == {STEP} and (all_of_it or parameter.grad is not None):
+                del optimizer.state[parameter]
+
+    def close(self) -> None:
+        """Leave all parameters to their optimizers."""
+        for optimizer in self._counting:
+            self.leave(optimizer, all_of_it=True)
 
     def _follow_changes(self, group: GroupReducer, parameters: Mapping[str, Parameter], scale: Tensor | None) -> None:
         """Let second moments follow what averages were multiplied by since they were handed out."""

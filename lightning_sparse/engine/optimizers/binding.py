@@ -24,7 +24,16 @@ from lightning_sparse.engine.optimizers.arrived import Arrived, OfGroup
 from lightning_sparse.engine.optimizers.clipping import Clipping
 from lightning_sparse.engine.optimizers.dense_moments import go_on_from_dense
 from lightning_sparse.engine.optimizers.hooks import leave, listen, owner
-from lightning_sparse.engine.optimizers.kinds import decays_of, holds, ids_of, listed, made_for, refusal, stepping
+from lightning_sparse.engine.optimizers.kinds import (
+    decays_of,
+    holds,
+    ids_of,
+    listed,
+    made_for,
+    refusal,
+    rehearses,
+    stepping,
+)
 from lightning_sparse.engine.optimizers.momentum import has_velocities
 from lightning_sparse.engine.optimizers.momentum_rule import MomentumRule
 from lightning_sparse.engine.optimizers.pairs import check_pair
@@ -67,6 +76,8 @@ class OptimizerBinding:
         self._read: tuple[int, list[Any]] = (0, [])
         """By what the memory was chosen in the latest step: for which groups, and by which settings."""
         self._told: set[str] = set()
+        self._rehearsing = False
+        """Whether the step that an optimizer is taking only makes its state."""
         self._saved_clippings: list[Mapping[str, Any]] = []
         """Of a state that was loaded, until the optimizers are bound whose gradients were clipped."""
         keeps = reducer.settings.fallback is not None  # dense steps go on with them
@@ -82,6 +93,11 @@ class OptimizerBinding:
     def before(self, optimizer: Optimizer) -> None:
         """Act before an optimizer's step; its gradients are there."""
         record = self._reducer.record
+        self._rehearsing = rehearses(optimizer)
+        if self._rehearsing:
+            if self.takes(optimizer):
+                self._adam.rehearse(optimizer, self._served(optimizer))
+            return
         if self._reducer.settings.nonfinite == "skip" and self._reducer.loss_scale() is None and record.hold(optimizer):
             self.skip_void(optimizer)
         flushed = record.decision is None
@@ -92,12 +108,14 @@ class OptimizerBinding:
             self._adam.before(optimizer, list(self._arrived(optimizer)))
         elif type(optimizer) is SGD:
             self._momentum.before(optimizer, self._arrived(optimizer), self._spends(optimizer), 0 if flushed else 1)
+        self._adam.leave(optimizer)
         for watch in self.watchers:
             watch(optimizer)
 
     def after(self, optimizer: Optimizer) -> None:
         """Act after an optimizer's step."""
-        self._reducer.record.applied(optimizer)
+        if not self._rehearsing:
+            self._reducer.record.applied(optimizer)
         self._reducer.skipped.take_back(optimizer)
         self._adam.after()
         self._momentum.after()
@@ -129,8 +147,12 @@ class OptimizerBinding:
 
     def takes(self, optimizer: Optimizer) -> bool:
         """Return True if Adam's steps of some of its parameters are taken here, also within one that is around it."""
-        served = {key for key in ids_of(optimizer) if (group := self._group_of(key)) and group.memory.needs_second}
+        served = self._served(optimizer)
         return bool(served) and refusal(optimizer, served) is None
+
+    def _served(self, optimizer: Optimizer) -> set[int]:
+        """Return the ids of an optimizer's parameters whose averages come with what Adam divides them by."""
+        return {key for key in ids_of(optimizer) if (group := self._group_of(key)) and group.memory.needs_second}
 
     def _arrived(self, optimizer: Optimizer) -> Iterator[OfGroup]:
         """Find the averages that an optimizer is about to apply for the first time."""
@@ -154,7 +176,7 @@ class OptimizerBinding:
         chosen, reducer = listed(optimizers), self._reducer
         self.suit(chosen)
         # Where nobody has told processes their ranks, each of them counts as rank zero and would warn.
-        with warnings.catch_warnings(action="ignore") if self._comm.rank else nullcontext():
+        with warnings.catch_warnings(action="ignore") if not self._reducer.speaks else nullcontext():
             for optimizer in chosen:
                 check_pair(reducer.settings.memory_in_use, optimizer)
         if reducer.settings.lr_aware:
@@ -320,6 +342,7 @@ class OptimizerBinding:
     def close(self) -> None:
         """Leave optimizers alone."""
         self.forget()
+        self._adam.close()
         leave(self)
 
     def _once(self, tell: Callable[[str], None], sentence: str, kind: str | None = None) -> None:
@@ -330,6 +353,6 @@ class OptimizerBinding:
             sentence: to say.
             kind: of sentences of which one is said; None: of this one.
         """
-        if self._comm.rank == 0 and (kind or sentence) not in self._told:
+        if self._reducer.speaks and (kind or sentence) not in self._told:
             self._told.add(kind or sentence)
             tell(sentence)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.checks import check_positive, expect
+from lightning_sparse.core.layout import own
 from lightning_sparse.methods.memory.clip import joint_norm
 
 ALGORITHMS = ("norm", "value")
@@ -26,7 +27,14 @@ class Clipping(NamedTuple):
     limit: float
     algorithm: str = "norm"
 
-    def apply_(self, pieces: Sequence[Tensor], world_size: int, share: float, scale: Tensor | None) -> None:
+    def apply_(
+        self,
+        pieces: Sequence[Tensor],
+        world_size: int,
+        share: float,
+        scale: Tensor | None,
+        norm_of: Callable[[Sequence[Tensor]], Tensor] = joint_norm,
+    ) -> None:
         """Clip this rank's gradients in place.
 
         If their norm is not finite, all of them become NaN: nobody can say how long the finite ones should be, and none
@@ -37,9 +45,8 @@ class Clipping(NamedTuple):
             world_size: n.
             share: of all coordinates, that the pieces have; their norm is clipped to ``sqrt(share)`` of the limit.
             scale: () of the loss, which gradients still have.
+            norm_of: returns the () norm of all that is clipped together, given the pieces that this rank has of it.
         """
-        if not pieces:
-            return
         limit = self.limit * math.sqrt(world_size) * (1.0 if scale is None else scale.double())
         if self.algorithm == "value":
             for piece in pieces:
@@ -47,7 +54,7 @@ class Clipping(NamedTuple):
                 bound = (torch.ones((), dtype=torch.float64, device=piece.device) * limit).to(piece.dtype)
                 piece.copy_(torch.where(piece.isfinite(), piece.clamp(-bound, bound), piece))
             return
-        whole = joint_norm(pieces)
+        whole = norm_of(pieces)
         shrink = torch.where(whole.isfinite(), (limit * math.sqrt(share) / whole).clamp(max=1.0), float("nan"))
         for piece in pieces:
             piece.mul_(shrink.to(piece.dtype))
@@ -123,7 +130,7 @@ class GradientClipping:
         """Fix the limits of a step: each with the parameters that are clipped together, and their coordinates."""
         waiting = sparsified() if self.keys_in_place else frozenset()
         acting = {
-            key: (clipping, names, sum(self._parameters[name].numel() for name in names))
+            key: (clipping, names, sum(own(self._parameters[name]).numel() for name in names))
             for key, (clipping, names) in self.limits.items()
             if key not in self.keys_in_place or names & waiting
         }

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.core.layout import shaped
+from lightning_sparse.core.layout import own, shaped
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import stepping
@@ -49,8 +49,8 @@ def go_on_from_dense(
     served = {name: group for group in groups if group.memory.needs_second for name in group.spans}
     if not served:
         return
-    own = _formed(optimizers, {id(parameters[name]): name for name in served})
-    found = comm.all_gather_object({name: formed.steps for name, formed in own.items()}, device)
+    here = _formed(optimizers, {id(parameters[name]): name for name in served})
+    found = comm.all_gather_object({name: formed.steps for name, formed in here.items()}, device)
     holders = {name: rank for rank, each in reversed(list(enumerate(found))) for name in each}
     if not holders:
         return
@@ -59,12 +59,12 @@ def go_on_from_dense(
     fresh = set.intersection(*comm.all_gather_object(unknown, device))
     for group in groups:
         names = [name for name in group.spans if name in fresh]
-        if not names:
+        if not names or group.empty:
             continue
         start = torch.zeros(group.plan.numel, device=device, dtype=group.wide)
         for name in names:
             if holders[name] == comm.rank:
-                shaped(start[group.spans[name]], parameters[name]).copy_(own[name].second)
+                shaped(start[group.spans[name]], own(parameters[name])).copy_(here[name].second)
         start = comm.all_reduce(start).mul_(comm.world_size)
         steps = min(found[holders[name]][name] if name in fresh else 1.0 for name in group.spans)
         group.memory.start_(group.state.memory, start, [group.spans[name] for name in names], steps)
@@ -80,7 +80,8 @@ def _formed(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> dict[s
                 second, steps = state.get("exp_avg_sq"), float(state.get("step", 0))
                 if second is None or steps < 1:
                     continue
-                if second.shape == parameter.shape and bool(second.isfinite().all()):
+                second = own(second)
+                if second.shape == own(parameter).shape and bool(second.isfinite().all()):
                     corrected = second / (1 - float(group["betas"][1]) ** steps)
                     formed[names[id(parameter)]] = Formed(corrected, steps)
     return formed

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_sparse.core.checks import expect
+from lightning_sparse.core.layout import own
 
 _made: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -79,6 +80,19 @@ def check_is_optimizer(given: Any) -> None:
 def ids_of(optimizer: Optimizer) -> set[int]:
     """Return the ids of the parameters that an optimizer holds."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def rehearses(optimizer: Optimizer) -> bool:
+    """Return True if an optimizer is about to take the step by which ``torch.distributed.checkpoint`` makes its state.
+
+    It has no state yet, and its rates and all gradients are 0: nothing is applied.
+    """
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    on_host = all(not isinstance(rate, torch.Tensor) or rate.device.type == "cpu" for rate in rates)
+    if getattr(optimizer, "state", True) or not on_host or any(rate != 0 for rate in rates):
+        return False
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return all(p.grad is not None and not bool(own(p.grad).any()) for p in parameters)
 
 
 def made_for(parameters: Collection[int]) -> list[Optimizer]:

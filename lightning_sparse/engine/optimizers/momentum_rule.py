@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
+from lightning_sparse.core.layout import own
 from lightning_sparse.engine.optimizers.arrived import OfGroup
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
 
@@ -91,13 +92,13 @@ class MomentumRule:
                 if waited is None:
                     waited = torch.zeros_like(parameter, dtype=torch.uint8)
                 state[WAITED] = waited.to(torch.uint8)  # torch loads what an optimizer keeps in the parameter's dtype
-                stepped.append(Stepped(parameter, grad, velocity, state[WAITED]))
+                stepped.append(Stepped(*map(own, (parameter, grad, velocity, state[WAITED]))))
             self._spending.spend_(stepped, by, skip, steps)
             for parameter, _ in whole:  # nothing of them waits any more
                 if skip is None:
                     del optimizer.state[parameter][WAITED]
                 else:
-                    optimizer.state[parameter][WAITED].mul_(skip > 0)
+                    own(optimizer.state[parameter][WAITED]).mul_(skip > 0)
 
     def forget(self) -> None:
         """Make up for nothing: the step has failed."""

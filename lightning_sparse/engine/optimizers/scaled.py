@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_sparse.core.layout import flattened
+from lightning_sparse.core.layout import flattened, own
 from lightning_sparse.ops import static_shapes
 
 SAMPLED = 64
@@ -64,7 +64,7 @@ class Handed(NamedTuple):
             chosen = first.unsqueeze(1) + steps * (last - first).unsqueeze(1) // SAMPLED
             found = indices.new_zeros(chosen.shape) if not len(indices) else indices[chosen.clamp(max=len(indices) - 1)]
             places = (found - starts.unsqueeze(1)).where(there.unsqueeze(1), 0)
-        values = torch.stack([piece[at] for piece, at in zip(pieces, places, strict=True)])
+        values = torch.stack([_at(piece, at) for piece, at in zip(pieces, places, strict=True)])
         return cls(indices, places, values, there, None if scale is None else scale.clone())
 
 
@@ -90,7 +90,7 @@ def factors_of(handed: Handed, gradients: Sequence[Tensor | None], scale: Tensor
         scale: () that gradients still have and the step will divide them by; None: nothing.
     """
     rows = [
-        torch.full_like(row, torch.nan) if gradient is None else flattened(gradient)[at]
+        torch.full_like(row, torch.nan) if gradient is None else _at(flattened(own(gradient)), at)
         for gradient, at, row in zip(gradients, handed.places, handed.values, strict=True)
     ]
     now, then = torch.stack(rows).double(), handed.values.double()
@@ -104,6 +104,11 @@ def factors_of(handed: Handed, gradients: Sequence[Tensor | None], scale: Tensor
     by = median if handed.scale is None else median * handed.scale
     by = by if scale is None else by / scale
     return Factors(by.where(handed.there & median.isfinite(), torch.nan), odd)
+
+
+def _at(piece: Tensor, places: Tensor) -> Tensor:
+    """Return the values at places of a vector; of one without coordinates, zeros."""
+    return piece[places] if piece.numel() else piece.new_zeros(places.shape)
 
 
 class Lengths:

@@ -13,5 +13,6 @@ A source calls ``engine.router``, on all ranks in the same order:
 - ``pass_by(averages)`` where it averages all gradients by itself.
 
 Every backward passes on all gradients of a group or none; a parameter that this rank did not use has zeros.
-:class:`~lightning_sparse.engine.sources.comm_hook.BucketSource` is the source in DDP's communication hook.
+:class:`~lightning_sparse.engine.sources.comm_hook.BucketSource` is the source in DDP's communication hook,
+:class:`~lightning_sparse.engine.sources.fsdp2.ShardSource` the one over ``.grad`` of FSDP2's shards.
 """

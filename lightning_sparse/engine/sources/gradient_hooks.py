@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from lightning_sparse.core.layout import own
 from lightning_sparse.engine.network import TorchCollective
 
 
@@ -80,5 +81,7 @@ def refuse_sparse_gradients(
                 )
 
     for name, p in parameters.items():
+        if own(p) is not p:  # FSDP reduces dense gradients only
+            continue
         handles[name] = p.register_post_accumulate_grad_hook(partial(look, name))  # type: ignore[no-untyped-call]
     return list(handles.values())

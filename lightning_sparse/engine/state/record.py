@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparse.core.interrupts import held
+from lightning_sparse.core.layout import own
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.skip import Decision
 
@@ -108,7 +109,7 @@ class Handout:
 
     def begin(self) -> None:
         """Take whoever writes to a parameter from now on for one who applies its average."""
-        self._before = {name: parameter._version for name, parameter in self._parameters.items()}
+        self._before = {name: own(parameter)._version for name, parameter in self._parameters.items()}
 
     def step(self, names: Set[str]) -> None:
         """Note that an optimizer that holds these has finished a step."""
@@ -121,7 +122,7 @@ class Handout:
     @property
     def _written(self) -> Set[str]:
         """Names of the parameters that somebody has written to."""
-        return {name for name, number in self._before.items() if self._parameters[name]._version != number}
+        return {name for name, number in self._before.items() if own(self._parameters[name])._version != number}
 
     def absorb(self, names: Set[str], held: Set[str]) -> None:
         """Note that a new gradient of these is absorbed: averages that were still in ``.grad`` came with it."""

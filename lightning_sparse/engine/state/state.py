@@ -135,7 +135,7 @@ class EngineState:
                 for name, (indices, values) in (pending.items() if rank == 0 else ())
             },
             "absorbed": sorted(record.absorbed),
-            "groups": [_plain_learned(group) for group in reducer.groups],
+            "groups": [_plain_learned(group) for group in reducer.groups if not group.empty],
             "rates": dict(reducer.rates.latest),
             "surplus": {name: list(noted) for name, noted in reducer.rates.surplus.items()},
             "clippings": [
@@ -213,6 +213,9 @@ class EngineState:
                 group = reducer.form(cut, not filled.isdisjoint(names), state["step"], settings)
                 plan.groups.append(group)
                 plan.lost.extend(self._fill(group, whole))
+                if group.empty:  # nothing was learned about it
+                    plan.learned.append(None)
+                    continue
                 known = given.get(cut.name)
                 if known is not None and known["parameters"] == names:
                     try:
@@ -261,10 +264,12 @@ class EngineState:
             own, remembered = self._shard(group, name), state["parameters"].get(name, {})
             for key, values in remembered.items():
                 start, length, numel = state["spans"].get(name) or Shard.whole(values.numel())
-                first, last = max(start, own.start), min(start + length, own.start + own.length)
+                first = max(start, own.start)
+                last = max(first, min(start + length, own.start + own.length))
                 if key in vectors and numel == own.numel:
                     part = values[first - start : last - start]
-                    vectors[key][span][first - own.start : last - own.start].copy_(part)
+                    if len(part):
+                        vectors[key][span][first - own.start : last - own.start].copy_(part)
                     if len(part) < own.length:
                         notes.append(f"Of {name}, the {key} of {len(part)} of {own.length} coordinates is known.")
                 elif key in vectors:

@@ -23,7 +23,9 @@ MORE = "callbacks=[lightning_sparse.SparsityMonitor()] shows more."
 def at_start(engine: Engine) -> str:
     """Return the line on the sparsified parameters, the density and the memory that residuals take."""
     settings, n, plan = engine.settings, engine.comm.world_size, engine.plan
-    ranks = f"{n} rank{'s' * (n > 1)}"
+    within = engine.ranks_of_a_replica
+    ranks = f"{n} rank{'s' * (n > 1)}" if within == 1 else f"{n * within} ranks ({n} replicas of {within})"
+    parts = "" if within == 1 else " (a part of all) on a rank"
     if n == 1 and settings.single_device == "dense":
         return (
             "sparse_ddp: one device has nobody to send to, and trains densely, as plain DDP does. To rehearse "
@@ -43,8 +45,8 @@ def at_start(engine: Engine) -> str:
     slow = engine.device.type == "cpu" and native.description.startswith(INSTEAD)
     kernels = f" The kernels on CPUs are those of {native.description}." if slow else ""
     return (
-        f"sparse_ddp: {settings.sparsifier!r} selects {100 * share:.3g} % of {numel:,} parameters{stay}. "
-        f"{settings.memory!r} keeps {amount(engine.memory_bytes)} on {'each of ' * (n > 1)}{ranks}.{kernels}"
+        f"sparse_ddp: {settings.sparsifier!r} selects {100 * share:.3g} % of {numel:,} parameters{parts}{stay}. "
+        f"{settings.memory!r} keeps {amount(engine.memory_bytes)} on {'each of ' * (n * within > 1)}{ranks}.{kernels}"
     )
 
 
@@ -105,7 +107,7 @@ class Announcer:
         if self._engine is not None:
             return
         self._engine = weakref.ref(engine)
-        if engine.comm.rank == 0:
+        if engine.speaks:
             say(at_start(engine))
         engine.totals.start()
         self._before = Counted(engine.totals.state_dict(), engine.step, engine.void_steps)
@@ -114,7 +116,7 @@ class Announcer:
         """Log the bytes that this rank sent."""
         engine = None if self._engine is None else self._engine()
         self._engine = None
-        if engine is not None and engine.comm.rank == 0:
+        if engine is not None and engine.speaks:
             known = engine.known_counts
             if line := at_end(engine, self._before, Counted(engine.totals.state_dict(), known.step, known.void)):
                 say(line)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_sparse.config import Watch
+from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.optimizers.kinds import holds, is_adam, made_for, refusal, stepping
@@ -169,7 +170,7 @@ class Watchdog:
         self._tell(engine, "adam", f"{found.remedy()} {here}watch=ls.Watch(adam=False) silences this.")
 
     def _sparse_groups(self, engine: Engine) -> list[GroupReducer]:
-        groups = [] if engine.direct else [group for group in engine.groups if not group.plan.dense]
+        groups = [] if engine.direct else [group for group in engine.groups if not (group.plan.dense or group.empty)]
         for group in groups:
             self._histories.setdefault(group, GroupHistory(group))
         return groups
@@ -187,10 +188,10 @@ class Watchdog:
         # The updates of a skipped step have no meaning.
         groups = [] if engine.void_streak else self._sparse_groups(engine)
         histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
-        own = [checksum(p) for p in parameters.values()]
+        sums = [checksum(own(p)) for p in parameters.values()]
         for group, history in histories.items():
-            own += history.report(group)
-        columns = iter(engine.comm.all_gather(torch.stack(own)).cpu().unbind(1) if own else ())
+            sums += history.report(group)
+        columns = iter(engine.comm.all_gather(torch.stack(sums)).cpu().unbind(1) if sums else ())
         self._check_parameters(engine, {name: next(columns) for name in parameters})
         for group, history in histories.items():
             if whole:
@@ -277,6 +278,6 @@ def others(found: Sequence[object], named: int = 1) -> str:
 
 def distance(engine: Engine, name: str) -> float:
     """Return the largest difference of a parameter between rank 0 and another rank; collective."""
-    own = engine.parameters[name].detach()
-    theirs = engine.comm.broadcast(own.clone(memory_format=torch.contiguous_format), 0)
-    return float(engine.comm.all_gather((own.double() - theirs.double()).abs().max()).max())
+    here = own(engine.parameters[name]).detach()
+    theirs = engine.comm.broadcast(here.clone(memory_format=torch.contiguous_format), 0)
+    return float(engine.comm.all_gather((here.double() - theirs.double()).abs().max()).max())

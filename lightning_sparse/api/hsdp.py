@@ -1,0 +1,368 @@
+"""Plain PyTorch: the sparsified exchange between replicas of a model that FSDP2 shards within each of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+
+from lightning_sparse.api.attach import NOT_HERE, AttachArguments, refuse_two_orders, warn_if_nothing_is_left
+from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.core.checks import expect
+from lightning_sparse.core.fields import from_keywords, with_keywords_of
+from lightning_sparse.core.layout import own
+from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.sources.fsdp2 import ShardSource
+from lightning_sparse.engine.state.state import Shard
+from lightning_sparse.methods.grouping import DDP_BUCKET_MB, Group, ParameterSize, dense_plan, make_plan
+from lightning_sparse.methods.sparsifiers import Everything
+from lightning_sparse.tuning.controllers import Planner, StayDense
+from lightning_sparse.tuning.controllers.announcer import Announcer
+from lightning_sparse.tuning.controllers.checksum import checksum
+from lightning_sparse.tuning.controllers.watchdog import Watchdog
+
+_sources: weakref.WeakKeyDictionary[Module, ShardSource] = weakref.WeakKeyDictionary()
+"""The latest source of each model."""
+
+
+class Networks(NamedTuple):
+    """The process groups of a rank."""
+
+    between: dist.ProcessGroup
+    """Ranks of all replicas that hold the same part of the model."""
+    within: dist.ProcessGroup
+    """Ranks of this replica."""
+
+    def made_anew(self, config: SparsificationConfig, device: torch.device) -> tuple[TorchCollective, TorchCollective]:
+        """Return collectives for an engine, free of other traffic where they may be; all ranks call this."""
+        groups = [dist.get_process_group_ranks(group) for group in self]
+        found = TorchCollective(self.between).all_gather_object(groups, device)
+        found = [each for row in TorchCollective(self.within).all_gather_object(found, device) for each in row]
+        columns, rows = (sorted({tuple(ranks) for ranks in each}) for each in zip(*found, strict=True))
+        comm = TorchCollective.of_its_own(self.between, config.timeout, beside=columns)
+        threaded = config.executor == "thread"
+        return comm, TorchCollective.over(self.within, config.timeout, device, threaded, beside=rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HSDPArguments(AttachArguments):
+    """Arguments of :func:`attach_hsdp`; some of those of ``attach`` need DDP, and are refused."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scaler is not None and self.scaler.is_enabled():
+            raise ValueError(
+                "attach_hsdp does not take a GradScaler: each rank would look at its own part of the gradients only. "
+                "Train in bfloat16, which needs no loss scale."
+            )
+        refuse_without_ddp(self)
+        fits = self.profile is None
+        expect(fits, "profile", "None, since nothing is profiled without DDP's buckets", self.profile)
+
+
+def refuse_without_ddp(config: SparsificationConfig) -> None:
+    """Raise for settings that need DDP's buckets.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if Planner.wanted(config):
+        asks = "grouping" if config.grouping.needs_profile else "density"
+        raise ValueError(
+            f"Expected a {asks} without a profile of the first steps, but got {getattr(config, asks)!r}: all gradients "
+            "of a sharded model come at the end of backward, so that there is nothing to overlap with."
+        )
+    expect(config.fallback is None, "fallback", "None for a sharded model", config.fallback)
+    expect(config.messages != "group", "messages", "'step' or 'auto' for a sharded model", config.messages)
+
+
+@with_keywords_of(HSDPArguments)
+def attach_hsdp(model: Module, mesh: DeviceMesh, **keywords: Any) -> Engine:
+    """Exchange the gradients of a model that FSDP2 has sharded sparsely between replicas. All ranks must call this.
+
+    Each replica shards the model over its ranks with ``fully_shard``; FSDP sums gradients within it, densely. At the
+    end of every backward, each rank exchanges its own part of the gradients, sparsified and with error feedback, with
+    the ranks of the other replicas that hold the same part. ``.grad`` then holds its part of the average.
+
+    ``model`` is sharded over ``mesh["shard"]``, or whatever the name of its second dimension is, before its first
+    backward; ``mesh`` has two dimensions, replicas first, or is that of the replicas alone. All other arguments are
+    keywords: the settings of :class:`~lightning_sparse.SparsificationConfig`, and ``observers``. Parameters, and
+    buffers, become those of the first replica.
+
+    Bind the optimizer with ``engine.bind([optimizer])``, before a checkpoint is loaded into it. Without
+    ``nonfinite="nan"``, call ``engine.skip_void(optimizer)`` before ``optimizer.step()``. Accumulate gradients within
+    ``engine.no_sync()``.
+
+    Returns:
+        The engine, for statistics and for :meth:`Engine.close`.
+
+    Raises:
+        ValueError: for settings that cannot work, or for a model that is sharded in another way, naming the parameter.
+        TypeError: for a model that is not sharded, for something else than a mesh, or a keyword that it does not know.
+        RuntimeError: on all ranks, if the ranks' settings or models differ; if the model has an open engine; on the
+            other ranks, if something is refused on some only.
+
+    Example:
+        One rank that is a replica by itself, with nobody to send to.
+
+        >>> import tempfile, torch, lightning_sparse as ls
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(tempfile.mktemp(), 1))
+        >>> mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+        >>> model = fully_shard(torch.nn.Linear(20, 20, bias=False), mesh=mesh["shard"])
+        >>> engine = ls.attach_hsdp(model, mesh, density=0.1, single_device="sparse")
+        >>> model(torch.ones(1, 20)).sum().backward()
+        >>> int(model.weight.grad.to_local().count_nonzero())
+        40
+        >>> engine.close()
+        >>> dist.destroy_process_group()
+    """
+    networks = networks_of(model, mesh)
+    device = next(own(p).device for p in model.parameters())
+    between, within = TorchCollective(networks.between), TorchCollective(networks.within)
+    with failing_together(between, device), failing_together(within, device):
+        arguments = from_keywords(HSDPArguments, keywords, "attach_hsdp", NOT_HERE)
+    engine = attach_hsdp_config(model, networks, SparsificationConfig.of(arguments), arguments.observers)
+    engine.add_observer(Announcer())
+    return engine
+
+
+def attach_hsdp_config(
+    model: Module, networks: Networks, config: SparsificationConfig, observers: Sequence[StepObserver]
+) -> Engine:
+    """Do the work of :func:`attach_hsdp` with checked settings."""
+    replicas, parts = TorchCollective(networks.between), TorchCollective(networks.within)
+    device = next(own(p).device for p in model.parameters())
+    with failing_together(replicas, device), failing_together(parts, device):
+        before = _sources.get(model)
+        if before is not None and not before.closed:
+            raise RuntimeError("The model has an engine already: close it, or go on with it.")
+        trained, frozen = _parameters_of(model)
+        sizes = [ParameterSize.of(name, p) for name, p in trained.items()]
+        cap = DDP_BUCKET_MB if config.bucket_cap_mb is None else float(config.bucket_cap_mb)
+        config = replace(config, bucket_cap_mb=cap)
+        plan = make_plan(sizes, config.grouping, config.rules, cap * parts.world_size)
+        stays_dense = replicas.world_size == 1 and config.single_device == "dense"
+        plan = dense_plan(sizes, cap * parts.world_size) if stays_dense else plan
+        refuse_two_orders(model, config.executor, device)
+    facts = {**vars(config), "observers": [type(one).__name__ for one in observers], "groups": plan}
+    check_equal_on_ranks(facts, parts, device)
+    shards = {name: shard_of(p) for name, p in trained.items() if p.numel()}
+    check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
+    speaks = replicas.rank == parts.rank == 0
+    if speaks and not stays_dense and not isinstance(config.sparsifier, Everything):
+        warn_if_nothing_is_left(plan, config.rules)
+    if before is not None:
+        before.release()
+    with ExitStack() as undo:
+        comm, within = networks.made_anew(config, device)
+        undo.callback(comm.close)
+        undo.callback(within.close)
+        with failing_together(replicas, device, abort=comm.abort), failing_together(parts, device, abort=within.abort):
+            broadcast_replica(model, comm, device)
+            exchanged = {name: p for name, p in trained.items() if name in shards}
+            engine = Engine(
+                [_own_part(group, shards) for group in plan],
+                exchanged,
+                config,
+                comm,
+                device,
+                watch_usage=True,
+                frozen=frozen,
+                shards=shards,
+                within=within,
+            )
+            undo.callback(engine.close)
+            source = ShardSource(engine, model, frozen)
+            engine.add_observer(source)
+            engine.add_observer(_ReplicasAreEqual())
+            if config.watch is not None:
+                engine.add_observer(Watchdog(config.watch))
+            if stays_dense:
+                engine.go_direct()
+                engine.add_observer(StayDense())
+            for observer in observers:
+                engine.add_observer(observer)
+            _sources[model] = source
+        undo.pop_all()
+    return engine
+
+
+def grid_of(device: torch.device, replicas: int, ranks: int) -> DeviceMesh:
+    """Return a mesh of replicas and their ranks, with the names that Lightning gives to the dimensions of a replica."""
+    names = ("replicate", "data_parallel", "tensor_parallel")
+    return init_device_mesh(device.type, (replicas, ranks, 1), mesh_dim_names=names)
+
+
+def networks_of(model: Any, mesh: Any) -> Networks:
+    """Return the process groups of this rank, given a model and a mesh of replicas.
+
+    Raises:
+        ValueError: if the model is not sharded over the mesh, or in another way than within a replica.
+        TypeError: for something else than a sharded model and a mesh.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
+        came = f"one of {mesh.ndim}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise TypeError(
+            f"Expected a DeviceMesh of two dimensions, replicas first, or of replicas alone, but got {came}."
+        )
+    if not isinstance(model, Module) or not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise TypeError(
+            f"Expected a model that FSDP2 has sharded, but got {type(model).__name__}: call "
+            f"fully_shard(model, mesh={_within_name(mesh)}) first."
+        )
+    refuse_offload(model)
+    first = ""
+    within: DeviceMesh | None = None
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        _check_sharded(name, p, mesh)
+        sharded: Any = p
+        place: DeviceMesh = sharded.device_mesh
+        if within is not None and not torch.equal(place.mesh, within.mesh):
+            raise ValueError(
+                f"Expected all parameters to be sharded over the same ranks, but {name} is over "
+                f"{place.mesh.tolist()}, and {first} over {within.mesh.tolist()}."
+            )
+        first, within = first or name, place
+    if within is None:
+        raise ValueError("Expected a model with parameters that need gradients, but there is none.")
+    between = mesh.get_group(0)
+    _check_grid(mesh, dist.get_process_group_ranks(between), dist.get_process_group_ranks(within.get_group()))
+    return Networks(between, within.get_group())
+
+
+def _within_name(mesh: DeviceMesh) -> str:
+    name = (mesh.mesh_dim_names or ("replicate", "shard"))[-1] if mesh.ndim == 2 else "shard"
+    return f"mesh[{name!r}]"
+
+
+def _check_sharded(name: str, parameter: Parameter, mesh: DeviceMesh) -> None:
+    """Raise unless FSDP shards a parameter over one dimension of a mesh, and nothing else does."""
+    if not isinstance(parameter, DTensor):
+        raise ValueError(
+            f"The parameter {name} needs gradients and is not sharded: FSDP ignores it, and nobody averages it. Shard "
+            "its module with fully_shard, or freeze it with requires_grad_(False)."
+        )
+    *outer, last = parameter.placements
+    if outer and all(placement.is_replicate() for placement in outer) and last.is_shard():
+        raise ValueError(
+            f"The parameter {name} is averaged over replicas already, densely, by FSDP itself, because fully_shard was "
+            f"given a mesh of {parameter.device_mesh.ndim} dimensions. Write fully_shard(model, "
+            f"mesh={_within_name(mesh)})."
+        )
+    if outer or not last.is_shard():
+        raise ValueError(
+            f"The parameter {name} is laid out as {parameter.placements}, as tensor parallelism does it, and only "
+            f"parameters that fully_shard(model, mesh={_within_name(mesh)}) alone has sharded can be exchanged."
+        )
+
+
+def _check_grid(mesh: DeviceMesh, between: Sequence[int], within: Sequence[int]) -> None:
+    """Raise unless replicas and their ranks are the rows and columns of a mesh."""
+    expected = [*within] if mesh.ndim == 1 else mesh.mesh[mesh.get_coordinate()[0]].tolist()  # type: ignore[index]
+    if list(within) != expected or len({*within} & {*between}) != 1:
+        raise ValueError(
+            f"Expected a model that is sharded over the ranks {expected} of this replica, but it is over "
+            f"{list(within)}, and replicas are {list(between)}: call fully_shard(model, mesh={_within_name(mesh)}) "
+            "with the mesh that is given here."
+        )
+
+
+def refuse_offload(model: Module) -> None:
+    """Raise if FSDP keeps parameters of a model on the CPU.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    for name, module in model.named_modules():
+        state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        for group in getattr(state, "_fsdp_param_groups", ()):
+            if isinstance(group.offload_policy, CPUOffloadPolicy):
+                raise ValueError(
+                    f"FSDP keeps the parameters of {name or type(module).__name__!r} on the CPU (CPUOffloadPolicy): "
+                    "their gradients come there one by one, while backward goes on. Leave offload_policy out."
+                )
+
+
+def _parameters_of(model: Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+    """Return the trained and the frozen parameters, by name, in order of registration."""
+    known = dict(model.named_parameters())
+    for name, p in known.items():
+        if p.is_meta:
+            raise ValueError(f"The parameter {name} is on the meta device: give the model its weights first.")
+        if p.requires_grad and not p.is_floating_point():
+            raise ValueError(
+                f"Expected floating-point parameters, but {name} is {p.dtype}: magnitudes would not compare."
+            )
+    trained, frozen = ({name: p for name, p in known.items() if p.requires_grad is one} for one in (True, False))
+    return trained, frozen
+
+
+def shard_of(parameter: Any) -> Shard:
+    """Return which coordinates of a parameter this rank has: whole rows, the first dimension being cut.
+
+    Where another dimension is cut, the parts are counted in the order of ranks.
+    """
+    mesh, part = parameter.device_mesh, own(parameter)
+    cut = parameter.placements[0].dim
+    length, ranks = parameter.shape[cut], mesh.size()
+    per_rank = -(-length // ranks)
+    before = min(length, per_rank * mesh.get_local_rank())
+    return Shard(before * (parameter.numel() // length), part.numel(), parameter.numel())
+
+
+def _own_part(group: Group, shards: Mapping[str, Shard]) -> Group:
+    """Return a group with the sizes of the parts that this rank has."""
+    return group._replace(parameters=tuple(p._replace(numel=shards[p.name].length) for p in group.parameters))
+
+
+def broadcast_replica(model: Module, comm: TorchCollective, device: torch.device) -> None:
+    """Give all replicas the parameters and buffers of the first one; collective.
+
+    Args:
+        model: sharded.
+        comm: the ranks of all replicas that hold the same part.
+        device: for the messages.
+    """
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            part = own(tensor).detach()
+            if part.numel():
+                part.copy_(comm.broadcast(part.to(device, copy=True, memory_format=torch.contiguous_format), 0))
+
+
+class _ReplicasAreEqual:
+    """Observer that compares the parameters of replicas in the first step, and in the first one after a state."""
+
+    def __init__(self) -> None:
+        self._seen = -1
+
+    def before_step(self, engine: Engine) -> None:
+        """Raise on all ranks that hold a part of which replicas differ."""
+        if engine.loads == self._seen or engine.comm.world_size == 1:
+            return
+        self._seen = engine.loads
+        sums = torch.stack([checksum(own(p)) for p in engine.parameters.values()])
+        differ = (engine.comm.all_gather(sums) != sums).any(0).cpu().tolist()
+        names = [name for name, one in zip(engine.parameters, differ, strict=True) if one]
+        if names:
+            raise RuntimeError(
+                f"The replicas have different parameters: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}. "
+                "They were equal when the engine was attached. Load weights on all replicas, or before."
+            )
+
+    def close(self) -> None:
+        """Do nothing."""

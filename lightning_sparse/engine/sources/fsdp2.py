@@ -1,0 +1,133 @@
+"""Source of gradients in ``.grad`` of a model that FSDP2 shards: each rank exchanges its own part of every parameter.
+
+``fully_shard`` averages gradients within a replica, adds up micro-batches, and leaves this rank's part in ``.grad``.
+When a backward is over, the parts are exchanged with the ranks of other replicas that hold the same part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module, Parameter
+
+from lightning_sparse.core.layout import flattened, own, sharded_as
+from lightning_sparse.engine.engine import Engine
+from lightning_sparse.ops import static_shapes
+
+
+class ShardSource:
+    """Passes ``.grad`` to an engine's router when a backward is over; averages take its place.
+
+    It also observes the engine, see :class:`~lightning_sparse.engine.StepObserver`.
+
+    FSDP runs the hooks of parameters behind their reduction, on CUDA on the stream of that reduction. The exchange
+    comes in a callback at the end of backward, behind FSDP's own callback, which lets the stream of backward wait for
+    all reductions. It is one step later than that where a model has several roots, each with a callback of its own.
+
+    Args:
+        engine: its ``comm`` connects the replicas.
+        model: that FSDP has sharded.
+        frozen: parameters that needed no gradient when the engine was attached, by name.
+    """
+
+    def __init__(self, engine: Engine, model: Module, frozen: Mapping[str, Parameter]) -> None:
+        self._engine, self._frozen = engine, frozen
+        self._parameters = engine.parameters
+        states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+        self._contexts = {id(context): context for state in states if (context := state._state_ctx)}
+        """FSDP's own notes about a backward, one for each root."""
+        self._backward = -1
+        """Id of the backward at whose end gradients are exchanged."""
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            for p in self._parameters.values()
+        ]
+
+    @property
+    def closed(self) -> bool:
+        """True if the engine has ended."""
+        return self._engine.closed
+
+    def before_step(self, engine: Engine) -> None:
+        """Raise for a parameter that needs gradients now, and did not before."""
+        for name in (name for name, p in self._frozen.items() if p.requires_grad):
+            raise RuntimeError(
+                f"The parameter {name} needs gradients now, and did not when the engine was attached, which would not "
+                "average them. Close the engine, attach a new one, and give it the state_dict() of this one."
+            )
+
+    def close(self) -> None:
+        """Keep the hooks: a backward that nobody exchanges is an error, until :meth:`release` is called."""
+
+    def release(self) -> None:
+        """Remove the hooks: another engine takes over, or nobody."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, _: Tensor) -> None:
+        """Let gradients be exchanged at the end of this backward: FSDP has reduced some."""
+        if self._engine.closed:
+            raise RuntimeError("The engine is closed, and replicas would drift apart. Attach a new one to train on.")
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward and not self._engine.accumulates:
+            self._backward = backward
+            _at_the_end(lambda: _at_the_end(self._exchange))
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        router = self._engine.router
+        with router.failing_together("in backward"):
+            if any(context.post_backward_final_callback_queued for context in self._contexts.values()):
+                raise RuntimeError(
+                    "A backward within another one has ended, as torch.utils.checkpoint runs it, and gradients of the "
+                    "outer one are not here yet. Call checkpoint(..., use_reentrant=False)."
+                )
+            router.begin_step()
+            alone = router.comm.world_size == 1  # nobody else can have used what this rank did not
+            needed = {name: p for name, p in self._parameters.items() if p.grad is not None or not alone}
+            grads = {name: _grad_of(p) for name, p in (needed if router.direct else self._parameters).items()}
+            flat = {name: flattened(own(grad)) for name, grad in grads.items()}
+            if router.direct:
+                router.pass_by([(router.comm.start_average(values, wait=True), values) for values in flat.values()])
+            else:
+                router.finish(flat.items(), partial(_mark, flat))
+            used = grads.keys() - router.unused
+            for name in used:
+                self._parameters[name].grad = grads[name]
+
+
+def _at_the_end(act: Callable[[], None]) -> None:
+    """Call a function at the end of the backward that is running, behind all that is to be called until now."""
+    Variable._execution_engine.queue_callback(act)
+
+
+def _grad_of(parameter: Parameter) -> Tensor:
+    """Return the gradient of a parameter, contiguous; zeros where this rank did not use it, as others may have."""
+    if parameter.grad is None:
+        return sharded_as(torch.zeros_like(own(parameter)), parameter)
+    part = own(parameter.grad)
+    return parameter.grad if part.is_contiguous() else sharded_as(part.contiguous(), parameter)
+
+
+def _mark(gradients: Mapping[str, Tensor], skipped: Tensor, unused: Set[str]) -> None:
+    """Write NaN into the gradients of a skipped step; if only the device knows it, into the first of each."""
+    values = [vector for name, vector in gradients.items() if name not in unused and vector.numel()]
+    if not static_shapes(skipped.device):
+        for vector in values if skipped else ():
+            vector.fill_(float("nan"))
+        return
+    for of_dtype in _by_dtype(values):
+        nothing = torch.zeros((), dtype=of_dtype[0].dtype, device=skipped.device)
+        torch._foreach_add_([vector[:1] for vector in of_dtype], nothing.masked_fill(skipped, float("nan")))
+
+
+def _by_dtype(vectors: Iterable[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for vector in vectors:
+        found.setdefault(vector.dtype, []).append(vector)
+    return list(found.values())

@@ -1,0 +1,429 @@
+"""Sparse HSDP: replicas that FSDP2 shards exchange the parts of their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+
+import lightning_sparse as ls
+from tests.hsdp import SHAPES, Given, Net, batches, engine_of, given, grid, made, part, sharded, weights, whole
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+}
+
+
+def train(replicas: int, ranks: int, kind: str, each: int, native: bool, integers: bool = False) -> list[Any]:
+    """Weights after each of some steps at density 1, by this library or by FSDP itself."""
+    mesh = grid(replicas, ranks)
+    model = sharded(made(), mesh if native else mesh["shard"])
+    engine = None if native else engine_of(model, mesh, density=1.0)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    if engine is not None:
+        engine.bind([optimizer])
+    found = []
+    for step in batches(5, each):
+        for number, (x, y) in enumerate(step):
+            last = number == len(step) - 1
+            if native:
+                model.set_requires_all_reduce(last)
+                mse_loss(model(x), y).backward()
+            elif last:
+                mse_loss(model(x), y).backward()
+            else:
+                with engine.no_sync():
+                    mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(weights(model))
+    if engine is not None:
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+def test_density_1_is_native_hsdp_bit_for_bit(four_ranks: Ranks, shape: tuple[int, int], kind: str, each: int) -> None:
+    ours, native = (four_ranks(train, *shape, kind, each, one) for one in (False, True))
+    for mine, theirs in zip(ours, native, strict=True):
+        for now, then in zip(mine, theirs, strict=True):
+            assert all(torch.equal(now[name], then[name]) for name in then)
+
+
+# ---- Sparse: the law, part by part
+
+
+def law(replicas: int, ranks: int, steps: int, skipped: int) -> list[dict[str, Any]]:
+    """What is missing of this rank's parts before and after each optimizer step; gradients are integers."""
+    mesh = grid(replicas, ranks)
+    me, (replica, _) = dist.get_rank(), mesh.get_coordinate()
+    model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
+    engine = engine_of(model, mesh, sparsifier="topk", rules=ls.Rules(dense_ndim=0, dense_numel=0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine.bind([optimizer])
+    absorbed = {name: torch.zeros_like(part(p)) for name, p in model.named_parameters()}
+    looks = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        gradients = given(step, me)
+        if step == skipped and me == 1:
+            gradients["first"][-1, -1] = torch.nan
+        without = {"second"} if step == 5 else set()  # nobody uses it, and one replica leaves out another one
+        left_out = without | {"third"} if step == 5 and replica == 1 else without
+        model({name: x for name, x in gradients.items() if name not in left_out}).backward()
+        mine = [given(step, one) for one in range(replica * ranks, (replica + 1) * ranks)]
+        if step == skipped and replica == 0:
+            for one in mine:
+                one["first"][-1, -1] = 0.0
+        for one in mine:
+            for name in left_out:
+                one[name].zero_()
+        for name, p in model.named_parameters():
+            assert (p.grad is None) == (name.partition(".")[0] in without)
+            mean = torch.stack([one[name.partition(".")[0]] for one in mine]).mean(0)
+            absorbed[name] += distribute_tensor(mean, p.device_mesh, p.placements).to_local()
+        lost = [_lost(engine, model, absorbed, mesh)]
+        void = engine.void
+        engine.skip_void(optimizer)
+        optimizer.step()
+        lost.append(_lost(engine, model, absorbed, mesh))
+        looks.append({"void": void, "weights": weights(model), "lost": lost})
+    engine.close()
+    return looks
+
+
+def _lost(engine: ls.Engine, model: torch.nn.Module, absorbed: dict[str, Tensor], mesh: Any) -> float:
+    """The largest part of what this column of ranks has absorbed that is neither kept, nor waits, nor is applied."""
+    state = engine.state_dict()
+    worst = 0.0
+    for name, p in model.named_parameters():
+        there = absorbed[name].flatten() - state["parameters"][name]["residual"]
+        waiting = torch.zeros_like(there)
+        if name in state["pending"]:
+            found = state["pending"][name]
+            waiting[found["indices"].long()] = found["values"]
+        there -= mesh.size(0) * waiting
+        dist.all_reduce(there, group=mesh.get_group(0))
+        worst = max([worst, *(there + mesh.size(0) * part(p).flatten()).abs().tolist()])
+    return worst
+
+
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((4, 1), marks=pytest.mark.thorough)])
+def test_no_part_loses_anything_and_a_nan_in_one_part_skips_all(four_ranks: Ranks, shape: tuple[int, int]) -> None:
+    of_ranks = four_ranks(law, *shape, 8, 3)
+    for step, looks in enumerate(zip(*of_ranks, strict=True)):
+        assert [look["void"] for look in looks] == [step == 3] * 4
+        assert all(look["lost"] == [0.0, 0.0] for look in looks)
+        for look in looks[1:]:
+            assert all(torch.equal(look["weights"][name], w) for name, w in looks[0]["weights"].items())
+    moved = [sum(float(w.abs().sum()) for w in look["weights"].values()) for look in of_ranks[0]]
+    assert moved[2] == moved[3] and moved[4] > moved[3] > 0
+
+
+# ---- Sparse: many steps
+
+
+def many(kind: str, density: float, steps: int) -> dict[str, Any]:
+    mesh = grid(2, 2)
+    model = sharded(made(), mesh["shard"])
+    engine = engine_of(model, mesh, density=density)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    engine.bind([optimizer])
+    if kind != "sgd":
+        engine.clip_gradients(1.0)
+    equal, losses = True, []
+    for [(x, y)] in batches(steps):
+        optimizer.zero_grad()
+        loss = mse_loss(model(x), y)
+        loss.backward()
+        engine.skip_void(optimizer)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        for w in weights(model).values():
+            others = [torch.empty_like(w) for _ in range(4)]
+            dist.all_gather(others, w)
+            equal &= all(torch.equal(w, other) for other in others)
+    found = {
+        "equal": equal,
+        "losses": losses,
+        "states": {name: sorted(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state},
+        "memory": engine.memory_bytes,
+        "numel": sum(part(p).numel() for p in model.parameters() if p.numel() >= 256),
+        "sent": engine.totals.state_dict()["sent_bytes"],
+        "dense": engine.totals.state_dict()["dense_bytes"],
+    }
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "density"),
+    [
+        ("sgd", 0.05),
+        ("momentum", 0.01),
+        ("adamw", 0.05),
+        *(
+            pytest.param(k, d, marks=pytest.mark.thorough)
+            for k, d in [("sgd", 0.01), ("momentum", 0.05), ("adamw", 0.01)]
+        ),
+    ],
+)
+def test_ranks_stay_equal_and_learn(four_ranks: Ranks, kind: str, density: float) -> None:
+    of_ranks = four_ranks(many, kind, density, 50)
+    for found in of_ranks:
+        assert found["equal"]
+        assert found["sent"] < 0.35 * found["dense"]
+        vectors = 3 if kind == "adamw" else 1  # residual, second moment, and room for a score
+        assert found["memory"] <= 4 * vectors * found["numel"] + 800
+        assert found["states"].keys() == of_ranks[0]["states"].keys()
+        if kind == "adamw":
+            assert found["states"]["second.weight"] == ["step"]
+            assert found["states"]["second.bias"] == ["exp_avg", "exp_avg_sq", "step"]
+            assert len(found["states"]) == 5
+        assert found["states"] == of_ranks[0]["states"]
+    mean = [sum(of_rank["losses"][step] for of_rank in of_ranks) for step in range(50)]
+    assert sum(mean[-10:]) < 0.95 * sum(mean[:10])
+
+
+# ---- One step at a time
+
+
+def exact(integers: bool) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Averages of four replicas of one rank, their means, and the sums of magnitudes."""
+    mesh = grid(4, 1)
+    model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
+    engine = engine_of(model, mesh, density=1.0)
+    scale = 1.0 if integers else math.pi
+    model({name: x * scale for name, x in given(0, dist.get_rank()).items()}).backward()
+    of_ranks = [[x * scale for x in given(0, rank).values()] for rank in range(4)]
+    found = [part(p.grad).clone() for p in model.parameters()]
+    engine.close()
+    columns = [torch.stack(each).double() for each in zip(*of_ranks, strict=True)]
+    return found, [each.mean(0) for each in columns], [each.abs().sum(0) for each in columns]
+
+
+@pytest.mark.parametrize("integers", [True, False])
+def test_four_replicas_of_one_rank_average_exactly_or_within_rounding(four_ranks: Ranks, integers: bool) -> None:
+    for found, means, magnitudes in four_ranks(exact, integers):
+        for average, mean, magnitude in zip(found, means, magnitudes, strict=True):
+            bound = 0.0 if integers else 3 * torch.finfo(torch.float32).eps * magnitude
+            assert ((average.double() - mean).abs() <= bound).all()
+
+
+def clipped(limit: float) -> dict[str, Tensor]:
+    """Averages of two replicas at density 1."""
+    mesh = grid(2, 2)
+    model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
+    engine = engine_of(model, mesh, density=1.0)
+    engine.clip_gradients(limit)
+    model(given(0, dist.get_rank())).backward()
+    found = {name: whole(p.grad) for name, p in model.named_parameters()}
+    engine.close()
+    return found
+
+
+def test_the_norm_of_a_replica_is_clipped(four_ranks: Ranks) -> None:
+    of_replicas = []
+    for ranks in ((0, 1), (2, 3)):
+        first, second = (given(0, rank) for rank in ranks)
+        mean = {name: (first[name] + second[name]) / 2 for name in SHAPES}
+        norm = math.sqrt(sum(float(x.square().sum()) for x in mean.values()))
+        of_replicas.append((norm, mean))
+    limit = 0.5 * (of_replicas[0][0] + of_replicas[1][0]) / math.sqrt(2)  # between the two: one of them is clipped
+    shares = [min(1.0, math.sqrt(2) * limit / norm) for norm, _ in of_replicas]
+    assert sorted(share < 1 for share in shares) == [False, True]
+    for found in four_ranks(clipped, limit):
+        for name in SHAPES:
+            expected = sum(share * mean[name] for share, (_, mean) in zip(shares, of_replicas, strict=True)) / 2
+            torch.testing.assert_close(found[f"{name}.weight"], expected)
+
+
+def sync_and_flush() -> dict[str, Any]:
+    """Averages after micro-batches of which FSDP reduces only the last, and weights after a flush."""
+    mesh = grid(2, 2)
+    model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
+    engine = engine_of(model, mesh, sparsifier="topk", rules=ls.Rules(dense_ndim=0, dense_numel=0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine.bind([optimizer])
+    for step in range(2):
+        model.set_requires_gradient_sync(step == 1)
+        model(given(step, dist.get_rank())).backward()
+    exchanges = engine.step
+    optimizer.step()
+    norm = ls.flush(engine, [optimizer])
+    found = {"weights": weights(model), "norm": norm, "exchanges": exchanges}
+    with engine.no_sync():
+        model(given(2, dist.get_rank())).backward()
+    found["within no_sync"] = engine.step
+    engine.close()
+    try:
+        model(given(3, dist.get_rank())).backward()
+    except RuntimeError as error:
+        found["closed"] = str(error)
+    again = engine_of(model, mesh)
+    again.close()
+    return found
+
+
+def test_accumulation_by_fsdp_a_flush_and_a_closed_engine(four_ranks: Ranks) -> None:
+    expected = {name: -sum(given(step, rank)[name] for step in (0, 1) for rank in range(4)) / 4 for name in SHAPES}
+    of_ranks = four_ranks(sync_and_flush)
+    for found in of_ranks:
+        assert found["exchanges"] == 1 and found["within no_sync"] == 1
+        assert "closed" in found["closed"]
+        assert found["norm"] == of_ranks[0]["norm"] > 0
+        for name in SHAPES:
+            assert torch.equal(found["weights"][f"{name}.weight"], expected[name])
+
+
+def replicas_at_the_start() -> tuple[dict[str, Tensor], str]:
+    """Weights of a model that replicas have made with other seeds; then the error where one changes its weights."""
+    mesh = grid(2, 2)
+    model = sharded(made(seed=mesh.get_coordinate()[0]), mesh["shard"])
+    engine = engine_of(model, mesh)
+    found = weights(model)
+    if mesh.get_coordinate()[0] == 1:
+        part(model.first.weight).add_(1.0)
+    try:
+        model(torch.ones(1, 13)).sum().backward()
+    except RuntimeError as error:
+        return found, str(error)
+    finally:
+        engine.close()
+    return found, ""
+
+
+def test_replicas_begin_as_the_first_one_and_have_to_stay_so(four_ranks: Ranks) -> None:
+    expected = {name: p.detach() for name, p in made(seed=0).named_parameters()}
+    for found, told in four_ranks(replicas_at_the_start):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert "first.weight" in told
+
+
+# ---- Refusals
+
+
+def ways_to_be_refused() -> Iterator[tuple[str, Callable[[], Any]]]:
+    mesh = grid(2, 2)
+    shard = mesh["shard"]
+
+    def built(**keywords: Any) -> torch.nn.Module:
+        return fully_shard(Net(), **{"mesh": shard, **keywords})
+
+    def with_parts_of_tensors() -> torch.nn.Module:
+        model = parallelize_module(Net(), shard, {"first": ColwiseParallel()})
+        return fully_shard(model, mesh=mesh["replicate"])
+
+    ignored = Net()
+    yield "FSDP2", lambda: ls.attach_hsdp(Net(), mesh)
+    yield "DeviceMesh", lambda: ls.attach_hsdp(built(), dist.group.WORLD)
+    yield "mesh=mesh['shard']", lambda: ls.attach_hsdp(built(mesh=mesh), mesh)
+    yield (
+        "last.weight",
+        lambda: ls.attach_hsdp(fully_shard(ignored, mesh=shard, ignored_params={ignored.last.weight}), mesh),
+    )
+    yield "tensor parallelism", lambda: ls.attach_hsdp(with_parts_of_tensors(), mesh)
+    yield "CPUOffloadPolicy", lambda: ls.attach_hsdp(built(offload_policy=CPUOffloadPolicy(pin_memory=False)), mesh)
+    yield "of this replica", lambda: ls.attach_hsdp(built(mesh=mesh["replicate"]), mesh)
+    yield "bfloat16", lambda: ls.attach_hsdp(built(), mesh, scaler=torch.amp.GradScaler("cpu"))
+    yield "profile", lambda: ls.attach_hsdp(built(), mesh, grouping="optimal_merge")
+    yield "fallback", lambda: ls.attach_hsdp(built(), mesh, fallback="dense")
+    yield "messages", lambda: ls.attach_hsdp(built(), mesh, messages="group")
+    yield "density", lambda: ls.attach_hsdp(built(), mesh, densty=0.1)
+    yield "disagree", lambda: ls.attach_hsdp(built(), mesh, density=0.1 * (1 + dist.get_rank()))
+
+
+def refuse() -> list[tuple[str, str]]:
+    told = []
+    for words, attach in ways_to_be_refused():
+        try:
+            attach().close()
+            told.append((words, ""))
+        except (ValueError, TypeError, RuntimeError) as error:
+            told.append((words, str(error)))
+    return told
+
+
+def test_what_cannot_work_is_refused_on_all_ranks_by_name(four_ranks: Ranks) -> None:
+    for told in four_ranks(refuse):
+        assert len(told) == 13
+        for words, sentence in told:
+            assert words in sentence, (words, sentence)
+
+
+# ---- Other ways to run a model
+
+
+class Checkpointed(Net):
+    """Computes a layer again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = lambda z: torch.tanh(self.second(torch.tanh(z)))  # noqa: E731
+        return self.last(checkpoint(middle, self.first(x), use_reentrant=self.reentrant))
+
+
+def other_ways(kind: str) -> tuple[list[dict[str, Tensor]], int, str]:
+    """Weights after three steps by FSDP itself and by this library at density 1, its exchanges, and an error."""
+    mesh, found, steps, told = grid(2, 2), [], 0, ""
+    for native in (True, False):
+        model = made(lambda: Checkpointed(kind == "reentrant") if "reentrant" in kind else Net())
+        over = mesh if native else mesh["shard"]
+        if kind == "several roots":
+            for layer in model.children():
+                fully_shard(layer, mesh=over)
+        else:
+            sharded(model, over, reshard_after_forward=kind != "not resharded")
+        engine = None if native else engine_of(model, mesh, density=1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            for [(x, y)] in batches(3):
+                mse_loss(model(x.requires_grad_()), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except RuntimeError as error:
+            told = str(error)
+        found.append(weights(model))
+        if engine is not None:
+            steps = engine.step
+            engine.close()
+    return found, steps, told
+
+
+@pytest.mark.parametrize("kind", ["several roots", "not resharded", "not reentrant"])
+def test_one_exchange_comes_at_the_end_of_a_backward(four_ranks: Ranks, kind: str) -> None:
+    for (native, ours), steps, told in four_ranks(other_ways, kind):
+        assert steps == 3 and not told
+        assert all(torch.equal(native[name], ours[name]) for name in native)
+
+
+def test_a_backward_within_a_backward_is_refused(four_ranks: Ranks) -> None:
+    for _, steps, told in four_ranks(other_ways, "reentrant"):
+        assert steps == 0
+        assert "use_reentrant=False" in told
