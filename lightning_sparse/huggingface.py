@@ -79,7 +79,7 @@ class SparseDDPCallback(TrainerCallback):  # type: ignore[misc]  # without types
         self._trainer = trainer
         self._attached = Accelerated(trainer.accelerator, config)
         self.resume: Any = None
-        """What ``train`` was called with as ``resume_from_checkpoint``: callbacks are not told."""
+        """The ``resume_from_checkpoint`` that ``train`` was called with: callbacks are not told."""
         self._rows: dict[str, float] = {}
 
     @property
