@@ -1,4 +1,4 @@
-"""What commands print: tables or JSON, and progress."""
+"""The output of commands: tables or JSON, and progress."""
 
 from __future__ import annotations
 

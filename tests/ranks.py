@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sys
 import time
 import tomllib
 import traceback
@@ -134,8 +135,13 @@ def _work(pipe: Any, rank: int, world_size: int, port: int) -> None:
 
     strict_warnings()
     gc.freeze()  # torch and Lightning stay: each look at them for garbage takes as long as a short job
+    modules = len(sys.modules)
     pipe.send("ready")
     while True:
+        if len(sys.modules) > modules + 100:  # so does what a job has imported, such as torch's compiler
+            gc.collect()
+            gc.freeze()
+            modules = len(sys.modules)
         try:
             job, args = pipe.recv()
         except EOFError:

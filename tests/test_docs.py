@@ -89,27 +89,12 @@ def test_files_and_quantities_that_are_named_exist(page: str) -> None:
         assert name.endswith("/") or name in {*QUANTITIES, "plan", "warnings"}, name
 
 
-def test_the_walk_through_a_step_names_files_that_are_there_and_shows_the_code() -> None:
+def test_the_walk_through_a_step_names_files_that_are_there() -> None:
     page = (ROOT / "docs/design.md").read_text().split("## Messages")[0]
     named = [path for row in re.findall(r"^\| \d .*\| (.*) \|$", page, flags=re.MULTILINE) for path in row.split(", ")]
     assert len(named) > 10
     for path in named:
         assert (ROOT / "lightning_sparse" / path.strip("`")).exists(), path
-    [excerpt] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-
-    def calls(text: str) -> list[str]:
-        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-        return [ast.unparse(node) for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset))]
-
-    code = calls((ROOT / "lightning_sparse/engine/pipeline.py").read_text())
-    shown = calls(excerpt)
-    assert len(shown) == 6
-    code = [one.replace(", on_device)", ")") for one in code]  # without skipping
-    assert set(shown) <= set(code)
-    # What is in a function further down is done where that is called.
-    done = ["put_in_runs_(grad.runs, update.indices, values)" if one.startswith("_scatter_(") else one for one in code]
-    places = [done.index(one) for one in shown]
-    assert places == sorted(places)
 
 
 def functions_of(path: Path) -> set[str]:
@@ -145,13 +130,6 @@ def test_walks_lead_to_functions_that_are_there() -> None:
         assert function in functions_of(path), f"There is no {function} in {file}, which a walk names."
 
 
-def test_every_benchmark_is_named() -> None:
-    pages = "".join((ROOT / page).read_text() for page in PAGES)
-    programs = [path.name for path in ROOT.glob("benchmarks/*.py") if "__main__" in path.read_text()]
-    assert len(programs) > 10
-    assert [name for name in programs if f"benchmarks/{name}" not in pages] == ["shaped_rank.py"]  # what another starts
-
-
 def test_configurations_are_those_of_the_strategy() -> None:
     import lightning_sparse as ls
 
@@ -177,21 +155,3 @@ def test_the_table_of_logged_quantities_is_that_of_the_code() -> None:
         for table in tables
     ]
     assert documented[0] == [[f"`{name}`", one.unit, one.meaning, one.good] for name, one in QUANTITIES.items()]
-
-
-def test_methods_without_a_threshold_are_named() -> None:
-    import torch
-
-    import lightning_sparse as ls
-
-    page = (ROOT / "docs/metrics.md").read_text()
-    [sentence] = re.findall(r"^No threshold is logged.*?\.$", page, flags=re.MULTILINE | re.DOTALL)
-    stream = torch.randn(1, 2, 2000, generator=torch.Generator().manual_seed(0))
-    without = {
-        name
-        for name, _ in ls.SPARSIFIERS.items()
-        if next(ls.simulate(stream, sparsifier=name, density=0.01)).threshold is None
-    }
-    named = set(re.findall(r"`(\w+)`", sentence))
-    assert named
-    assert named <= without

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import lightning_sparse
 from tests.covering import in_one_test
+from tests.warm import forgetting, warm_python
 
 PACKAGE = Path(lightning_sparse.__file__).parent
 DOORS = ["accelerate", "huggingface", "ray"]
@@ -77,12 +76,6 @@ def test_rooms_import_only_what_stands_below_them_and_files_do_not_import_each_o
     TopologicalSorter(wanted).prepare()  # raises a CycleError, which names the files
 
 
-def test_the_design_names_all_rooms_from_the_ground_up() -> None:
-    page = (PACKAGE.parent / "docs" / "design.md").read_text()
-    table = page.split("## Rooms")[1].split("\n\n")[2]
-    assert re.findall(r"^\| `(\w+)(?:/|\.py)` ", table, flags=re.MULTILINE) == ROOMS[:-1]
-
-
 @in_one_test("path", ((path,) for path in FILES), apart=0)
 def test_the_network_and_the_framework_are_touched_in_their_rooms_only(path: Path) -> None:
     names = set(imported(path))
@@ -141,8 +134,9 @@ def test_tools_import_what_is_public(path: Path) -> None:
 
 
 def test_training_does_not_import_the_tools() -> None:
-    program = "import lightning_sparse, sys; print([name for name in sys.modules if '_sparse.tools' in name])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = forgetting("lightning_sparse")
+    program += "import lightning_sparse; print([name for name in sys.modules if '_sparse.tools' in name])"
+    done = subprocess.run([warm_python(), "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert not any("lightning_sparse_cli" in name for path in PACKAGE.rglob("*.py") for name in imported(path))
 

@@ -42,7 +42,7 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Scratch:
-    """What the kernels of one group work with. It is kept from step to step, and holds nothing that counts.
+    """The buffers of one group's kernels. It is kept from step to step, and holds nothing that counts.
 
     Args:
         numel: length of the group.
@@ -61,7 +61,7 @@ class Scratch:
             words, triton_launch.PROGRAMS, words, triton_launch.PROGRAMS, n, 1,
         ]  # fmt: skip
         self.emptied = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-        """What is zero at the start of a step, in one piece."""
+        """The buffer that is zero at the start of a step, in one piece."""
         control, histograms, *marks, self.lowest, self.trouble = torch.split_with_sizes(self.emptied, sizes)
         noted, counts = (
             torch.empty(size, dtype=torch.int32, device=device) for size in (words, triton_launch.PROGRAMS)
@@ -82,7 +82,7 @@ def serves(
     exchange: Exchange,
     plain: Plain,
 ) -> bool:
-    """Whether :func:`exchange_group` can take a step in place of the one in :mod:`~lightning_sparse.engine.pipeline`.
+    """Return whether :func:`exchange_group` can take a step instead of :mod:`~lightning_sparse.engine.pipeline`.
 
     The first time that it can, kernels are compiled, with a line that says so, and what they compute is compared.
 
@@ -126,7 +126,7 @@ def exchange_group(
     scale: Tensor | None = None,
     changing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Steps[Proposed]:
-    """As :func:`~lightning_sparse.engine.pipeline.exchange_group`, for what :func:`serves` has said yes to.
+    """Do the work of :func:`~lightning_sparse.engine.pipeline.exchange_group`, where :func:`serves` says yes.
 
     Args:
         grad: (numel,) or more; no spare slot is needed.

@@ -28,7 +28,7 @@ from lightning_sparse.methods.sparsifiers import Everything, Sparsifier
 from lightning_sparse.ops import all_finite, choose, fill_if_, put_in_runs_, scatter_, static_shapes
 
 EVERYTHING, DENSE = Everything(), Dense()
-"""What takes the place of sparsifier and exchange where everything is sent."""
+"""The sparsifier and the exchange where everything is sent."""
 
 
 def init_group(
@@ -158,13 +158,13 @@ def exchange_group(
 def takes_kernels(
     grad: Tensor, state: GroupState, ctx: Context, *, memory: Memory, sparsifier: Sparsifier, exchange: Exchange
 ) -> bool:
-    """Whether :mod:`~lightning_sparse.engine.fused` takes steps over; compiles its kernels where it has to."""
+    """Return whether :mod:`~lightning_sparse.engine.fused` takes steps over; compiles its kernels where it has to."""
     plain = partial(exchange_group, exchange=exchange, kernels=False)
     return fused.serves(grad, state, ctx, memory=memory, sparsifier=sparsifier, exchange=exchange, plain=plain)
 
 
 def sends_everything(sparsifier: Sparsifier, density: float, numel: int) -> bool:
-    """Whether a group is exchanged as DDP does it, because the density asks for all of its coordinates."""
+    """Return whether a group is exchanged as DDP does it, because the density asks for all of its coordinates."""
     return sparsifier.follows_density and count(density, numel) == numel
 
 

@@ -115,7 +115,7 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
 def weigh_(
     acc: Tensor, second: Tensor, score: Tensor, runs: Sequence[Tensor], by: Weights, candidates: Candidates
 ) -> Tensor:
-    """What :class:`~lightning_sparse.SecondMoment` forms of a gradient, see :func:`.host_dense.weigh`. On the CPU only.
+    """Form the sums of :class:`~lightning_sparse.SecondMoment`, see :func:`.host_dense.weigh`. On the CPU only.
 
     One pass does this, and collects candidates of the score. () bool: whether all of the new acc was finite.
     """
@@ -142,7 +142,7 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
 
 
 def top_k_of_blocks(x: Tensor, k: int, first: int, block: int, period: int) -> Tensor:
-    """As :func:`top_k`, of the coordinates j with ``first <= j mod period < first + block``.
+    """Return :func:`top_k` of the coordinates j with ``first <= j mod period < first + block``.
 
     Args:
         x: (numel,) finite values.

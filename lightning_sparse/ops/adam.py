@@ -32,7 +32,7 @@ class Step(NamedTuple):
     rate: float | Tensor
     """Learning rate; a number, or () on the device, as keep is then."""
     keep: float | Tensor
-    """What weight decay leaves of a parameter."""
+    """The part of a parameter that weight decay leaves."""
     scale: Tensor | None = None
     """() that gradients are divided by first."""
     skip: Tensor | None = None
@@ -96,7 +96,7 @@ class Steps:
 
 
 def _serves(one: Moved, by: Step) -> bool:
-    """Whether there is a kernel for a parameter."""
+    """Return whether there is a kernel for a parameter."""
     numbers = [x for x in by if isinstance(x, Tensor)]
     if (
         not on_cuda.takes(one.parameter)

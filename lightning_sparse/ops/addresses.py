@@ -18,12 +18,12 @@ Rows = NDArray[np.int64]
 
 
 class Table(NamedTuple):
-    """What a launch is given."""
+    """The arguments of a launch."""
 
     rows: Tensor
     """(r, c + 1) int64: addresses of a part of a tensor of each of c lists, and how many elements the part has."""
     aligned: bool
-    """Whether all addresses are multiples of 16."""
+    """True if all addresses are multiples of 16."""
 
 
 class Addresses:

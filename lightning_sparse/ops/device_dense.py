@@ -18,7 +18,7 @@ FEW = 4099
 
 
 def accumulate_(acc: Tensor, grad: Tensor, decay: float) -> Tensor:
-    """As :func:`lightning_sparse.ops.accumulate_`, of one run, which is not written to."""
+    """Do the work of :func:`lightning_sparse.ops.accumulate_`, of one run, which is not written to."""
     return (_in_triton if _takes(acc, grad) else _in_torch)(acc, grad, decay)
 
 

@@ -1,4 +1,4 @@
-"""What happens on CUDA only if a flag is set there: in Triton, without touching anything if it is not."""
+"""Work on CUDA that is done only if a flag is set there: in Triton, without touching anything if it is not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fill_if_(x: Tensor, flag: Tensor, value: float) -> bool:
 
 
 def choose(flag: Tensor, yes: Any, no: Any) -> Any:
-    """As :func:`lightning_sparse.ops.choose`, of all tensors in one launch; None if there is no kernel for it."""
+    """Choose all tensors in one launch (:func:`lightning_sparse.ops.choose`); None if there is no kernel for it."""
     pairs: list[tuple[Tensor, Tensor]] = []
     if not on_cuda.takes(flag) or not isinstance(no, tuple) or not _pairs(yes, no, pairs) or not pairs:
         return None

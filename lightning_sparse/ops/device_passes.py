@@ -21,14 +21,14 @@ MOST_NUMEL = (1 << 30) - 1
 
 
 def top_k(x: Tensor, k: int) -> Tensor:
-    """As :func:`lightning_sparse.ops.top_k`."""
+    """Do the work of :func:`lightning_sparse.ops.top_k`."""
     few = min(k, FEW)
     works = _takes(x, top_k, lambda y: reference.top_k(y, few), lambda y: _top_k(y, few))
     return _top_k(x, k) if works else reference.top_k(x, k)
 
 
 def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase: int) -> tuple[Tensor, Tensor]:
-    """As :func:`lightning_sparse.ops.above`; ranges are left to torch."""
+    """Do the work of :func:`lightning_sparse.ops.above`; ranges are left to torch."""
 
     def plain(y: Tensor) -> tuple[Tensor, Tensor]:
         return reference.above(y, torch.full_like(threshold, FEW / 2), None, FEW // 4, 7)
@@ -42,25 +42,25 @@ def above(x: Tensor, threshold: Tensor, span: Span | None, capacity: int, phase:
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`lightning_sparse.ops.moments`."""
+    """Do the work of :func:`lightning_sparse.ops.moments`."""
     mean, deviation = _sums("moments", x)
     return mean, deviation
 
 
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`lightning_sparse.ops.mean_and_maximum`."""
+    """Do the work of :func:`lightning_sparse.ops.mean_and_maximum`."""
     mean, largest = _sums("mean_and_maximum", x)
     return mean, largest
 
 
 def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`lightning_sparse.ops.excess`."""
+    """Do the work of :func:`lightning_sparse.ops.excess`."""
     number, total, squares = _sums("excess", x, threshold)
     return number, total, squares
 
 
 def log_sum(x: Tensor) -> Tensor:
-    """As :func:`lightning_sparse.ops.log_sum`."""
+    """Do the work of :func:`lightning_sparse.ops.log_sum`."""
     [total] = _sums("log_sum", x)
     return total
 
@@ -70,7 +70,7 @@ FEW = 4099
 
 
 def _takes(x: Tensor, what: Any, plain: Callable[[Tensor], Any], kernel: Callable[[Tensor], Any]) -> bool:
-    """Whether a kernel does a pass over a vector; before its first use, it is compared with operations of torch."""
+    """Return whether a kernel does a pass over a vector; before its first use, it is compared with torch."""
     if not on_cuda.takes(x) or x.dtype != torch.float32 or not x.is_contiguous() or not 1 < x.numel() <= MOST_NUMEL:
         return False
 

@@ -1,4 +1,4 @@
-"""What :class:`~lightning_sparse.SecondMoment` forms of a gradient on a device: by Triton, or by operations of torch.
+"""The sums of :class:`~lightning_sparse.SecondMoment` of a gradient on a device: by Triton, or by operations of torch.
 
 :mod:`~lightning_sparse.engine.fused` needs neither: it forms both in one pass, and stores no scores.
 """
@@ -72,7 +72,7 @@ def score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float
 
 
 def _takes(what: object, attempt: Callable[[], None], *vectors: Tensor) -> bool:
-    """Whether kernels take vectors, of which the first one is no gradient."""
+    """Return whether kernels take vectors, of which the first one is no gradient."""
     first, numel = vectors[0], vectors[0].numel()
     fits = first.dtype == torch.float32 and vectors[-1].dtype != torch.float64 and 0 < numel <= MOST_NUMEL
     return fits and on_cuda.takes(first) and all(map(Tensor.is_contiguous, vectors)) and on_cuda.tried(what, attempt)

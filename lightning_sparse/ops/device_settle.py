@@ -1,4 +1,4 @@
-"""What was sent leaves a vector on a device, by a kernel in Triton or by operations of torch."""
+"""Values that were sent leave a vector on a device, by a kernel in Triton or by operations of torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_sparse.ops.on_cuda import compare, on_cuda
 
 
 def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
-    """As :func:`lightning_sparse.ops.subtract_at_`; coordinates may be int32, too.
+    """Do the work of :func:`lightning_sparse.ops.subtract_at_`; coordinates may be int32, too.
 
     Values at the padding index count for nothing, and where the flag is set, values may be NaN.
 

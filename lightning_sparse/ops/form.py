@@ -1,4 +1,4 @@
-"""How a message of picks is laid out, in 32-bit words; what its parts mean: :mod:`~.packed_union`."""
+"""The layout of a message of picks, in 32-bit words; the meaning of its parts: :mod:`~.packed_union`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Form(NamedTuple):
     bits: int
     """8, 12, ... 28."""
     codes: bool = False
-    """Whether there is a byte for the second value of each pick."""
+    """True if there is a byte for the second value of each pick."""
 
     @classmethod
     def of(cls, numel: int, slots: int, codes: bool = False) -> Form:

@@ -16,7 +16,7 @@ from lightning_sparse.ops.host_arrays import compiled_on, kth, places_of, reach
 from lightning_sparse.ops.host_reach import MARGIN, reaching
 
 NEXT = 1.5
-"""How many times more than it needs a step lets the next one collect."""
+"""The factor over its need up to which a step lets the next one collect."""
 
 SAMPLE = 1 << 13
 """Magnitudes from which torch takes the bound of the next step, about."""
@@ -82,7 +82,7 @@ def top_k_and_stripe(
 
 
 def _with_whole_stripe(x: Tensor, first: Tensor, mine: Tensor, spare: int, turn: int, n: int) -> tuple[Tensor, Tensor]:
-    """What :func:`top_k_and_stripe` gives, where the largest of all are known, and which of them are of the stripe."""
+    """Return :func:`top_k_and_stripe`, where the largest of all are known, and which of them are of the stripe."""
     stripe = x[turn::n].contiguous()
     others = top_k(stripe, min(stripe.numel(), spare + mine.numel())) * n + turn
     others = others[~torch.isin(others, mine, assume_unique=True)]
@@ -153,7 +153,7 @@ def _picked(known: Found, k: int, more: int) -> tuple[Tensor, float]:
 
 
 def _more(k: int) -> int:
-    """How many the next step should find, for k picks."""
+    """Return the number that the next step should find, for k picks."""
     return math.ceil(NEXT * k) + 64
 
 

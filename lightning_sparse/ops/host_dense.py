@@ -1,4 +1,4 @@
-"""What is formed of a whole gradient, on the CPU: one pass in C that reads and writes each coordinate, or torch."""
+"""Sums formed of a whole gradient, on the CPU: one pass in C that reads and writes each coordinate, or torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def weigh(
     bound: float,
     summed: Summed | None = None,
 ) -> tuple[Found | None, bool, Sums | None]:
-    """What :class:`~lightning_sparse.SecondMoment` forms of a gradient g, in one pass.
+    """Form the sums of :class:`~lightning_sparse.SecondMoment` of a gradient g, in one pass.
 
     ``acc = acc + g``, ``second = keep second + add g^2``, at most the largest number, and
     ``score = acc / sqrt(sqrt(second + (damping acc)^2) + least)``, of a sum up to the largest number. Where the new acc

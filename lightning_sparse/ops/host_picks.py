@@ -71,7 +71,7 @@ def _by_run(runs: Sequence[Tensor], indices: Tensor) -> Iterator[tuple[Tensor, s
 
 
 def are_places(indices: Tensor) -> bool:
-    """Whether the library can read these indices."""
+    """Return whether the library can read these indices."""
     return indices.dtype == torch.int64 and indices.dim() == 1 and indices.is_contiguous()
 
 

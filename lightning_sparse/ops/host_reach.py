@@ -1,4 +1,4 @@
-"""What of a vector reaches a threshold, on the CPU, in pieces that stay in cache."""
+"""The coordinates of a vector that reach a threshold, on the CPU, in pieces that stay in cache."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def reaching(x: Tensor, bound: float) -> Found:
 
 
 class Hits:
-    """What of the chunks of a vector reaches a bound; in numpy, since torch takes three times as long.
+    """Find the coordinates of a vector's chunks that reach a bound; in numpy, since torch takes three times as long.
 
     Args:
         x: the vector.

@@ -1,4 +1,4 @@
-"""How long gradients are from step to step, and by what the rest is multiplied where that changes."""
+"""The length of gradients from step to step, and the factor of the rest where it changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAR = 1.25
 
 
 class LengthChanges(NamedTuple):
-    """How often gradients have changed their length, and something was done about it."""
+    """The number of times that gradients have changed their length, and something was done about it."""
 
     clipped: int
     """Steps in which a gradient was clipped to twice its usual length."""

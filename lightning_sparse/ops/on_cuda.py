@@ -56,7 +56,7 @@ def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **about
 
 
 class OnCuda:
-    """What is used on CUDA tensors."""
+    """The choice between kernels in Triton and torch for CUDA tensors."""
 
     def __init__(self) -> None:
         self.trouble: str | None = choose_on_cuda()
@@ -66,7 +66,7 @@ class OnCuda:
         self._tried: set[Any] = set()
 
     def takes(self, x: Tensor) -> bool:
-        """Whether kernels in Triton may run on a tensor.
+        """Return whether kernels in Triton may run on a tensor.
 
         Not where it has no content, as while something is traced, nor on a device other than the current one, whose
         stream kernels are launched on.
@@ -81,11 +81,11 @@ class OnCuda:
         return self.trouble or "; ".join(self.refused.values())
 
     def knows(self, what: Any) -> bool:
-        """Whether :meth:`tried` has nothing to try."""
+        """Return whether :meth:`tried` has nothing to try."""
         return self.trouble is not None or what in self._tried or what in self.refused
 
     def tried(self, what: Any, attempt: Callable[[], Any]) -> bool:
-        """Whether kernels work: the first time, and before anything counts, by an attempt.
+        """Return whether kernels work: the first time, and before anything counts, by an attempt.
 
         Args:
             what: hashable; for everything that is equal to it, one attempt is enough.

@@ -277,7 +277,7 @@ def united(
 
 
 def thinned(rows: Tensor, limit: int, phase: int) -> tuple[Tensor, Tensor]:
-    """What :func:`spread` leaves of each of (1 or 2, c) rows, the second in what room is left.
+    """Return the part that :func:`spread` leaves of each of (1 or 2, c) rows, the second in the room that is left.
 
     Returns:
         (c,) bool: what is left of any row; and () how many there were.

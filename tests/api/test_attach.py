@@ -419,7 +419,7 @@ def leaks(kind: str) -> list[tuple[int, int]]:
     counts = []
     ddp = DistributedDataParallel(Spare())
     engine = ls.attach(ddp, **SPARSE) if kind == "hook" else None
-    for _ in range(5):
+    for _ in range(3):
         options = (
             SPARSE
             | {

@@ -17,6 +17,7 @@ from benchmarks.race.run import Run, Simulation
 from benchmarks.race.tasks import TASKS
 from tests.benchmarks import small
 from tests.benchmarks.small import ALL, load
+from tests.covering import covering
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,12 @@ def known(results: Results, run: Run, loss: float | None) -> None:
     results.add({"key": run.key, "run": run.described(), "curve": [[25, 1.0, 0.1, loss]], "processor": "a"})
 
 
-@pytest.mark.parametrize("name", ALL)
+def kind(name: str) -> tuple[str]:
+    """The configuration without the number at its end."""
+    return (name.rstrip("0123456789"),)
+
+
+@pytest.mark.parametrize("name", covering([(name,) for name in ALL], together=1, seen_as=kind))
 def test_a_training_goes_on_where_it_was_interrupted(name: str, tmp_path: Path) -> None:
     run, loaded = Run("small", name, 4.0), load(Path())
     whole = Simulation(run, loaded)

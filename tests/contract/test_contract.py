@@ -76,7 +76,7 @@ def all_runs() -> list[Any]:
         thorough={8},
         seen_as=lambda case, exchange, n, sizes: (
             (case, exchange),
-            *((case.sparsifier.agreement, exchange, one) for one in (n, sizes)),
+            *((kind, one) for one in (n, sizes) for kind in (case.sparsifier.agreement, exchange)),
         ),
     )
     all_sizes = [
@@ -108,6 +108,7 @@ MADE = {
 }
 """What runs leave behind with and without error feedback."""
 on_all_runs = in_one_test("case, exchange, n, sizes", all_runs(), scope="module", made=MADE)
+on_fewer_runs = in_one_test("case, exchange, n, sizes", fewer_runs(), scope="module", made=MADE)
 on_some_numbers = in_one_test("case, exchange, n", in_runs_of_their_own(SOME_RANKS))
 
 
@@ -127,22 +128,27 @@ def test_a_rank_keeps_what_it_did_not_send(outcomes: list[Outcome]) -> None:
             assert torch.equal(kept, expected - gave(update, expected))
 
 
-@on_all_runs
-def test_without_memory_a_rank_sends_of_this_gradient_alone(forgetful: list[Outcome], n: int) -> None:
+@on_fewer_runs
+def test_without_memory_a_rank_sends_of_this_gradient_alone(
+    forgetful: list[Outcome], case: Case, exchange: str, n: int
+) -> None:
     for outcome in forgetful:
+        released_as_it_says(outcome, case, exchange)
         assert outcome.before == outcome.after == [None] * n
         released = sum(map(gave, outcome.updates, outcome.gradients))
         torch.testing.assert_close(n * outcome.averages[0], released, **close(n))
 
 
 @on_all_runs
-def test_each_release_rule_takes_what_it_says(
-    outcomes: list[Outcome], forgetful: list[Outcome], case: Case, exchange: str, n: int
-) -> None:
+def test_each_release_rule_takes_what_it_says(outcomes: list[Outcome], case: Case, exchange: str) -> None:
+    for outcome in outcomes:
+        released_as_it_says(outcome, case, exchange)
+
+
+def released_as_it_says(outcome: Outcome, case: Case, exchange: str) -> None:
     twice = case.sparsifier.agreement is Agreement.SHARED
-    for outcome in outcomes + forgetful:
-        dense = case.is_dense(outcome.gradients.shape[1], DENSITY)
-        RELEASES["dense" if dense else exchange](Step.of(outcome, DENSITY, may_travel_twice=twice))
+    dense = case.is_dense(outcome.gradients.shape[1], DENSITY)
+    RELEASES["dense" if dense else exchange](Step.of(outcome, DENSITY, may_travel_twice=twice))
 
 
 @on_all_runs
@@ -254,7 +260,7 @@ def test_nothing_is_lost_and_ranks_agree_whatever_comes(data: st.DataObject) -> 
             assert all(equal_states(state.selector, outcome.states[0].selector) for state in outcome.states)
 
 
-@in_one_test("case, exchange, n, sizes", fewer_runs(), scope="module", made=MADE)
+@on_fewer_runs
 def test_simulate_takes_the_same_steps(outcomes: list[Outcome], case: Case, exchange: str) -> None:
     numel = outcomes[-1].gradients.shape[1]
     taken = [outcome for outcome in outcomes if outcome.gradients.shape[1] == numel]

@@ -56,10 +56,10 @@ def allocated() -> float:
 
 def most(work: Callable[[], Any]) -> float:
     """The most bytes a coordinate that one thread holds while some work goes on, without those before."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
         work()
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    assert profile.kineto_results is not None
+    events = profile.kineto_results.events()  # as they are: to make Python objects of all takes seconds
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     return max(accumulate(size for _, size in changes)) / NUMEL
 
@@ -96,7 +96,7 @@ def costs(dtype: torch.dtype, grouping: str | None, adam: bool = False) -> Cost:
         told = engine.memory_bytes / NUMEL
     for _ in range(3):  # DDP cuts its buckets anew in the second one
         step()
-    after, peak = held() - before, median(most(step) for _ in range(5))
+    after, peak = held() - before, median(most(step) for _ in range(3))
     if engine is None:
         return Cost(attached, (told, told), after, peak)
     engine.close()

@@ -22,7 +22,7 @@ from lightning_sparse.engine.network import TorchCollective, drive_ranks, proces
 from lightning_sparse.engine.skip import Decision, Header, digest_of
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.exchanges import GatherPairs
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.engine.test_engine import balance, batches, poisoned, train, unused, wrapped
 from tests.gpu.models import Branches
 from tests.gpu.training import LAYOUTS
@@ -225,14 +225,16 @@ def test_the_default_brings_the_same_bits_on_four_ranks() -> None:
     assert all(torch.equal(parameters, first[0][0]) for parameters, _ in (*first, *second))
 
 
-@pytest.mark.parametrize("layout", ["small_buckets", "find_unused"])
-def test_density_1_is_plain_ddp_however_messages_travel(two_ranks: Ranks, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("sparsifier", "layout"),
+    covering(in_turns(["topk", "exdyna", "everything"], ["small_buckets", "find_unused"]), together=1),
+)
+def test_density_1_is_plain_ddp_however_messages_travel(two_ranks: Ranks, sparsifier: str, layout: str) -> None:
     plain = two_ranks(train, layout, {})[0][0]
     for messages in BOTH:
-        for sparsifier in ("topk", "exdyna", "everything"):
-            options = {"sparsifier": sparsifier, "density": 1.0, "grouping": "layer", "messages": messages}
-            for parameters, _ in two_ranks(train, layout, options):
-                assert torch.equal(parameters, plain), (sparsifier, messages)
+        options = {"sparsifier": sparsifier, "density": 1.0, "grouping": "layer", "messages": messages}
+        for parameters, _ in two_ranks(train, layout, options):
+            assert torch.equal(parameters, plain), messages
 
 
 # ---- What has to hold where groups travel by themselves, too; where they travel together, other tests see to it
@@ -244,7 +246,7 @@ def test_no_gradient_is_lost_when_groups_travel_by_themselves(two_ranks: Ranks) 
         torch.testing.assert_close(found, given, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_unused_parameters_are_the_same_to_groups_that_travel_by_themselves(two_ranks: Ranks, executor: str) -> None:
     for first, second in zip(*(two_ranks(unused, executor, messages) for messages in BOTH), strict=True):
         for step, (zero, left, trunk) in first.items():
@@ -302,7 +304,7 @@ def failing(messages: str, executor: str, before: bool) -> tuple[str, list[str]]
 
 
 @pytest.mark.parametrize(
-    ("messages", "executor", "before"), covering(product(BOTH, ["inline", "thread"], [True, False]))
+    ("messages", "executor", "before"), covering(product(BOTH, ["inline", "thread"], [True, False]), together=1)
 )
 def test_an_error_names_its_group_and_ends_the_step_on_all_ranks(messages: str, executor: str, before: bool) -> None:
     ranks = Ranks(2)  # of its own: DDP is not usable after an error inside backward

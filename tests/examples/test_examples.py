@@ -188,7 +188,7 @@ def test_files_for_schedulers_start_the_example_with_arguments_that_it_knows() -
     task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
     command = task["run"].replace("\\\n", " ").split("torchrun")[1].split()
     in_clouds = command[command.index("examples/plain_ddp.py") :]
-    known = run([sys.executable, str(ROOT / script), "--help"], ROOT, subprocess.PIPE)
+    known = run([warm_python(), str(ROOT / script), "--help"], ROOT, subprocess.PIPE)
     for given in (arguments, in_clouds[1:]):
         options = [word for word in given if word.startswith("--")]
         assert options

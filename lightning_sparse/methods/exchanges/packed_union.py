@@ -41,7 +41,7 @@ CODE_ZERO = 128
 @EXCHANGES.register
 @dataclass(frozen=True)
 class PackedUnion(Exchange):
-    """What :class:`ReduceUnion` does, with less than half the bytes for indices and half of those for values.
+    """The exchange of :class:`ReduceUnion`, with less than half the bytes for indices and half of those for values.
 
     ``update[U_j] = (1/n) s_j sum_i q_ij``: at coordinate j all ranks round their values to multiples ``q_ij`` of one
     step ``s_j``, with ``|q_ij| <= floor(32767 / n)``, and keep what rounding took away (``acc_i - q_i s``) in their
@@ -117,7 +117,7 @@ class PackedUnion(Exchange):
 
 
 def _fits(second: Tensor | None, acc: Tensor) -> bool:
-    """Whether compiled functions can read second values, if there are any."""
+    """Return whether compiled functions can read second values, if there are any."""
     return second is None or (second.dtype == acc.dtype and second.shape == acc.shape and second.is_contiguous())
 
 
@@ -167,7 +167,7 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: La
 
 
 class Lanes(NamedTuple):
-    """How the integers of a coordinate share a word."""
+    """The layout of a coordinate's integers in a word."""
 
     most: int
     """Largest magnitude of a rank's value, in steps."""
@@ -176,7 +176,7 @@ class Lanes(NamedTuple):
     low: int = 0
     """Bits for second values; 0: there are none."""
     wide: bool = False
-    """Whether a coordinate has 32 bits, and not 16."""
+    """True if a coordinate has 32 bits, and not 16."""
     parts: int = 0
     """Largest second value of a rank, in parts of the largest one that was told."""
 
@@ -292,7 +292,7 @@ def _written(indices: Tensor, classes: Tensor, form: Form) -> list[Tensor]:
 
 
 def _read(rows: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
-    """What :func:`_written` has made, of (n, words).
+    """Read the messages that :func:`_written` has made, of (n, words).
 
     Returns:
         (n, slots) coordinates, padding where there is no pick; uint8 classes; and (n,) on the CPU, which messages have

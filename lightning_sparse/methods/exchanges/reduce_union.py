@@ -42,7 +42,7 @@ class ReduceUnion(Exchange):
 
 
 class Union(NamedTuple):
-    """What the ranks will send together."""
+    """The coordinates that the ranks will send together."""
 
     indices: Tensor
     """(u,) int64 coordinates and padding, as in :class:`~lightning_sparse.core.step.Update`."""

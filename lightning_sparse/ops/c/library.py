@@ -27,7 +27,7 @@ where that is quicker), ``compiled`` refuses to go on without it, and otherwise 
 ``torch`` and ``triton`` say the same of the kernels in Triton. One of each kind may be named, with a comma between
 them. Results are the same."""
 CHOICES = ("numpy", "compiled"), ("torch", "triton")
-"""What the setting may name, on CPUs and on CUDA."""
+"""Names that the setting may have, on CPUs and on CUDA."""
 INSTEAD = "numpy, which takes several times as long: "
 """Begins the words on a library that is there and cannot be used."""
 SOURCES = tuple(
@@ -141,7 +141,7 @@ def _opened(library: Path) -> ctypes.CDLL:
 
 
 def choose() -> tuple[ctypes.CDLL | None, str]:
-    """What the setting asks for.
+    """Return the choice that the setting asks for.
 
     Returns:
         The library, None for numpy alone; and that in words.

@@ -22,8 +22,8 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Of gradients."""
 
 Collected = tuple[Found | None, bool, Sums | None]
-"""What reaches a bound, if there was room; whether all sums were finite, else nothing is known of the rest; and what
-was added up, if anything was asked for."""
+"""Coordinates reaching a bound, if there was room; whether all sums were finite, else nothing is known of the rest; and
+what was added up, if anything was asked for."""
 
 
 class Native:
@@ -60,7 +60,7 @@ class Native:
         return _collect(self._library.ls_weigh, formed, runs, about, bound, room, summed)
 
     def above(self, x: Tensor, bound: float) -> Found:
-        """What of a vector reaches a bound."""
+        """Return the coordinates of a vector that reach a bound."""
         room = x.numel() // 8 + 64
         indices, magnitudes = _scratch(room)
         count = self._above(x, bound, indices, magnitudes)
@@ -160,4 +160,4 @@ def _scratch(room: int) -> Found:
 
 _chosen, description = choose()
 library = None if _chosen is None else Native(_chosen)
-"""What the files ``host_*`` use, None for operations of torch; :data:`description` says it in words."""
+"""The library that the files ``host_*`` use, None for operations of torch; :data:`description` says it in words."""

@@ -43,7 +43,7 @@ FUNCTIONS = {
     "ls_round_both": "l: ppl pppl ll fiii f pppp",
     "ls_average_both": "i: pppl f iii pp",
 }
-"""What each function of the library returns and takes, as letters of :data:`ARGUMENTS`; what returns nothing, ``i``."""
+"""Result and arguments of each function of the library, as letters of :data:`ARGUMENTS`; ``i`` for no result."""
 
 _buffers = threading.local()
 

@@ -25,7 +25,7 @@ class Met(NamedTuple):
     lowest: int
     """The largest of all ranks' lowest levels."""
     trouble: bool
-    """Whether a rank has a value that is not finite."""
+    """True if a rank has a value that is not finite."""
 
 
 class Rounded(NamedTuple):
@@ -190,7 +190,7 @@ class NativePicks:
         return values
 
     def codes(self, second: Tensor, indices: Tensor) -> Tensor:
-        """What is told of second values at indices: (c,) uint8, see ``packed_union._codes``."""
+        """Return the codes of second values at indices: (c,) uint8, see ``packed_union._codes``."""
         indices = indices.long().contiguous()
         codes = torch.empty(indices.numel(), dtype=torch.uint8, device="cpu")
         if self._library.ls_codes(at(second), second.numel(), at(indices), indices.numel(), at(codes)):

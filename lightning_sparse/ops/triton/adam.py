@@ -19,7 +19,7 @@ NAMES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 @triton.jit
 def _there(address, KIND: tl.constexpr, ALIGNED: tl.constexpr):
-    """What an address points to."""
+    """Return the element that an address points to."""
     there = address.to(tl.pointer_type(KIND))
     if ALIGNED:
         there = tl.multiple_of(there, 16)

@@ -126,7 +126,7 @@ def _tell(
 
 @triton.jit(do_not_specialize=["octets", "apart"])
 def _count_marks(rows, until, octets, apart, WORDS: tl.constexpr):
-    """How many marks there are before each word, by a program for each rank."""
+    """Count the marks before each word, by a program for each rank."""
     rank = tl.program_id(0)
     count = 0
     for start in range(0, octets - 2, WORDS):
@@ -231,7 +231,7 @@ def tell(
 
 
 class Heard(NamedTuple):
-    """What the messages of all ranks say."""
+    """The contents of the messages of all ranks."""
 
     places: Tensor
     """(n slots,) int32 coordinates, and numel."""

@@ -1,4 +1,4 @@
-"""How kernels in Triton are launched: the parts of a vector that programs share out, and the options of launches."""
+"""Launches of kernels in Triton: the parts of a vector that programs share out, and the options of launches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, numel: int) -> Share:
-        """As even as possible, for at most :data:`PROGRAMS`.
+        """Divide as evenly as possible, for at most :data:`PROGRAMS`.
 
         Example:
             >>> Share.of(5000), Share.of(25_000_000)

@@ -1,4 +1,4 @@
-"""How long gradients are from step to step, on the device: see :func:`.length.measure`, which says what is computed."""
+"""Lengths of gradients from step to step, on the device: see :func:`.length.measure`, which says what is computed."""
 
 from __future__ import annotations
 

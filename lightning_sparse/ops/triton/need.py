@@ -1,4 +1,4 @@
-"""How a step of the default begins: its scratch is emptied, and the need for spare picks is followed.
+"""The beginning of a step of the default: its scratch is emptied, and the need for spare picks is followed.
 
 What the numbers mean is said in :class:`~lightning_sparse.methods.sparsifiers.UnionTopK`, whose tensor operations give
 the same, bit for bit.

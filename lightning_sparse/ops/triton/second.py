@@ -49,13 +49,13 @@ def _magnitude(x, second, by, i, mask, WEIGHED: tl.constexpr):
 
 @triton.jit
 def _least(power, EPS: tl.constexpr):
-    """What stands for Adam's eps beside roots that are not corrected, see :meth:`.SecondMoment.absorb_`."""
+    """Return the stand-in for Adam's eps beside roots that are not corrected, see :meth:`.SecondMoment.absorb_`."""
     return (tl.sqrt(1.0 - tl.load(power)) * tl.full((), EPS, tl.float64)).to(tl.float32)
 
 
 @triton.jit
 def _damp(power, damping):
-    """What magnitudes are multiplied by beside roots that are not corrected, see :meth:`.SecondMoment.absorb_`."""
+    """Return the factor of magnitudes beside roots that are not corrected, see :meth:`.SecondMoment.absorb_`."""
     return (tl.sqrt(1.0 - tl.load(power)) * damping).to(tl.float32)
 
 

@@ -31,7 +31,7 @@ DIGITS = tl.constexpr(3 * 256 + 128)
 CONTROL = 32
 """Words of what kernels tell each other."""
 BROKEN, FOUND, LISTED, STRIPE_LISTED = (tl.constexpr(i) for i in range(4))
-"""Whether something is not finite; number of candidates; whether all that is looked for is among them."""
+"""Flags: something is not finite; number of candidates; all that is looked for is among them."""
 OWN, MAYBE, TAKEN = (tl.constexpr(i) for i in range(4, 7))
 """Of the stripe: candidates, at most these of the share, and those of the share."""
 CUTS = tl.constexpr(8)
@@ -144,7 +144,7 @@ def _magnitude_of(control, histograms, SEARCH: tl.constexpr):
 
 @triton.jit
 def _ties_before(rows, bits, SEARCH: tl.constexpr, PROGRAMS: tl.constexpr):
-    """How many of these bits were seen by the programs before this one."""
+    """Count these bits in the programs before this one."""
     every = tl.arange(0, PROGRAMS)
     before = every < tl.program_id(0)
     return tl.sum(tl.load(rows + (SEARCH * PROGRAMS + every) * LAST + (bits & (LAST - 1)), mask=before, other=0))
@@ -234,7 +234,7 @@ def _count_picks(
     x, second, by, places, magnitudes, control, histograms, rows, counts, turn, n, numel,
     STRIPED: tl.constexpr, WEIGHED: tl.constexpr, TILE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """How many picks each program will write, and where those equal to the last one end."""
+    """Count the picks that each program will write, and find the end of those equal to the last one."""
     SEARCH: tl.constexpr = 1 if STRIPED else 0
     listed = tl.load(control + (STRIPE_LISTED if STRIPED else LISTED)) != 0
     kth, _ = _magnitude_of(control, histograms, 0)
@@ -310,7 +310,7 @@ def _write_picks(
 
 
 class Scratch(NamedTuple):
-    """What the search for one group's picks works with; all int32."""
+    """The buffers of the search for one group's picks; all int32."""
 
     control: Tensor
     """(:data:`CONTROL`,) zero at the start."""
@@ -332,7 +332,7 @@ SCRATCH = CONTROL + 2 * DIGITS.value
 
 
 class Found(NamedTuple):
-    """What was picked."""
+    """The picks of a group."""
 
     keys: Tensor
     """(slots,) int32 ``2 j`` for the largest j, ``2 j + 1`` for those of the stripe; ascending, then ``2 numel``."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_sparse.ops.triton.launch import PROGRAMS, TILE, Share, launch
 
 MOMENTS, MAGNITUDES, EXCESS, LOGARITHMS = range(4)
-"""What is added up: values and their squares; magnitudes, and the largest; what is beyond a threshold, as in
+"""Quantities to add up: values and their squares; magnitudes, and the largest; what is beyond a threshold, as in
 :func:`~lightning_sparse.ops.excess`; logarithms of magnitudes."""
 
 
@@ -79,7 +79,7 @@ def _sums(x: Tensor, kind: int, threshold: Tensor | None = None) -> tuple[Tensor
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`lightning_sparse.ops.moments`, of float32."""
+    """Do the work of :func:`lightning_sparse.ops.moments`, of float32."""
     total, squares, _ = _sums(x, MOMENTS)
     mean = total / x.numel()
     spread = (squares - mean * total).clamp_(min=0) / (x.numel() - 1) if x.numel() > 1 else squares * math.nan
@@ -87,17 +87,17 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_and_maximum(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`lightning_sparse.ops.mean_and_maximum`, of float32."""
+    """Do the work of :func:`lightning_sparse.ops.mean_and_maximum`, of float32."""
     total, largest, _ = _sums(x, MAGNITUDES)
     return total / x.numel(), largest
 
 
 def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`lightning_sparse.ops.excess`, of float32 and a () float64 threshold."""
+    """Do the work of :func:`lightning_sparse.ops.excess`, of float32 and a () float64 threshold."""
     total, squares, number = _sums(x, EXCESS, threshold)
     return number, total, squares
 
 
 def log_sum(x: Tensor) -> Tensor:
-    """As :func:`lightning_sparse.ops.log_sum`, of float32."""
+    """Do the work of :func:`lightning_sparse.ops.log_sum`, of float32."""
     return _sums(x, LOGARITHMS)[0]

@@ -51,7 +51,7 @@ def _set(words, counts, place, live, block):
 
 @triton.jit
 def _shared_out(sum_, total, slot):
-    """What is left of a sum when all multiples are out, and how many these are, beside a slot."""
+    """Return the rest of a sum when all multiples are out, and the number of these, beside a slot."""
     quotient = sum_ // total
     return sum_ - quotient * total, slot + quotient
 

@@ -75,7 +75,7 @@ def _round(
 
 @triton.jit
 def _divisor(sum_of_parts, code, value, power, damping, n, most_parts, EPS: tl.constexpr):
-    """What an average is divided by, from the mean of second values, see :meth:`.SecondMoment._divisor`."""
+    """Return the divisor of an average, from the mean of second values, see :meth:`.SecondMoment._divisor`."""
     top = _top(code)
     part = tl.div_rn(top, (n * most_parts).to(tl.float32))
     fewest = tl.div_rn(top, (4 * n).to(tl.float32))
@@ -151,14 +151,14 @@ def _subtract_at(
 
 
 class Beside(NamedTuple):
-    """What travels beside values, and what becomes of it."""
+    """The second values that travel beside values, and their use."""
 
     second: Tensor
     """(numel + 1,) float32 second values of this rank."""
     low: int
     """Bits for them."""
     wide: bool
-    """Whether each coordinate has a word of its own."""
+    """True if each coordinate has a word of its own."""
     parts: int
     """Largest second value of a rank, in parts of the largest one that was told."""
     offset: float
@@ -167,7 +167,7 @@ class Beside(NamedTuple):
     """() float64 ``beta2^t``."""
     eps: float
     damping: float
-    """What averages are multiplied by before their squares are added."""
+    """The factor of averages before their squares are added."""
 
 
 class Rounded(NamedTuple):
@@ -265,7 +265,7 @@ def average_(
 
 
 def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
-    """As :func:`.device_settle.subtract_at_`, which says it in words."""
+    """Do the work of :func:`.device_settle.subtract_at_`, which says it in words."""
     slots = indices.numel()
     launch(
         _subtract_at, -(-slots // PICKS), x, indices, x if values is None else values,

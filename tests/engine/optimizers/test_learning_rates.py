@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine.optimizers.learning_rates import LearningRates
+from tests.covering import by_default
 from tests.ranks import Ranks
 
 SPARSE = ls.Rules(dense_ndim=0, dense_numel=0)
@@ -86,7 +87,7 @@ def train(lr_aware: bool, executor: str) -> tuple[Tensor, Tensor]:
     return moved + waiting / dist.get_world_size(), gradients / dist.get_world_size()
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_steps_and_residuals_amount_to_all_gradients_times_their_rates(two_ranks: Ranks, executor: str) -> None:
     for aware in (True, False):
         for got, should in two_ranks(train, aware, executor):

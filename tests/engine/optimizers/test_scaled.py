@@ -70,7 +70,8 @@ SETTINGS: dict[str, dict[str, Any]] = {"packed": {}, "union": {"exchange": "redu
 
 
 @pytest.mark.parametrize(
-    ("factor", "settings"), covering(in_turns([1 / 4096, 0.01, 64.0, 1.0], list(SETTINGS)), together=1)
+    ("factor", "settings"),
+    covering(in_turns([1 / 4096, 0.01, 64.0, 1.0], list(SETTINGS)), together=1, thorough={64.0, 1.0}),
 )
 def test_a_factor_changes_no_step_of_adam(two_ranks: Ranks, factor: float, settings: str) -> None:
     for plain, changed in two_ranks(scaled, factor, SETTINGS[settings]):

@@ -95,6 +95,8 @@ LEFT |= {
     "lr_aware",
     "reduce union",
 }
+LEFT |= {"exdyna", "decay", "momentum", "float16 scaled", "two exchanges of momentum", "two exchanges of low pass"}
+LEFT |= {"two exchanges of two optimizers", "unused in one group", "skipped second moment"}
 """To thorough runs."""
 CELLS = [(name, moment, MADE[number % len(MADE)]) for number, (name, moment) in enumerate(PAIRS)]
 

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 import lightning_sparse as ls
 from lightning_sparse.core.layout import Gradient
+from tests.covering import covering, in_turns
 from tests.ranks import Ranks
 from tests.sums import SPARSE, Sums, check_sums
 
@@ -80,8 +81,9 @@ def look_within_steps(executor: str, optimizer: Any) -> dict[str, list[Look]]:
     return looks
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, DataSGD])
+@pytest.mark.parametrize(
+    ("executor", "optimizer"), covering(in_turns(["inline", "thread"], [torch.optim.SGD, DataSGD]), together=1)
+)
 def test_a_state_holds_what_the_weights_do_not(two_ranks: Ranks, executor: str, optimizer: Any) -> None:
     seen = two_ranks(look_within_steps, executor, optimizer)
     for moment in seen[0]:

@@ -507,7 +507,7 @@ def empty(executor: str) -> tuple[Tensor, Tensor, Tensor, list[bool]]:
     return averages, local / dist.get_world_size(), left, sparse
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_a_dense_step_sends_all_that_is_left(two_ranks: Ranks, executor: str) -> None:
     for averages, gradients, left, sparse in two_ranks(empty, executor):
         assert not left.any()

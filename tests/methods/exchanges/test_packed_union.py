@@ -21,6 +21,7 @@ from lightning_sparse.methods.exchanges.packed_union import _classes, _read, _te
 from lightning_sparse.ops import compiled, subtract_at_
 from lightning_sparse.ops.c import native
 from lightning_sparse.ops.form import Form
+from tests.covering import covering, in_turns
 from tests.lockstep import Outcome, Ranks
 from tests.static_path import static_path
 
@@ -39,7 +40,7 @@ def test_sums_of_packed_words_are_packed_sums(n: int, size: int, seed: int) -> N
     assert unpack(words, size).tolist() == rows.sum(0).tolist()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(
     st.integers(1, 400_000), st.integers(0, 300), st.integers(0, 5), st.integers(0, 2**16),
     st.sampled_from([torch.float32, torch.float64]),
@@ -126,8 +127,7 @@ def test_a_pick_that_dwarfs_all_others_leaves_them_their_digits(n: int, ratio: f
             assert bool((left.abs() <= 64 * acc.abs() / (32767 // n)).all())
 
 
-@pytest.mark.parametrize("n", [2, 8])
-@pytest.mark.parametrize("ratio", [2.0, 30.0])
+@pytest.mark.parametrize(("n", "ratio"), covering(in_turns([8, 2], [30.0, 2.0]), together=1))
 def test_a_rank_with_larger_gradients_is_not_cut_short_by_the_picks_of_others(n: int, ratio: float) -> None:
     norms = {}
     for exchange in ("packed_union", "reduce_union"):
@@ -246,8 +246,10 @@ class Descending(ls.UnionTopK):
         return selection._replace(indices=selection.indices[order], spare=spare), state
 
 
-@pytest.mark.parametrize("memory", [ls.Residual(), ls.SecondMoment()])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("memory", "dtype"),
+    covering(in_turns([ls.Residual(), ls.SecondMoment()], [torch.float32, torch.float64]), together=1),
+)
 def test_picks_that_do_not_ascend_travel_like_others(
     dtype: torch.dtype, memory: ls.Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import lightning_sparse as ls
 from lightning_sparse.tools.compare.tasks import digits, heavy_tail, record
 from tests.covering import by_default, covering, in_turns
 
-N, STEPS = 8, 90
+N, STEPS = 4, 90
 SETTLED = 60
 """Steps that a threshold has to find its place."""
 LAST_THIRD = STEPS * 2 // 3

@@ -317,7 +317,7 @@ def test_a_union_grows_up_to_everything(each: float, expected: float) -> None:
 @pytest.mark.parametrize("known", by_default([2, 3, 4, 8], 2))
 def test_a_tree_has_a_round_more_with_each_doubling(known: int) -> None:
     cost = GroupCost(0.1, NOTHING, NOTHING, NOTHING, (Traffic("send_recv", 1.0, Line(8, 0.5)),))
-    for ranks in (2, 5, 8, 64, 100):
+    for ranks in (2, 5, 8, 33):
         rounds = math.ceil(math.log2(ranks)) / math.ceil(math.log2(known))
         [part] = method("gtop_k", 0.1, cost).between(known, ranks, Network.ring(ranks, 0, 1e9)).cost.traffic
         assert (part.calls, part.nbytes.alpha, part.nbytes.beta) == pytest.approx((rounds, 8 * rounds, 0.5 * rounds))

@@ -60,7 +60,7 @@ def followed(gradients: list[Tensor], method: Method, density: float) -> list[me
 
 @pytest.mark.parametrize("method", [*METHODS, DENSE], ids=lambda method: method.name)
 def test_measures_are_those_of_the_definitions(method: Method) -> None:
-    gradients, density, k = tail(3, 400, 24), 0.05, 20
+    gradients, density, k = tail(3, 400, 14), 0.05, 20
     if method == DENSE:
         density, k = 1.0, 400
     steps = followed(gradients, method, density)

@@ -24,7 +24,7 @@ from lightning_sparse.methods.grouping import Cut, Group, ParameterSize, make_pl
 from lightning_sparse.tuning.controllers import Planner
 from lightning_sparse.tuning.performance import Line, Profile, hidden_densities
 from lightning_sparse.tuning.performance.profiler import overlap_of
-from tests.covering import covering, in_turns
+from tests.covering import by_default, covering, in_turns
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 from tests.tuning.controllers.models import Balance, Net, batches, fix_costs, flat, residuals, wrapped
@@ -74,7 +74,7 @@ def train(
 
 
 @pytest.mark.parametrize("rule", ["optimal", "published"])
-@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_groups_follow_the_profile(two_ranks: Ranks, rule: Any, executor: str) -> None:
     options = {"density": 0.05, "grouping": ls.OptimalMerge(rule, **SOON), "executor": executor, "dense": ["left.bias"]}
     first, second = two_ranks(train, options)
@@ -213,7 +213,7 @@ def balance(options: dict[str, Any]) -> tuple[int, list[tuple[Tensor, Tensor]]]:
     return groups, seen
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_no_residual_is_lost_when_the_plan_comes(two_ranks: Ranks, executor: str) -> None:
     for sparsifier in ("topk", "union_topk", "exdyna", "sidco_e"):
         options = {"sparsifier": sparsifier, "density": 0.05, "grouping": ls.OptimalMerge(**SOON), "executor": executor}
@@ -471,7 +471,7 @@ def shortened(options: dict[str, Any], low: Line, high: Line | None) -> Any:
         return densities(options, low, high)
 
 
-@pytest.mark.parametrize("executor", ["inline", "thread"])
+@pytest.mark.parametrize("executor", by_default(["thread", "inline"]))
 def test_a_time_budget_sets_one_density_for_all(two_ranks: Ranks, executor: str) -> None:
     for merge in (ls.OptimalMerge(**SOON), "layer"):
         schedule = ls.TimeBudget(1e-9, 0.5, 0.4)
