@@ -112,7 +112,7 @@ class FabricSparseDDPMixin(SparseStrategy, Base):
         """Wrap a module as Fabric does, and attach an engine; at a second set-up it continues from the one before."""
         before, profile, totals, left = self.engine_of(module), None, Totals(), None
         if before is not None:
-            before.count_as_applied()
+            before.end_batch()
             profile, totals, left = profile_of(before), before.totals, Left.by(before)
             before.close()
             self._wrapped = [(ddp, engine) for ddp, engine in self._wrapped if engine is not before]

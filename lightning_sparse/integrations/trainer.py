@@ -199,9 +199,10 @@ class SparseDDPMixin(SparseStrategy, Base):
         self._telling.totals.go_on()
 
     def on_train_end(self) -> None:
-        """Call Lightning's hook; then log the last line and the totals."""
+        """Call Lightning's hook, and apply averages that are on their way; then log the last line and the totals."""
         super().on_train_end()
         if self.engine is not None:
+            self.engine.drain()
             self._telling.end(self.engine)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -258,7 +259,7 @@ class SparseDDPMixin(SparseStrategy, Base):
     def _wrap_again(self) -> None:
         """Wrap the model in a new DDP, for the parameters that need gradients now, and keep all residuals."""
         assert self.engine is not None
-        self.engine.count_as_applied()
+        self.engine.end_batch()
         self._left = Left.by(self.engine)
         self._close_engine()
         wrapped: Any = self.model
@@ -307,7 +308,7 @@ class SparseDDPMixin(SparseStrategy, Base):
         trainer, step = self._trainer, checkpoint.get("global_step")
         batches = trainer.fit_loop.epoch_loop.batch_progress.current
         if batches.ready == batches.processed:  # even if not all of its optimizers have taken a step
-            self.engine.count_as_applied()
+            self.engine.end_batch()
         # After an error, Lightning lets callbacks save on the failed ranks; others may not take part.
         comm = None if trainer.interrupted else TorchCollective()
         if comm is not None:

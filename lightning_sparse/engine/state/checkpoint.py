@@ -102,7 +102,8 @@ class SideFiles:
         self._number += 1
         own = SideFile(engine.comm.rank, engine.comm.world_size, engine.run_id, self._number)
         counted = -1 if global_step is None else global_step
-        state, problem = _take(engine)
+        problem = "" if comm is None else _join(engine, comm)
+        state, problem = (None, problem) if problem else _take(engine)
         if comm is not None:
             # An exchange may end while ranks agree: what was taken before is of before it, and stays so.
             moment = -1 if state is None else state["moment"]
@@ -255,10 +256,22 @@ def restore(
         engine.flush_next_step()
 
 
+def _join(engine: Engine, comm: TorchCollective) -> str:
+    """Bring as many exchanges to their end as every rank has begun; return what went wrong; collective."""
+    if engine.settings.delay:
+        begun = int(comm.all_gather(engine.reach.to(engine.device)).min())
+        try:
+            if begun > int(engine.moment):
+                engine.router.wait_for(begun)
+        except Exception as error:  # of any exchange
+            return reason(error, RuntimeError)
+    return ""
+
+
 def _take(engine: Engine, moment: int | None = None) -> tuple[State | None, str]:
     """Take the state of an engine; return it, and what went wrong."""
     try:
-        return engine.state_dict(None if moment is None else torch.tensor([moment], device="cpu")), ""
+        return (engine.state_now() if moment is None else engine.state_dict(torch.tensor([moment], device="cpu"))), ""
     except Exception as error:  # of any memory
         return None, reason(error, RuntimeError)
 

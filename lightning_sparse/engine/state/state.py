@@ -11,12 +11,23 @@ from torch.nn import Parameter
 
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
+from lightning_sparse.engine.delivery import Delivery, bounds_of
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.skip import Decision
 from lightning_sparse.engine.state.plain import from_plain, to_plain
-from lightning_sparse.engine.state.schema import STATE_FORMAT, State, check_state, outline, remembering, with_pending
+from lightning_sparse.engine.state.record import Averages, Kept
+from lightning_sparse.engine.state.schema import (
+    STATE_FORMAT,
+    State,
+    check_state,
+    give_back,
+    outline,
+    remembering,
+    with_pending,
+)
 from lightning_sparse.methods.density import GroupDensity
 
 
@@ -84,10 +95,17 @@ class EngineState:
     ) -> None:
         self.loads = 0
         """Number of states that were loaded."""
+        self._taken = -1
+        """The moment of the latest state that was taken."""
         self._reducer, self._binding, self._names, self._frozen = reducer, binding, names, frozen
         self._comm, self._device, self._shards = comm, device, shards
         self._parked: State = {"parameters": {}, "counters": {}}
         """Remembered of frozen parameters."""
+
+    @property
+    def is_taken(self) -> bool:
+        """True if a state was taken since the latest exchange."""
+        return not self._reducer.in_flight and self._taken == self._reducer.record.counts.number
 
     def take(self, moment: Tensor | None) -> State:
         """See :meth:`.Engine.state_dict`."""
@@ -116,7 +134,7 @@ class EngineState:
                 vectors = memory.vectors(kept).items()
                 parameters[name] = {key: vector[span].to("cpu", copy=True) for key, vector in vectors}
                 counters[name] = dict(counted)
-        pending = record.pending
+        pending, self._taken = record.pending, record.counts.number
         for name, (indices, values) in record.taken.items():  # another rank may not have absorbed it: it waits
             parameters[name]["residual"][slice(None) if indices is None else indices] -= values
         return {
@@ -134,6 +152,7 @@ class EngineState:
                 name: {"values": values} | ({} if indices is None else {"indices": indices.int()})
                 for name, (indices, values) in (pending.items() if rank == 0 else ())
             },
+            "late": {name: _plain_averages(name, averages) for name, averages in record.left.items()},
             "absorbed": sorted(record.absorbed),
             "groups": [_plain_learned(group) for group in reducer.groups],
             "rates": dict(reducer.rates.latest),
@@ -162,6 +181,8 @@ class EngineState:
         state, plan, filled = None, None, set[str]()
         try:
             state = check_state(given)
+            if not self._reducer.settings.delay:
+                state = give_back(state)
             note, filled = Note(outline(state), ""), remembering(state)
         except Exception as error:  # whatever a damaged state makes of a check
             note = Note("", reason(error, ValueError))
@@ -237,12 +258,30 @@ class EngineState:
         reducer.rates.load(state["rates"], state["surplus"])
         reducer.adopt(plan.groups, counts)
         reducer.record.forget_averages()
+        if state["late"]:
+            decision = Decision(None, None, self._comm.wait_until)
+            late: dict[str, Averages | None] = {
+                name: self._averages(name, one) for name, one in state["late"].items() if name in reducer.group_of
+            }
+            reducer.record.keep(Kept(decision, None, reducer.clipping.beginning, late))
         self._parked = {
             field: {name: one for name, one in state[field].items() if name in self._frozen} for field in self._parked
         }
         self.loads += 1
         self._binding.go_on(state)
         reducer.on_stream.synchronize()
+
+    def _averages(self, name: str, given: Mapping[str, Any]) -> Averages:
+        """Return averages of a parameter that :func:`_plain_averages` gave."""
+        group, device = self._reducer.group_of[name], self._device
+        span = group.spans[name]
+        spans = {name: slice(0, span.stop - span.start)}
+        indices, by = given.get("indices"), given.get("divisor")
+        indices = None if indices is None else indices.long().to(device)
+        by = None if by is None else by.to(device, group.wide)
+        like = torch.empty((), dtype=group.wide, device=device)
+        delivery = Delivery(spans, indices, by, group.memory, given["ranks"], bounds_of(spans, device), like)
+        return Averages(spans, indices, given["values"].to(device), delivery, group.residual is not None)
 
     def _shard(self, group: GroupReducer, name: str) -> Shard:
         """Return the part of a parameter that the engine has: as a rule all of it."""
@@ -275,6 +314,16 @@ class EngineState:
         for key, counter in memory.counters(kept).items():
             counter.fill_(max(state["counters"].get(name, {}).get(key, 0.0) for name in group.spans))
         return notes
+
+
+def _plain_averages(name: str, averages: Averages) -> dict[str, Any]:
+    """Return averages that optimizers have not been given, as plain data and tensors on the CPU."""
+    (indices, values), by = averages.of(name), averages.divisor_of(name)
+    assert averages.delivery is not None
+    plain: dict[str, Any] = {"values": values, "ranks": averages.delivery.ranks}
+    if indices is not None:
+        plain["indices"] = indices.int()
+    return plain if by is None else {**plain, "divisor": by}
 
 
 def _anew(group: GroupReducer) -> str:
