@@ -133,6 +133,8 @@ class Reducer(Groups):
         """Of the next batch."""
         self._started: list[tuple[GroupReducer, Steps[None], Stamp]] = []
         """Groups whose local work is done, and the rest of their steps; touched by the executor only."""
+        self._scale: Tensor | None = None
+        """() factor of the loss of this step; None: none."""
         self._headers: Tensor | None = None
         """Headers of all ranks in this step; None if it had none."""
 
@@ -166,11 +168,20 @@ class Reducer(Groups):
                 if overflow:  # nobody could wait for the decision before
                     forget_overflow_(group.state, group.memory, self.comm.world_size)
         self._before_exchange()
+        self._copy_scale()
         self._clippings = self.clipping.begin_step(lambda: self.sparsified)  # when its groups are known
         self.shared_bytes, self._asked_bytes, self._headers = self._asked_bytes, 0.0, None
         if self.flush_asked:  # looked at once, so that all groups of the step do the same
             self.flush_at, self.flush_asked = self._number, False
         self._flushes = self.flush_at == self._number
+
+    def _copy_scale(self) -> None:
+        """Keep the scale of this loss: a scaler changes its own in place, and an exchange may be in flight then."""
+        scale = self.loss_scale()
+        if scale is None or self._scale is None:
+            self._scale = None if scale is None else scale.clone()
+        else:
+            self._scale.copy_(scale)
 
     def arrive(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Take gradients of a backward; groups whose last one has come begin to work, now or on the thread.
@@ -340,7 +351,7 @@ class Reducer(Groups):
             numels = {p.name: p.numel for p in group.plan.parameters}
             ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
         used_here = [] if self._usage is None else self._usage.here(group.spans)
-        member = Member(group, ctx, self.loss_scale(), used_here, self.on_stream.ready())
+        member = Member(group, ctx, self._scale, used_here, self.on_stream.ready())
         self._members.append(member)
         if not self._waits:
             self._executor.submit(partial(self._start, member))
