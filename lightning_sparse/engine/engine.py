@@ -421,7 +421,7 @@ class Engine(EngineView):
         if self.closed:
             raise RuntimeError("The engine is closed: call drain() before close().")
         self._check_between_steps("Averages can only be drained")
-        if not isinstance(self.entrance, OneStepLate) or not self._record.left:
+        if not isinstance(self.entrance, OneStepLate) or not self._record.left():
             return False
         chosen = self.optimizers if optimizers is None else listed(optimizers)
         if not chosen:
@@ -498,11 +498,17 @@ class Engine(EngineView):
         return self._state.take(moment)
 
     def state_now(self) -> dict[str, Any]:
-        """Return :meth:`state_dict` without waiting for anybody: an exchange in flight counts as never made.
-
-        Gradients that it has absorbed are in residuals. For ranks that are alone, as after an error on another one.
-        """
+        """Return :meth:`state_dict` without waiting for anybody: gradients of an exchange in flight are absorbed."""
         return self._state.take(None)
+
+    def state_alone(self) -> dict[str, Any]:
+        """Return :meth:`state_now` after an error, when others may be gone and ranks may be at different points.
+
+        With ``delay=1``, an exchange in flight counts as never made. A rank that has settled it, and has not applied
+        its averages yet, puts what it has sent back into its residuals: whichever ranks have, their states belong
+        together.
+        """
+        return self._state.take(None, alone=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go on where an engine of the same model was; collective, before the first step or between two steps.

@@ -222,20 +222,29 @@ class GroupReducer:
         averages = Averages(self.spans, update.indices, values, delivery, returns)
         return dict.fromkeys(self.spans.keys() - self.unused, averages)
 
-    def settle(self, skipped: Tensor) -> None:
+    def settle(self, skipped: Tensor) -> Averages | None:
         """Conclude the step when all groups have been exchanged: if one of them skips it, all do.
 
         Args:
             skipped: () flag: the step counts for nothing.
+
+        Returns:
+            What of this rank has left the residual, where averages come late; else None.
         """
         made, self.untouched = self.exchange_made, self.unused
         if made is None:
-            return
+            return None
         self.statistics = made.statistics
+        residual, sent = self.residual if self._keeps else None, made.proposed.update.sent
+        where = None if sent is None else sent.clamp(max=self.plan.numel - 1)
+        before = None if residual is None else residual[slice(None) if where is None else where].clone()
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
         if static_shapes(self.device) or not skipped:
             places = None if static_shapes(self.device) else made.proposed.statistics.indices
             self.density.observe(made.step, made.grad, skipped, places)
+        if before is None or residual is None:
+            return None
+        return Averages(self.spans, where, before - residual[slice(None) if where is None else where])
 
     def scale(self, factors: Mapping[str, float]) -> None:
         """Multiply the residuals of parameters by factors, where there are any."""

@@ -452,9 +452,8 @@ class Reducer(Groups):
             decision = Decision(flag, self.on_stream.stream, self.comm.wait_until, self._headers)
             with self.record.changing():
                 averages = {name: each for group in self.groups for name, each in group.averages.items()}
-                for group in self.groups:
-                    group.settle(skipped)
-                self.record.settle(decision, averages, skipped, self.clipping.beginning)
+                sent = [gone for group in self.groups if (gone := group.settle(skipped)) is not None]
+                self.record.settle(decision, averages, skipped, self.clipping.beginning, sent)
                 self.in_flight = False
                 if at_once:
                     self.hand_over(averages.keys())

@@ -105,7 +105,7 @@ class OneStepLate:
         router = self._router
         router.join()
         router.on_stream.join()
-        left = router.record.left.keys()
+        left = router.record.left().keys()
         router.take_back(router.parameters.keys())
         places = {name: torch.zeros(p.numel(), dtype=p.dtype, device=p.device) for name, p in router.parameters.items()}
         for kept in router.hand_over(router.record.kept_names):

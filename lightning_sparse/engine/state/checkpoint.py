@@ -103,7 +103,7 @@ class SideFiles:
         own = SideFile(engine.comm.rank, engine.comm.world_size, engine.run_id, self._number)
         counted = -1 if global_step is None else global_step
         problem = "" if comm is None else _join(engine, comm)
-        state, problem = (None, problem) if problem else _take(engine)
+        state, problem = (None, problem) if problem else _take(engine, alone=comm is None)
         if comm is not None:
             # An exchange may end while ranks agree: what was taken before is of before it, and stays so.
             moment = -1 if state is None else state["moment"]
@@ -268,9 +268,11 @@ def _join(engine: Engine, comm: TorchCollective) -> str:
     return ""
 
 
-def _take(engine: Engine, moment: int | None = None) -> tuple[State | None, str]:
+def _take(engine: Engine, moment: int | None = None, alone: bool = False) -> tuple[State | None, str]:
     """Take the state of an engine; return it, and what went wrong."""
     try:
+        if alone:
+            return engine.state_alone(), ""
         return (engine.state_now() if moment is None else engine.state_dict(torch.tensor([moment], device="cpu"))), ""
     except Exception as error:  # of any memory
         return None, reason(error, RuntimeError)

@@ -100,6 +100,8 @@ class Kept(NamedTuple):
     """Keys of the optimizers whose gradients were clipped before it, see :class:`.GradientClipping`."""
     averages: dict[str, Averages | None]
     """By parameter; None: nobody can take them back, or ask where they arrived."""
+    sent: Sequence[Averages] = ()
+    """What has left this rank's residuals."""
 
     def part(self, names: Set[str]) -> Kept:
         """Return it with some of its averages."""
@@ -235,6 +237,8 @@ class Record:
         self._handouts: Sequence[Handout] = ()
         self._earlier: Sequence[Handout] = ()
         """Those of :attr:`_handouts` that there were when the latest exchange began."""
+        self._latest: Kept | None = None
+        """The exchange that has settled last."""
         self.kept: Sequence[Kept] = ()
         """Exchanges with averages that optimizers have not been given."""
         self._unstepped: dict[str, tuple[int, Decision]] = {}
@@ -289,6 +293,7 @@ class Record:
     def forget_averages(self) -> None:
         """Forget all averages: another state takes the place of the one that they belonged to."""
         self._handouts = self._earlier = self.kept = ()
+        self._latest = None
         self._unstepped, self.without = {}, frozenset()
 
     def begin_step(self) -> None:
@@ -308,12 +313,14 @@ class Record:
         averages: Mapping[str, Averages | None],
         skipped: Tensor | None = None,
         clipped: Set[int | None] = frozenset(),
+        sent: Sequence[Averages] = (),
     ) -> None:
         """Count an exchange that has settled, and keep its averages, within :meth:`changing`. See :class:`Kept`."""
         for handout in self._earlier:
             handout.replace(self.absorbed | averages.keys())
         self.start, self.decision, self.absorbed = self.counts, decision, frozenset()
-        self.keep(Kept(decision, skipped, clipped, dict(averages)))
+        self._latest = Kept(decision, skipped, clipped, dict(averages), sent)
+        self.keep(self._latest)
 
     def keep(self, kept: Kept) -> None:
         """Keep averages until they are handed over; also those of a state that was loaded."""
@@ -366,6 +373,18 @@ class Record:
             return False
         return not decision
 
+    @property
+    def revocable(self) -> Kept | None:
+        """The exchange that has settled last, if it counted and no optimizer has applied any of its averages; or None.
+
+        May wait for the device.
+        """
+        latest = self._latest
+        if latest is None or latest.decision or not latest.sent:
+            return None
+        waiting = {name for kept in self.kept if kept.decision is latest.decision for name in kept.averages}
+        return latest if all(name in waiting or self.is_left(name) for name in latest.averages) else None
+
     def take_back(self, names: Set[str]) -> dict[str, Averages]:
         """Return the averages of these parameters that were handed out and not applied; they never will be.
 
@@ -416,18 +435,26 @@ class Record:
         seen = self._seen.get(optimizer, 0)
         return {name for name, number in self._handed_out.items() if number > seen}
 
-    @property
-    def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
-        """Averages that have been handed out and not applied, by parameter, on the CPU; may wait for the device.
+    def pending(self, without: Kept | None = None) -> dict[str, tuple[Tensor | None, Tensor]]:
+        """Return averages that have been handed out and not applied, by parameter, on the CPU, see :func:`added`.
 
-        See :func:`added`.
+        May wait for the device.
+
+        Args:
+            without: an exchange whose averages do not count.
         """
-        return _joined([each.waiting(self.held) for each in self._handouts])
+        gone = {} if without is None else without.averages
+        parts = [each.waiting(self.held) for each in self._handouts]
+        return _joined([{name: one for name, one in part.items() if gone.get(name) is not one} for part in parts])
 
-    @property
-    def left(self) -> dict[str, Averages]:
-        """Averages that are kept, by parameter; none of exchanges that were skipped. May wait for the device."""
-        counted = [kept.averages for kept in self.kept if not kept.decision]
+    def left(self, without: Kept | None = None) -> dict[str, Averages]:
+        """Return averages that are kept, by parameter; none of exchanges that were skipped. May wait for the device.
+
+        Args:
+            without: an exchange whose averages do not count.
+        """
+        gone = None if without is None else without.decision
+        counted = [kept.averages for kept in self.kept if kept.decision is not gone and not kept.decision]
         return {name: one for averages in counted for name, one in averages.items() if one is not None}
 
     @property
@@ -437,7 +464,7 @@ class Record:
 
     @property
     def taken(self) -> dict[str, tuple[Tensor | None, Tensor]]:
-        """Averages in :attr:`pending` that this rank has absorbed with a new gradient, while others may not have."""
+        """Averages of :meth:`pending` that this rank has absorbed with a new gradient, while others may not have."""
         return _joined([handout.taken for handout in self._handouts])
 
 

@@ -107,8 +107,8 @@ class EngineState:
         """True if a state was taken since the latest exchange."""
         return not self._reducer.in_flight and self._taken == self._reducer.record.counts.number
 
-    def take(self, moment: Tensor | None) -> State:
-        """See :meth:`.Engine.state_dict`."""
+    def take(self, moment: Tensor | None, alone: bool = False) -> State:
+        """See :meth:`.Engine.state_dict`, and :meth:`.Engine.state_alone`."""
         reducer, record = self._reducer, self._reducer.record
         if moment is not None:
             reducer.wait_for(int(moment[0]))
@@ -121,9 +121,14 @@ class EngineState:
                     f"{record.counts.number}. All ranks save after the newest exchange of any rank: take a state on "
                     "each of them, and another one where the moment of the first one is not the largest."
                 )
-            return self._take()
+            return self._take(record.revocable if alone and reducer.settings.delay else None)
 
-    def _take(self) -> State:
+    def _take(self, revoked: Kept | None) -> State:
+        """Take it with the lock held.
+
+        Args:
+            revoked: an exchange that counts as never made; None: none.
+        """
         reducer, record, rank = self._reducer, self._reducer.record, self._comm.rank
         parameters: dict[str, dict[str, Tensor]] = {}
         counters: dict[str, dict[str, float]] = {}
@@ -134,13 +139,19 @@ class EngineState:
                 vectors = memory.vectors(kept).items()
                 parameters[name] = {key: vector[span].to("cpu", copy=True) for key, vector in vectors}
                 counters[name] = dict(counted)
-        pending, self._taken = record.pending, record.counts.number
+        pending, self._taken = record.pending(revoked), record.counts.number
+        steps, absorbed = record.counts.step, record.absorbed
+        if revoked is not None:
+            steps, absorbed = steps - 1, absorbed | revoked.averages.keys()
+            for name, gone in ((name, sent) for sent in revoked.sent for name in sent.spans):
+                indices, values = gone.of(name)
+                parameters[name]["residual"][slice(None) if indices is None else indices] += values
         for name, (indices, values) in record.taken.items():  # another rank may not have absorbed it: it waits
             parameters[name]["residual"][slice(None) if indices is None else indices] -= values
         return {
             "format": STATE_FORMAT,
             "moment": record.counts.number,
-            "step": record.counts.step,
+            "step": steps,
             "void_steps": record.counts.void,
             "rank": rank,
             "world_size": self._comm.world_size,
@@ -152,8 +163,8 @@ class EngineState:
                 name: {"values": values} | ({} if indices is None else {"indices": indices.int()})
                 for name, (indices, values) in (pending.items() if rank == 0 else ())
             },
-            "late": {name: _plain_averages(name, averages) for name, averages in record.left.items()},
-            "absorbed": sorted(record.absorbed),
+            "late": {name: _plain_averages(name, averages) for name, averages in record.left(revoked).items()},
+            "absorbed": sorted(absorbed),
             "groups": [_plain_learned(group) for group in reducer.groups],
             "rates": dict(reducer.rates.latest),
             "surplus": {name: list(noted) for name, noted in reducer.rates.surplus.items()},
