@@ -502,12 +502,14 @@ class Engine(EngineView):
         return self._state.take(None)
 
     def state_alone(self) -> dict[str, Any]:
-        """Return :meth:`state_now` after an error, when others may be gone and ranks may be at different points.
+        """Return :meth:`state_now` after an error, when others may be gone, and ranks may be at different points.
 
-        With ``delay=1``, an exchange in flight counts as never made. A rank that has settled it, and has not applied
-        its averages yet, puts what it has sent back into its residuals: whichever ranks have, their states belong
-        together.
+        With ``delay=1``, the state of rank 0 belongs to its weights: of averages that these do not hold, the latest
+        exchange counts as never made. Other ranks may have settled one exchange more: their states have what they
+        have sent in it as ``sent``, so that it can go back, see :func:`.schema.revoke`.
         """
+        if self.settings.delay:
+            self.router.join_if_over()
         return self._state.take(None, alone=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:

@@ -256,6 +256,11 @@ class Reducer(Groups):
             raise
         self._end_exchange(begin)
 
+    def join_if_over(self) -> None:
+        """Let an exchange in flight settle if all of it is here; nobody is waited for."""
+        if self.in_flight and not self._settling and self.on_stream.host_knows and self._executor.idle:
+            self.join()
+
     def _end_exchange(self, begin: Stamp) -> None:
         """Count an exchange that has settled, once, and forget its gradients.
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.state.schema import revoke
 from lightning_sparse.methods.grouping import make_plan
 from tests.contract.cases import CASES
 from tests.ranks import Ranks
@@ -574,28 +575,33 @@ def test_averages_on_their_way_keep_what_they_are_worth_at_another_rate(two_rank
     assert two_ranks(at_another_rate) == [0.0, 0.0]
 
 
-def apart(joins: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and state after an error, where rank 0 alone may have heard of the latest exchange."""
+def apart(ahead: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and state after an error, where one rank alone has heard of the latest exchange."""
     ddp, engine = wrapped(Sums(), sparsifier="union_topk", delay=1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     for _ in range(3):
         optimizer.zero_grad()
         ddp(dist.get_rank()).backward()
         optimizer.step()
-    if joins and dist.get_rank() == 0:
+    if dist.get_rank() == ahead:
         engine.router.join()
+    else:
+        engine.router.join_if_over = lambda: None  # it has not arrived here
     state, weight = engine.state_alone(), weights(ddp.module)
     engine.drain([optimizer])
     engine.close()
     return weight, state
 
 
-@pytest.mark.parametrize("joins", [False, True])
-def test_states_of_ranks_that_are_alone_belong_together_whoever_has_settled(two_ranks: Ranks, joins: bool) -> None:
-    (weight, state), (_, other) = two_ranks(apart, joins)
-    assert state["step"] == other["step"] == 2
+@pytest.mark.parametrize("ahead", [-1, 0, 1])
+def test_states_of_ranks_that_are_alone_belong_together_whoever_has_settled(two_ranks: Ranks, ahead: int) -> None:
+    (weight, state), (_, other) = two_ranks(apart, ahead)
+    assert state["step"] == 2 and other["step"] == 2 + (ahead == 1)
+    if ahead == 1:
+        other = revoke(other)
+    assert not state["late"]
     for name, w in weight.items():
-        kept = waiting([state, other], name) - 2 * w.double().flatten()
+        kept = waiting([state, {**other, "late": {}}], name) - 2 * w.double().flatten()
         counts = [2 + (name in one["absorbed"]) for one in (state, other)]
         given = sum(count * gradient(name, rank).double() for rank, count in enumerate(counts))
         assert torch.equal(kept, given), name

@@ -32,7 +32,7 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.merging import merge_states
 from lightning_sparse.engine.state.plain import checksum
-from lightning_sparse.engine.state.schema import NOTHING, State, check_state, with_pending
+from lightning_sparse.engine.state.schema import NOTHING, State, check_state, revoke, with_pending
 from lightning_sparse.engine.state.side_files import (
     Path,
     SideFile,
@@ -321,6 +321,8 @@ def _read(path: Path, marker: dict[str, Any], rank: int, load: Callable[[str], A
         check_state(state)
     except ValueError as error:
         raise SideFileError(f"{file.name} holds no state: {error}") from error
+    if state.get("sent") and state["step"] == marker["step"] + 1:  # this rank was one exchange ahead of rank 0
+        state = revoke(state)
     said = {**state, "save": content["save"], "global_step": content["global_step"]}
     expected = {key: marker[key] for key in ("save", "global_step", "world_size", "step")} | {"rank": rank}
     if any(said[key] != value for key, value in expected.items()):

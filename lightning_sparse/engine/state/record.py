@@ -374,13 +374,19 @@ class Record:
         return not decision
 
     @property
-    def revocable(self) -> Kept | None:
-        """The exchange that has settled last, if it counted and no optimizer has applied any of its averages; or None.
+    def latest(self) -> Kept | None:
+        """The exchange that has settled last, if it counted and this rank knows what it has sent; or None.
 
         May wait for the device.
         """
         latest = self._latest
-        if latest is None or latest.decision or not latest.sent:
+        return None if latest is None or latest.decision or not latest.sent else latest
+
+    @property
+    def revocable(self) -> Kept | None:
+        """:attr:`latest`, if no optimizer has applied any of its averages; or None. May wait for the device."""
+        latest = self.latest
+        if latest is None:
             return None
         waiting = {name for kept in self.kept if kept.decision is latest.decision for name in kept.averages}
         return latest if all(name in waiting or self.is_left(name) for name in latest.averages) else None

@@ -99,6 +99,7 @@ LATER: dict[str, Any] = {
     "spans": {str: SPAN},
     "pending": {str: {"values": VECTOR, "indices?": INDICES}},
     "late": {str: {"values": VECTOR, "indices?": INDICES, "divisor?": VECTOR, "ranks": SIZE}},
+    "sent": {str: {"values": VECTOR, "indices?": INDICES}},
     "absorbed": [TEXT],
     "lengths": {str: LENGTH},
     "clippings": [{"limit": RATE, "algorithm": ALGORITHM, "parameters": [TEXT]}],
@@ -130,7 +131,7 @@ def check_state(state: Any) -> State:
         for key, vector in whole["parameters"].get(name, {}).items():
             if vector.numel() != length:
                 raise ValueError(f"Expected {length} coordinates of {name} in {key}, but got {vector.numel()}.")
-    for field in ("pending", "late"):
+    for field in ("pending", "late", "sent"):
         for name, averages in whole[field].items():
             _check(
                 whole["spans"].get(name, MISSING), SPAN, f"the state's span of {name}, of which averages are {field},"
@@ -207,6 +208,22 @@ def give_back(state: State) -> State:
     return {**state, "pending": pending, "late": {}}
 
 
+def revoke(state: State) -> State:
+    """Return a state in which the latest exchange was never made: what this rank has sent is in its residuals again.
+
+    Args:
+        state: of :meth:`.Engine.state_alone`; not modified.
+    """
+    parameters = dict(state["parameters"])
+    for name, sent in state["sent"].items():
+        residual = parameters[name]["residual"].clone()
+        where = sent["indices"].long() if "indices" in sent else slice(None)
+        residual[where] += sent["values"].to(residual.dtype)  # no index is there twice
+        parameters[name] = {**parameters[name], "residual": residual}
+    absorbed = sorted({*state["absorbed"], *state["sent"]})
+    return {**state, "step": state["step"] - 1, "parameters": parameters, "absorbed": absorbed, "sent": {}}
+
+
 def _sum(numel: int, *averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the sum of averages of one parameter."""
     total = torch.zeros(numel, dtype=averages[0]["values"].dtype)
@@ -223,8 +240,7 @@ def outline(state: Mapping[str, Any]) -> str:
         for name, vectors in sorted(state["parameters"].items())
     }
     groups = [(group["name"], group["parameters"], group["numel"]) for group in state["groups"]]
-    late = {name: len(averages["values"]) for name, averages in sorted(state["late"].items())}
-    facts = (state["step"], state["world_size"], state["settings"], sizes, groups, late)
+    facts = (state["step"], state["world_size"], state["settings"], sizes, groups)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 

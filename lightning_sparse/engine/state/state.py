@@ -17,7 +17,7 @@ from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.skip import Decision
-from lightning_sparse.engine.state.plain import from_plain, to_plain
+from lightning_sparse.engine.state.plain import checksum, from_plain, to_plain
 from lightning_sparse.engine.state.record import Averages, Kept
 from lightning_sparse.engine.state.schema import (
     STATE_FORMAT,
@@ -26,6 +26,7 @@ from lightning_sparse.engine.state.schema import (
     give_back,
     outline,
     remembering,
+    revoke,
     with_pending,
 )
 from lightning_sparse.methods.density import GroupDensity
@@ -121,14 +122,20 @@ class EngineState:
                     f"{record.counts.number}. All ranks save after the newest exchange of any rank: take a state on "
                     "each of them, and another one where the moment of the first one is not the largest."
                 )
-            return self._take(record.revocable if alone and reducer.settings.delay else None)
+            state = self._take()
+            latest = record.latest if alone else None
+            if latest is None:
+                return state
+            state["sent"] = {
+                name: _plain(*gone.of(name)) for gone in latest.sent for name in gone.spans.keys() & latest.averages
+            }
+            if self._comm.rank == 0 and record.revocable is not None:
+                pending = {name: _plain(*each) for name, each in record.pending(latest).items()}
+                late = {name: _plain_averages(name, each) for name, each in record.left(latest).items()}
+                return revoke({**state, "pending": pending, "late": late})
+            return state
 
-    def _take(self, revoked: Kept | None) -> State:
-        """Take it with the lock held.
-
-        Args:
-            revoked: an exchange that counts as never made; None: none.
-        """
+    def _take(self) -> State:
         reducer, record, rank = self._reducer, self._reducer.record, self._comm.rank
         parameters: dict[str, dict[str, Tensor]] = {}
         counters: dict[str, dict[str, float]] = {}
@@ -139,19 +146,13 @@ class EngineState:
                 vectors = memory.vectors(kept).items()
                 parameters[name] = {key: vector[span].to("cpu", copy=True) for key, vector in vectors}
                 counters[name] = dict(counted)
-        pending, self._taken = record.pending(revoked), record.counts.number
-        steps, absorbed = record.counts.step, record.absorbed
-        if revoked is not None:
-            steps, absorbed = steps - 1, absorbed | revoked.averages.keys()
-            for name, gone in ((name, sent) for sent in revoked.sent for name in sent.spans):
-                indices, values = gone.of(name)
-                parameters[name]["residual"][slice(None) if indices is None else indices] += values
+        pending, self._taken = record.pending(), record.counts.number
         for name, (indices, values) in record.taken.items():  # another rank may not have absorbed it: it waits
             parameters[name]["residual"][slice(None) if indices is None else indices] -= values
         return {
             "format": STATE_FORMAT,
             "moment": record.counts.number,
-            "step": steps,
+            "step": record.counts.step,
             "void_steps": record.counts.void,
             "rank": rank,
             "world_size": self._comm.world_size,
@@ -160,11 +161,10 @@ class EngineState:
             "counters": {name: counters[name] for name in self._names} | self._parked["counters"],
             "spans": {name: list(self._shard(reducer.group_of[name], name)) for name in self._names},
             "pending": {  # of rank 0, whose weights are saved
-                name: {"values": values} | ({} if indices is None else {"indices": indices.int()})
-                for name, (indices, values) in (pending.items() if rank == 0 else ())
+                name: _plain(*each) for name, each in (pending.items() if rank == 0 else ())
             },
-            "late": {name: _plain_averages(name, averages) for name, averages in record.left(revoked).items()},
-            "absorbed": sorted(absorbed),
+            "late": {name: _plain_averages(name, averages) for name, averages in record.left().items()},
+            "absorbed": sorted(record.absorbed),
             "groups": [_plain_learned(group) for group in reducer.groups],
             "rates": dict(reducer.rates.latest),
             "surplus": {name: list(noted) for name, noted in reducer.rates.surplus.items()},
@@ -178,7 +178,7 @@ class EngineState:
         """Go on with a state, between two steps; collective. See :meth:`.Engine.load_state_dict`.
 
         All ranks make a plan of their states first. What has been learned about a group is taken where it fits on all
-        ranks. Clippings and lengths are those of rank 0: others that saved in the middle of a step may not have been
+        ranks. Clippings, lengths and averages that come late are those of rank 0: others that saved in the middle of a step may not have been
         asked for theirs yet, or not have known the step's factors.
 
         Args:
@@ -204,7 +204,7 @@ class EngineState:
         except Exception as error:  # whatever a damaged state makes of a memory
             note = Note("", reason(error, ValueError))
         fits = [] if plan is None else [known is not None for known in plan.learned]
-        shared = [] if plan is None else [plan.state["clippings"], plan.state["lengths"]]
+        shared = [] if plan is None else [plan.state["clippings"], plan.state["lengths"], checksum(plan.state["late"])]
         on_ranks = self._comm.all_gather_object((note, fits, shared), self._device)
         trouble = by_reason([note for note, *_ in on_ranks])
         if not trouble and len({note.fact for note, *_ in on_ranks}) > 1:
@@ -218,8 +218,11 @@ class EngineState:
             elif known is not None:
                 group.state = group.state._replace(selector=known.selector, counts=known.counts, union=known.union)
                 group.density = known.density
-        clippings, lengths = on_ranks[0][2]
-        self._apply(plan._replace(state={**plan.state, "clippings": clippings, "lengths": lengths}))
+        clippings, lengths, _ = on_ranks[0][2]
+        late = plan.state["late"]
+        if len({late_of for _, _, (*_, late_of) in on_ranks}) > 1:  # others may know more than the weights of rank 0
+            late = self._comm.broadcast_object(late, 0, self._device)
+        self._apply(plan._replace(state={**plan.state, "clippings": clippings, "lengths": lengths, "late": late}))
         return plan
 
     def _plan(self, state: State, filled: Set[str]) -> LoadPlan:
@@ -327,13 +330,15 @@ class EngineState:
         return notes
 
 
+def _plain(indices: Tensor | None, values: Tensor) -> dict[str, Tensor]:
+    return {"values": values} if indices is None else {"values": values, "indices": indices.int()}
+
+
 def _plain_averages(name: str, averages: Averages) -> dict[str, Any]:
     """Return averages that optimizers have not been given, as plain data and tensors on the CPU."""
-    (indices, values), by = averages.of(name), averages.divisor_of(name)
+    by = averages.divisor_of(name)
     assert averages.delivery is not None
-    plain: dict[str, Any] = {"values": values, "ranks": averages.delivery.ranks}
-    if indices is not None:
-        plain["indices"] = indices.int()
+    plain: dict[str, Any] = {**_plain(*averages.of(name)), "ranks": averages.delivery.ranks}
     return plain if by is None else {**plain, "divisor": by}
 
 
