@@ -152,6 +152,11 @@ class SparsificationConfig:
     executor: Literal["auto", "inline", "thread"] = "auto"
     """"inline" exchanges inside DDP's hook (on CUDA on a stream of its own), "thread" on a communication thread while
     backward goes on; "auto" is "thread" between ranks on CPUs, else "inline"."""
+    delay: Literal[0, 1] = 0
+    """1: averages are applied one step late, and their exchange goes on beside the next forward and backward, which
+    wait for it only where it takes longer; for slow networks between regions, see docs/late.md. It takes 4 bytes a
+    parameter. At the end of training, ``engine.drain()`` applies the last averages; the strategy for the Trainer does
+    so by itself."""
     fallback: Literal["dense"] | None = None
     """"dense" measures some sparse and some dense steps at the start, and again when the step time changes by much, and
     goes on with what is faster."""
@@ -187,8 +192,14 @@ class SparsificationConfig:
         if self.messages == "auto":
             if self.grouping.separate_messages or self.density.separate_messages:
                 vars(self)["messages"] = "group"
-            elif not (self.grouping.needs_profile or self.density.needs_profile):
+            elif self.delay or not (self.grouping.needs_profile or self.density.needs_profile):
                 vars(self)["messages"] = "step"
+        if self.delay and self.messages == "group":
+            raise ValueError(
+                "Expected messages='step' or 'auto' with delay=1, but got messages='group', in which groups are "
+                f"exchanged while their own backward goes on{self._why_by_group}: one step late, all of them have the "
+                "whole next step."
+            )
         watch, size, timeout = self.watch, self.bucket_cap_mb, self.timeout
         fits = watch is None or isinstance(watch, Watch)
         expect(fits, "watch", "a Watch such as Watch(every=1000), or None", watch)
@@ -200,6 +211,14 @@ class SparsificationConfig:
             raise ValueError(
                 "lr_aware=True rescales residuals, and NoMemory has none. Use memory=Residual() or lr_aware=False."
             )
+
+    @property
+    def _why_by_group(self) -> str:
+        """The setting that has chosen messages by group, for an error; empty: it was chosen by itself."""
+        for name in ("grouping", "density"):
+            if getattr(self, name).separate_messages:
+                return f", which {name}={getattr(self, name)!r} asks for"
+        return ""
 
     @property
     def memory_in_use(self) -> Memory:

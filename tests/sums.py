@@ -56,22 +56,24 @@ State = Mapping[str, Any]
 
 
 def pending(states: Sequence[State], name: str) -> Tensor:
-    """(numel,) averages of a parameter that have been handed out and not been applied, in double precision.
+    """(numel,) averages of a parameter that no optimizer has applied, in double precision.
+
+    Those that have been handed out are in the state of rank 0, whose weights are saved; those that come late in all.
 
     Args:
-        states: of all ranks. The one of rank 0, whose weights are saved, holds them.
+        states: of all ranks.
         name: of the parameter.
     """
     [first, *others] = sorted(states, key=lambda state: int(state["rank"]))
     assert not any(state["pending"] for state in others)
-    dense = torch.zeros(first["spans"][name][2], dtype=torch.float64)
-    if (found := first["pending"].get(name)) is None:
-        return dense
-    if "indices" not in found:
-        return found["values"].double()
-    indices = found["indices"].long()
-    assert torch.equal(indices, indices.unique())
-    return dense.index_copy_(0, indices, found["values"].double())
+    assert all(state["late"].keys() == first["late"].keys() for state in others)
+    total = torch.zeros(first["spans"][name][2], dtype=torch.float64)
+    for found in (first["pending"].get(name), first["late"].get(name)):
+        if found is not None:
+            indices = found["indices"].long() if "indices" in found else torch.arange(len(total))
+            assert torch.equal(indices, indices.unique())
+            total.index_add_(0, indices, found["values"].double())
+    return total
 
 
 def waiting(states: Sequence[State], name: str) -> Tensor:

@@ -113,6 +113,11 @@ def attach_config(
         stays_dense = ranks.world_size == 1 and config.single_device == "dense"
         plan = dense_plan(sizes, cap) if stays_dense else plan
         refuse_two_orders(ddp.module, config.executor, device)
+        if config.delay and config.executor == "inline" and device.type == "cpu" and ranks.world_size > 1:
+            raise ValueError(
+                "Expected executor='auto' or 'thread' with delay=1 on CPUs, but got 'inline', where the exchange would "
+                "end before the backward that begins it."
+            )
         facts = {
             **vars(config),
             "bucket_cap_mb": (cap, delivery_mb(ddp)),

@@ -22,7 +22,8 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
     momentum, parameters are then the same as without sparsification, except that later gradients depend on earlier
     steps; momentum and weight decay act once more than without the flush; with Adam it is one step of Adam, whose size
     is the learning rate's. The step uses the current learning rates of the optimizers: if a schedule has ended at 0,
-    nothing moves. Afterwards, parameters hold the same gradients as before.
+    nothing moves. Afterwards, parameters hold the same gradients as before. With ``delay=1``, averages that are on
+    their way are applied before, see :meth:`.Engine.drain`.
 
     Call this between two steps, for example before a model is exported. A parameter without a pending update is left
     alone, so that at density 1 there is no step.
@@ -77,6 +78,8 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
             "The engine is closed: flush before the end of fit, in on_train_end at the latest. The callback "
             "FlushResidual does."
         )
+    for engine in engines:
+        engine.drain(chosen)
     parameters = [p for o in chosen for group in o.param_groups for p in group["params"]]
     before = [p.grad for p in parameters]
     square = 0.0

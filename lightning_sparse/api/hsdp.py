@@ -84,6 +84,7 @@ def refuse_without_ddp(config: SparsificationConfig) -> None:
         )
     expect(config.fallback is None, "fallback", "None for a sharded model", config.fallback)
     expect(config.messages != "group", "messages", "'step' or 'auto' for a sharded model", config.messages)
+    expect(config.delay == 0, "delay", "0 for a sharded model", config.delay)
 
 
 @with_keywords_of(HSDPArguments)
@@ -99,9 +100,8 @@ def attach_hsdp(model: Module, mesh: DeviceMesh, **keywords: Any) -> Engine:
     keywords: the settings of :class:`~lightning_sparse.SparsificationConfig`, and ``observers``. Parameters, and
     buffers, become those of the first replica.
 
-    Bind the optimizer with ``engine.bind([optimizer])``, before a checkpoint is loaded into it. Without
-    ``nonfinite="nan"``, call ``engine.skip_void(optimizer)`` before ``optimizer.step()``. Accumulate gradients within
-    ``engine.no_sync()``.
+    Bind the optimizer with ``engine.bind([optimizer])``, before a checkpoint is loaded into it. Accumulate gradients
+    within ``engine.no_sync()``.
 
     Returns:
         The engine, for statistics and for :meth:`Engine.close`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,15 +17,18 @@ from torch.nn import Parameter
 
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
+from lightning_sparse.core.console import say
+from lightning_sparse.core.interrupts import uninterrupted
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.engine.copied import CopiedEngine
 from lightning_sparse.engine.flush import take_pending
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
-from lightning_sparse.engine.optimizers.kinds import check_is_optimizer
+from lightning_sparse.engine.optimizers.kinds import check_is_optimizer, listed
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.regrouping import check_covers
 from lightning_sparse.engine.sources.comm_hook import BucketSource
+from lightning_sparse.engine.sources.one_step_late import OneStepLate
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.engine.state.schema import renamed
 from lightning_sparse.engine.state.state import EngineState, Shard
@@ -42,7 +46,7 @@ class Engine(EngineView):
         plan: groups that cover all parameters.
         parameters: by the names used in the plan.
         settings: checked choices.
-        comm: the ranks; the engine's own, closed with it.
+        comm: the ranks; the engine's own, closed with it. With ``delay=1``, exchanges have one more to themselves.
         device: where gradients live.
         watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
         frozen: parameters that need no gradient, by name.
@@ -65,6 +69,9 @@ class Engine(EngineView):
         within: TorchCollective | None = None,
     ) -> None:
         left_open, settings = settings.memory is None, replace(settings, memory=settings.memory_in_use)
+        if comm.world_size == 1 and settings.delay:
+            say("sparse_ddp: delay=1 does nothing with one rank, which has nobody to wait for.")
+            settings = replace(settings, delay=0)
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         """() tensor that the loss is multiplied by, or None; asked in every backward."""
         self.frozen = dict(frozen or {})
@@ -81,9 +88,13 @@ class Engine(EngineView):
         """Equal on all ranks, and different for every engine."""
         for network in (comm, within) if within else (comm,):
             network.listen(self.run_id)
+        exchanging = comm
+        if settings.delay:  # other messages may be sent while an exchange is in flight
+            exchanging = comm.another()
+            exchanging.listen(f"{self.run_id}/late")
         of_engine = (lambda: self.loss_scale()), self._before_exchange
-        reducer = Reducer(parameters, settings, comm, device, watch_usage, *of_engine, within=within)
-        super().__init__(reducer)
+        reducer = Reducer(parameters, settings, exchanging, device, watch_usage, *of_engine, aside=comm, within=within)
+        super().__init__(reducer, comm)
         try:
             with reducer.on_stream.between_steps():
                 groups = [reducer.form(group) for group in plan]
@@ -91,7 +102,7 @@ class Engine(EngineView):
         except BaseException:
             reducer.close()
             raise
-        self._source = BucketSource(reducer)
+        self._source = BucketSource(self.entrance)
         self._compared_kernels = False
         self._binding = OptimizerBinding(reducer, parameters, comm, device, left_open)
         self.shards = dict(shards or {})
@@ -130,6 +141,7 @@ class Engine(EngineView):
             ValueError: for something that is no optimizer.
         """
         check_is_optimizer(optimizer)
+        self._binding.leave_out(optimizer)
         return self._skipped.drop(optimizer)
 
     def skip_void(self, optimizer: torch.optim.Optimizer) -> None:
@@ -228,6 +240,15 @@ class Engine(EngineView):
         """
         self._record.count_as_applied()
 
+    def end_batch(self) -> None:
+        """Note that no optimizer will apply averages of the latest backward any more.
+
+        They are lost, as gradients of plain DDP are; with ``delay=1``, they go back into residuals in the next
+        backward.
+        """
+        if not self.settings.delay:
+            self._record.count_as_applied()
+
     def warn(self, kind: str, sentence: str) -> None:
         """Tell the user on rank zero; all ranks call this in the same step, and count the warning."""
         sentence = f"sparse_ddp at step {self.step}: {sentence}"
@@ -250,15 +271,15 @@ class Engine(EngineView):
         """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
 
         Refused, with nothing changed, before residuals have been sent (in the first valid step of a dense plan), and
-        with memories that do more for dense groups than nothing, such as momentum. What is then still remembered, of
-        parameters that the step did not use and of rounding, is kept until groups change again. Collective: all
-        ranks get the same answer.
+        with memories that do more for dense groups than nothing, such as momentum, and with ``delay=1``. What is then
+        still remembered, of parameters that the step did not use and of rounding, is kept until groups change again.
+        Collective: all ranks get the same answer.
 
         Args:
             for_good: forget second moments and whatever else only sparse steps need.
         """
         simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory)
-        if not simple or not all(group.plan.dense for group in self.groups):
+        if not simple or self.settings.delay or not all(group.plan.dense for group in self.groups):
             return False
         sent = torch.tensor([all(group.sent for group in self.groups)], dtype=torch.uint8, device=self.device)
         if not self.comm.all_gather(sent).all():
@@ -304,6 +325,7 @@ class Engine(EngineView):
         facts = {"settings": self.settings, "groups": groups, "messages": chosen}
         check_equal_on_ranks(facts, self.comm, self.device)
         expect(chosen in get_args(Messages), "messages", "'group', 'step' or None", messages)
+        expect(chosen == "step" or not self.settings.delay, "messages", "'step' or None, with delay=1", messages)
         check_covers(groups, self.router.parameters)
         self.router.regroup(groups, chosen)
         if self.optimizers:
@@ -389,10 +411,62 @@ class Engine(EngineView):
         self._check_between_steps("Residuals can only be taken")
         return take_pending(self.router)
 
+    def drain(self, optimizers: Iterable[torch.optim.Optimizer] | None = None) -> bool:
+        """Apply averages that are on their way, with ``delay=1``; all ranks must call this, between two steps.
+
+        The latest exchange is joined, and optimizers take one more step with its averages, with the settings (learning
+        rates, for instance) of the step that they took last. Of T backwards, T averages are applied in T steps then.
+        Nothing is clipped, and ``.grad`` is afterwards what it was before. The strategy for the Trainer calls this at
+        the end of fit, and :func:`~lightning_sparse.flush` before it sends residuals.
+
+        Args:
+            optimizers: all that apply averages; None: those that the engine was bound to.
+
+        Returns:
+            Whether there was anything to apply.
+
+        Raises:
+            ValueError: if there is, and nobody to apply it.
+            RuntimeError: within a step; if the engine is closed.
+            LostRankError: if another rank is gone.
+        """
+        if self.closed:
+            raise RuntimeError("The engine is closed: call drain() before close().")
+        self._check_between_steps("Averages can only be drained")
+        if not isinstance(self.entrance, OneStepLate) or not self._record.left():
+            return False
+        chosen = self.optimizers if optimizers is None else listed(optimizers)
+        if not chosen:
+            raise ValueError(
+                "Expected optimizers to apply the averages of the latest backward, but the engine was bound to none: "
+                "call engine.bind([optimizer]) before training, or engine.drain([optimizer])."
+            )
+        parameters = [p for optimizer in chosen for group in optimizer.param_groups for p in group["params"]]
+        before = [parameter.grad for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.grad = None
+            for name, average in self.entrance.take().items():
+                self.router.parameters[name].grad = average
+            for optimizer in chosen:
+                with uninterrupted(optimizer), self._binding.as_before(optimizer):
+                    optimizer.step()
+            self._record.count_as_applied()
+        finally:
+            for parameter, grad in zip(parameters, before, strict=True):
+                parameter.grad = grad
+        return True
+
     @property
     def moment(self) -> Tensor:
         """(1,) int64 number of exchanges and flushes that have settled here, see :meth:`state_dict`."""
         return torch.tensor([self._record.counts.number], device="cpu")
+
+    @property
+    def reach(self) -> Tensor:
+        """(1,) int64 :attr:`moment`, and the exchange that is in flight with ``delay=1``, see :meth:`state_dict`."""
+        flying = bool(self.settings.delay) and self.router.in_flight
+        return torch.tensor([self._record.counts.number + flying], device="cpu")
 
     def state_dict(self, moment: Tensor | None = None) -> dict[str, Any]:
         """Return all that this rank needs to go on exactly where it is: plain data and tensors on the CPU; copies.
@@ -407,24 +481,48 @@ class Engine(EngineView):
         states belong together if each rank takes one, all agree on the largest ``state["moment"]``, and a rank whose
         own is smaller takes another one, of that moment.
 
+        With ``delay=1``, an exchange in flight is joined, so that a run that is resumed goes on bit for bit; its
+        averages are in the state as ``late``, on every rank. That waits for ranks which have not begun it yet. Where
+        ranks are asked at different moments, let all agree on the smallest :attr:`reach`, and take the state of that
+        moment, or of this rank's own :attr:`moment` where that is larger.
+
         Args:
             moment: (1,) the state after so many exchanges and flushes, as another rank has taken it: this rank waits
-                until it has settled as many. None: the latest one.
+                until it has settled as many, and for no more. None: the latest one.
 
         Returns:
             ``moment``: how many exchanges and flushes of this engine have settled; ``step``, ``void_steps``, ``rank``,
             ``world_size``, ``settings``; ``parameters`` and ``counters``: what is remembered of each, by name;
             ``spans``: which coordinates of each parameter, as first one, number, and number of all; ``pending``:
-            averages that are not applied; ``absorbed``: parameters of which a gradient was absorbed that is not
-            exchanged; ``groups``: what sparsifiers and schedules have learned; ``rates``: latest learning rates;
-            ``surplus``: what changes of them have left in residuals; ``clippings``: what gradients are clipped to in
-            place of their averages; ``lengths``: see :class:`~lightning_sparse.engine.optimizers.scaled.Lengths`.
+            averages that are not applied; ``late``: those that optimizers get in the next step, with what they are
+            divided by and the number of ranks that they are means over; ``absorbed``: parameters of which a gradient
+            was absorbed that is not exchanged; ``groups``: what sparsifiers and schedules have learned; ``rates``:
+            latest learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``: what
+            gradients are clipped to in place of their averages; ``lengths``: see
+            :class:`~lightning_sparse.engine.optimizers.scaled.Lengths`.
 
         Raises:
             RuntimeError: if this rank is past the given moment, or does not get there; or if an error has ended a step
                 while residuals were being changed.
         """
+        if moment is None and self.settings.delay:
+            self.router.join()
         return self._state.take(moment)
+
+    def state_now(self) -> dict[str, Any]:
+        """Return :meth:`state_dict` without waiting for anybody: gradients of an exchange in flight are absorbed."""
+        return self._state.take(None)
+
+    def state_alone(self) -> dict[str, Any]:
+        """Return :meth:`state_now` after an error, when others may be gone, and ranks may be at different points.
+
+        With ``delay=1``, the state of rank 0 belongs to its weights: of averages that these do not hold, the latest
+        exchange counts as never made. Other ranks may have settled one exchange more: their states have what they
+        have sent in it as ``sent``, so that it can go back, see :func:`.schema.revoke`.
+        """
+        if self.settings.delay:
+            self.router.join_if_over()
+        return self._state.take(None, alone=True)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go on where an engine of the same model was; collective, before the first step or between two steps.
@@ -469,7 +567,20 @@ class Engine(EngineView):
         for observer in self.observers:
             observer.close()
         self._binding.close()
+        self._warn_of_what_is_left()
+        if isinstance(self.entrance, OneStepLate):
+            self.entrance.close()
         self.router.close()
+        self.comm.close()
+
+    def _warn_of_what_is_left(self) -> None:
+        """Warn of averages that nobody will apply, unless an error is the news, or a state holds them."""
+        flying, broken = self.router.in_flight or bool(self._record.kept), self.router.failed
+        if flying and not broken and not self._state.is_taken and sys.exc_info()[0] is None and self.comm.rank == 0:
+            rank_zero_warn(
+                "The engine is closed, and the averages of the latest backward were not applied to the weights. With "
+                "delay=1, call engine.drain() on all ranks when training is over."
+            )
 
     def __reduce__(self) -> tuple[type[CopiedEngine], tuple[()]]:
         """Let a copy, pickled or not, be a :class:`CopiedEngine`."""

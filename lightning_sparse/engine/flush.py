@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_sparse.core.layout import flattened, own, shaped, sharded_as
 from lightning_sparse.core.messages import AllGather, AllReduce, Message
-from lightning_sparse.engine.group import Divided
+from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.network import send
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.record import Averages
@@ -32,7 +32,7 @@ def take_pending(reducer: Reducer) -> dict[str, Tensor]:
     if reducer.settings.lr_aware and reducer.rates.known:
         reducer.rescale()
     with reducer.on_stream.between_steps():
-        groups, pending = reducer.groups, dict[str, Tensor]()
+        groups, pending, deliveries = reducer.groups, dict[str, Tensor](), dict[str, Delivery | None]()
         have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=reducer.device)
         anywhere = answer(AllGather(have)).amax(0).tolist()
         for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted and not group.empty):
@@ -41,18 +41,19 @@ def take_pending(reducer: Reducer) -> dict[str, Tensor]:
                 residual = torch.zeros(group.plan.numel, device=reducer.device, dtype=group.wide)
             average = mean(residual)
             by = group.memory.divide_all(group.state.memory, average, mean, group.density(reducer.step))
-            group.divided = None if by is None else Divided(None, by)
-            group.handed = None  # nobody can have changed these
+            deliveries |= dict.fromkeys(group.spans, group.delivery(None, by, comm.world_size))
             for name, span in group.spans.items():
                 parameter = reducer.parameters[name]
                 part = shaped(average[span].to(parameter.dtype), own(parameter))
                 pending[name] = sharded_as(part, parameter)
         reducer.totals.add(sent, 0.0)
         parts = {name: own(average) for name, average in pending.items()}
-        averages = [Averages({name: slice(0, part.numel())}, None, flattened(part)) for name, part in parts.items()]
+        averages = {
+            name: Averages({name: slice(0, part.numel())}, None, flattened(part)) for name, part in parts.items()
+        }
         with record.changing():
             reducer.lengths.begin_step()
             for group in groups:
                 group.scale(dict.fromkeys(pending, 0.0))
-            record.flush(averages, pending.keys())
+            record.flush(averages, deliveries)
     return pending

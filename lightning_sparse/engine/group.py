@@ -16,8 +16,8 @@ from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Steps
 from lightning_sparse.core.step import Agreement, Context, GroupState
+from lightning_sparse.engine.delivery import Delivery, bounds_of
 from lightning_sparse.engine.metrics import Statistics, norm_of
-from lightning_sparse.engine.optimizers.scaled import Handed
 from lightning_sparse.engine.pipeline import (
     exchange_group,
     init_group,
@@ -25,7 +25,7 @@ from lightning_sparse.engine.pipeline import (
     settle_group,
     takes_kernels,
 )
-from lightning_sparse.engine.proposal import Proposed, spread_divisor
+from lightning_sparse.engine.proposal import Proposed
 from lightning_sparse.engine.state.record import Averages
 from lightning_sparse.methods.density import Constant
 from lightning_sparse.methods.exchanges import Dense, Exchange
@@ -74,17 +74,12 @@ class GroupReducer:
         self.arrived: dict[str, Tensor] = {}
         """Pieces of the gradient, in the buckets, from their arrival to the end of the step."""
         self.untouched: set[str] = set()
+        """Parameters that no rank used in the latest step that has settled."""
+        self.unused: set[str] = set()
         """Parameters that no rank used in the latest step."""
-        bounds = [(span.start, span.stop) for span in self.spans.values()]
-        # Written on the device: a list would be copied there, which makes the host wait.
-        starts, stops = (
-            torch.stack([torch.full((), x, device=self.device) for x in each]) for each in zip(*bounds, strict=True)
-        )
-        self._bounds = starts, stops
-        self.handed: Handed | None = None
-        """Some of the latest averages, where they are to be divided."""
-        self.divided: Divided | None = None
-        """By what the latest averages are divided, also those of a skipped step."""
+        self.bounds = bounds_of(self.spans, self.device)
+        self._like = torch.empty((), dtype=self.wide, device=self.device)
+        self._keeps = settings.delay > 0
         self.exchange_made: Exchanged | None = None
         """The exchange of this step, until the next one begins."""
         self._rooms: dict[torch.dtype, Tensor] = {}
@@ -98,24 +93,6 @@ class GroupReducer:
             parts: dict[str, Any] = {"sparsifier": self.sparsifier, "exchange": self.exchange}
             takes_kernels(grad, self.state, ctx, memory=self.memory, **parts)
 
-    def lengthen_(self, lengths: Tensor) -> None:
-        """Let the divisor follow what the latest averages were multiplied by.
-
-        Args:
-            lengths: (parameters,) see :class:`~lightning_sparse.engine.optimizers.scaled.Lengths`.
-        """
-        if self.handed is None or (not static_shapes(self.device) and bool((lengths == 1).all())):
-            return
-        divided, spans = self.divided, list(self.spans.values())
-        assert divided is not None
-        if divided.indices is None:
-            for span, length in zip(spans, lengths, strict=True):
-                self.memory.lengthen_(divided.by[span], length)
-            return
-        _, stops = self._bounds
-        of_each = torch.cat([lengths, lengths.new_ones(1)])[torch.searchsorted(stops, divided.indices, right=True)]
-        self.memory.lengthen_(divided.by, of_each)
-
     def selects(self, step: int) -> bool:
         """Return True if not everything is sent at a step, as long as nothing is flushed."""
         return self.sparsified and not sends_everything(self.sparsifier, self.density(step), self.plan.numel)
@@ -124,11 +101,6 @@ class GroupReducer:
     def sparsified(self) -> bool:
         """True if coordinates are selected, by plan, so that others wait."""
         return self.sparsifier.agreement is not Agreement.EVERYTHING
-
-    @property
-    def all_arrived(self) -> bool:
-        """True if the latest average holds all coordinates, as at a density of 1 and where everything is flushed."""
-        return self.statistics is not None and self.statistics.indices is None
 
     @property
     def remembers(self) -> bool:
@@ -192,7 +164,7 @@ class GroupReducer:
         Returns:
             A coroutine that works on the gradients in the buckets.
         """
-        self.untouched = set(unused)
+        self.unused = set(unused)
         if self.empty or len(unused) == len(self.spans):
             return
         grad = given = self._gradient()
@@ -220,21 +192,23 @@ class GroupReducer:
             flush=flush,
             changing=lambda: changing(used),
         )
-        self.exchange_made = Exchanged(ctx.step, proposed, grad, spans)
-        self.statistics = statistics = proposed.statistics
         for span, values in zip(spans, old, strict=True):
             grad[span].copy_(values)
         if grad is not given:
             given.spread_(grad.runs[0])
-        if proposed.divisor is not None:
-            self.divided = Divided(statistics.indices, proposed.divisor)
-            pieces = [self.arrived[name] for name in self.spans]
-            self.handed = Handed.of(self._bounds, pieces, statistics.indices, scale)
+        delivery = self.delivery(proposed.update.indices, proposed.divisor, ctx.world_size)
+        delivery.sample([self.arrived[name] for name in self.spans], scale)
+        self.exchange_made = Exchanged(ctx.step, proposed, grad, spans, delivery, proposed.statistics)
+
+    def delivery(self, indices: Tensor | None, by: Tensor | None, ranks: int) -> Delivery:
+        """Return the facts about averages of this group, see :class:`Delivery`."""
+        return Delivery(self.spans, indices, by, self.memory, ranks, self.bounds, self._like)
 
     def note_pause(self, paused: Stamp, resumed: Stamp) -> None:
         """Note that the group, which has just been exchanged, waited in between for others to travel with."""
-        if self.exchange_made is not None and self.statistics is not None:
-            self.statistics = self.statistics._replace(pause=(paused, resumed))
+        if self.exchange_made is not None:
+            statistics = self.exchange_made.statistics._replace(pause=(paused, resumed))
+            self.exchange_made = self.exchange_made._replace(statistics=statistics)
 
     @property
     def void(self) -> Tensor | None:
@@ -242,52 +216,44 @@ class GroupReducer:
         return None if self.exchange_made is None else self.exchange_made.proposed.void
 
     @property
-    def averages(self) -> Averages | None:
-        """Averages of this step that the residual can take back; None: it has none, or was not exchanged."""
-        if self.exchange_made is None or self.residual is None:
-            return None
-        update = self.exchange_made.proposed.update
-        return Averages(self.spans, update.indices, update.values)
+    def averages(self) -> dict[str, Averages]:
+        """Averages of this step, by parameter; of parameters that some rank used."""
+        if self.exchange_made is None:
+            return {}
+        update, delivery = self.exchange_made.proposed.update, self.exchange_made.delivery
+        returns = self.residual is not None
+        values = update.values if returns or self._keeps else None
+        averages = Averages(self.spans, update.indices, values, delivery, returns)
+        return dict.fromkeys(self.spans.keys() - self.unused, averages)
 
-    def settle(self, skipped: Tensor) -> None:
+    def settle(self, skipped: Tensor) -> Averages | None:
         """Conclude the step when all groups have been exchanged: if one of them skips it, all do.
 
         Args:
             skipped: () flag: the step counts for nothing.
+
+        Returns:
+            What of this rank has left the residual, where averages come late; else None.
         """
-        made = self.exchange_made
+        made, self.untouched = self.exchange_made, self.unused
         if made is None:
-            return
+            return None
+        self.statistics = made.statistics
+        residual, sent = self.residual if self._keeps else None, made.proposed.update.sent
+        where = None if sent is None else sent.clamp(max=self.plan.numel - 1)
+        before = None if residual is None else residual[slice(None) if where is None else where].clone()
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
         if static_shapes(self.device) or not skipped:
             places = None if static_shapes(self.device) else made.proposed.statistics.indices
             self.density.observe(made.step, made.grad, skipped, places)
+        if before is None or residual is None:
+            return None
+        return Averages(self.spans, where, before - residual[slice(None) if where is None else where])
 
     def scale(self, factors: Mapping[str, float]) -> None:
         """Multiply the residuals of parameters by factors, where there are any."""
         spans = [(span, factors[name]) for name, span in self.spans.items() if name in factors]
         self.memory.scale_(self.state.memory, spans)
-
-    def divisors(self) -> Mapping[str, tuple[Tensor | None, Tensor]]:
-        """Return by what the latest averages of each parameter are divided, and where they arrived in it.
-
-        The coordinates are ascending on a CPU; None: the divisors are of all coordinates, and 1 where none arrived.
-        """
-        divided = self.divided
-        if divided is None:  # groups are new, and nothing has arrived yet
-            divided = Divided(None, torch.ones(self.plan.numel, dtype=self.wide, device=self.device))
-        indices, by = divided
-        if indices is None or static_shapes(self.device):
-            every = spread_divisor(indices, by, self.plan.numel)
-            return {name: (None, every[span]) for name, span in self.spans.items()}
-        if bool((indices[1:] < indices[:-1]).any()):
-            indices, order = indices.sort()
-            by = by[order]
-        first, last = (torch.searchsorted(indices, bounds).tolist() for bounds in self._bounds)
-        return {
-            name: (indices[start:stop] - span.start, by[start:stop])
-            for (name, span), start, stop in zip(self.spans.items(), first, last, strict=True)
-        }
 
     def end_step(self) -> None:
         """Forget the pieces of the gradient, which are answered."""
@@ -312,15 +278,8 @@ class Exchanged(NamedTuple):
     """The average."""
     unused: list[slice]
     """Places of parameters that no rank used."""
-
-
-class Divided(NamedTuple):
-    """By what averages are divided to be steps of Adam."""
-
-    indices: Tensor | None
-    """(u,) int64 coordinates, in any order, with padding indices where shapes are static; None: all."""
-    by: Tensor
-    """(u,) numbers."""
+    delivery: Delivery
+    statistics: Statistics
 
 
 def tensors_in(state: Any) -> Iterator[Tensor]:

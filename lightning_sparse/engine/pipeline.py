@@ -17,7 +17,7 @@ from lightning_sparse.core.candidates import Candidates
 from lightning_sparse.core.clock import Stamp
 from lightning_sparse.core.layout import Gradient
 from lightning_sparse.core.messages import Meter, Steps, resolve
-from lightning_sparse.core.step import Absorbed, Agreement, Context, GroupState, Selection, Update
+from lightning_sparse.core.step import Absorbed, Agreement, Context, GroupState, Selection
 from lightning_sparse.engine import fused
 from lightning_sparse.engine.metrics import Statistics, measure
 from lightning_sparse.engine.proposal import Proposed
@@ -147,7 +147,7 @@ def exchange_group(
     void = ~all_finite(values if values.dtype == acc.dtype else update.values)  # narrow ones are held in their range
     rounding = None if grad.dtype == acc.dtype else update.values - handed
     divisor = memory.divisors(state.memory, update, ctx)
-    _scatter_(grad, update, values, void, ctx.candidates)
+    scatter_average_(grad, update.indices, values, void, ctx.candidates)
     stamps = begin, selected, Stamp.now(grad.device)
     statistics = measure(grad.dtype, grad.numel, agreement, selection, update, ctx, meter.bytes_sent, stamps)
     named = update.union if update.named is None else update.named
@@ -267,18 +267,28 @@ def _raise_alarm(acc: Tensor, selection: Selection, finite: Tensor) -> Selection
     return selection._replace(indices=indices, count=torch.ones_like(selection.count), spare=spare)
 
 
-def _scatter_(grad: Gradient, update: Update, values: Tensor, void: Tensor, candidates: Candidates | None) -> None:
-    """The average into the gradient's place; NaN everywhere in a void step."""
+def scatter_average_(
+    grad: Gradient, indices: Tensor | None, values: Tensor, void: Tensor, candidates: Candidates | None = None
+) -> None:
+    """Write the average to the gradient's place; NaN everywhere in a void step.
+
+    Args:
+        grad: one run where shapes are static.
+        indices: see :class:`~lightning_sparse.core.step.Update`.
+        values: in the gradient's dtype.
+        void: () whether the step is skipped.
+        candidates: which may have set the place to zero already.
+    """
     if static_shapes(grad.device):
-        scatter_(grad.runs[0], update.indices, values, void)
+        scatter_(grad.runs[0], indices, values, void)
         return
-    if update.indices is None:
+    if indices is None:
         for span, run in grad:
             run.copy_(values[span])
     else:
         if candidates is None or not candidates.cleared(grad.runs):
             for run in grad.runs:
                 run.zero_()
-        put_in_runs_(grad.runs, update.indices, values)
+        put_in_runs_(grad.runs, indices, values)
     for run in grad.runs:
         fill_if_(run, void, float("nan"))

@@ -7,7 +7,9 @@ sent as one. Where parameters may be left out of a backward, it must be known be
 once for the whole batch, and all local work comes after it.
 
 When all groups have been exchanged, what they have sent leaves the residuals, unless a gradient of any of them was not
-finite on any rank. *When and where* groups run is up to an executor.
+finite on any rank. *When and where* groups run is up to an executor. A source may wait for them in the backward that
+has started them (:meth:`Reducer.finish`), or :meth:`~Reducer.start` them in one and :meth:`~Reducer.join` them in the
+next.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from lightning_sparse.engine.pipeline import forget_overflow_
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, Header, any_set
 from lightning_sparse.engine.sources.gradient_hooks import Usage, refuse_sparse_gradients
+from lightning_sparse.engine.state.record import Kept
 from lightning_sparse.methods.memory.clip import joint_norm
 from lightning_sparse.ops import all_finite
 
@@ -75,6 +78,7 @@ class Reducer(Groups):
         watch_usage: note which parameters took part in a backward. Needed where a backward may leave some out.
         loss_scale: () tensor that the loss is multiplied by, or None; asked in every backward.
         before_exchange: called on all ranks when the first gradients of a step are here; may call :meth:`adopt`.
+        aside: the same ranks for everything but exchanges, which may be in flight meanwhile; not closed here.
         within: ranks that hold the other parts of what this rank holds; None: it holds all. They skip the same steps,
             and a norm is that of all parts. Closed with the reducer.
     """
@@ -88,6 +92,7 @@ class Reducer(Groups):
         watch_usage: bool,
         loss_scale: Callable[[], Tensor | None],
         before_exchange: Callable[[], None],
+        aside: TorchCollective,
         within: TorchCollective | None = None,
     ) -> None:
         super().__init__(parameters, settings, comm, device)
@@ -106,15 +111,27 @@ class Reducer(Groups):
         """Bytes and times of all steps so far."""
         self.shared_bytes = 0.0
         """Bytes sent in the latest step for no single group: its header, and which parameters it used."""
+        self._asked_bytes = 0.0
+        """Of these, those that were sent before the step began."""
         self.direct_bytes = ring_all_reduce_bytes(sum(own(p).nbytes for p in parameters.values()), comm.world_size)
         """Bytes that this rank sends where DDP averages everything by itself."""
-        self.loss_scale, self._before_exchange = loss_scale, before_exchange
+        self.loss_scale, self._before_exchange, self._aside = loss_scale, before_exchange, aside
         self._usage = Usage(parameters, comm) if watch_usage else None
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
         self._executor = make_executor(settings.executor, device, comm.world_size, self.on_stream.host_knows)
         self.overlaps_backward = not self.on_stream.host_knows or self._executor.threaded
         """True if exchanges go on beside backward: on a stream or a thread of their own."""
         self._begun = self._flushes = False
+        self.in_flight = False
+        """True from the moment at which an exchange was started until it has settled."""
+        self._settling = False
+        """True if an exchange in flight settles by itself, as soon as it is over."""
+        self._unused: Set[str] | None = None
+        """Parameters that no rank used in this backward, where that is known before the exchange."""
+        self.failed = False
+        """True if an error has ended a step."""
+        self.without_average = 0
+        """Backwards so far in which there was no average to hand over."""
         self._held_up_before = 0.0
         """:attr:`held_up_seconds` when the step began."""
         self._clippings: Sequence[Any] = ()
@@ -123,6 +140,8 @@ class Reducer(Groups):
         """Of the next batch."""
         self._started: list[tuple[GroupReducer, Steps[None], Stamp]] = []
         """Groups whose local work is done, and the rest of their steps; touched by the executor only."""
+        self._scale: Tensor | None = None
+        """() factor of the loss of this step; None: none."""
         self._headers: Tensor | None = None
         """Headers of all ranks in this step; None if it had none."""
 
@@ -156,16 +175,25 @@ class Reducer(Groups):
         with self.record.changing():
             self.record.begin_step()
             self.lengths.begin_step()
-            overflow = not self.on_stream.host_knows and self.record.void
+            overflow = not self.on_stream.host_knows and bool(self.record.decision)
             for group in self.groups:
                 if overflow:  # nobody could wait for the decision before
                     forget_overflow_(group.state, group.memory, self.comm.world_size)
         self._before_exchange()
+        self._copy_scale()
         self._clippings = self.clipping.begin_step(lambda: self.sparsified)  # when its groups are known
-        self.shared_bytes, self._headers = 0.0, None
+        self.shared_bytes, self._asked_bytes, self._headers = self._asked_bytes, 0.0, None
         if self.flush_asked:  # looked at once, so that all groups of the step do the same
             self.flush_at, self.flush_asked = self._number, False
         self._flushes = self.flush_at == self._number
+
+    def _copy_scale(self) -> None:
+        """Keep the scale of this loss: a scaler changes its own in place, and an exchange may be in flight then."""
+        scale = self.loss_scale()
+        if scale is None or self._scale is None:
+            self._scale = None if scale is None else scale.clone()
+        else:
+            self._scale.copy_(scale)
 
     def arrive(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Take gradients of a backward; groups whose last one has come begin to work, now or on the thread.
@@ -182,7 +210,7 @@ class Reducer(Groups):
             if group.complete:
                 self._submit(group)
 
-    def finish(self, gradients: Iterable[tuple[str, Tensor]], mark: Mark, late: bool = False) -> None:
+    def finish(self, gradients: Iterable[tuple[str, Tensor]], mark: Mark) -> None:
         """Take the last gradients of a backward; averages are in their places when this returns.
 
         Signals wait while the last jobs of the step are submitted: a handler may wait for the step to settle then, as
@@ -191,26 +219,105 @@ class Reducer(Groups):
         Args:
             gradients: as of :meth:`arrive`.
             mark: is called when all groups have been exchanged and the step may be skipped: puts NaN into gradients.
-            late: whether optimizers get the averages later, when :meth:`hand_over` is called.
         """
         with held():
             begin = Stamp.now(self.device)
-            self.arrive(gradients)
-            incomplete = [g.plan.name for g in self.groups if g.arrived and not g.complete]
-            assert not incomplete, f"only some gradients of the groups {incomplete} have arrived"
-            if self.messages == "step":
-                # Where all is dense, there is one sum, and nothing that a header could travel with.
-                self._send(None if self._all_dense else Header(self._number, self._flushes, self._digest))
-            self._executor.submit(partial(self._settle, mark, late))
+            self.start(gradients)
+            self._executor.submit(partial(self._settle, mark, True))
+            self._settling = True
         self._executor.drain()
-        self._measure(begin)
-        self._end_step()
+        self._end_exchange(begin)
 
-    def hand_over(self) -> None:
-        """Let optimizers apply the averages of the oldest step that was finished late: they are in ``.grad`` now."""
+    @property
+    def busy(self) -> bool:
+        """True within a backward, and between several ones of which one step is made."""
+        return any(group.arrived for group in self.groups)
+
+    def start(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the last gradients of a backward, and let the exchange begin; :meth:`join` brings it to its end."""
+        self.arrive(gradients)
+        incomplete = [g.plan.name for g in self.groups if g.arrived and not g.complete]
+        assert not incomplete, f"only some gradients of the groups {incomplete} have arrived"
+        self.in_flight = True
+        if self.messages == "step":
+            # Where all is dense, there is one sum, and nothing that a header could travel with.
+            self._send(None if self._all_dense else Header(self._number, self._flushes, self._digest))
+        if self._usage is not None:
+            self._usage.end_step()
+        self._begun = False
+
+    def join(self) -> None:
+        """Return when an exchange that was started has settled, on this thread; averages are kept.
+
+        Nothing to do where none is in flight. It may be called again by a signal handler, while it waits.
+
+        Raises:
+            LostRankError: if another rank is gone. Other errors of the exchange are raised here, too.
+        """
+        if not (self.in_flight or self._settling):
+            return
+        begin = Stamp.now(self.device)
+        with held():
+            if not self._settling:
+                self._settling = True
+                self._executor.submit(partial(self._settle, None, False))
+        try:
+            self._executor.drain()
+        except Exception:  # it counts as never made
+            self.in_flight = self._settling = False
+            raise
+        self._end_exchange(begin)
+
+    def join_if_over(self) -> None:
+        """Let an exchange in flight settle if all of it is here; nobody is waited for."""
+        if self.in_flight and not self._settling and self.on_stream.host_knows and self._executor.idle:
+            self.join()
+
+    def _end_exchange(self, begin: Stamp) -> None:
+        """Count an exchange that has settled, once, and forget its gradients.
+
+        Args:
+            begin: when this rank began to wait for it.
+        """
+        if self._settling:
+            self._measure(begin)
+            self._settling, self._unused = False, None
+            for group in self.groups:
+                group.end_step()
+
+    def hand_over(self, names: Set[str]) -> list[Kept]:
+        """Let optimizers apply the averages that are kept of some parameters; the caller puts them into ``.grad``.
+
+        Returns:
+            The averages, of the oldest exchange first.
+        """
         with self.record.changing():
-            decision, names = self.record.hand_over()
-        self.skipped.note(decision, names)
+            given = self.record.hand_over(names)
+        for kept in given:
+            self.skipped.resolve()
+            self.skipped.note(kept.decision, kept.averages.keys())
+            self.clipping.acting = kept.clipped
+        return given
+
+    def take_back(self, names: Set[str]) -> None:
+        """Let averages of these parameters that optimizers were given and nobody has applied go back into residuals."""
+        with self.record.changing(), self.on_stream.between_steps():
+            for name, averages in self.record.take_back(names).items():
+                group = self.group_of[name]
+                if group.residual is not None:
+                    indices, values = averages.of(name)
+                    residual = group.residual[group.spans[name]]
+                    where = slice(None) if indices is None else indices.to(self.device)
+                    residual[where] += values.to(self.device, residual.dtype)  # no index is there twice
+
+    def learn_unused(self, names: Iterable[str]) -> Set[str]:
+        """Return which of these parameters no rank used in this backward; collective, before :meth:`start`."""
+        self._unused = frozenset()
+        if self._usage is not None:
+            named = list(names)
+            used, self._asked_bytes = self._usage.anywhere(self._usage.here(named))
+            self._unused = {name for name, anywhere in zip(named, used, strict=True) if not anywhere}
+        return self._unused
 
     def pass_by(self, averages: Sequence[tuple[Future[Tensor], Tensor]]) -> None:
         """Note that the source averages all gradients by itself.
@@ -227,11 +334,13 @@ class Reducer(Groups):
         names = {name for name, p in self.parameters.items() if p.numel()}
         stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self.device)
         decision = Decision(void, stream, self.comm.wait_until)
-        self.record.settle(decision, names, [])
-        self.skipped.note(decision, names)
+        self.record.settle(decision, dict.fromkeys(names))
+        self.hand_over(names)
         self.totals.add(self.direct_bytes, self.direct_bytes)
         self.exposed_ms = lambda: None
-        self._end_step()
+        if self._usage is not None:
+            self._usage.end_step()
+        self._begun = False
 
     @contextmanager
     def failing_together(self, where: str) -> Iterator[None]:
@@ -242,6 +351,7 @@ class Reducer(Groups):
         try:
             yield
         except Exception as error:
+            self.failed = True
             if not any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
                 error.add_note(f"{NOTE}{where}, step {self._number}, rank {self.comm.rank}")
             for comm in self._networks:
@@ -251,7 +361,12 @@ class Reducer(Groups):
     @property
     def _networks(self) -> set[TorchCollective]:
         """All that this rank waits for others in."""
-        return {self.comm, self.within or self.comm, self.comm if self._usage is None else self._usage.comm}
+        return {
+            self.comm,
+            self._aside,
+            self.within or self.comm,
+            self.comm if self._usage is None else self._usage.comm,
+        }
 
     def _anywhere_within(self, flag: Tensor) -> Tensor:
         """Return the () flag that is set if that of a rank is which holds another part."""
@@ -273,7 +388,7 @@ class Reducer(Groups):
             numels = {p.name: p.numel for p in group.plan.parameters}
             ctx = ctx._replace(surplus=self.rates.surplus_of(numels, step, density))
         used_here = [] if self._usage is None else self._usage.here(group.spans)
-        member = Member(group, ctx, self.loss_scale(), used_here, self.on_stream.ready())
+        member = Member(group, ctx, self._scale, used_here, self.on_stream.ready())
         self._members.append(member)
         if not self._waits:
             self._executor.submit(partial(self._start, member))
@@ -317,7 +432,7 @@ class Reducer(Groups):
         where = f"in the exchange of group{'s' if len(names) > 1 else ''} {', '.join(names[:SHOWN])}{more}"
         with self.on_stream(), self.failing_together(where):
             if self._waits:
-                unused = self._ask(members)
+                unused = self._ask(members) if self._unused is None else self._unused
                 self._clip(members, unused)
                 for member in members:
                     self._start(member, unused & member.group.spans.keys())
@@ -336,10 +451,10 @@ class Reducer(Groups):
         """Return the parameters that no rank used; asks only where a backward may leave some out."""
         if self._usage is None:
             return frozenset()
-        used, sent = self._usage.anywhere([here for member in members for here in member.used_here])
+        named = [pair for member in members for pair in zip(member.group.spans, member.used_here, strict=True)]
+        used, sent = self._usage.anywhere([here for _, here in named])
         self.shared_bytes += sent
-        names = (name for member in members for name in member.group.spans)
-        return {name for name, anywhere in zip(names, used, strict=True) if not anywhere}
+        return {name for (name, _), anywhere in zip(named, used, strict=True) if not anywhere}
 
     def _clip(self, members: Sequence[Member], unused: Set[str]) -> None:
         """Clip this rank's gradients of a batch together."""
@@ -353,29 +468,32 @@ class Reducer(Groups):
             used = [piece for name, piece in arrived if name not in unused]
             clipping.apply_(used, self.comm.world_size, share, members[0].scale, self._norm_of)
 
-    def _settle(self, mark: Mark, late: bool) -> None:
+    def _settle(self, mark: Mark | None, at_once: bool) -> None:
         """Take what was sent out of the residuals, if the step counts, now that all groups have been exchanged.
 
         A gradient that is not finite is so on all ranks by now, so that nothing is sent.
+
+        Args:
+            mark: see :meth:`finish`.
+            at_once: whether averages are handed over now.
         """
         with self.on_stream(), self.failing_together("in settling the step"):
             voids = [group.void for group in self.groups if group.void is not None]
             skipped = self._anywhere_within(any_set(voids, self.device, self.on_stream.host_knows))
-            unused = self.unused
-            if not self.on_stream.host_knows or skipped:
+            unused = {name for group in self.groups for name in group.unused}
+            if mark is not None and (not self.on_stream.host_knows or skipped):
                 mark(skipped, unused)
             # On a device, with nonfinite="nan" and without a loss scale, nobody asks.
             asked = self.on_stream.host_knows or self.settings.nonfinite == "skip" or self.loss_scale() is not None
             flag = skipped if asked else None
             decision = Decision(flag, self.on_stream.stream, self.comm.wait_until, self._headers)
-            names = {name for group in self.groups for name in group.arrived} - unused
             with self.record.changing():
-                averages = [made for group in self.groups if (made := group.averages) is not None]
-                for group in self.groups:
-                    group.settle(skipped)
-                self.record.settle(decision, names, averages, late)
-            if not late:
-                self.skipped.note(decision, names)
+                averages = {name: each for group in self.groups for name, each in group.averages.items()}
+                sent = [gone for group in self.groups if (gone := group.settle(skipped)) is not None]
+                self.record.settle(decision, averages, skipped, self.clipping.beginning, sent)
+                self.in_flight = False
+                if at_once:
+                    self.hand_over(averages.keys())
 
     def _measure(self, begin: Stamp) -> None:
         """Count the bytes of a step, and the time for which it held backward up since the last bucket came.
@@ -392,21 +510,16 @@ class Reducer(Groups):
         self.totals.expose(begin, end)
         self.exposed_ms = lambda: max(0.0, begin.until(end))
 
-    def _end_step(self) -> None:
-        self._begun = False
-        for group in self.groups:
-            group.end_step()
-        if self._usage is not None:
-            self._usage.end_step()
-
     def wait_for(self, number: int) -> None:
-        """Return when so many exchanges have settled here, as they have on another rank.
+        """Return when so many exchanges have settled here, as they have on another rank, or can on all.
 
         A signal handler may have come in between, on the thread that waits for the exchange.
 
         Raises:
             RuntimeError: if that does not come.
         """
+        if self.in_flight and not self._settling and self.record.counts.number < number:
+            self.join()
         deadline = time.monotonic() + PATIENCE
         while self.record.counts.number < number:
             if not self._executor.threaded or self._executor.error or time.monotonic() > deadline:

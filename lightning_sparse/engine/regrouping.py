@@ -159,6 +159,9 @@ class Groups:
             self.rates.change(factors, self.step, densities)
             for group in self.groups:
                 group.scale(factors)
+            for name, averages in self.record.left().items():
+                if name in factors:
+                    averages.scale_(name, factors[name])
 
 
 def check_covers(plan: Sequence[Group], parameters: Mapping[str, Parameter]) -> None:

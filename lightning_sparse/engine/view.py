@@ -12,7 +12,9 @@ from lightning_sparse.core.checks import expect
 from lightning_sparse.core.clock import Totals
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import Step, dense_statistics, summarize
+from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.sources.one_step_late import OneStepLate
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.ops.length import LengthChanges
@@ -23,16 +25,19 @@ class EngineView:
 
     Args:
         reducer: its own, which its owner closes.
+        comm: the ranks, for what is asked between exchanges.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        self.comm, self.device = reducer.comm, reducer.device
+    def __init__(self, reducer: Reducer, comm: TorchCollective) -> None:
+        self.comm, self.device = comm, reducer.device
         self.warnings: list[str] = []
         """Given to :meth:`~lightning_sparse.engine.Engine.warn`."""
         self.closed = False
         """True if the engine has ended."""
         self.router = reducer
-        """Takes gradients from a source and gives averages back, see :mod:`lightning_sparse.engine.sources`."""
+        """Exchanges gradients, see :mod:`lightning_sparse.engine.sources`."""
+        self.entrance: Reducer | OneStepLate = OneStepLate(reducer) if reducer.settings.delay else reducer
+        """Takes gradients from a source and gives averages back: the router, or one step late."""
         self._record, self._skipped = reducer.record, reducer.skipped
 
     @property
@@ -42,7 +47,10 @@ class EngineView:
 
     @property
     def step(self) -> int:
-        """Synchronised backward passes so far that counted; void ones do not, see :attr:`void`."""
+        """Synchronised backward passes so far that counted; void ones do not, see :attr:`void`.
+
+        With ``delay=1``, those whose exchange has settled.
+        """
         return self._record.counts.step
 
     @property
@@ -57,7 +65,7 @@ class EngineView:
 
     @property
     def void(self) -> bool:
-        """True if the latest exchange counted for nothing, because a gradient was not finite on some rank.
+        """True if the exchange of what is in ``.grad`` counted for nothing: a gradient of some rank was not finite.
 
         All ranks then hold NaN gradients, and finite ones wait in the residuals. The optimizer must skip the step, as a
         ``GradScaler`` does and as the strategies do with ``nonfinite="skip"``. On a device, asking waits for the
@@ -143,7 +151,7 @@ class EngineView:
         Raises:
             RuntimeError: within a step.
         """
-        self._check_between_steps("Summaries can only be asked for")
+        self._check_not_within("Summaries can only be asked for")
         reducer = self.router
         if reducer.direct:
             statistics = [dense_statistics(sum(p.numel() for p in reducer.parameters.values()), reducer.direct_bytes)]
@@ -161,6 +169,7 @@ class EngineView:
             self.totals,
             len(self.warnings),
             _length_changes(self.groups),
+            late=reducer.without_average if reducer.settings.delay else None,
         )
 
     def group_summaries(self) -> dict[str, dict[str, float]]:
@@ -168,7 +177,7 @@ class EngineView:
 
         Groups that the latest step did not use, on any rank, are left out.
         """
-        self._check_between_steps("Summaries can only be asked for")
+        self._check_not_within("Summaries can only be asked for")
         summaries: dict[str, dict[str, float]] = {}
         for group in [] if self.router.direct else self.groups:
             if group.ran and group.statistics is not None:
@@ -194,12 +203,17 @@ class EngineView:
         group = self.router.group_of[name]
         return None if group.residual is None else group.residual[group.spans[name]]
 
-    def _check_between_steps(self, what: str) -> None:
+    def _check_not_within(self, what: str) -> None:
         """Raise within a step, whose messages may go on, on a thread of their own."""
-        if any(group.arrived for group in self.groups):
+        if self.entrance.busy:
             raise RuntimeError(
                 f"{what} between two steps, not within a backward, nor between several ones of which one step is made."
             )
+
+    def _check_between_steps(self, what: str) -> None:
+        """Raise within a step; let an exchange that is in flight settle."""
+        self._check_not_within(what)
+        self.router.join()
 
     def mean_over_ranks(self, x: Tensor) -> Tensor:
         """Return the mean over ranks of a small vector on the CPU; collective."""

@@ -183,7 +183,7 @@ class Accelerated:
         left = None
         if self.engine is not None:
             if self.engine.step:
-                self.engine.count_as_applied()
+                self.engine.end_batch()
                 left = Left.by(self.engine)
             self.engine.close()
         for undo in reversed(self._undo):

@@ -82,8 +82,11 @@ def go_on(engine: Engine, left: Left | None) -> str:
         return f"{anew}: the weights have changed since."
     remembered = {name: {} if name in changed else own for name, own in left.state["parameters"].items()}
     try:
-        pending = {name: own for name, own in left.state["pending"].items() if name not in changed}
-        lost = engine.take_over({**left.state, "parameters": remembered, "pending": pending}, here)
+        averages = {
+            field: {name: own for name, own in left.state[field].items() if name not in changed}
+            for field in ("pending", "late")
+        }
+        lost = engine.take_over({**left.state, "parameters": remembered, **averages}, here)
     except ValueError as error:
         return f"{anew}: {error}"
     if changed:

@@ -67,7 +67,7 @@ class SparseFabricMixin(SparseStrategy, Base):
         before = self.engine_of(module)
         if before is None:
             return None, None, Totals()
-        before.count_as_applied()
+        before.end_batch()
         left = Left.by(before), profile_of(before), before.totals
         before.close()
         self._wrapped = [(wrapped, engine) for wrapped, engine in self._wrapped if engine is not before]

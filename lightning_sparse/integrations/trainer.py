@@ -143,7 +143,7 @@ class SparseDDPMixin(SparseTrainerMixin, Base):
     def _wrap_again(self) -> None:
         """Wrap the model in a new DDP, for the parameters that need gradients now, and keep all residuals."""
         assert self.engine is not None
-        self.engine.count_as_applied()
+        self.engine.end_batch()
         self._left = Left.by(self.engine)
         self._close_engine()
         wrapped: Any = self.model

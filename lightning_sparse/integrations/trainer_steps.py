@@ -111,9 +111,10 @@ class SparseTrainerMixin(SparseStrategy, Base):
         self._telling.totals.go_on()
 
     def on_train_end(self) -> None:
-        """Call Lightning's hook; then log the last line and the totals."""
+        """Call Lightning's hook, and apply averages that are on their way; then log the last line and the totals."""
         super().on_train_end()
         if self.engine is not None:
+            self.engine.drain()
             self._telling.end(self.engine)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
@@ -160,7 +161,7 @@ class SparseTrainerMixin(SparseStrategy, Base):
         """Count averages as applied when a batch is over, even if not all of its optimizers have taken a step."""
         batches = self._trainer.fit_loop.epoch_loop.batch_progress.current
         if batches.ready == batches.processed:
-            engine.count_as_applied()
+            engine.end_batch()
 
     def teardown(self) -> None:
         """Close the engine, then everything else."""

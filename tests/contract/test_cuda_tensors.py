@@ -112,10 +112,12 @@ def test_groups_that_travel_together_stay_on_the_device() -> None:
         drive_together(steps, Mirror(1, 4, CUDA))
         flags = [one.void for one in groups if one.void is not None]
         skipped = any_set(flags, CUDA, host_knows=False)
+        made = groups[0].exchange_made
+        assert made is not None
         for one in groups:
             one.settle(skipped)
             assert one.state.memory is not None
-        assert {skipped.device, *(by.device for _, by in groups[0].divisors().values())} == {CUDA}
+        assert {skipped.device, *(by.device for _, by in made.delivery.divisors().values())} == {CUDA}
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
@@ -133,7 +135,8 @@ def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> N
     with fake_cuda():
         one = group("a", 1000, dtype, memory=ls.SecondMoment())
         drive(one.exchange_steps(Context(0, 0.05, 1, 4)), Mirror(1, 4, CUDA))
-        assert one.void is not None
+        assert one.void is not None and one.exchange_made is not None
+        delivery = one.exchange_made.delivery
         one.settle(one.void)
         parameters = {name: nn.Parameter(torch.zeros(500, dtype=dtype, device=CUDA)) for name in one.spans}
         optimizer = ls.AdamW(parameters.values())
@@ -141,8 +144,8 @@ def test_steps_of_adam_stay_on_the_device(dtype: torch.dtype, scaled: bool) -> N
             parameter.grad = one.arrived[name]
         if scaled:
             optimizer.grad_scale, optimizer.found_inf = (torch.ones((), device=CUDA) for _ in range(2))
-        steps = AdamRule(4, Lengths(), print, False)
-        arrived = [Arrived(parameter, name, one) for name, parameter in parameters.items()]
+        steps = AdamRule(Lengths(), print, False)
+        arrived = [Arrived(parameter, name, one, delivery) for name, parameter in parameters.items()]
         with Costs(CUDA) as costs:
             steps.before(optimizer, [(optimizer.param_groups[0], arrived)])
             optimizer.step()

@@ -170,6 +170,7 @@ def test_a_step_in_which_nobody_picked_or_sent_anything_divides_by_nothing() -> 
 def test_a_group_has_no_number_for_what_groups_share() -> None:
     shared = {"time/exposed_ms", "time/total_s", "traffic/total_mb", "traffic/dense_total_mb"}
     shared |= {"steps/void", "steps/warnings"}
+    shared |= {"time/blocked_ms", "time/hidden_ms", "steps/without_average"}  # without a delay
     shared |= {"lengths/clipped", "lengths/measured_anew"}  # where no memory follows lengths
     assert set(QUANTITIES) - set(summarize(Step([group()], [3.0]), alone)) == shared
 

@@ -28,7 +28,15 @@ RANKS = 3
 
 
 def run_rank(
-    rank: int, port: int, folder: str, log: str, epochs: int, resume: str | None, behaviour: str, executor: str
+    rank: int,
+    port: int,
+    folder: str,
+    log: str,
+    epochs: int,
+    resume: str | None,
+    behaviour: str,
+    executor: str,
+    delay: int,
 ) -> None:
     """A process of its own, as torchrun would start it."""
     os.environ |= {
@@ -44,14 +52,14 @@ def run_rank(
     os.dup2(sink, 2)
     torch.set_num_threads(1)
     try:
-        fit(folder, epochs, resume, behaviour, executor)
+        fit(folder, epochs, resume, behaviour, executor, delay)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: str) -> None:
+def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: str, delay: int) -> None:
     from pytorch_lightning import Callback
     from pytorch_lightning.callbacks import ModelCheckpoint
     from pytorch_lightning.plugins.io import TorchCheckpointIO
@@ -107,6 +115,7 @@ def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: 
         density=0.05,
         rules=ls.Rules(dense_ndim=0, dense_numel=0),
         executor=executor,
+        delay=delay,
         strict_resume=True,
         timeout=timedelta(seconds=100 if behaviour == "fewer batches" else TIMEOUT),
     )
@@ -137,6 +146,7 @@ class Launch:
         resume: str | None = None,
         behaviour: str = "",
         executor: str = "inline",
+        delay: int = 0,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -145,7 +155,17 @@ class Launch:
         self.processes = [
             forked().Process(
                 target=run_rank,
-                args=(rank, port, str(folder / "ckpt"), str(self.logs[rank]), epochs, resume, behaviour, executor),
+                args=(
+                    rank,
+                    port,
+                    str(folder / "ckpt"),
+                    str(self.logs[rank]),
+                    epochs,
+                    resume,
+                    behaviour,
+                    executor,
+                    delay,
+                ),
                 daemon=True,
             )
             for rank in range(RANKS)
@@ -196,14 +216,14 @@ def check_errors(run: Launch, ranks: list[int]) -> None:
         assert "Error" in run.said(rank), run.said(rank)[-3000:]
 
 
-def check_resume(launch: Any, tmp_path: Path) -> None:
+def check_resume(launch: Any, tmp_path: Path, **options: Any) -> None:
     """The last checkpoint is whole, residuals included, and training goes on."""
     import torch
 
     last = tmp_path / "ckpt" / "last.ckpt"
     checkpoint = torch.load(last, weights_only=False)
     step, epoch = checkpoint["global_step"], checkpoint["epoch"]
-    run = launch("resumed", epochs=epoch + 3, resume=str(last))
+    run = launch("resumed", epochs=epoch + 3, resume=str(last), **options)
     run.join(list(range(RANKS)), 60)
     for rank in range(RANKS):
         assert run.processes[rank].exitcode == 0, run.said(rank)[-3000:]
@@ -213,10 +233,11 @@ def check_resume(launch: Any, tmp_path: Path) -> None:
         assert float(residual) > 0
 
 
-def kill_one(launch: Any, tmp_path: Path, seed: int) -> None:
+def kill_one(launch: Any, tmp_path: Path, seed: int, delay: int = 0) -> None:
     """Kill -9 of one rank at a random moment after the first checkpoint."""
     generator = random.Random(seed)
-    run = launch(f"killed{seed}", executor=generator.choice(["inline", "thread"]))
+    options = {"executor": "thread" if delay else generator.choice(["inline", "thread"]), "delay": delay}
+    run = launch(f"killed{seed}", **options)
     run.wait_for("step 4\n")
     time.sleep(generator.uniform(0, 0.6))
     victim = generator.randrange(RANKS)
@@ -224,7 +245,7 @@ def kill_one(launch: Any, tmp_path: Path, seed: int) -> None:
     survivors = [rank for rank in range(RANKS) if rank != victim]
     run.join(survivors, TIMEOUT + 20)
     check_errors(run, survivors)
-    check_resume(launch, tmp_path)
+    check_resume(launch, tmp_path, **options)
 
 
 @pytest.mark.parametrize("seed", range(1))
@@ -236,6 +257,16 @@ def test_survivors_of_a_killed_rank_end_and_training_resumes(launch: Any, tmp_pa
 @pytest.mark.parametrize("seed", range(1, 20))
 def test_survivors_of_a_killed_rank_end_at_any_moment(launch: Any, tmp_path: Path, seed: int) -> None:
     kill_one(launch, tmp_path, seed)
+
+
+def test_survivors_end_while_an_exchange_is_in_flight_and_training_resumes(launch: Any, tmp_path: Path) -> None:
+    kill_one(launch, tmp_path, 0, delay=1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(1, 10))
+def test_survivors_end_at_any_moment_of_an_exchange_in_flight(launch: Any, tmp_path: Path, seed: int) -> None:
+    kill_one(launch, tmp_path, seed, delay=1)
 
 
 def kill(run: Launch, victims: list[int]) -> None:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_sparse.core.layout import own, shaped
-from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.optimizers.arrived import OfGroup
 from lightning_sparse.engine.optimizers.kinds import holds, refusal, settings_of
 from lightning_sparse.engine.optimizers.scaled import MANY, Lengths, advice, factors_of
@@ -32,14 +32,12 @@ class AdamRule:
     optimizer steps, such parameters have no gradient, so that it passes them over; afterwards they have it again.
 
     Args:
-        world_size: n.
         lengths: of averages, as optimizers got them.
         tell: is given a sentence where averages were changed otherwise than by a factor.
         keeps_moments: whether moments of the optimizer's own are kept, of parameters that are not stepped by them now.
     """
 
-    def __init__(self, world_size: int, lengths: Lengths, tell: Callable[[str], None], keeps_moments: bool) -> None:
-        self._factor = math.sqrt(world_size)
+    def __init__(self, lengths: Lengths, tell: Callable[[str], None], keeps_moments: bool) -> None:
         self._lengths, self._tell, self._keeps_moments = lengths, tell, keeps_moments
         self._steps = Steps()
         self._aside: list[tuple[Parameter, Tensor]] = []
@@ -76,27 +74,27 @@ class AdamRule:
         """Step, and take the gradients away."""
         # As a GradScaler hands them over to fused optimizers: gradients are still scaled, and the step may be none.
         scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        served: dict[GroupReducer, dict[str, Parameter]] = {}
-        for parameter, name, group in (one for _, ones in arrived for one in ones):
-            if group is not None and group.memory.needs_second:
-                served.setdefault(group, {})[name] = parameter
-        for group, parameters in served.items():
-            self._follow_changes(group, parameters, scale)
-        divisors = {group: group.divisors() for group in served}
+        served: dict[Delivery, dict[str, Parameter]] = {}
+        for one in (one for _, ones in arrived for one in ones):
+            if one.delivery is not None and one.group is not None and one.group.memory.needs_second:
+                served.setdefault(one.delivery, {})[one.name] = one.parameter
+        for served_one, parameters in served.items():
+            self._follow_changes(served_one, parameters, scale)
+        divisors = {each: each.divisors() for each in served}
         for settings, ones in arrived:
-            moved = []
-            for parameter, name, owner in ones:
-                if owner not in served:
+            moved: dict[int, list[Moved]] = {}
+            for parameter, name, _, delivery in ones:
+                if delivery is None or name not in served.get(delivery, {}):
                     continue
-                indices, divisor = divisors[owner][name]
+                indices, divisor = divisors[delivery][name]
                 assert parameter.grad is not None
                 part, grad = own(parameter), own(parameter.grad)
                 if indices is None:
                     divisor = shaped(divisor, part)
-                moved.append(Moved(part, grad, divisor, indices))
+                moved.setdefault(delivery.ranks, []).append(Moved(part, grad, divisor, indices))
                 self._take_aside(optimizer, parameter, 1)
-            if moved:
-                self._steps.take_(moved, Step(*self._rates(settings), scale, skip))
+            for ranks, those in moved.items():
+                self._steps.take_(those, Step(*_rates(settings, ranks), scale, skip))
 
     @torch.no_grad()
     def rehearse(self, optimizer: Optimizer, served: Collection[int]) -> None:
@@ -141,24 +139,16 @@ class AdamRule:
         for optimizer in self._counting:
             self.leave(optimizer, all_of_it=True)
 
-    def _follow_changes(self, group: GroupReducer, parameters: Mapping[str, Parameter], scale: Tensor | None) -> None:
+    def _follow_changes(self, delivery: Delivery, parameters: Mapping[str, Parameter], scale: Tensor | None) -> None:
         """Let second moments follow what averages were multiplied by since they were handed out."""
-        if group.handed is None:
+        if delivery.handed is None:
             return
-        gradients = [parameters[name].grad if name in parameters else None for name in group.spans]
-        factors = factors_of(group.handed, gradients, scale)
+        gradients = [parameters[name].grad if name in parameters else None for name in delivery.spans]
+        factors = factors_of(delivery.handed, gradients, scale)
         if factors.odd is not None and factors.odd > MANY:
             self._tell(advice(parameters, float(factors.odd)))
-        decay = min(group.memory.second_decay, DECAY)
-        group.lengthen_(self._lengths.follow(list(group.spans), factors.by, decay))
-
-    def _rates(self, group: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return learning rate, and what decay leaves of a parameter: numbers, or () where only the device knows it."""
-        rate = group["lr"]
-        if isinstance(rate, Tensor):
-            rate = float(rate) if rate.device.type == "cpu" else rate.view(())
-        sign = -1 if group.get("maximize") else 1
-        return rate * (self._factor * sign), 1 - rate * group["weight_decay"]
+        decay = min(delivery.second_decay, DECAY)
+        delivery.lengthen_(self._lengths.follow(list(delivery.spans), factors.by, decay))
 
     def after(self) -> None:
         """Give parameters their gradients back: a step has ended, or has failed."""
@@ -166,3 +156,17 @@ class AdamRule:
             if parameter.grad is None:  # else a step has failed, and new gradients are here
                 parameter.grad = grad
         self._aside = []
+
+
+def _rates(group: Mapping[str, Any], ranks: int) -> tuple[Any, Any]:
+    """Return learning rate, and what decay leaves of a parameter: numbers, or () where only the device knows it.
+
+    Args:
+        group: settings of an optimizer's.
+        ranks: that the averages are means over.
+    """
+    rate = group["lr"]
+    if isinstance(rate, Tensor):
+        rate = float(rate) if rate.device.type == "cpu" else rate.view(())
+    sign = -1 if group.get("maximize") else 1
+    return rate * (math.sqrt(ranks) * sign), 1 - rate * group["weight_decay"]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.nn import Parameter
 
+from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.group import GroupReducer
 
 
@@ -18,6 +19,8 @@ class Arrived(NamedTuple):
     name: str
     group: GroupReducer | None
     """None: its averages are always dense."""
+    delivery: Delivery | None
+    """Facts about its average; None: there are none."""
 
 
 OfGroup = tuple[Mapping[str, Any], Sequence[Arrived]]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -75,6 +77,8 @@ class OptimizerBinding:
         self._names = {id(p): name for name, p in parameters.items()}
         self._read: tuple[int, list[Any]] = (0, [])
         """By what the memory was chosen in the latest step: for which groups, and by which settings."""
+        self._settings: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
+        """Of each parameter group in an optimizer's latest step; where averages come late."""
         self._told: set[str] = set()
         self._rehearsing = False
         """Whether the step that an optimizer is taking only makes its state."""
@@ -82,7 +86,7 @@ class OptimizerBinding:
         """Of a state that was loaded, until the optimizers are bound whose gradients were clipped."""
         keeps = reducer.settings.fallback is not None  # dense steps go on with them
         warn = partial(self._once, rank_zero_warn, kind="changed averages")
-        self._adam = AdamRule(comm.world_size, reducer.lengths, warn, keeps)
+        self._adam = AdamRule(reducer.lengths, warn, keeps)
         self._momentum = MomentumRule(self._name_of)
         listen(self)
 
@@ -100,7 +104,10 @@ class OptimizerBinding:
             return
         if self._reducer.settings.nonfinite == "skip" and self._reducer.loss_scale() is None and record.hold(optimizer):
             self.skip_void(optimizer)
-        flushed = record.decision is None
+        self.leave_out(optimizer)
+        if self._reducer.settings.delay:
+            self._settings[optimizer] = settings_of_groups(optimizer)
+        flushed = record.handed is None
         self._reducer.clipping.before_step(
             id(optimizer), lambda: not flushed and not record.waiting(optimizer).isdisjoint(record.hold(optimizer))
         )
@@ -111,6 +118,25 @@ class OptimizerBinding:
         self._adam.leave(optimizer)
         for watch in self.watchers:
             watch(optimizer)
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """Let an optimizer pass over parameters for which there was no average in the latest backward."""
+        if self._reducer.record.without:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if self._names.get(id(parameter)) in self._reducer.record.without:
+                    parameter.grad = None
+
+    @contextmanager
+    def as_before(self, optimizer: Optimizer) -> Iterator[None]:
+        """Give an optimizer the settings of its latest step within the block: a schedule may have ended at 0."""
+        now, then = [dict(group) for group in optimizer.param_groups], self._settings.get(optimizer, [])
+        try:
+            for group, settings in zip(optimizer.param_groups, then, strict=False):
+                group.update(settings)
+            yield
+        finally:
+            for group, settings in zip(optimizer.param_groups, now, strict=True):
+                group.update(settings)
 
     def after(self, optimizer: Optimizer) -> None:
         """Act after an optimizer's step."""
@@ -156,10 +182,13 @@ class OptimizerBinding:
 
     def _arrived(self, optimizer: Optimizer) -> Iterator[OfGroup]:
         """Find the averages that an optimizer is about to apply for the first time."""
-        waiting = self._reducer.record.waiting(optimizer)
+        waiting, delivered = self._reducer.record.waiting(optimizer), self._reducer.record.delivered
         for settings in optimizer.param_groups:
             named = [(p, self._name_of(id(p)) or "") for p in settings["params"] if p.grad is not None]
-            yield settings, [Arrived(p, name, self._group_of(id(p))) for p, name in named if name in waiting]
+            yield (
+                settings,
+                [Arrived(p, name, self._group_of(id(p)), delivered.get(name)) for p, name in named if name in waiting],
+            )
 
     def _name_of(self, key: int) -> str | None:
         """Return the name of a parameter, given by its id; None where it is another engine's."""
@@ -356,3 +385,11 @@ class OptimizerBinding:
         if self._reducer.speaks and (kind or sentence) not in self._told:
             self._told.add(kind or sentence)
             tell(sentence)
+
+
+def settings_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group, which schedules may change afterwards."""
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]

@@ -76,8 +76,10 @@ class GradientClipping:
         parameters can wait: averages are clipped then."""
         self._asked: set[int] = set()
         """Keys of optimizers for which clipping in place of averages was asked since their latest step."""
-        self.acting: Set[int | None] = frozenset()
+        self.beginning: Set[int | None] = frozenset()
         """Keys of those that the latest step began with."""
+        self.acting: Set[int | None] = frozenset()
+        """Keys of those that acted on the gradients whose averages optimizers have now."""
 
     @property
     def in_place(self) -> list[tuple[Clipping, Set[str]]]:
@@ -134,5 +136,5 @@ class GradientClipping:
             for key, (clipping, names) in self.limits.items()
             if key not in self.keys_in_place or names & waiting
         }
-        self.acting = acting.keys()
+        self.beginning = acting.keys()
         return list(acting.values())

@@ -67,9 +67,9 @@ class MomentumRule:
             by = Momentum.of(settings)
             for parameter in settings["params"] if by is None else ():
                 kept.get(parameter, {}).pop(WAITED, None)
-            for parameter, _, group in ones if by is not None else ():
+            for parameter, _, group, delivery in ones if by is not None else ():
                 average = parameter, _unchanged(parameter.grad, settings)
-                if group is None or group.all_arrived or not group.sparsified:
+                if group is None or not group.sparsified or (delivery is not None and delivery.whole):
                     if WAITED in kept.get(parameter, {}):
                         whole.append(average)
                 elif serves:

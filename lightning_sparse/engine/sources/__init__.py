@@ -1,18 +1,17 @@
-"""Sources: they hand gradients to an engine's router, and averages to optimizers.
+"""Sources: they hand gradients to an engine, and averages to optimizers.
 
-A source calls ``engine.router``, on all ranks in the same order:
+A source calls ``engine.entrance``, on all ranks in the same order:
 
 - ``begin_step()`` when the first gradients of a backward are here; ``arrive`` does so by itself;
 - ``arrive(gradients)`` with flat gradients by name of the parameter. Groups whose last gradient has come begin to work.
   Averages take the place of the gradients;
 - ``finish(gradients, mark)`` with the last ones. Averages are in their places when it returns. Before that,
   ``mark(skipped, unused)`` is called: it puts NaN into gradients if the step is skipped;
-- ``finish(..., late=True)`` where optimizers get these averages at a later step, and ``hand_over()`` when they are in
-  ``.grad``. Until then, states hold them as pending;
 - ``unused`` names the parameters that no rank used in the latest backward, and whose gradients nobody has touched;
-- ``pass_by(averages)`` where it averages all gradients by itself.
+- ``pass_by(averages)`` where it averages all gradients by itself, and ``direct`` says so.
 
 Every backward passes on all gradients of a group or none; a parameter that this rank did not use has zeros.
-:class:`~lightning_sparse.engine.sources.comm_hook.BucketSource` is the source in DDP's communication hook,
-:class:`~lightning_sparse.engine.sources.fsdp2.ShardSource` the one over ``.grad`` of FSDP2's shards.
+Sources are :class:`~lightning_sparse.engine.sources.comm_hook.BucketSource` in DDP's communication hook, and
+:class:`~lightning_sparse.engine.sources.fsdp2.ShardSource` over ``.grad`` of FSDP2's shards. The entrance is the
+engine's router, or with ``delay=1`` what stands in front of it, :mod:`.one_step_late`: sources do not notice.
 """

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.sources.one_step_late import OneStepLate
 from lightning_sparse.ops import static_shapes
 
 Positions = dict[tuple[int, ...], Tensor]
@@ -20,10 +21,10 @@ class BucketSource:
     """Passes gradients in DDP's buckets to a router and returns the averages.
 
     Args:
-        router: of the engine.
+        router: of the engine, or what stands in front of it.
     """
 
-    def __init__(self, router: Reducer) -> None:
+    def __init__(self, router: Reducer | OneStepLate) -> None:
         self._router = router
         self._pending: list[PendingBucket] = []
         self._positions: Positions = {}
@@ -35,8 +36,8 @@ class BucketSource:
         router = self._router
         with router.failing_together("in backward"):
             router.begin_step()
-            if router.direct:
-                return self._pass_by(bucket)
+            if isinstance(router, Reducer) and router.direct:
+                return self._pass_by(bucket, router)
             pending = PendingBucket(bucket, router.names)
             self._pending.append(pending)
             gradients = [(name, pending.buffer[span]) for name, span in pending.spans.items()]
@@ -54,14 +55,14 @@ class BucketSource:
         for bucket in self._pending:
             bucket.fill_nan_(skipped, unused, self._positions)
 
-    def _pass_by(self, bucket: Any) -> Future[Tensor]:
+    def _pass_by(self, bucket: Any, router: Reducer) -> Future[Tensor]:
         """Average as DDP does; with a loss scale, the scaler looks whether averages are finite."""
         buffer = bucket.buffer()
-        average = self._router.comm.start_average(buffer, wait=bucket.is_last())
+        average = router.comm.start_average(buffer, wait=bucket.is_last())
         self._averages.append((average, buffer))
         if bucket.is_last():
             averages, self._averages = self._averages, []
-            self._router.pass_by(averages)
+            router.pass_by(averages)
         return average
 
 

@@ -32,7 +32,7 @@ from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.merging import merge_states
 from lightning_sparse.engine.state.plain import checksum
-from lightning_sparse.engine.state.schema import NOTHING, State, check_state, with_pending
+from lightning_sparse.engine.state.schema import NOTHING, State, check_state, revoke, with_pending
 from lightning_sparse.engine.state.side_files import (
     Path,
     SideFile,
@@ -102,7 +102,8 @@ class SideFiles:
         self._number += 1
         own = SideFile(engine.comm.rank, engine.comm.world_size, engine.run_id, self._number)
         counted = -1 if global_step is None else global_step
-        state, problem = _take(engine)
+        problem = "" if comm is None else _join(engine, comm)
+        state, problem = (None, problem) if problem else _take(engine, alone=comm is None)
         if comm is not None:
             # An exchange may end while ranks agree: what was taken before is of before it, and stays so.
             moment = -1 if state is None else state["moment"]
@@ -255,10 +256,24 @@ def restore(
         engine.flush_next_step()
 
 
-def _take(engine: Engine, moment: int | None = None) -> tuple[State | None, str]:
+def _join(engine: Engine, comm: TorchCollective) -> str:
+    """Bring as many exchanges to their end as every rank has begun; return what went wrong; collective."""
+    if engine.settings.delay:
+        begun = int(comm.all_gather(engine.reach.to(engine.device)).min())
+        try:
+            if begun > int(engine.moment):
+                engine.router.wait_for(begun)
+        except Exception as error:  # of any exchange
+            return reason(error, RuntimeError)
+    return ""
+
+
+def _take(engine: Engine, moment: int | None = None, alone: bool = False) -> tuple[State | None, str]:
     """Take the state of an engine; return it, and what went wrong."""
     try:
-        return engine.state_dict(None if moment is None else torch.tensor([moment], device="cpu")), ""
+        if alone:
+            return engine.state_alone(), ""
+        return (engine.state_now() if moment is None else engine.state_dict(torch.tensor([moment], device="cpu"))), ""
     except Exception as error:  # of any memory
         return None, reason(error, RuntimeError)
 
@@ -306,6 +321,8 @@ def _read(path: Path, marker: dict[str, Any], rank: int, load: Callable[[str], A
         check_state(state)
     except ValueError as error:
         raise SideFileError(f"{file.name} holds no state: {error}") from error
+    if state.get("sent") and state["step"] == marker["step"] + 1:  # this rank was one exchange ahead of rank 0
+        state = revoke(state)
     said = {**state, "save": content["save"], "global_step": content["global_step"]}
     expected = {key: marker[key] for key in ("save", "global_step", "world_size", "step")} | {"rank": rank}
     if any(said[key] != value for key, value in expected.items()):

@@ -1,7 +1,8 @@
-"""Counts of an engine's exchanges, and the averages that they have handed out.
+"""Counts of an engine's exchanges, and the averages that they have made.
 
-An exchange settles in backward, and its average is applied later, by an optimizer. In between the average is neither in
-the residuals nor in the weights: a state that is saved then holds it beside them.
+An exchange settles in backward, and its average is applied later, by an optimizer: between the two, it is *kept* until
+it is *handed over* to optimizers, in the same backward or, one step late, in the next one. All that time the average is
+neither in the residuals nor in the weights: a state that is saved then holds it beside them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.core.interrupts import held
 from lightning_sparse.core.layout import own
+from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.skip import Decision
 
@@ -37,8 +39,8 @@ class Counts(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Exchanges and flushes that counted: equal on ranks whose states belong together."""
-        return self.step + self.flushes
+        """Exchanges and flushes that have settled: equal on ranks whose states belong together."""
+        return self.step + self.void + self.flushes
 
 
 class Averages(NamedTuple):
@@ -48,21 +50,63 @@ class Averages(NamedTuple):
     """Of each parameter in the group."""
     indices: Tensor | None
     """(u,) int64 coordinates in any order, maybe repeated, maybe the padding index; None: all."""
-    values: Tensor
-    """(u,) averages."""
+    values: Tensor | None
+    """(u,) averages; None: nobody will ask for them any more."""
+    delivery: Delivery | None = None
+    """Facts for the step rules of optimizers; None: there are none."""
+    returns: bool = True
+    """True if the group has a residual that can take them back."""
 
     def of(self, name: str) -> tuple[Tensor | None, Tensor]:
         """Return the coordinates within a parameter, ascending, each once, and the averages there; on the CPU.
 
         Coordinates of None are all of them.
         """
+        assert self.values is not None
+        return self._sorted(name, self.values)
+
+    def divisor_of(self, name: str) -> Tensor | None:
+        """Return what the averages of :meth:`of` are divided by, on the CPU; None: by nothing."""
+        by = None if self.delivery is None else self.delivery.by
+        return None if by is None else self._sorted(name, by)[1]
+
+    def _sorted(self, name: str, values: Tensor) -> tuple[Tensor | None, Tensor]:
         span = self.spans[name]
         if self.indices is None:
-            return None, self.values[span].to("cpu", copy=True)
+            return None, values[span].to("cpu", copy=True)
         inside = (self.indices >= span.start) & (self.indices < span.stop)
-        places, values = (self.indices[inside] - span.start).cpu(), self.values[inside].cpu()
+        places, values = (self.indices[inside] - span.start).cpu(), values[inside].cpu()
         different, first = torch.unique(places, return_inverse=True)
         return different, values.new_empty(len(different)).index_copy_(0, first, values)
+
+    def scale_(self, name: str, factor: float) -> None:
+        """Multiply the averages of a parameter."""
+        span, values = self.spans[name], self.values
+        assert values is not None
+        if self.indices is None:
+            values[span].mul_(factor)
+        else:
+            inside = (self.indices >= span.start) & (self.indices < span.stop)
+            values.copy_(torch.where(inside, values * factor, values))
+
+
+class Kept(NamedTuple):
+    """An exchange that has settled, and those of its averages that no optimizer has been given yet."""
+
+    decision: Decision
+    """Whether it counted."""
+    skipped: Tensor | None
+    """() the same as a flag where gradients live; None: it counted."""
+    clipped: Set[int | None]
+    """Keys of the optimizers whose gradients were clipped before it, see :class:`.GradientClipping`."""
+    averages: dict[str, Averages | None]
+    """By parameter; None: nobody can take them back, or ask where they arrived."""
+    sent: Sequence[Averages] = ()
+    """What has left this rank's residuals."""
+
+    def part(self, names: Set[str]) -> Kept:
+        """Return it with some of its averages."""
+        return self._replace(averages={name: one for name, one in self.averages.items() if name in names})
 
 
 def added(parts: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[Tensor | None, Tensor]:
@@ -92,24 +136,20 @@ class Handout:
 
     Args:
         parameters: those that got an average, by name.
-        averages: of groups whose residual can take them back.
+        averages: those that a residual can take back, by parameter.
         decision: whether the exchange counted.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Parameter], averages: Sequence[Averages], decision: Decision | None
+        self, parameters: Mapping[str, Parameter], averages: Mapping[str, Averages], decision: Decision | None
     ) -> None:
         self.names = parameters.keys()
         """Of the parameters that got an average."""
         self._parameters, self._decision = parameters, decision
-        self._averages = {name: each for each in averages for name in each.spans if name in parameters}
+        self._averages = dict(averages)
         self._taken: Set[str] = frozenset()
         self._stepped: Set[str] = frozenset()
-        self.begin()
-
-    def begin(self) -> None:
-        """Take whoever writes to a parameter from now on for one who applies its average."""
-        self._before = {name: own(parameter)._version for name, parameter in self._parameters.items()}
+        self._before = {name: own(parameter)._version for name, parameter in parameters.items()}
 
     def step(self, names: Set[str]) -> None:
         """Note that an optimizer that holds these has finished a step."""
@@ -137,6 +177,12 @@ class Handout:
         """Forget averages of these: with new gradients that were exchanged they have come back, or never will."""
         for name in names:
             self._averages.pop(name, None)
+
+    def take_back(self, names: Set[str], held: Set[str]) -> dict[str, Averages]:
+        """Return the averages of these that nobody has applied, and forget all of these."""
+        left = {name: each for name, each in self.waiting(held).items() if name in names}
+        self.replace(names)
+        return left
 
     def all(self) -> dict[str, Averages]:
         """Return all averages, by parameter; none of an exchange that was skipped. May wait for the device."""
@@ -176,6 +222,12 @@ class Record:
         """Counts before the latest exchange."""
         self.decision: Decision | None = None
         """Of the latest exchange; None: there was none since :attr:`start`."""
+        self.handed: Decision | None = None
+        """Of the exchange whose averages optimizers were given last; None: there was none, or it was a flush."""
+        self.without: Set[str] = frozenset()
+        """Parameters that took part in a backward for which there was no average."""
+        self.delivered: dict[str, Delivery | None] = {}
+        """Of the averages that optimizers were given last, by parameter."""
         self.lock = threading.RLock()
         """Held while a state is read, and while what is remembered changes; never while a message is waited for."""
         self.held: Set[str] = frozenset()
@@ -184,8 +236,14 @@ class Record:
         """Parameters of which a gradient was absorbed whose exchange is not settled."""
         self._whole = True
         self._handouts: Sequence[Handout] = ()
-        self._late: Sequence[tuple[Decision, Handout]] = ()
-        """Of exchanges whose averages the source hands over later."""
+        self._earlier: Sequence[Handout] = ()
+        """Those of :attr:`_handouts` that there were when the latest exchange began."""
+        self._latest: Kept | None = None
+        """The exchange that has settled last."""
+        self.kept: Sequence[Kept] = ()
+        """Exchanges with averages that optimizers have not been given."""
+        self._unstepped: dict[str, tuple[int, Decision]] = {}
+        """Parameters that were given an average and have not been stepped since: version and decision."""
         self._number = 0
         self._handed_out: dict[str, int] = {}
         """The number of the handout in which a parameter got its latest average."""
@@ -202,8 +260,8 @@ class Record:
 
     @property
     def void(self) -> bool:
-        """True if the latest exchange counted for nothing; may wait for the device."""
-        return bool(self.decision)
+        """True if the exchange that gradients are of counted for nothing; may wait for the device."""
+        return bool(self.handed)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -230,65 +288,122 @@ class Record:
 
     def restart(self, start: Counts) -> None:
         """Count from here, with other groups, between two steps."""
-        self.start, self.decision, self.absorbed = start, None, frozenset()
+        self.start, self.decision, self.handed, self.absorbed = start, None, None, frozenset()
         self._handed_out = {}
 
     def forget_averages(self) -> None:
         """Forget all averages: another state takes the place of the one that they belonged to."""
-        self._handouts = self._late = ()
+        self._handouts = self._earlier = self.kept = ()
+        self._latest = None
+        self._unstepped, self.without = {}, frozenset()
 
     def begin_step(self) -> None:
         """Begin a step, whose first gradients are here."""
         self._drop_applied()
+        self._earlier = self._handouts
 
     def absorb(self, names: Set[str]) -> None:
         """Note that a new gradient of these parameters is absorbed, within :meth:`changing`."""
         self.absorbed = self.absorbed | names
-        for handout in self._handouts:
+        for handout in self._earlier:
             handout.absorb(names, self.held)
 
-    def settle(self, decision: Decision, names: Set[str], averages: Sequence[Averages], late: bool = False) -> None:
-        """Count an exchange that has settled, within :meth:`changing`.
-
-        Args:
-            decision: whether it counts.
-            names: of the parameters that got an average.
-            averages: of groups whose residual can take them back.
-            late: whether they are handed over later, by :meth:`hand_over`.
-        """
-        for handout in self._handouts:
-            handout.replace(self.absorbed | names)
+    def settle(
+        self,
+        decision: Decision,
+        averages: Mapping[str, Averages | None],
+        skipped: Tensor | None = None,
+        clipped: Set[int | None] = frozenset(),
+        sent: Sequence[Averages] = (),
+    ) -> None:
+        """Count an exchange that has settled, and keep its averages, within :meth:`changing`. See :class:`Kept`."""
+        for handout in self._earlier:
+            handout.replace(self.absorbed | averages.keys())
         self.start, self.decision, self.absorbed = self.counts, decision, frozenset()
-        handout = self._handout(names, averages, decision)
-        if late:
-            self._late = [*self._late, (decision, handout)]
-        else:
-            self._hand_over(handout)
+        self._latest = Kept(decision, skipped, clipped, dict(averages), sent)
+        self.keep(self._latest)
 
-    def hand_over(self) -> tuple[Decision, Set[str]]:
-        """Let optimizers have the averages of the oldest exchange that has kept them back; within :meth:`changing`.
+    def keep(self, kept: Kept) -> None:
+        """Keep averages until they are handed over; also those of a state that was loaded."""
+        self.kept = [*self.kept, kept]
+
+    def hand_over(self, names: Set[str]) -> list[Kept]:
+        """Let optimizers have the averages that are kept of some parameters; within :meth:`changing`.
 
         Returns:
-            The decision about that exchange, and the names of its parameters.
+            The averages, of the oldest exchange first.
         """
-        (decision, first), *self._late = self._late
-        first.begin()
-        self._hand_over(first)
-        return decision, first.names
+        given = [part for kept in self.kept if (part := kept.part(names)).averages]
+        self.kept = [rest for kept in self.kept if (rest := kept.part(kept.averages.keys() - names)).averages]
+        self.without = self.without | names
+        for part in given:
+            self.handed = part.decision
+            returning = {name: one for name, one in part.averages.items() if one is not None and one.returns}
+            self._hand_over(self._handout(part.averages.keys(), returning, part.decision))
+            deliveries = {name: None if one is None else one.delivery for name, one in part.averages.items()}
+            self.delivered = {**self.delivered, **deliveries}
+            for name in part.averages:
+                self._unstepped[name] = own(self._parameters[name])._version, part.decision
+        return given
 
-    def flush(self, averages: Sequence[Averages], names: Set[str]) -> None:
-        """Count a flush: all residuals have been handed out as averages, and are empty; within :meth:`changing`."""
+    def flush(self, averages: Mapping[str, Averages], deliveries: Mapping[str, Delivery | None]) -> None:
+        """Count a flush: all residuals have been handed out as averages, and are empty; within :meth:`changing`.
+
+        Args:
+            averages: by parameter.
+            deliveries: their facts for step rules, by parameter.
+        """
         counts = self.counts
-        self.start, self.decision = counts._replace(flushes=counts.flushes + 1), None
-        self._hand_over(self._handout(names, averages, None))
+        self.start, self.decision, self.handed = counts._replace(flushes=counts.flushes + 1), None, None
+        self.delivered = {**self.delivered, **deliveries}
+        self._hand_over(self._handout(averages.keys(), averages, None))
 
-    def _handout(self, names: Set[str], averages: Sequence[Averages], decision: Decision | None) -> Handout:
+    def _handout(self, names: Set[str], averages: Mapping[str, Averages], decision: Decision | None) -> Handout:
         return Handout({name: self._parameters[name] for name in names}, averages, decision)
 
     def _hand_over(self, handout: Handout) -> None:
         self._number += 1
         self._handed_out.update(dict.fromkeys(handout.names, self._number))
         self._handouts = [*self._handouts, handout]
+        self.without = self.without - handout.names
+
+    def is_left(self, name: str) -> bool:
+        """Return True if a parameter was given an average that neither an optimizer nor anybody else has applied."""
+        version, decision = self._unstepped.get(name, (-1, None))
+        if version != own(self._parameters[name])._version or (self.held and name not in self.held):
+            return False
+        return not decision
+
+    @property
+    def latest(self) -> Kept | None:
+        """The exchange that has settled last, if it counted and this rank knows what it has sent; or None.
+
+        May wait for the device.
+        """
+        latest = self._latest
+        return None if latest is None or latest.decision or not latest.sent else latest
+
+    @property
+    def revocable(self) -> Kept | None:
+        """:attr:`latest`, if no optimizer has applied any of its averages; or None. May wait for the device."""
+        latest = self.latest
+        if latest is None:
+            return None
+        waiting = {name for kept in self.kept if kept.decision is latest.decision for name in kept.averages}
+        return latest if all(name in waiting or self.is_left(name) for name in latest.averages) else None
+
+    def take_back(self, names: Set[str]) -> dict[str, Averages]:
+        """Return the averages of these parameters that were handed out and not applied; they never will be.
+
+        Within :meth:`changing`; may wait for the device.
+        """
+        left: dict[str, Averages] = {}
+        for handout in self._handouts:
+            left |= handout.take_back(names, self.held)
+        for name in names:
+            self._unstepped.pop(name, None)
+        self._drop_applied()
+        return left
 
     def hold(self, optimizer: Optimizer) -> Set[str]:
         """Note that an optimizer holds its parameters; return the names of the engine's among them."""
@@ -301,6 +416,8 @@ class Record:
         """Count an optimizer's averages as applied after its step, also where a later engine owns them."""
         names = self.hold(optimizer)
         self._seen[optimizer] = self._number
+        for name in names:
+            self._unstepped.pop(name, None)
         for handout in self._handouts if names else ():
             handout.step(names)
         self._drop_applied()
@@ -325,14 +442,36 @@ class Record:
         seen = self._seen.get(optimizer, 0)
         return {name for name, number in self._handed_out.items() if number > seen}
 
+    def pending(self, without: Kept | None = None) -> dict[str, tuple[Tensor | None, Tensor]]:
+        """Return averages that have been handed out and not applied, by parameter, on the CPU, see :func:`added`.
+
+        May wait for the device.
+
+        Args:
+            without: an exchange whose averages do not count.
+        """
+        gone = {} if without is None else without.averages
+        parts = [each.waiting(self.held) for each in self._handouts]
+        return _joined([{name: one for name, one in part.items() if gone.get(name) is not one} for part in parts])
+
+    def left(self, without: Kept | None = None) -> dict[str, Averages]:
+        """Return averages that are kept, by parameter; none of exchanges that were skipped. May wait for the device.
+
+        Args:
+            without: an exchange whose averages do not count.
+        """
+        gone = None if without is None else without.decision
+        counted = [kept.averages for kept in self.kept if kept.decision is not gone and not kept.decision]
+        return {name: one for averages in counted for name, one in averages.items() if one is not None}
+
     @property
-    def pending(self) -> dict[str, tuple[Tensor | None, Tensor]]:
-        """Averages that have not been applied, by parameter, on the CPU; may wait for the device. See :func:`added`."""
-        return _joined([each.waiting(self.held) for each in self._handouts] + [late.all() for _, late in self._late])
+    def kept_names(self) -> Set[str]:
+        """Names of the parameters of which averages are kept, also of exchanges that were skipped."""
+        return {name for kept in self.kept for name in kept.averages}
 
     @property
     def taken(self) -> dict[str, tuple[Tensor | None, Tensor]]:
-        """Averages in :attr:`pending` that this rank has absorbed with a new gradient, while others may not have."""
+        """Averages of :meth:`pending` that this rank has absorbed with a new gradient, while others may not have."""
         return _joined([handout.taken for handout in self._handouts])
 
 

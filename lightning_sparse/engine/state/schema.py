@@ -98,6 +98,8 @@ LATER: dict[str, Any] = {
     "surplus": {str: SURPLUS},
     "spans": {str: SPAN},
     "pending": {str: {"values": VECTOR, "indices?": INDICES}},
+    "late": {str: {"values": VECTOR, "indices?": INDICES, "divisor?": VECTOR, "ranks": SIZE}},
+    "sent": {str: {"values": VECTOR, "indices?": INDICES}},
     "absorbed": [TEXT],
     "lengths": {str: LENGTH},
     "clippings": [{"limit": RATE, "algorithm": ALGORITHM, "parameters": [TEXT]}],
@@ -129,14 +131,20 @@ def check_state(state: Any) -> State:
         for key, vector in whole["parameters"].get(name, {}).items():
             if vector.numel() != length:
                 raise ValueError(f"Expected {length} coordinates of {name} in {key}, but got {vector.numel()}.")
-    for name, pending in whole["pending"].items():
-        _check(whole["spans"].get(name, MISSING), SPAN, f"the state's span of {name}, of which averages are pending,")
-        numel, indices = whole["spans"][name][1], pending.get("indices")
-        if indices is not None and len(indices) and int(indices[-1]) >= numel:
-            raise ValueError(f"Expected an average below {numel} in {name}, but got {int(indices[-1])}.")
-        expected = numel if indices is None else len(indices)
-        if len(pending["values"]) != expected:
-            raise ValueError(f"Expected {expected} pending averages of {name}, but got {len(pending['values'])}.")
+    for field in ("pending", "late", "sent"):
+        for name, averages in whole[field].items():
+            _check(
+                whole["spans"].get(name, MISSING), SPAN, f"the state's span of {name}, of which averages are {field},"
+            )
+            numel, indices = whole["spans"][name][1], averages.get("indices")
+            if indices is not None and len(indices) and int(indices[-1]) >= numel:
+                raise ValueError(f"Expected an average below {numel} in {name}, but got {int(indices[-1])}.")
+            expected = numel if indices is None else len(indices)
+            for key in averages.keys() & {"values", "divisor"}:
+                if len(averages[key]) != expected:
+                    raise ValueError(
+                        f"Expected {expected} {key} of {field} averages of {name}, but got {len(averages[key])}."
+                    )
     return whole
 
 
@@ -185,6 +193,44 @@ def with_pending(state: Mapping[str, Any], world_size: int) -> State:
         residual[where] += world_size * values.to(residual.dtype)  # no index is there twice
         parameters[name] = {**vectors, "residual": residual}
     return {**state, "parameters": parameters, "pending": {}}
+
+
+def give_back(state: State) -> State:
+    """Return a state for an engine without a delay: averages that were to come late are pending.
+
+    Args:
+        state: checked; not modified.
+    """
+    pending = dict(state["pending"])
+    for name, late in state["late"].items() if state["rank"] == 0 else ():
+        own = {key: late[key] for key in ("values", "indices") if key in late}
+        pending[name] = own if name not in pending else _sum(state["spans"][name][1], own, pending[name])
+    return {**state, "pending": pending, "late": {}}
+
+
+def revoke(state: State) -> State:
+    """Return a state in which the latest exchange was never made: what this rank has sent is in its residuals again.
+
+    Args:
+        state: of :meth:`.Engine.state_alone`; not modified.
+    """
+    parameters = dict(state["parameters"])
+    for name, sent in state["sent"].items():
+        residual = parameters[name]["residual"].clone()
+        where = sent["indices"].long() if "indices" in sent else slice(None)
+        residual[where] += sent["values"].to(residual.dtype)  # no index is there twice
+        parameters[name] = {**parameters[name], "residual": residual}
+    absorbed = sorted({*state["absorbed"], *state["sent"]})
+    return {**state, "step": state["step"] - 1, "parameters": parameters, "absorbed": absorbed, "sent": {}}
+
+
+def _sum(numel: int, *averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sum of averages of one parameter."""
+    total = torch.zeros(numel, dtype=averages[0]["values"].dtype)
+    for each in averages:
+        where = each["indices"].long() if "indices" in each else torch.arange(numel)
+        total.index_add_(0, where, each["values"].to(total.dtype))
+    return {"values": total}
 
 
 def outline(state: Mapping[str, Any]) -> str:

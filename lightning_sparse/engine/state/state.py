@@ -11,12 +11,24 @@ from torch.nn import Parameter
 
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.engine.agreement import Note, by_reason, name_ranks, reason
+from lightning_sparse.engine.delivery import Delivery, bounds_of
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.reducer import Reducer
-from lightning_sparse.engine.state.plain import from_plain, to_plain
-from lightning_sparse.engine.state.schema import STATE_FORMAT, State, check_state, outline, remembering, with_pending
+from lightning_sparse.engine.skip import Decision
+from lightning_sparse.engine.state.plain import checksum, from_plain, to_plain
+from lightning_sparse.engine.state.record import Averages, Kept
+from lightning_sparse.engine.state.schema import (
+    STATE_FORMAT,
+    State,
+    check_state,
+    give_back,
+    outline,
+    remembering,
+    revoke,
+    with_pending,
+)
 from lightning_sparse.methods.density import GroupDensity
 
 
@@ -84,13 +96,20 @@ class EngineState:
     ) -> None:
         self.loads = 0
         """Number of states that were loaded."""
+        self._taken = -1
+        """The moment of the latest state that was taken."""
         self._reducer, self._binding, self._names, self._frozen = reducer, binding, names, frozen
         self._comm, self._device, self._shards = comm, device, shards
         self._parked: State = {"parameters": {}, "counters": {}}
         """Remembered of frozen parameters."""
 
-    def take(self, moment: Tensor | None) -> State:
-        """See :meth:`.Engine.state_dict`."""
+    @property
+    def is_taken(self) -> bool:
+        """True if a state was taken since the latest exchange."""
+        return not self._reducer.in_flight and self._taken == self._reducer.record.counts.number
+
+    def take(self, moment: Tensor | None, alone: bool = False) -> State:
+        """See :meth:`.Engine.state_dict`, and :meth:`.Engine.state_alone`."""
         reducer, record = self._reducer, self._reducer.record
         if moment is not None:
             reducer.wait_for(int(moment[0]))
@@ -103,7 +122,18 @@ class EngineState:
                     f"{record.counts.number}. All ranks save after the newest exchange of any rank: take a state on "
                     "each of them, and another one where the moment of the first one is not the largest."
                 )
-            return self._take()
+            state = self._take()
+            latest = record.latest if alone else None
+            if latest is None:
+                return state
+            state["sent"] = {
+                name: _plain(*gone.of(name)) for gone in latest.sent for name in gone.spans.keys() & latest.averages
+            }
+            if self._comm.rank == 0 and record.revocable is not None:
+                pending = {name: _plain(*each) for name, each in record.pending(latest).items()}
+                late = {name: _plain_averages(name, each) for name, each in record.left(latest).items()}
+                return revoke({**state, "pending": pending, "late": late})
+            return state
 
     def _take(self) -> State:
         reducer, record, rank = self._reducer, self._reducer.record, self._comm.rank
@@ -116,7 +146,7 @@ class EngineState:
                 vectors = memory.vectors(kept).items()
                 parameters[name] = {key: vector[span].to("cpu", copy=True) for key, vector in vectors}
                 counters[name] = dict(counted)
-        pending = record.pending
+        pending, self._taken = record.pending(), record.counts.number
         for name, (indices, values) in record.taken.items():  # another rank may not have absorbed it: it waits
             parameters[name]["residual"][slice(None) if indices is None else indices] -= values
         return {
@@ -131,9 +161,9 @@ class EngineState:
             "counters": {name: counters[name] for name in self._names} | self._parked["counters"],
             "spans": {name: list(self._shard(reducer.group_of[name], name)) for name in self._names},
             "pending": {  # of rank 0, whose weights are saved
-                name: {"values": values} | ({} if indices is None else {"indices": indices.int()})
-                for name, (indices, values) in (pending.items() if rank == 0 else ())
+                name: _plain(*each) for name, each in (pending.items() if rank == 0 else ())
             },
+            "late": {name: _plain_averages(name, averages) for name, averages in record.left().items()},
             "absorbed": sorted(record.absorbed),
             "groups": [_plain_learned(group) for group in reducer.groups if not group.empty],
             "rates": dict(reducer.rates.latest),
@@ -148,8 +178,8 @@ class EngineState:
         """Go on with a state, between two steps; collective. See :meth:`.Engine.load_state_dict`.
 
         All ranks make a plan of their states first. What has been learned about a group is taken where it fits on all
-        ranks. Clippings and lengths are those of rank 0: others that saved in the middle of a step may not have been
-        asked for theirs yet, or not have known the step's factors.
+        ranks. Clippings, lengths and averages that come late are those of rank 0: others that saved in the middle of a
+        step may not have been asked for theirs yet, or not have known the step's factors.
 
         Args:
             given: the state of this rank, which may be anything.
@@ -162,6 +192,8 @@ class EngineState:
         state, plan, filled = None, None, set[str]()
         try:
             state = check_state(given)
+            if not self._reducer.settings.delay:
+                state = give_back(state)
             note, filled = Note(outline(state), ""), remembering(state)
         except Exception as error:  # whatever a damaged state makes of a check
             note = Note("", reason(error, ValueError))
@@ -172,7 +204,7 @@ class EngineState:
         except Exception as error:  # whatever a damaged state makes of a memory
             note = Note("", reason(error, ValueError))
         fits = [] if plan is None else [known is not None for known in plan.learned]
-        shared = [] if plan is None else [plan.state["clippings"], plan.state["lengths"]]
+        shared = [] if plan is None else [plan.state["clippings"], plan.state["lengths"], checksum(plan.state["late"])]
         on_ranks = self._comm.all_gather_object((note, fits, shared), self._device)
         trouble = by_reason([note for note, *_ in on_ranks])
         if not trouble and len({note.fact for note, *_ in on_ranks}) > 1:
@@ -186,8 +218,11 @@ class EngineState:
             elif known is not None:
                 group.state = group.state._replace(selector=known.selector, counts=known.counts, union=known.union)
                 group.density = known.density
-        clippings, lengths = on_ranks[0][2]
-        self._apply(plan._replace(state={**plan.state, "clippings": clippings, "lengths": lengths}))
+        clippings, lengths, _ = on_ranks[0][2]
+        late = plan.state["late"]
+        if len({late_of for _, _, (*_, late_of) in on_ranks}) > 1:  # others may know more than the weights of rank 0
+            late = self._comm.broadcast_object(late, 0, self._device)
+        self._apply(plan._replace(state={**plan.state, "clippings": clippings, "lengths": lengths, "late": late}))
         return plan
 
     def _plan(self, state: State, filled: Set[str]) -> LoadPlan:
@@ -240,12 +275,30 @@ class EngineState:
         reducer.rates.load(state["rates"], state["surplus"])
         reducer.adopt(plan.groups, counts)
         reducer.record.forget_averages()
+        if state["late"]:
+            decision = Decision(None, None, self._comm.wait_until)
+            late: dict[str, Averages | None] = {
+                name: self._averages(name, one) for name, one in state["late"].items() if name in reducer.group_of
+            }
+            reducer.record.keep(Kept(decision, None, reducer.clipping.beginning, late))
         self._parked = {
             field: {name: one for name, one in state[field].items() if name in self._frozen} for field in self._parked
         }
         self.loads += 1
         self._binding.go_on(state)
         reducer.on_stream.synchronize()
+
+    def _averages(self, name: str, given: Mapping[str, Any]) -> Averages:
+        """Return averages of a parameter that :func:`_plain_averages` gave."""
+        group, device = self._reducer.group_of[name], self._device
+        span = group.spans[name]
+        spans = {name: slice(0, span.stop - span.start)}
+        indices, by = given.get("indices"), given.get("divisor")
+        indices = None if indices is None else indices.long().to(device)
+        by = None if by is None else by.to(device, group.wide)
+        like = torch.empty((), dtype=group.wide, device=device)
+        delivery = Delivery(spans, indices, by, group.memory, given["ranks"], bounds_of(spans, device), like)
+        return Averages(spans, indices, given["values"].to(device), delivery, group.residual is not None)
 
     def _shard(self, group: GroupReducer, name: str) -> Shard:
         """Return the part of a parameter that the engine has: as a rule all of it."""
@@ -280,6 +333,18 @@ class EngineState:
         for key, counter in memory.counters(kept).items():
             counter.fill_(max(state["counters"].get(name, {}).get(key, 0.0) for name in group.spans))
         return notes
+
+
+def _plain(indices: Tensor | None, values: Tensor) -> dict[str, Tensor]:
+    return {"values": values} if indices is None else {"values": values, "indices": indices.int()}
+
+
+def _plain_averages(name: str, averages: Averages) -> dict[str, Any]:
+    """Return averages that optimizers have not been given, as plain data and tensors on the CPU."""
+    by = averages.divisor_of(name)
+    assert averages.delivery is not None
+    plain: dict[str, Any] = {**_plain(*averages.of(name)), "ranks": averages.delivery.ranks}
+    return plain if by is None else {**plain, "divisor": by}
 
 
 def _anew(group: GroupReducer) -> str:

@@ -1,0 +1,185 @@
+"""Entrance to a router whose exchanges run beside the next forward and backward: ``delay=1``.
+
+In backward t, the exchange of backward t-1 is joined and settles; optimizers are given its averages, in the places of
+the gradients; and the exchange of the new gradients begins, of which this rank hears in backward t+1. Gradients are
+copied before, into 4 bytes a parameter: their places belong to DDP from then on. As exchange t-1 has settled before
+gradient t is absorbed, residuals, selections and averages are those of the router alone, bit for bit, for the same
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_sparse.core.interrupts import held
+from lightning_sparse.core.layout import Gradient, shaped
+from lightning_sparse.engine.group import GroupReducer
+from lightning_sparse.engine.pipeline import scatter_average_
+from lightning_sparse.engine.reducer import Mark, Reducer
+from lightning_sparse.engine.state.record import Averages, Kept
+from lightning_sparse.ops import static_shapes
+
+
+class OneStepLate:
+    """Takes gradients from a source in front of a router, and gives it averages one step later.
+
+    It has the methods of a router that sources call, see :mod:`lightning_sparse.engine.sources`.
+
+    Args:
+        router: of the engine; it exchanges nothing for anybody else.
+    """
+
+    direct = False
+    """False: nothing goes past the router, which would be in time."""
+
+    def __init__(self, router: Reducer) -> None:
+        self._router = router
+        self.names = router.names
+        """Of parameters, by id."""
+        self.unused: Set[str] = frozenset()
+        """Names of the parameters that no rank used in the latest backward."""
+        self._places: dict[str, Tensor] = {}
+        """Flat gradients of this backward, where they lie."""
+        self._copies: dict[GroupReducer, Tensor] = {}
+        """(numel,) of each group, which its exchange works in."""
+        self._looking: list[RemovableHandle] = [
+            p.register_hook(partial(self._look, name))  # type: ignore[no-untyped-call]
+            for name, p in router.parameters.items()
+        ]
+
+    def begin_step(self) -> None:
+        """Do nothing: a step begins when the one before has settled, in :meth:`finish`."""
+
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which averages are in their places: that of the source itself."""
+        return nullcontext()
+
+    def failing_together(self, where: str) -> AbstractContextManager[None]:
+        """See :meth:`.Reducer.failing_together`."""
+        return self._router.failing_together(where)
+
+    @property
+    def busy(self) -> bool:
+        """True within a backward."""
+        return bool(self._places)
+
+    def arrive(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Note gradients; they stay where they are until :meth:`finish`."""
+        self._places.update(gradients)
+
+    def finish(self, gradients: Iterable[tuple[str, Tensor]], mark: Mark) -> None:
+        """Take the last gradients of a backward; averages of the one before are in their places when this returns.
+
+        Args:
+            gradients: (numel,) by name of the parameter.
+            mark: puts NaN into places, where the step before is skipped.
+        """
+        self.arrive(gradients)
+        router = self._router
+        router.join()
+        with self._forgetting_places() as places:
+            router.on_stream.join()
+            self.unused = router.learn_unused(places)
+            taking_part = places.keys() - self.unused
+            router.take_back(taking_part)
+            router.begin_step()
+            with held():
+                copies = self._copied(places)
+                for name in taking_part:
+                    places[name].zero_()
+                given = router.hand_over(taking_part)
+                for kept in given:
+                    self._place(kept, places, router.loss_scale(), mark)
+                router.without_average += not given
+                router.start(copies.items())
+
+    def take(self) -> dict[str, Tensor]:
+        """Hand over all that is left, between two steps: averages by name of the parameter, in its shape."""
+        router = self._router
+        router.join()
+        router.on_stream.join()
+        left = router.record.left().keys()
+        router.take_back(router.parameters.keys())
+        places = {name: torch.zeros(p.numel(), dtype=p.dtype, device=p.device) for name, p in router.parameters.items()}
+        for kept in router.hand_over(router.record.kept_names):
+            self._place(kept, places, None, lambda skipped, unused: None)
+        return {name: shaped(places[name], router.parameters[name]) for name in left}
+
+    def close(self) -> None:
+        """Stop looking at gradients."""
+        for handle in self._looking:
+            handle.remove()
+
+    @contextmanager
+    def _forgetting_places(self) -> Iterator[dict[str, Tensor]]:
+        try:
+            yield self._places
+        finally:
+            self._places = {}
+
+    def _copied(self, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy gradients to where their groups will work on them."""
+        router = self._router
+        before, self._copies = self._copies, {}
+        copies: dict[str, Tensor] = {}
+        for group in dict.fromkeys(router.group_of[name] for name in places):
+            room = before.get(group)
+            if room is None:
+                room = torch.empty(group.plan.numel, dtype=group.dtype, device=router.device)
+            self._copies[group] = room
+            copies |= {name: room[span] for name, span in group.spans.items()}
+        with torch.no_grad():
+            torch._foreach_copy_([copies[name] for name in places], list(places.values()))
+        return copies
+
+    @torch.no_grad()
+    def _place(self, kept: Kept, places: Mapping[str, Tensor], scale: Tensor | None, mark: Mark) -> None:
+        """Put averages where gradients lay, times the present scale of the loss; NaN, if they are of a skipped step."""
+        host_knows = not static_shapes(self._router.device)
+        if not (host_knows and kept.decision):
+            parts: dict[int, tuple[Averages, list[str]]] = {}
+            for name, averages in kept.averages.items():
+                assert averages is not None
+                parts.setdefault(id(averages), (averages, []))[1].append(name)
+            for averages, names in parts.values():
+                _scatter(averages, {name: places[name] for name in names}, scale)
+        if kept.skipped is not None and (not host_knows or kept.skipped):
+            mark(kept.skipped, places.keys() - kept.averages.keys())
+
+    def _look(self, name: str, _: Tensor) -> None:
+        """Refuse a gradient that would be added to an average of the backward before: nobody has applied it."""
+        grad = self._router.parameters[name].grad
+        if not self._router.record.is_left(name) or grad is None or not bool(grad.any()):
+            return
+        with self.failing_together("in backward"):
+            raise RuntimeError(
+                f"The parameter {name} gets a new gradient on top of an average, as no optimizer has stepped since the "
+                "backward before. With delay=1, gradients of several backwards are added up within no_sync(), which "
+                "all but the last one need, and a step that is left out needs zero_grad() all the same."
+            )
+
+
+def _scatter(averages: Averages, places: Mapping[str, Tensor], scale: Tensor | None) -> None:
+    """Write averages of some parameters of a group to their places."""
+    assert averages.values is not None
+    dtype = next(iter(places.values())).dtype
+    values = (averages.values if scale is None else averages.values * scale).to(dtype)
+    if places.keys() == averages.spans.keys():
+        place = Gradient.of(places[name] for name in averages.spans)
+        flat = place if len(place.runs) == 1 or not static_shapes(place.device) else Gradient([place.flat()])
+    else:
+        place = flat = Gradient([values.new_empty(max(span.stop for span in averages.spans.values()))])
+    scatter_average_(flat, averages.indices, values, torch.zeros((), dtype=torch.bool, device=values.device))
+    if flat is not place:
+        place.spread_(flat.runs[0])
+    for name, piece in places.items() if places.keys() != averages.spans.keys() else ():
+        piece.copy_(flat[averages.spans[name]])
+    if averages.delivery is not None and places.keys() == averages.spans.keys():
+        averages.delivery.sample([places[name] for name in averages.spans], scale)

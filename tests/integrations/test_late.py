@@ -1,0 +1,182 @@
+"""``delay=1`` behind Trainer and Fabric, on two real processes."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_sparse as ls
+from lightning_sparse.engine.state.schema import revoke
+from tests.integrations.test_checkpoints import saver, strategy_of
+from tests.integrations.test_fabric import make_fabric
+from tests.ranks import Ranks
+from tests.sums import Sums, check_sums, gradient, saved_in
+from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_module, make_trainer
+
+SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "density": 0.05, "watch": None}
+
+
+def given_gradients(package: str, kind: str) -> Any:
+    """A module whose gradients do not depend on its weights; "gan" has two optimizers that take turns."""
+    base = importlib.import_module(package).LightningModule
+
+    class Given(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.left, self.right = nn.Parameter(torch.randn(20, 10)), nn.Parameter(torch.randn(300))
+            self.automatic_optimization = kind != "gan"
+
+        def loss(self, batch: list[Tensor], *parameters: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(int(1000 * batch[0].abs().sum()))
+            return torch.stack([(p * torch.randn(p.shape, generator=generator)).sum() for p in parameters]).sum()
+
+        def forward(self, batch: list[Tensor], which: int | None) -> Tensor:
+            both = [self.left, self.right]
+            return self.loss(batch, *(both if which is None else both[which : which + 1]))
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+            if kind != "gan":
+                return self(batch, None)
+            optimizer = self.optimizers()[batch_idx % 2]
+            optimizer.zero_grad()
+            self.manual_backward(self(batch, batch_idx % 2))
+            optimizer.step()
+            return None
+
+        def configure_optimizers(self) -> Any:
+            if kind == "gan":
+                return [torch.optim.AdamW([self.left], lr=0.01), torch.optim.SGD([self.right], lr=0.1)]
+            if kind == "adamw":
+                return torch.optim.AdamW(self.parameters(), lr=0.01)
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    return Given()
+
+
+def fitted(package: str, kind: str, delay: int, options: dict[str, Any]) -> tuple[Tensor, int, dict[str, float]]:
+    """Weights after fit, the number of exchanges, and what the last step has logged."""
+    logged: dict[str, float] = {}
+    unused = {"find_unused_parameters": True} if kind == "gan" else {}
+    strategy = strategy_of(package, {**SPARSE, "sparsifier": "union_topk", "delay": delay, **unused})
+    trainer = make_trainer(package, strategy=strategy, callbacks=[ls.SparsityMonitor(table=False)], **options)
+    module = given_gradients(package, kind)
+    trainer.fit(module, make_data())
+    logged = {name: float(x) for name, x in trainer.logged_metrics.items() if name.startswith("sparse/")}
+    return flat(module), strategy.engine.step, logged
+
+
+@pytest.mark.parametrize(
+    ("kind", "package", "options"),
+    [
+        ("momentum", PACKAGES[0], {"accumulate_grad_batches": 3}),
+        ("adamw", PACKAGES[1], {"gradient_clip_val": 0.5, "log_every_n_steps": 1}),
+        ("gan", PACKAGES[0], {}),
+    ],
+)
+def test_after_fit_all_averages_are_applied(two_ranks: Ranks, kind: str, package: str, options: dict[str, Any]) -> None:
+    now, late = (two_ranks(fitted, package, kind, delay, options) for delay in (0, 1))
+    for (expected, steps, _), (found, others, logged) in zip(now, late, strict=True):
+        assert others == steps > 0
+        assert torch.equal(found, expected)
+        if options.get("log_every_n_steps") == 1:
+            assert logged["sparse/steps/without_average"] == 1
+            assert min(logged[f"sparse/time/{name}"] for name in ("blocked_ms", "hidden_ms")) >= 0
+
+
+def resumed(package: str, folder: str, delay: int) -> list[Tensor]:
+    """Weights of a run, and of one that goes on from its checkpoint after 5 of 12 steps."""
+    ends = []
+    for resume in (None, f"{folder}/epoch=0-step=5.ckpt"):
+        strategy = strategy_of(package, {**SPARSE, "delay": 1 if resume is None else delay, "strict_resume": True})
+        callbacks = [saver(package, dirpath=folder, every_n_train_steps=5, save_top_k=-1)] if resume is None else []
+        trainer = make_trainer(
+            package, strategy=strategy, callbacks=callbacks, enable_checkpointing=resume is None, max_epochs=2
+        )
+        module = make_module(package)
+        trainer.fit(module, make_data(), make_data(16), ckpt_path=resume, weights_only=False)
+        ends.append(flat(module))
+    return ends
+
+
+def test_a_run_that_is_resumed_goes_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path) -> None:
+    for whole, again in two_ranks(resumed, PACKAGES[1], str(tmp_path), 1):
+        assert torch.equal(whole, again)
+
+
+def interrupted(folder: str) -> bool:
+    """A run that ends with an error on one rank, where each saves; whether it did."""
+    package = PACKAGES[0]
+    base = importlib.import_module(package)
+
+    class Summing(base.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, fails: bool) -> None:
+            super().__init__()
+            self.model, self.fails = Sums(), fails
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if self.fails and batch_idx == 4 and dist.get_rank() == 1:
+                raise ValueError("rank 1 has had enough")
+            return self.model(dist.get_rank())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    class OnException(base.Callback):  # type: ignore[misc, name-defined]
+        def on_exception(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(f"{folder}/failed.ckpt")
+
+    strategy = partial(
+        strategy_of, package, {**SPARSE, "sparsifier": "topk", "delay": 1, "timeout": timedelta(seconds=4)}
+    )
+    trainer = make_trainer(package, strategy=strategy(), callbacks=[OnException()])
+    with suppress(ValueError, RuntimeError):
+        trainer.fit(Summing(True), make_data())
+    return (Path(folder) / "failed.ckpt").exists()
+
+
+def test_ranks_that_save_on_an_exception_do_not_wait_and_lose_nothing(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    try:
+        ranks(interrupted, str(tmp_path))
+    finally:
+        ranks.stop()
+    checkpoint = torch.load(tmp_path / "failed.ckpt", weights_only=False)
+    states = saved_in(tmp_path / "failed.ckpt", 2)
+    step = checkpoint["lightning_sparse"]["residuals"]["step"]
+    states = [revoke(state) if state["step"] > step else state for state in states]
+    check_sums(checkpoint["state_dict"], [states[0], {**states[1], "late": states[0]["late"]}], step)
+
+
+def in_fabric(delay: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+    fabric = make_fabric("lightning.fabric", {**SPARSE, "sparsifier": "topk", "delay": delay})
+    module = Sums()
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    for _ in range(4):
+        optimizer.zero_grad()
+        fabric.backward(model(dist.get_rank()))
+        optimizer.step()
+    engine = fabric.strategy.engine
+    engine.drain()
+    left = [engine.residual(name).clone() for name in engine.parameters]
+    weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+    engine.close()
+    return weights, left
+
+
+def test_fabric_applies_all_averages_when_it_is_drained(two_ranks: Ranks) -> None:
+    (now, _), _ = two_ranks(in_fabric, 0)
+    (late, left), (_, others) = two_ranks(in_fabric, 1)
+    for (name, weight), one, other in zip(late.items(), left, others, strict=True):
+        assert torch.equal(weight, now[name])
+        given = 4 * (gradient(name, 0) + gradient(name, 1))
+        assert torch.equal(one + other - 2 * weight.flatten(), given)
