@@ -302,10 +302,13 @@ def register_hsdp(registry: Any, strategy: type) -> None:
         registry: the StrategyRegistry of a Lightning package's Trainer.
         strategy: that package's class.
     """
-    registry.register(HSDP_NAME, strategy, description="FSDP2 within replicas, a sparsified exchange between them")
+    description = "FSDP2 within replicas, a sparsified exchange between them"
+    registry.register(HSDP_NAME, strategy, description=description, override=True)
     for sparsifier, _ in SPARSIFIERS.items():
         name = f"{HSDP_NAME}_{sparsifier}"
-        registry.register(name, strategy, description=f"{HSDP_NAME} with {sparsifier}", sparsifier=sparsifier)
+        registry.register(
+            name, strategy, description=f"{HSDP_NAME} with {sparsifier}", override=True, sparsifier=sparsifier
+        )
 
 
 def _name_those_that_are_close(registry: Any) -> None:
