@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -430,3 +431,39 @@ def test_a_backward_within_a_backward_is_refused(four_ranks: Ranks) -> None:
     for _, steps, told in four_ranks(other_ways, "reentrant"):
         assert steps == 0
         assert "use_reentrant=False" in told
+
+
+# ---- An error on one rank
+
+
+class FailsOnOneRank:
+    """Raises in the second step on the last rank."""
+
+    def before_step(self, engine: ls.Engine) -> None:
+        if engine.step == 1 and dist.get_rank() == 3:
+            raise ValueError("the last rank has had enough")
+
+    def close(self) -> None:
+        pass
+
+
+def one_fails() -> tuple[str, float]:
+    mesh = grid(2, 2)
+    model = sharded(made(), mesh["shard"])
+    engine = engine_of(model, mesh, observers=[FailsOnOneRank()])
+    engine.bind([torch.optim.SGD(model.parameters(), lr=0.1)])
+    told, begin = "", time.monotonic()
+    try:
+        for [(x, y)] in batches(3):
+            mse_loss(model(x), y).backward()
+    except (ValueError, RuntimeError) as error:
+        told = f"{type(error).__name__}: {error}"
+    engine.close()
+    return told, time.monotonic() - begin
+
+
+def test_an_error_on_one_rank_ends_the_step_on_all_parts_of_all_replicas(four_ranks: Ranks) -> None:
+    *others, last = four_ranks(one_fails)
+    assert last[0] == "ValueError: the last rank has had enough"
+    assert all(told.startswith("LostRankError") for told, _ in others)
+    assert max(seconds for _, seconds in (*others, last)) < 60  # far from the process group's half an hour
