@@ -29,6 +29,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from lightning_sparse.core.layout import own
+
 
 class FakeEvent:
     """How far a stream, and all that it had waited for, had come."""
@@ -150,7 +152,7 @@ class Streams(TorchDispatchMode):
         if new:
             self._allocate(stream, place)
         for key, tensor in new.items():
-            life = self.lives[key] = Life(tensor.untyped_storage(), stream.name, place)
+            life = self.lives[key] = Life(own(tensor).untyped_storage(), stream.name, place)
             life.uses[stream.name] = count, place
             if not made_like:
                 life.written = stream.name, count, place
@@ -203,7 +205,7 @@ class Streams(TorchDispatchMode):
         life = self.lives.get(key)
         if life is None:
             stream = self.main if tensor.dim() else self.current
-            life = self.lives[key] = Life(tensor.untyped_storage(), stream.name, "before")
+            life = self.lives[key] = Life(own(tensor).untyped_storage(), stream.name, "before")
         return life
 
     def _check(self, stream: FakeStream, lives: Mapping[int, Life], written: set[int], place: str) -> None:
@@ -236,7 +238,7 @@ class Streams(TorchDispatchMode):
 
 def life_key(tensor: Tensor) -> int:
     """Not used again while a weak reference to the storage is kept."""
-    return tensor.untyped_storage()._cdata
+    return own(tensor).untyped_storage()._cdata
 
 
 def written_by(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:

@@ -128,10 +128,13 @@ def attach_hsdp(model: Module, mesh: DeviceMesh, **keywords: Any) -> Engine:
         >>> engine.close()
         >>> dist.destroy_process_group()
     """
-    networks = networks_of(model, mesh)
-    device = next(own(p).device for p in model.parameters())
-    between, within = TorchCollective(networks.between), TorchCollective(networks.within)
-    with failing_together(between, device), failing_together(within, device):
+    _check_mesh(mesh)
+    on_cuda = mesh.device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device(mesh.device_type)
+    with ExitStack() as together:
+        for dimension in range(mesh.ndim):
+            together.enter_context(failing_together(TorchCollective(mesh.get_group(dimension)), device))
+        networks = networks_of(model, mesh)
         arguments = from_keywords(HSDPArguments, keywords, "attach_hsdp", NOT_HERE)
     engine = attach_hsdp_config(model, networks, SparsificationConfig.of(arguments), arguments.observers)
     engine.add_observer(Announcer())
@@ -184,7 +187,7 @@ def attach_hsdp_config(
                 within=within,
             )
             undo.callback(engine.close)
-            source = ShardSource(engine, model, frozen)
+            source = ShardSource(engine, model)
             engine.add_observer(source)
             engine.add_observer(_ReplicasAreEqual())
             if config.watch is not None:
@@ -205,18 +208,21 @@ def grid_of(device: torch.device, replicas: int, ranks: int) -> DeviceMesh:
     return init_device_mesh(device.type, (replicas, ranks, 1), mesh_dim_names=names)
 
 
-def networks_of(model: Any, mesh: Any) -> Networks:
-    """Return the process groups of this rank, given a model and a mesh of replicas.
-
-    Raises:
-        ValueError: if the model is not sharded over the mesh, or in another way than within a replica.
-        TypeError: for something else than a sharded model and a mesh.
-    """
+def _check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
         came = f"one of {mesh.ndim}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
         raise TypeError(
             f"Expected a DeviceMesh of two dimensions, replicas first, or of replicas alone, but got {came}."
         )
+
+
+def networks_of(model: Any, mesh: DeviceMesh) -> Networks:
+    """Return the process groups of this rank, given a model and a mesh of replicas.
+
+    Raises:
+        ValueError: if the model is not sharded over the mesh, or in another way than within a replica.
+        TypeError: for a model that is not sharded.
+    """
     if not isinstance(model, Module) or not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise TypeError(
             f"Expected a model that FSDP2 has sharded, but got {type(model).__name__}: call "

@@ -359,8 +359,9 @@ class Engine(EngineView):
             if thawed:
                 raise RuntimeError(
                     f"The parameter {thawed[0]} needs gradients now, and did not when DistributedDataParallel was "
-                    "built, which therefore would not average them. Wrap the model again, attach a new engine and give "
-                    "it the state_dict() of this one. (The strategies do so by themselves, between two steps.)"
+                    "built, or the engine attached to a sharded model, so that nobody would average them. Wrap the "
+                    "model again, attach a new engine and give it the state_dict() of this one. (The strategies for "
+                    "DDP do so by themselves, between two steps.)"
                 )
             self._binding.begin_step()
             if not self._compared_kernels:

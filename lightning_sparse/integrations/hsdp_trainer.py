@@ -65,7 +65,7 @@ class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, Base):
     def setup(self, trainer: Any) -> None:
         """Set up as Lightning does; then attach the engine, if there is something to train."""
         super().setup(trainer)
-        if self.optimizers:
+        if trainer.state.fn == "fit":
             self._begin(lambda _: self._attach_shards(self.model, self.precision_plugin))
             assert self.engine is not None
             self._follow_optimizers(self.engine)

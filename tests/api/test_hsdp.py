@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -176,6 +177,8 @@ def many(kind: str, density: float, steps: int) -> dict[str, Any]:
         "dense": engine.totals.state_dict()["dense_bytes"],
     }
     engine.close()
+    optimizer.step()  # from now on by itself, with the gradients that are still there
+    found["after"] = {name: sorted(optimizer.state[p]) for name, p in model.named_parameters() if p in optimizer.state}
     return found
 
 
@@ -202,7 +205,8 @@ def test_ranks_stay_equal_and_learn(four_ranks: Ranks, kind: str, density: float
         if kind == "adamw":
             assert found["states"]["second.weight"] == ["step"]
             assert found["states"]["second.bias"] == ["exp_avg", "exp_avg_sq", "step"]
-            assert len(found["states"]) == 5
+            assert len(found["states"]) == len(found["after"]) == 5
+            assert found["after"]["second.weight"] == found["states"]["second.bias"]
         assert found["states"] == of_ranks[0]["states"]
     mean = [sum(of_rank["losses"][step] for of_rank in of_ranks) for step in range(50)]
     assert sum(mean[-10:]) < 0.95 * sum(mean[:10])
@@ -427,3 +431,39 @@ def test_a_backward_within_a_backward_is_refused(four_ranks: Ranks) -> None:
     for _, steps, told in four_ranks(other_ways, "reentrant"):
         assert steps == 0
         assert "use_reentrant=False" in told
+
+
+# ---- An error on one rank
+
+
+class FailsOnOneRank:
+    """Raises in the second step on the last rank."""
+
+    def before_step(self, engine: ls.Engine) -> None:
+        if engine.step == 1 and dist.get_rank() == 3:
+            raise ValueError("the last rank has had enough")
+
+    def close(self) -> None:
+        pass
+
+
+def one_fails() -> tuple[str, float]:
+    mesh = grid(2, 2)
+    model = sharded(made(), mesh["shard"])
+    engine = engine_of(model, mesh, observers=[FailsOnOneRank()])
+    engine.bind([torch.optim.SGD(model.parameters(), lr=0.1)])
+    told, begin = "", time.monotonic()
+    try:
+        for [(x, y)] in batches(3):
+            mse_loss(model(x), y).backward()
+    except (ValueError, RuntimeError) as error:
+        told = f"{type(error).__name__}: {error}"
+    engine.close()
+    return told, time.monotonic() - begin
+
+
+def test_an_error_on_one_rank_ends_the_step_on_all_parts_of_all_replicas(four_ranks: Ranks) -> None:
+    *others, last = four_ranks(one_fails)
+    assert last[0] == "ValueError: the last rank has had enough"
+    assert all(told.startswith("LostRankError") for told, _ in others)
+    assert max(seconds for _, seconds in (*others, last)) < 60  # far from the process group's half an hour

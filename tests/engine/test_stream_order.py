@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.executor import ExchangeStream
 from lightning_sparse.methods.grouping import make_plan
 from tests.integrations.test_telling import Lines
 from tests.streams import FakeStream, Streams
@@ -114,6 +117,21 @@ def steps_of_adam() -> None:
         assert training.engine.void_steps == 1
         training.engine.state_dict()
         training.engine.close()
+
+
+def sharded_replicas() -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(Branches(), mesh=mesh["shard"])
+    engine = ls.attach_hsdp(model, mesh, density=0.05, grouping="layer", rules=SPARSE, single_device="sparse")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.bind([optimizer])
+    engine.clip_gradients(0.1)
+    for branches in ("left+right", "left", "left+right"):
+        model(torch.randn(4, 30), branches).square().mean().backward()
+        engine.skip_void(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
 
 
 def clipped_gradients() -> None:
@@ -231,6 +249,7 @@ RUNS: list[Callable[[], None]] = [
     a_void_step,
     a_void_step_of_a_fused_optimizer,
     steps_of_adam,
+    sharded_replicas,
     clipped_gradients,
     messages_by_group,
     several_buckets_of_a_group,
@@ -301,6 +320,7 @@ def test_an_optimizer_that_makes_the_host_wait_is_named_once(
         ("wait_event", plain_steps),
         ("wait_event", unused_parameters),
         ("wait_stream", flush),
+        ("wait_stream", sharded_replicas),
     ],
 )
 def test_an_engine_that_forgets_to_wait_is_noticed(
@@ -308,6 +328,12 @@ def test_an_engine_that_forgets_to_wait_is_noticed(
 ) -> None:
     monkeypatch.setattr(FakeStream, forgotten, lambda *_: None)
     run()
+    assert streams.findings
+
+
+def test_a_backward_that_does_not_wait_for_shards_is_noticed(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ExchangeStream, "join", lambda self: None)
+    sharded_replicas()
     assert streams.findings
 
 

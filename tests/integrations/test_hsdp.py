@@ -168,6 +168,35 @@ def test_the_name_alone_trains_one_replica_on_one_node(four_ranks: Ranks, packag
         assert samplers == {"num_replicas": 4, "rank": rank}
 
 
+def with_callbacks(path: Path) -> list[tuple[int, set[str], dict[str, Tensor]]]:
+    """Steps, logged quantities and weights of a run with callbacks, and of a second one of the same model."""
+    from pytorch_lightning.loggers import CSVLogger
+
+    module, found = module_of("pytorch_lightning", "momentum"), []
+    for number in range(2):
+        trainer = make_trainer(
+            "pytorch_lightning",
+            devices=4,
+            strategy=classes("pytorch_lightning")[0](**SETTINGS),
+            logger=CSVLogger(path, name=f"run{number}"),
+            callbacks=[ls.SparsityMonitor(), ls.FlushResidual()],
+            log_every_n_steps=1,
+        )
+        trainer.fit(module, make_data(128))
+        found.append((trainer.strategy.engine.step, set(trainer.logged_metrics), weights(module)))
+    return found
+
+
+def test_callbacks_see_sharded_replicas_and_a_second_trainer_trains_on(four_ranks: Ranks, tmp_path: Path) -> None:
+    of_ranks = four_ranks(with_callbacks, tmp_path)
+    for found in of_ranks:
+        for (steps, logged, now), (_, _, first) in zip(found, of_ranks[0], strict=True):
+            assert steps == 8
+            assert {"sparse/density", "sparse/residual_norm"} <= logged
+            assert all(torch.equal(now[name], first[name]) for name in now)
+        assert not torch.equal(found[0][2]["net.0.weight"], found[1][2]["net.0.weight"])
+
+
 def in_fabric(package: str, path: Path) -> dict[str, Any]:
     """Weights of a loop of four steps, and of one that another one has gone on from after two."""
     kind = classes(package)[1]

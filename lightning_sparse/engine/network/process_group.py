@@ -61,6 +61,8 @@ class TorchCollective:
         """Time that this rank waits for the others; None: the group's default."""
         self._asked: timedelta | None = None
         """Timeout of groups that are made later beside a shared one."""
+        self._beside: Sequence[Sequence[int]] = ()
+        """Ranks of the groups that are made at the same time, see :meth:`of_its_own`."""
         self._owned = self._given_back = False
         self._keys = ""
         self._averages: bool | None = None
@@ -96,7 +98,7 @@ class TorchCollective:
         if not shared:
             return cls.of_its_own(group, timeout, beside=beside)
         made = cls(group)
-        made._asked = timeout
+        made._asked, made._beside = timeout, beside
         return made
 
     @classmethod
@@ -127,7 +129,7 @@ class TorchCollective:
             ranks = dist.get_process_group_ranks(group)
             made = cls(dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True))
         made._owned = True
-        made.timeout = timeout
+        made.timeout, made._beside = timeout, beside
         return made
 
     def another(self) -> TorchCollective:
@@ -141,7 +143,7 @@ class TorchCollective:
         """
         if self.world_size == 1 or dist.get_backend(self.group) == "gloo":
             return self
-        return self.of_its_own(self.group, self.timeout or self._asked, "gloo")
+        return self.of_its_own(self.group, self.timeout or self._asked, "gloo", self._beside)
 
     @contextmanager
     def _together(self, operation: str) -> Iterator[None]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.layout import own, shaped
 from lightning_sparse.engine.delivery import Delivery
@@ -23,6 +24,8 @@ from lightning_sparse.ops.length import DECAY
 
 STEP = "step"
 """Key of the steps that were taken in torch's state of a parameter."""
+_left: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+"""Hooks on the next step of optimizers that take all of their steps again."""
 
 
 class AdamRule:
@@ -121,23 +124,19 @@ class AdamRule:
         known = optimizer.state.pop(parameter, {})  # maybe moments of dense steps, or of one without a backward
         if own(parameter) is not parameter:
             self._counting.add(optimizer)
+            if optimizer in _left:  # by an earlier engine
+                _left.pop(optimizer).remove()
             optimizer.state[parameter] = {STEP: torch.as_tensor(known.get(STEP, 0.0)).float() + steps}
 
-    def leave(self, optimizer: Optimizer, all_of_it: bool = False) -> None:
-        """Let an optimizer make its own state of parameters that it steps now, and of which it only has a count.
-
-        Args:
-            optimizer: that is about to step.
-            all_of_it: whether it steps all of its parameters from now on.
-        """
-        for parameter, known in list(optimizer.state.items()) if optimizer in self._counting else ():
-            if known.keys() == {STEP} and (all_of_it or parameter.grad is not None):
-                del optimizer.state[parameter]
+    def leave(self, optimizer: Optimizer) -> None:
+        """Let an optimizer make its own state of parameters that it steps now, and of which it only has a count."""
+        if optimizer in self._counting:
+            _forget_counts(optimizer, lambda parameter: parameter.grad is not None)
 
     def close(self) -> None:
-        """Leave all parameters to their optimizers."""
+        """Leave all parameters to their optimizers, from their next step on: they may be saved before that."""
         for optimizer in self._counting:
-            self.leave(optimizer, all_of_it=True)
+            _left[optimizer] = optimizer.register_step_pre_hook(lambda one, *_: _forget_counts(one, lambda _: True))
 
     def _follow_changes(self, delivery: Delivery, parameters: Mapping[str, Parameter], scale: Tensor | None) -> None:
         """Let second moments follow what averages were multiplied by since they were handed out."""
@@ -170,3 +169,10 @@ def _rates(group: Mapping[str, Any], ranks: int) -> tuple[Any, Any]:
         rate = float(rate) if rate.device.type == "cpu" else rate.view(())
     sign = -1 if group.get("maximize") else 1
     return rate * (math.sqrt(ranks) * sign), 1 - rate * group["weight_decay"]
+
+
+def _forget_counts(optimizer: Optimizer, which: Callable[[Tensor], bool]) -> None:
+    """Remove the state of parameters of which an optimizer only has a count."""
+    for parameter, known in list(optimizer.state.items()):
+        if known.keys() == {STEP} and which(parameter):
+            del optimizer.state[parameter]

@@ -32,11 +32,10 @@ class ShardSource:
     Args:
         engine: its ``comm`` connects the replicas.
         model: that FSDP has sharded.
-        frozen: parameters that needed no gradient when the engine was attached, by name.
     """
 
-    def __init__(self, engine: Engine, model: Module, frozen: Mapping[str, Parameter]) -> None:
-        self._engine, self._frozen = engine, frozen
+    def __init__(self, engine: Engine, model: Module) -> None:
+        self._engine = engine
         self._parameters = engine.parameters
         states = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
         self._contexts = {id(context): context for state in states if (context := state._state_ctx)}
@@ -54,12 +53,7 @@ class ShardSource:
         return self._engine.closed
 
     def before_step(self, engine: Engine) -> None:
-        """Raise for a parameter that needs gradients now, and did not before."""
-        for name in (name for name, p in self._frozen.items() if p.requires_grad):
-            raise RuntimeError(
-                f"The parameter {name} needs gradients now, and did not when the engine was attached, which would not "
-                "average them. Close the engine, attach a new one, and give it the state_dict() of this one."
-            )
+        """Do nothing: gradients are passed on at the end of backward."""
 
     def close(self) -> None:
         """Keep the hooks: a backward that nobody exchanges is an error, until :meth:`release` is called."""
@@ -96,6 +90,7 @@ class ShardSource:
                 router.pass_by([(router.comm.start_average(values, wait=True), values) for values in flat.values()])
             else:
                 router.finish(flat.items(), partial(_mark, flat))
+                router.on_stream.join()
             used = grads.keys() - router.unused
             for name in used:
                 self._parameters[name].grad = grads[name]

@@ -20,10 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save as save_together
 
 from lightning_sparse.config import Resize
 from lightning_sparse.core.layout import own, sharded_as
@@ -55,6 +51,8 @@ class Saved(NamedTuple):
         Raises:
             ValueError: if it is none of :func:`save_sharded`.
         """
+        from torch.distributed.checkpoint.filesystem import FileSystemReader  # a second, which few programs need
+
         metadata = FileSystemReader(path).read_metadata().state_dict_metadata
         shapes = {name: about.size for name, about in metadata.items() if hasattr(about, "size")}
         found = [re.fullmatch(r"ranks(\d+)\.(\d+)", name) for name in shapes]
@@ -66,6 +64,8 @@ class Saved(NamedTuple):
 
     def read(self, into: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors by name, or the parts of them that this rank has; the other ranks need not read."""
+        from torch.distributed.checkpoint.state_dict_loader import load
+
         with warnings.catch_warnings(action="ignore"):  # it says that a rank reads by itself
             load(into, checkpoint_id=self.path, no_dist=True)
         return into
@@ -118,6 +118,8 @@ def save_sharded(engine: Engine, folder: str | Path, save: str = "") -> State:
         >>> engine.close()
         >>> dist.destroy_process_group()
     """
+    from torch.distributed.checkpoint.state_dict_saver import save as save_together
+
     newest = engine.moment.to(engine.device)
     for network in _networks(engine):
         newest = network.all_gather(newest).amax(0)
@@ -155,6 +157,8 @@ def load_sharded(engine: Engine, folder: str | Path, save: str | None = None, re
     Raises:
         ValueError: on all ranks, with nothing changed, if the folder cannot be read, or holds something else.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
+
     notes: list[str] = []
     with _together(engine):
         try:

@@ -27,10 +27,10 @@ def at_start(engine: Engine) -> str:
     ranks = f"{n} rank{'s' * (n > 1)}" if within == 1 else f"{n * within} ranks ({n} replicas of {within})"
     parts = "" if within == 1 else " (a part of all) on a rank"
     if n == 1 and settings.single_device == "dense":
-        return (
-            "sparse_ddp: one device has nobody to send to, and trains densely, as plain DDP does. To rehearse "
-            f"{settings.sparsifier!r} on it, set single_device='sparse'."
-        )
+        rehearse = f"To rehearse {settings.sparsifier!r} on it, set single_device='sparse'."
+        if within > 1:
+            return f"sparse_ddp: one replica has nobody to send to, and trains densely, as FSDP does. {rehearse}"
+        return f"sparse_ddp: one device has nobody to send to, and trains densely, as plain DDP does. {rehearse}"
     if not plan:
         return f"sparse_ddp: the model has no parameters to train, on {ranks}."
     sparse = [group.plan for group in engine.groups if group.sparsifier.agreement is not Agreement.EVERYTHING]

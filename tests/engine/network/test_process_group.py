@@ -254,7 +254,7 @@ def test_the_group_between_hosts_beside_a_shared_one_keeps_the_timeout(
     assert comm.timeout is None  # it is not that of the shared group
     monkeypatch.setattr(TorchCollective, "of_its_own", lambda _, *given: made.append(given))
     comm.between_hosts()
-    assert made == [(comm.group, timedelta(seconds=7), "gloo")]
+    assert made == [(comm.group, timedelta(seconds=7), "gloo", ())]
 
 
 def test_the_module_is_imported_where_torch_has_no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
