@@ -58,7 +58,7 @@ def make_module(package: str, layers: str = "plain", lr: float = 0.1) -> Any:
     return Classifier()
 
 
-def make_data(samples: int = 96) -> DataLoader[Any]:
+def make_data(samples: int = 48) -> DataLoader[Any]:
     """Batches of 8; Lightning gives each rank its share of the samples."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(samples, 10, generator=generator)

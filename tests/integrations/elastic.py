@@ -55,7 +55,7 @@ def main(folder: str) -> None:
     resume = f"{folder}/ckpt/last.ckpt"
     trainer.fit(
         make_module("pytorch_lightning"),
-        make_data(),
+        make_data(96),
         ckpt_path=resume if os.path.exists(resume) else None,
         weights_only=False,
     )

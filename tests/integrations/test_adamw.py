@@ -96,7 +96,7 @@ def fit(
     runner = make_trainer(package, strategy=strategy, **trainer)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        runner.fit(module, make_data(), ckpt_path=checkpoint)
+        runner.fit(module, make_data(96), ckpt_path=checkpoint)
     engine = strategy.engine
     assert engine is not None
     told = [str(w.message) for w in caught if "moment" in str(w.message) or "residual" in str(w.message).lower()]
@@ -174,7 +174,7 @@ def asked_for_at_first(manual: bool) -> list[int]:
     module.on_train_batch_end = look
     strategy = strategy_class("pytorch_lightning")(**SPARSE)
     trainer = make_trainer("pytorch_lightning", strategy=strategy, max_epochs=1, limit_train_batches=4)
-    trainer.fit(module, make_data(), make_data(16))
+    trainer.fit(module, make_data(96), make_data(16))
     return found
 
 

@@ -39,7 +39,7 @@ def callbacks(package: str, case: str) -> list[Any]:
         "SWA": lambda: module.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1),
         "accumulation scheduler": lambda: module.GradientAccumulationScheduler({0: 1, 1: 3}),
         "early stopping": lambda: module.EarlyStopping("val_loss", min_delta=1.0, patience=1),
-        "learning-rate finder": lambda: module.LearningRateFinder(num_training_steps=40, early_stop_threshold=None),
+        "learning-rate finder": lambda: module.LearningRateFinder(num_training_steps=20, early_stop_threshold=None),
     }
     return [made[case]()] if case in made else []
 
@@ -80,11 +80,11 @@ def fit_case(package: str, settings: dict[str, Any] | None, case: str, folder: s
         package,
         strategy=make_strategy(package, settings),
         callbacks=callbacks(package, case),
-        max_epochs=4,
+        max_epochs=3,
         default_root_dir=folder,
         **({"fast_dev_run": 3} if case == "fast_dev_run" else {}),
     )
-    trainer.fit(module, make_data(), make_data(16))
+    trainer.fit(module, make_data(96), make_data(16))
     return flat(module), trainer.current_epoch, trainer.global_step, getattr(module, "lr", 0.0)
 
 

@@ -52,9 +52,9 @@ def fit_twice_exactly(package: str) -> tuple[Tensor, Tensor, Tensor, int, list[i
     module.on_before_optimizer_step = lambda optimizer: moved.append(int(module.net.weight.grad.count_nonzero()))
     strategy = strategy_of(package, {**SPARSE, "sparsifier": "topk", "density": ls.Warmup(0.5, 0.01, 8)})
     trainer = make_trainer(package, strategy=strategy, max_epochs=2)
-    trainer.fit(module, make_data(), make_data(16))
+    trainer.fit(module, make_data(96), make_data(16))
     trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, make_data(), make_data(16))
+    trainer.fit(module, make_data(96), make_data(16))
     residual = strategy.engine.state_dict()["parameters"]["net.weight"]["residual"]
     return -module.net.weight.detach().flatten(), residual, module.net.slope.flatten(), trainer.global_step, moved
 
@@ -87,9 +87,9 @@ def fit_after_an_interruption(package: str, hook: str) -> tuple[Tensor, Tensor, 
 
     setattr(module, hook, interrupt)
     with pytest.raises(ZeroDivisionError):
-        trainer.fit(module, make_data(), make_data(16))
+        trainer.fit(module, make_data(96), make_data(16))
     setattr(module, hook, lambda *_: None)
-    trainer.fit(module, make_data(), make_data(16))
+    trainer.fit(module, make_data(96), make_data(16))
     residual = strategy.engine.state_dict()["parameters"]["net.weight"]["residual"]
     return -module.net.weight.detach().flatten(), residual, module.net.slope.flatten(), strategy.engine.step
 
@@ -161,7 +161,7 @@ BETWEEN: dict[str, Callable[[Any], None]] = {
 def fit_twice(package: str, between: str, folder: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """The state after a fit and the one with which the next begins, and what was said."""
     warnings.filterwarnings("ignore", message="Using `DistributedSampler`")  # Lightning's advice on evaluation
-    module, data = make_module(package), make_data()
+    module, data = make_module(package), make_data(96)
     begins: list[dict[str, Any]] = []
 
     class Look(importlib.import_module(package).Callback):  # type: ignore[misc]
@@ -274,7 +274,7 @@ def wrap_again(package: str, change: str) -> tuple[dict[str, Any], dict[str, Any
     trainer = make_trainer(package, strategy=strategy_of(package, SPARSE), max_epochs=3)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, make_data())
+        trainer.fit(module, make_data(96))
     return seen[0], seen[1], told(caught)
 
 
@@ -318,8 +318,8 @@ def fit_after_an_error(package: str) -> tuple[dict[str, Any], list[str], int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with pytest.raises(ZeroDivisionError):
-            trainer.fit(module, make_data())
-        trainer.fit(module, make_data())
+            trainer.fit(module, make_data(96))
+        trainer.fit(module, make_data(96))
     return begins[-1], told(caught), strategy.engine.step
 
 

@@ -131,7 +131,7 @@ def fit(folder: str, epochs: int, resume: str | None, behaviour: str, executor: 
     )
     if behaviour == "fewer batches" and trainer.global_rank == 1:
         trainer.limit_train_batches = 2
-    trainer.fit(make_module("pytorch_lightning"), make_data(), ckpt_path=resume, weights_only=False)
+    trainer.fit(make_module("pytorch_lightning"), make_data(96), ckpt_path=resume, weights_only=False)
 
 
 class Launch:

@@ -60,7 +60,7 @@ class Fit:
         )
         take = ls.Engine.take_pending
         with patch.object(ls.Engine, "take_pending", autospec=True, side_effect=take) as taken:
-            self.trainer.fit(self.module, make_data(), make_data(16))
+            self.trainer.fit(self.module, make_data(96), make_data(16))
         self.flushes = taken.call_count
         self.held = held(strategy.engine)
         self.parameters = flat(self.module)
@@ -223,9 +223,9 @@ def fit_densely(package: str) -> None:
     trainer = make_trainer(package, strategy="ddp", callbacks=[callback])
     if torch.distributed.get_rank() == 0:
         with pytest.warns(UserWarning, match="FlushResidual has nothing to do: the strategy DDPStrategy"):
-            trainer.fit(make_module(package), make_data(), make_data(16))
+            trainer.fit(make_module(package), make_data(96), make_data(16))
     else:
-        trainer.fit(make_module(package), make_data(), make_data(16))
+        trainer.fit(make_module(package), make_data(96), make_data(16))
     assert trainer.global_step == 12
 
 

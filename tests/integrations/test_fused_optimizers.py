@@ -51,7 +51,7 @@ def fit(seen: Seen) -> tuple[Tensor, dict[str, Any], int]:
     made.__class__ = Module
     trainer = make_trainer("pytorch_lightning", devices=1, max_epochs=1, strategy=ls.SparseDDPStrategy(**OPTIONS))
     with pytest.warns(UserWarning, match="A gradient was not finite on some rank"):
-        trainer.fit(made, make_data(), make_data(8))
+        trainer.fit(made, make_data(96), make_data(8))
     assert trainer.global_step == len(seen.gradients) == 12
     return flat(made), trainer.optimizers[0].state_dict(), trainer.strategy.engine.void_steps
 

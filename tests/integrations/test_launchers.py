@@ -29,7 +29,7 @@ from tests.trainers import flat, make_data, make_module
 trainer = pl.Trainer(strategy="sparse_ddp_topk", accelerator="cpu", num_nodes=2, devices=1, max_epochs=1, logger=False,
                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 module = make_module("pytorch_lightning")
-trainer.fit(module, make_data(), make_data(16))
+trainer.fit(module, make_data(96), make_data(16))
 engine = trainer.strategy.engine
 total = float(flat(module).double().sum())
 print("RESULT", trainer.global_rank, trainer.world_size, engine.step, total, flush=True)
@@ -109,7 +109,7 @@ groups = []
 trainer = make_trainer("pytorch_lightning", strategy=ls.SparseDDPStrategy(**options), devices=1, max_epochs=1)
 module = make_module("pytorch_lightning")
 module.on_train_start = lambda: groups.append(weakref.ref(dist.group.WORLD))
-trainer.fit(module, make_data(), make_data(16))
+trainer.fit(module, make_data(96), make_data(16))
 assert len(groups) == 1 and trainer.strategy.engine.step == 12
 dist.destroy_process_group()
 print("RESULT lives on" if groups[0]() else "RESULT freed", flush=True)
@@ -117,7 +117,7 @@ print("RESULT lives on" if groups[0]() else "RESULT freed", flush=True)
 module = make_module("pytorch_lightning")
 module.on_train_start = gc.collect  # where threads of a group are missing, it is waited for them
 trainer = make_trainer("pytorch_lightning", strategy=ls.SparseDDPStrategy(start_method="fork", **options), max_epochs=1)
-trainer.fit(module, make_data(), make_data(16))
+trainer.fit(module, make_data(96), make_data(16))
 print("RESULT forked", flush=True)
 
 for weights_only in (True, False):
@@ -169,7 +169,7 @@ strategy = ls.SparseDDPStrategy(
 saver = pl.callbacks.ModelCheckpoint(folder, filename=str(devices))
 trainer = make_trainer("pytorch_lightning", strategy=strategy, devices=devices, max_epochs=devices,
                        enable_checkpointing=True, callbacks=[Looker(), saver])
-trainer.fit(make_module("pytorch_lightning"), make_data(), make_data(16),
+trainer.fit(make_module("pytorch_lightning"), make_data(96), make_data(16),
             ckpt_path=f"{folder}/1.ckpt" if devices == 2 else None, weights_only=False)
 """
 
@@ -213,7 +213,7 @@ def test_spawned_processes() -> None:
     module = Linear()
     before = flat(module)
     trainer = make_trainer("pytorch_lightning", strategy="sparse_ddp_exdyna_spawn", max_epochs=1)
-    trainer.fit(module, make_data())
+    trainer.fit(module, make_data(96))
     assert isinstance(trainer.strategy, ls.SparseDDPStrategy)
     assert not torch.equal(flat(module), before)
     assert trainer.callback_metrics["calls"] == 6

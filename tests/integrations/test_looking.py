@@ -57,11 +57,11 @@ def train(folder: str, kinds: list[str]) -> dict[str, Any]:
             logger=[made[kind]() for kind in kinds],
             callbacks=[ls.SparsityMonitor(), ls.GradientDistribution(every=3), partition, audit, Warner()],
         )
-        trainer.fit(make_module("pytorch_lightning"), make_data())
+        trainer.fit(make_module("pytorch_lightning"), make_data(96))
         if kinds == ["mlflow"]:  # the run goes on, and settings have changed
             trainer.fit_loop.max_epochs += 1
             strategy.config = replace(strategy.config, density=0.1)
-            trainer.fit(make_module("pytorch_lightning"), make_data())
+            trainer.fit(make_module("pytorch_lightning"), make_data(96))
     return {"rows": partition.rows, "progress": {key: float(x) for key, x in trainer.callback_metrics.items()}}
 
 
@@ -184,7 +184,7 @@ def once() -> int:
             callbacks=[*everything, ls.PartitionMap()],
             logger=True,
         )
-        trainer.fit(make_module("pytorch_lightning"), make_data(), make_data(16))
+        trainer.fit(make_module("pytorch_lightning"), make_data(96), make_data(16))
     return trainer.global_step
 
 
@@ -289,7 +289,7 @@ def warned() -> list[str]:
             limit_val_batches=0,
             callbacks=[ls.PartitionMap(), ls.ResidualAudit(), ls.GradientDistribution(every=1)],
         )
-        trainer.fit(make_module("pytorch_lightning"), make_data())
+        trainer.fit(make_module("pytorch_lightning"), make_data(96))
     return [str(w.message).split(":")[0] for w in caught if "has nothing to" in str(w.message)]
 
 

@@ -129,26 +129,31 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("settings", "executor"), covering(in_turns(list(SETTINGS), ["inline", "thread"]), together=1))
+@pytest.mark.parametrize(
+    ("settings", "executor", "n"),
+    covering(
+        ((*pair, n) for n in (2, 1) for pair in in_turns(list(SETTINGS), ["inline", "thread"])),
+        together=1,
+    ),
+)
 def test_what_is_saved_in_a_hook_holds_what_was_absorbed_and_so_do_those_who_load_it(
-    alone: Ranks, two_ranks: Ranks, tmp_path: Path, executor: str, settings: str
+    alone: Ranks, two_ranks: Ranks, tmp_path: Path, executor: str, settings: str, n: int
 ) -> None:
     options = {**SETTINGS[settings], "executor": executor}
-    for ranks, package in ((alone, PACKAGES[0]), (two_ranks, PACKAGES[1])):
-        folder = tmp_path / package
-        ranks(save_in_hooks, package, options, str(folder))
-        for hook in [*HOOKS, "backward"]:
-            for batch in range(4):
-                path = folder / f"{hook}-{batch}.ckpt"
-                assert check_files(path, ranks.world_size) == batch + (hook in LATER), hook
-                [first, *_] = saved_in(path, ranks.world_size)
-                assert bool(first["pending"]) == (hook in EXCHANGED), hook
-        for hook in ("backward", "on_after_backward", "on_train_batch_end"):
-            path = folder / f"{hook}-2.ckpt"
-            ranks(resume, package, options, str(path))
-            # Lightning repeats a batch whose step was not taken; its gradient was absorbed before and is so again.
-            steps = check_files(f"{path}.resumed", ranks.world_size, saved_in(path, ranks.world_size))
-            assert steps == 7 + (hook == "on_after_backward"), hook
+    ranks, package = (alone, PACKAGES[0]) if n == 1 else (two_ranks, PACKAGES[1])
+    ranks(save_in_hooks, package, options, str(tmp_path))
+    for hook in [*HOOKS, "backward"]:
+        for batch in range(4):
+            path = tmp_path / f"{hook}-{batch}.ckpt"
+            assert check_files(path, n) == batch + (hook in LATER), hook
+            [first, *_] = saved_in(path, n)
+            assert bool(first["pending"]) == (hook in EXCHANGED), hook
+    for hook in ("backward", "on_after_backward", "on_train_batch_end"):
+        path = tmp_path / f"{hook}-2.ckpt"
+        ranks(resume, package, options, str(path))
+        # Lightning repeats a batch whose step was not taken; its gradient was absorbed before and is so again.
+        steps = check_files(f"{path}.resumed", n, saved_in(path, n))
+        assert steps == 7 + (hook == "on_after_backward"), hook
 
 
 # ---- Signals

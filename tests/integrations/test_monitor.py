@@ -163,7 +163,7 @@ def fit_and_flush(package: str, folder: str, flush: bool) -> tuple[float, list[s
             limit_train_batches=5,
             limit_val_batches=0,
         )
-        trainer.fit(make_module(package), make_data(), make_data(16))
+        trainer.fit(make_module(package), make_data(96), make_data(16))
     return trainer.strategy.engine.totals.sent_bytes, lines
 
 
@@ -314,7 +314,7 @@ def table(density: float, rich: bool) -> str:
                 callbacks=[monitor("pytorch_lightning")],
                 max_epochs=1,
             )
-            trainer.fit(make_module("pytorch_lightning"), make_data(), make_data(16))
+            trainer.fit(make_module("pytorch_lightning"), make_data(96), make_data(16))
     finally:
         for name, module in saved.items():
             if module is None:

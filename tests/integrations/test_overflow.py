@@ -20,7 +20,7 @@ from tests.integrations.test_strategy import strategy_class
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_trainer
 
-BATCHES, PLAIN = 100, 24
+BATCHES, PLAIN = 60, 14
 """In Lightning's Trainer and, for every memory, with plain DDP."""
 
 

@@ -51,7 +51,7 @@ def fit(
         # Where other settings go on; see test_checkpoints.py.
         warnings.filterwarnings("ignore", message=".*do not fit in every respect")
         module = make_module(package)
-        trainer.fit(module, make_data(), make_data(16), ckpt_path=load)
+        trainer.fit(module, make_data(96), make_data(16), ckpt_path=load)
     if save is not None:
         trainer.save_checkpoint(save)
     told = out.getvalue()
@@ -104,7 +104,7 @@ def train_twice(package: str) -> list[tuple[bool, bool]]:
     """Two fits with one strategy; each is profiled."""
     name = {"pytorch_lightning": "pytorch_lightning", "lightning.pytorch": "lightning"}[package]
     strategy = importlib.import_module(f"lightning_sparse.integrations.{name}").SparseDDPStrategy(**MERGED)
-    module, data, seen = make_module(package), make_data(), []
+    module, data, seen = make_module(package), make_data(96), []
     trainer = make_trainer(package, strategy=strategy, max_epochs=1)
     with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
         fix_costs(patch, Line(1e-9, 1.0))
@@ -132,7 +132,7 @@ def fit_fallback(package: str, density: float, fallback: Any) -> Tensor:
 
 def fit_ddp(package: str) -> Tensor:
     trainer, module = make_trainer(package, strategy="ddp", max_epochs=4), make_module(package)
-    trainer.fit(module, make_data(), make_data(16))
+    trainer.fit(module, make_data(96), make_data(16))
     return flat(module)
 
 

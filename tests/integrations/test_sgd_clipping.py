@@ -40,7 +40,7 @@ def fit(kind: str, algorithm: str, options: dict[str, Any]) -> tuple[float, floa
     module.on_train_end = lambda: found.append(largest(strategy.engine))
     clip = {"gradient_clip_val": LIMIT, "gradient_clip_algorithm": algorithm}
     with Lines("Each rank's own gradients are clipped") as lines:
-        make_trainer(PACKAGE, strategy=strategy, max_epochs=1, **clip).fit(module, make_data(), make_data(16))
+        make_trainer(PACKAGE, strategy=strategy, max_epochs=1, **clip).fit(module, make_data(96), make_data(16))
         assert strategy.engine.step == STEPS
     return *found[0], clippings_of(strategy.engine), lines
 
@@ -138,7 +138,7 @@ def with_a_hook(package: str) -> tuple[tuple[float, float], list[Any]]:
     module = with_optimizer(package, OPTIMIZERS["momentum"])
     module.configure_gradient_clipping = lambda *args, **kwargs: None
     clip = {"gradient_clip_val": LIMIT, "gradient_clip_algorithm": "value"}
-    make_trainer(package, strategy=strategy, max_epochs=1, **clip).fit(module, make_data(), make_data(16))
+    make_trainer(package, strategy=strategy, max_epochs=1, **clip).fit(module, make_data(96), make_data(16))
     return largest(strategy.engine), clippings_of(strategy.engine)
 
 
@@ -160,7 +160,7 @@ def removed() -> tuple[tuple[float, float], list[Any]]:
 
     module.on_train_batch_start = take_away
     clip = {"gradient_clip_val": LIMIT, "gradient_clip_algorithm": "value"}
-    make_trainer(PACKAGE, strategy=strategy, max_epochs=1, **clip).fit(module, make_data(), make_data(16))
+    make_trainer(PACKAGE, strategy=strategy, max_epochs=1, **clip).fit(module, make_data(96), make_data(16))
     return largest(strategy.engine), clippings_of(strategy.engine)
 
 

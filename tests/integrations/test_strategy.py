@@ -31,7 +31,7 @@ def fit(
         strategy = strategy_class(package)(**strategy)
     trainer = make_trainer(package, strategy=strategy, **options or {})
     module = make_module(package, layers)
-    trainer.fit(module, make_data(), make_data(16))
+    trainer.fit(module, make_data(96), make_data(16))
     engine = getattr(trainer.strategy, "engine", None)
     return flat(module), 0 if engine is None else engine.step, type(trainer.strategy).__module__
 
@@ -123,7 +123,7 @@ def fit_synced(package: str, strategy: Any) -> tuple[Tensor, bool]:
         strategy = strategy_class(package)(**strategy)
     trainer = make_trainer(package, strategy=strategy, plugins=[Plugin()])
     module = make_module(package, "norm")
-    trainer.fit(module, make_data(), make_data(16))
+    trainer.fit(module, make_data(96), make_data(16))
     return flat(module), isinstance(module.net[1], SyncedBatchNorm)
 
 
@@ -160,7 +160,7 @@ def test_sync_batchnorm_converts_the_model(package: str) -> None:
 def fit_with_everything_else(package: str) -> tuple[bool, int, int, list[int]]:
     """Two fits with one strategy, and test, validate and predict around them."""
     warnings.filterwarnings("ignore", message="Using `DistributedSampler`")  # Lightning's advice on evaluation
-    data, module = make_data(), make_module(package)
+    data, module = make_data(96), make_module(package)
     trainer = make_trainer(package, strategy="sparse_ddp_topk", limit_val_batches=1)
     trainer.validate(module, data, verbose=False)
     without_fit = trainer.strategy.engine is None
@@ -187,7 +187,7 @@ def test_fit_again_and_evaluate(two_ranks: Ranks) -> None:
 def test_one_device_rehearses_without_communication(package: str) -> None:
     try:
         trainer = make_trainer(package, strategy=strategy_class(package)(single_device="sparse"), devices=1)
-        trainer.fit(make_module(package), make_data(), make_data(16))
+        trainer.fit(make_module(package), make_data(96), make_data(16))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -304,7 +304,7 @@ def test_a_lightning_that_attaches_no_exchange_does_not_train_densely(not_launch
     trainer = make_trainer(package, strategy=later(), devices=1)
     try:
         with pytest.raises(RuntimeError, match="would be averaged densely"):
-            trainer.fit(make_module(package), make_data(), make_data(16))
+            trainer.fit(make_module(package), make_data(96), make_data(16))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

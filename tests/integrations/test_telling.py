@@ -47,7 +47,7 @@ class Lines(logging.Handler):
 def fit(package: str, strategy: Any, **options: Any) -> tuple[list[str], Any]:
     with Lines() as lines:
         trainer = make_trainer(package, strategy=strategy, max_epochs=1, limit_val_batches=0, **options)
-        trainer.fit(make_module(package), make_data(), make_data(16))
+        trainer.fit(make_module(package), make_data(96), make_data(16))
     return lines, trainer
 
 
@@ -128,7 +128,7 @@ def with_nothing_but_bad_steps(package: str) -> list[str]:
         module.net[0].weight.fill_(float("nan"))
     with Lines() as lines, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "A gradient was not finite")
-        make_trainer(package, strategy="sparse_ddp", max_epochs=1).fit(module, make_data(), make_data(16))
+        make_trainer(package, strategy="sparse_ddp", max_epochs=1).fit(module, make_data(96), make_data(16))
     return lines
 
 
@@ -198,7 +198,7 @@ def totals_of_resumed_runs(folder: str) -> tuple[list[float], list[float], list[
         trainer = trainer or make_trainer("pytorch_lightning", strategy="sparse_ddp_topk", max_epochs=max_epochs)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`")
-            trainer.fit(make_module("pytorch_lightning"), make_data(), make_data(16), ckpt_path=load)
+            trainer.fit(make_module("pytorch_lightning"), make_data(96), make_data(16), ckpt_path=load)
         return trainer
 
     def totals(trainer: Any) -> list[float]:
