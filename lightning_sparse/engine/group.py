@@ -196,9 +196,9 @@ class GroupReducer:
         delivery.sample([self.arrived[name] for name in self.spans], scale)
         self.exchange_made = Exchanged(ctx.step, proposed, grad, spans, delivery, proposed.statistics)
 
-    def delivery(self, indices: Tensor | None, by: Tensor | None, ranks: int) -> Delivery:
+    def delivery(self, indices: Tensor | None, by: Tensor | None, ranks: int, whole: bool | None = None) -> Delivery:
         """Return the facts about averages of this group, see :class:`Delivery`."""
-        return Delivery(self.spans, indices, by, self.memory, ranks, self.bounds, self._like)
+        return Delivery(self.spans, indices, by, self.memory, ranks, self.bounds, self._like, whole)
 
     def note_pause(self, paused: Stamp, resumed: Stamp) -> None:
         """Note that the group, which has just been exchanged, waited in between for others to travel with."""

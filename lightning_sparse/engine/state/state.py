@@ -178,8 +178,8 @@ class EngineState:
         """Go on with a state, between two steps; collective. See :meth:`.Engine.load_state_dict`.
 
         All ranks make a plan of their states first. What has been learned about a group is taken where it fits on all
-        ranks. Clippings, lengths and averages that come late are those of rank 0: others that saved in the middle of a step may not have been
-        asked for theirs yet, or not have known the step's factors.
+        ranks. Clippings, lengths and averages that come late are those of rank 0: others that saved in the middle of a
+        step may not have been asked for theirs yet, or not have known the step's factors.
 
         Args:
             given: the state of this rank, which may be anything.
