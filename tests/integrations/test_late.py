@@ -132,8 +132,6 @@ def interrupted(folder: str) -> bool:
             trainer.save_checkpoint(f"{folder}/failed.ckpt")
 
     options = {**SPARSE, "sparsifier": "topk", "delay": 1}
-        strategy_of, package, {**SPARSE, "sparsifier": "topk", "delay": 1, "timeout": timedelta(seconds=4)}
-    )
     trainer = make_trainer(package, strategy=strategy_of(package, options), callbacks=[OnException()])
     with suppress(ValueError):
         trainer.fit(Summing(), make_data())
