@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -96,10 +97,13 @@ def resumed(package: str, folder: str, delay: int) -> list[Tensor]:
     ends = []
     for resume in (None, f"{folder}/epoch=0-step=5.ckpt"):
         strategy = strategy_of(package, {**SPARSE, "delay": 1 if resume is None else delay, "strict_resume": True})
-        callbacks = [saver(package, dirpath=folder, every_n_train_steps=5, save_top_k=-1)]
+        place = folder if resume is None else f"{folder}/again"
+        callbacks = [saver(package, dirpath=place, every_n_train_steps=5, save_top_k=-1)]
         trainer = make_trainer(package, strategy=strategy, callbacks=callbacks, enable_checkpointing=True)
         module = make_module(package)
-        trainer.fit(module, make_data(), make_data(16), ckpt_path=resume, weights_only=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The dirpath has changed")
+            trainer.fit(module, make_data(), make_data(16), ckpt_path=resume, weights_only=False)
         ends.append(flat(module))
     return ends
 
