@@ -93,12 +93,12 @@ def test_after_fit_all_averages_are_applied(two_ranks: Ranks, kind: str, package
 
 
 def resumed(package: str, folder: str, delay: int) -> list[Tensor]:
-    """Weights of a run, and of one that goes on from its checkpoint after 5 of 12 steps."""
+    """Weights of a run, and of one that goes on from its checkpoint after 6 of 12 steps."""
     ends = []
-    for resume in (None, f"{folder}/epoch=0-step=5.ckpt"):
+    for resume in (None, f"{folder}/epoch=0-step=6.ckpt"):
         strategy = strategy_of(package, {**SPARSE, "delay": 1 if resume is None else delay, "strict_resume": True})
         place = folder if resume is None else f"{folder}/again"
-        callbacks = [saver(package, dirpath=place, every_n_train_steps=5, save_top_k=-1)]
+        callbacks = [saver(package, dirpath=place, every_n_train_steps=6, save_top_k=-1)]
         trainer = make_trainer(package, strategy=strategy, callbacks=callbacks, enable_checkpointing=True)
         module = make_module(package)
         with warnings.catch_warnings():
