@@ -103,6 +103,17 @@ class Network:
             gathered = self.all_gather.beta * hops
         return Network(Line(self.all_reduce.alpha * tree, reduced), Line(self.all_gather.alpha * hops, gathered), ranks)
 
+    def with_latency(self, seconds: float) -> Network:
+        """Return the network with other fixed prices: those of a ring whose hops take so long for an empty message.
+
+        Example:
+            >>> Network.ring(4, 50e-6, 1e9).with_latency(0.05).all_gather.alpha
+            0.15000000000000002
+        """
+        ring = Network.ring(self.ranks, seconds, math.inf)
+        reduced, gathered = Line(ring.all_reduce.alpha, self.all_reduce.beta), self.all_gather.beta
+        return Network(reduced, Line(ring.all_gather.alpha, gathered), self.ranks)
+
     @classmethod
     def ring(cls, ranks: int, latency: float, bits_per_second: float) -> Network:
         """Return the network of ranks in a ring, of which each sends to the next.
