@@ -18,7 +18,7 @@ ALONE = ("compute", "noop")
 """Variants that exchange nothing and train each rank by itself."""
 MOST_OVER_COMPUTE, MOST_OVER_DENSE = 1.2, 1.03
 """What a sparse step may take of one without any exchange, and one with a fallback to dense of plain DDP's."""
-TIMES = ("step_ms", "select_ms", "exchange_ms", "exposed_ms")
+TIMES = ("step_ms", "select_ms", "exchange_ms", "exposed_ms", "blocked_ms", "hidden_ms")
 Result = dict[str, Any]
 """What a launch measured: job, machine, parameters, groups of each variant, records, memory."""
 
@@ -178,6 +178,26 @@ def hooks_rows(result: Result) -> list[Row]:
     return rows
 
 
+def late_rows(result: Result) -> list[Row]:
+    """Averages in time and one step late, beside no exchange, the dense one and PowerSGD."""
+    rounds = Rounds(result)
+    rows: list[Row] = []
+    for name in rounds.variants:
+        row: Row = {"variant": name, "step ms": rounds.median(name, "step_ms")}
+        for other in ("compute", "dense"):
+            if name not in ("compute", other):
+                row[f"step / {other}"] = rounds.steps(name, other)
+        own = [r for r in rounds.records if r["variant"] == name]
+        waits = "blocked_ms" if all("blocked_ms" in r for r in own) else "exposed_ms"
+        if all(waits in r for r in own):
+            row["waits ms"] = rounds.median(name, waits)
+            row["waits / step"] = rounds.ratio(name, (waits,), name, ("step_ms",))
+        if all("hidden_ms" in r for r in own):
+            row["hidden ms"] = rounds.median(name, "hidden_ms")
+        rows.append(row)
+    return rows
+
+
 def losses(rounds: Rounds, name: str) -> list[str]:
     """What a sparse variant is slower than: plain DDP, its hooks, and no exchange at all with a fifth on top.
 
@@ -198,6 +218,7 @@ def losses(rounds: Rounds, name: str) -> list[str]:
 
 ROWS: dict[str, Callable[[Result], list[Row]]] = {
     "hooks": hooks_rows,
+    "late": late_rows,
     "overlap": overlap_rows,
     "plans": plans_rows,
     "messages": messages_rows,

@@ -11,6 +11,9 @@ Parts, each for every model and rate:
   fp16 (it refuses bf16 on gloo) and PowerSGD of rank 1, 2 and 4; bytes on the cable, processor time and training loss,
   too. All variants stay and go on training, each on the same few batches. They take a vector of the model's size or
   more each: where the ranks' memory would not suffice, the part is refused, and `--variants` chooses from it.
+- late: `sparse_ddp` as it comes at densities 0.01 and 0.001, in time and with `delay=1`, beside PowerSGD of rank 1. Of
+  a late step, what it waits in its join; of another one, what backward waits for the exchange. Between two steps ranks
+  meet at a barrier and look at their clocks, a few milliseconds in which an exchange in flight goes on.
 - overlap: every sparsifier with buckets of 25 MiB and with layers merged below 8192 coordinates, executors inline and
   thread. How much of the time for selection and exchange does backward still wait for?
 - plans: one sparsifier on the communication thread with different groupings: layer, bucket, merge_below, model, and
@@ -55,6 +58,7 @@ the end whatever happens. Results are kept in the folder `--out` after every rou
     sudo python benchmarks/shaped_links.py
     sudo python benchmarks/shaped_links.py --parts hooks --models lstm vgg gpt --mbit 100 1000 10000 --ranks 2 4
     sudo python benchmarks/shaped_links.py --parts hooks --ranks 8 --variants compute dense "powersgd 1" "sparse 0.01"
+    sudo python benchmarks/shaped_links.py --parts late --models lstm vgg gpt --mbit 100 1000 --rounds 10
     sudo python benchmarks/shaped_links.py --parts plans --models vgg --mbit 100 --rounds 20 --csv plans.csv
     sudo python benchmarks/shaped_links.py --ranks 2 --parts overlap --models mlp --mbit 100 1000 10000
     python benchmarks/shaped_links.py --tables --out shaped_links

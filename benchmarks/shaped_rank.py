@@ -55,6 +55,7 @@ class Spec(NamedTuple):
     rank: int = 1  # of PowerSGD
     as_it_comes: bool = False  # sparse_ddp with its own defaults
     fallback: Literal["dense"] | None = None  # of that
+    delay: Literal[0, 1] = 0  # of that
 
 
 class Variant:
@@ -77,7 +78,9 @@ class Variant:
         elif spec.hook == "fp16":  # DDP refuses that of bfloat16 on gloo
             self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif spec.as_it_comes:
-            self.engine = ls.attach(self.ddp, density=spec.density, bucket_cap_mb=25, fallback=spec.fallback)
+            self.engine = ls.attach(
+                self.ddp, density=spec.density, bucket_cap_mb=25, fallback=spec.fallback, delay=spec.delay
+            )
             self.engine.bind([self.optimizer])
         elif spec.sparsifier is not None:
             self.engine = ls.attach(
@@ -140,6 +143,7 @@ class Variant:
 
     def close(self) -> None:
         if self.engine is not None:
+            self.engine.drain()
             self.engine.close()
 
 
@@ -326,6 +330,18 @@ def measure_hooks(job: Job, result: Result, keep: Callable[[], None]) -> None:
         variant.close()
 
 
+def measure_late(job: Job, result: Result, keep: Callable[[], None]) -> None:
+    """`sparse_ddp` as it comes, with averages in time and one step late."""
+    small = small_buckets(result)
+    specs = [
+        Spec(f"{name} {density:g}", bucket_cap_mb=small, density=density, as_it_comes=True, warm_up=4, delay=delay)
+        for density in DENSITIES
+        for name, delay in (("sparse", 0), ("late", 1))
+    ]
+    power = Spec("powersgd 1", hook="powersgd", bucket_cap_mb=1e3, warm_up=4)  # one bucket, see hook_specs
+    take_turns(job, [*PLAIN, power, *specs], result, keep)
+
+
 def steady_bytes(variant: Variant, batches: list[Any], taken: int, steps: int) -> float:
     """Bytes that a rank receives in a step once the need for spare picks is known: mean over ranks and last steps."""
     received = []
@@ -380,6 +396,7 @@ def path_of(job: Job) -> Path:
 
 MEASURE: dict[str, Callable[[Job, Result, Callable[[], None]], None]] = {
     "hooks": measure_hooks,
+    "late": measure_late,
     "overlap": measure_overlap,
     "plans": measure_plans,
     "messages": measure_messages,

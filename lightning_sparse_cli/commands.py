@@ -161,6 +161,7 @@ def advise(
     config: list[Path],
     ranks: list[int] = [],  # noqa: B006
     gbit: list[float] = [],  # noqa: B006
+    rtt: float | None = None,
     sparsifiers: list[str] | None = None,
     densities: list[float] = [0.1, 0.01, 0.001],  # noqa: B006
     model: str | None = None,
@@ -179,6 +180,7 @@ def advise(
             what earlier ones say.
         ranks: other numbers of ranks to predict for; lists are written as in --ranks 8 64.
         gbit: rates of a link to predict for, in Gbit/s, as in --gbit 1 10 100.
+        rtt: milliseconds to add to each round trip, as between regions; as measured if left out.
         sparsifiers: names such as topk; all but random_k if left out.
         densities: to predict for.
         model: import path of the LightningModule, if the configuration does not name its class.
@@ -214,6 +216,7 @@ def advise(
             data=data,
             ranks=ranks,
             gbit=gbit,
+            rtt=rtt,
             sparsifiers=sparsifiers,
             densities=densities,
             warmup=warmup,
@@ -235,7 +238,8 @@ def advise(
         table.show()
     print("Assumptions:", *(f"- {sentence}" for sentence in advice.assumptions()), "", sep="\n")
     for scenario in advice.scenarios:
-        print(advice.verdict(scenario), *advice.remarks(scenario), sep="\n")
+        late = advice.late(scenario)
+        print(advice.verdict(scenario), *([late] if late else []), *advice.remarks(scenario), sep="\n")
     print(f"All predictions and a figure are in {folder}, and configurations to train with:")
     for scenario, path in zip(advice.scenarios, configs, strict=True):
         print(f"{path} ({scenario.label})")

@@ -36,6 +36,7 @@ class Delivery:
         ranks: number of ranks that averages are means over.
         bounds: see :func:`bounds_of`.
         like: a tensor of the dtype and on the device of what the group remembers.
+        whole: whether there is a gradient's average at every coordinate, as at a density of 1; None: by ``indices``.
     """
 
     def __init__(
@@ -47,17 +48,14 @@ class Delivery:
         ranks: int,
         bounds: tuple[Tensor, Tensor],
         like: Tensor,
+        whole: bool | None = None,
     ) -> None:
         self.spans, self.indices, self.by, self.ranks = spans, indices, by, ranks
+        self.whole = indices is None if whole is None else whole
         self._memory, self._bounds, self._like = memory, bounds, like
         self.handed: Handed | None = None
         """Some of the averages as they were handed out, where they are to be divided; None: nobody can have changed
         them."""
-
-    @property
-    def whole(self) -> bool:
-        """True if there is an average at every coordinate, as at a density of 1 and where everything is flushed."""
-        return self.indices is None
 
     def sample(self, pieces: Sequence[Tensor], scale: Tensor | None) -> None:
         """Note some of the averages where optimizers will find them, to see later how they were changed.

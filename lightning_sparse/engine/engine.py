@@ -510,6 +510,17 @@ class Engine(EngineView):
             self.router.join()
         return self._state.take(moment)
 
+    def join_together(self, comm: TorchCollective) -> None:
+        """Bring as many exchanges to their end as every rank has begun; collective, also within signal handlers.
+
+        Args:
+            comm: the ranks, for the message.
+        """
+        if self.settings.delay:
+            begun = int(comm.all_gather(self.reach.to(self.device)).min())
+            if begun > int(self.moment):
+                self.router.wait_for(begun)
+
     def state_now(self) -> dict[str, Any]:
         """Return :meth:`state_dict` without waiting for anybody: gradients of an exchange in flight are absorbed."""
         return self._state.take(None)

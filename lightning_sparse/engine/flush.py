@@ -41,7 +41,8 @@ def take_pending(reducer: Reducer) -> dict[str, Tensor]:
                 residual = torch.zeros(group.plan.numel, device=reducer.device, dtype=group.wide)
             average = mean(residual)
             by = group.memory.divide_all(group.state.memory, average, mean, group.density(reducer.step))
-            deliveries |= dict.fromkeys(group.spans, group.delivery(None, by, comm.world_size))
+            whole = group.statistics is not None and group.statistics.indices is None
+            deliveries |= dict.fromkeys(group.spans, group.delivery(None, by, comm.world_size, whole))
             for name, span in group.spans.items():
                 parameter = reducer.parameters[name]
                 part = shaped(average[span].to(parameter.dtype), own(parameter))

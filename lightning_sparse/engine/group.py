@@ -200,9 +200,9 @@ class GroupReducer:
         delivery.sample([self.arrived[name] for name in self.spans], scale)
         self.exchange_made = Exchanged(ctx.step, proposed, grad, spans, delivery, proposed.statistics)
 
-    def delivery(self, indices: Tensor | None, by: Tensor | None, ranks: int) -> Delivery:
+    def delivery(self, indices: Tensor | None, by: Tensor | None, ranks: int, whole: bool | None = None) -> Delivery:
         """Return the facts about averages of this group, see :class:`Delivery`."""
-        return Delivery(self.spans, indices, by, self.memory, ranks, self.bounds, self._like)
+        return Delivery(self.spans, indices, by, self.memory, ranks, self.bounds, self._like, whole)
 
     def note_pause(self, paused: Stamp, resumed: Stamp) -> None:
         """Note that the group, which has just been exchanged, waited in between for others to travel with."""
@@ -239,16 +239,26 @@ class GroupReducer:
         if made is None:
             return None
         self.statistics = made.statistics
-        residual, sent = self.residual if self._keeps else None, made.proposed.update.sent
-        where = None if sent is None else sent.clamp(max=self.plan.numel - 1)
-        before = None if residual is None else residual[slice(None) if where is None else where].clone()
+        held = self._held_at(made.proposed.update.sent) if self._keeps else None
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
         if static_shapes(self.device) or not skipped:
             places = None if static_shapes(self.device) else made.proposed.statistics.indices
             self.density.observe(made.step, made.grad, skipped, places)
-        if before is None or residual is None:
+        if held is None or self.residual is None:
             return None
-        return Averages(self.spans, where, before - residual[slice(None) if where is None else where])
+        where, before = held
+        return Averages(self.spans, where, before - self.residual[slice(None) if where is None else where])
+
+    def _held_at(self, sent: Tensor | None) -> tuple[Tensor | None, Tensor] | None:
+        """Return coordinates, and what the residual holds there; None: there is no residual.
+
+        Args:
+            sent: see :class:`~lightning_sparse.core.step.Update`.
+        """
+        if self.residual is None:
+            return None
+        where = None if sent is None else sent.clamp(max=self.plan.numel - 1)
+        return where, self.residual[slice(None) if where is None else where].clone()
 
     def scale(self, factors: Mapping[str, float]) -> None:
         """Multiply the residuals of parameters by factors, where there are any."""

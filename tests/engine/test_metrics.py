@@ -66,8 +66,11 @@ BY_HAND: dict[str, tuple[float | None, float | None, float | None]] = {
     "time/select_ms": (2.0, 3.0, None),
     "time/exchange_ms": (3.0, 4.0, None),
     "time/exposed_ms": (7.0, 0.0, None),
+    "time/blocked_ms": (7.0, 0.0, None),
+    "time/hidden_ms": (0.0, 5.0, None),  # 2 + 3 ms, of which backward has waited for more
     "time/total_s": (9.0, 9.0, 9.0),
     "steps/void": (0.0, 0.0, 2.0),
+    "steps/without_average": (2.0, 1.0, None),
     "steps/direct": (0.0, 0.0, 1.0),
     "lengths/clipped": (4.0, None, None),
     "lengths/measured_anew": (6.0, None, None),
@@ -77,7 +80,7 @@ BY_HAND: dict[str, tuple[float | None, float | None, float | None]] = {
 
 TOTALS = Totals()
 TOTALS.load_state_dict({"sent_bytes": 5e6, "dense_bytes": 5e7, "seconds": 9.0, "exposed_seconds": 0.0})
-ONE_GROUP = Step([group()], [3.0], 7.0, 0, totals=TOTALS, warnings=0, length_changes=LengthChanges(4, 6))
+ONE_GROUP = Step([group()], [3.0], 7.0, 0, totals=TOTALS, warnings=0, length_changes=LengthChanges(4, 6), late=2)
 OTHER = group(
     numel=3000,
     target=30,
@@ -101,7 +104,7 @@ DENSE = group(
     dense_bytes=40.0,
     stamps=stamps(0.0, 0.0),
 )
-THREE_GROUPS = Step([group(), OTHER, DENSE], [3.0, 4.0, 0.0], 0.0, 0, totals=TOTALS, warnings=1)
+THREE_GROUPS = Step([group(), OTHER, DENSE], [3.0, 4.0, 0.0], 0.0, 0, totals=TOTALS, warnings=1, late=1)
 """The last one is dense: it counts for bytes and times only."""
 BY_DDP = Step([dense_statistics(1000, 4000.0)], [3.0, 4.0], None, 2, True, 0.0, TOTALS, 3)
 """DDP averaged everything by itself."""

@@ -102,8 +102,7 @@ class SideFiles:
         self._number += 1
         own = SideFile(engine.comm.rank, engine.comm.world_size, engine.run_id, self._number)
         counted = -1 if global_step is None else global_step
-        problem = "" if comm is None else _join(engine, comm)
-        state, problem = (None, problem) if problem else _take(engine, alone=comm is None)
+        state, problem = _take(engine, comm=comm)
         if comm is not None:
             # An exchange may end while ranks agree: what was taken before is of before it, and stays so.
             moment = -1 if state is None else state["moment"]
@@ -256,24 +255,21 @@ def restore(
         engine.flush_next_step()
 
 
-def _join(engine: Engine, comm: TorchCollective) -> str:
-    """Bring as many exchanges to their end as every rank has begun; return what went wrong; collective."""
-    if engine.settings.delay:
-        begun = int(comm.all_gather(engine.reach.to(engine.device)).min())
-        try:
-            if begun > int(engine.moment):
-                engine.router.wait_for(begun)
-        except Exception as error:  # of any exchange
-            return reason(error, RuntimeError)
-    return ""
+def _take(engine: Engine, moment: int | None = None, comm: TorchCollective | None = None) -> tuple[State | None, str]:
+    """Take the state of an engine; return it, and what went wrong.
 
-
-def _take(engine: Engine, moment: int | None = None, alone: bool = False) -> tuple[State | None, str]:
-    """Take the state of an engine; return it, and what went wrong."""
+    Args:
+        engine: whose state is taken.
+        moment: see :meth:`.Engine.state_dict`; None: as it is now.
+        comm: the ranks, which take it together; None: this one is alone, unless a moment is given.
+    """
     try:
-        if alone:
+        if moment is not None:
+            return engine.state_dict(torch.tensor([moment], device="cpu")), ""
+        if comm is None:
             return engine.state_alone(), ""
-        return (engine.state_now() if moment is None else engine.state_dict(torch.tensor([moment], device="cpu"))), ""
+        engine.join_together(comm)
+        return engine.state_now(), ""
     except Exception as error:  # of any memory
         return None, reason(error, RuntimeError)
 

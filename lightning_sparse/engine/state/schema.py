@@ -141,10 +141,9 @@ def check_state(state: Any) -> State:
                 raise ValueError(f"Expected an average below {numel} in {name}, but got {int(indices[-1])}.")
             expected = numel if indices is None else len(indices)
             for key in averages.keys() & {"values", "divisor"}:
-                if len(averages[key]) != expected:
-                    raise ValueError(
-                        f"Expected {expected} {key} of {field} averages of {name}, but got {len(averages[key])}."
-                    )
+                if (found := len(averages[key])) != expected:
+                    what = "averages" if key == "values" else "divisors"
+                    raise ValueError(f"Expected {expected} {field} {what} of {name}, but got {found}.")
     return whole
 
 

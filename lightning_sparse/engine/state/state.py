@@ -261,6 +261,11 @@ class EngineState:
                 elif not known_of.isdisjoint(names):
                     plan.misfits.append(f"{_anew(group)}.")
                 plan.learned.append(None)
+        plan.lost.extend(
+            f"Averages of {name} that were on their way are dropped: it does not train here, or has another size."
+            for name in state["late"]
+            if not self._has(name, state)
+        )
         here = self._frozen.keys() | set(self._names)
         plan.lost.extend(f"There is no parameter {name} any more." for name in whole["parameters"] if name not in here)
         return plan
@@ -275,11 +280,11 @@ class EngineState:
         reducer.rates.load(state["rates"], state["surplus"])
         reducer.adopt(plan.groups, counts)
         reducer.record.forget_averages()
-        if state["late"]:
+        late: dict[str, Averages | None] = {
+            name: self._averages(name, one) for name, one in state["late"].items() if self._has(name, state)
+        }
+        if late:
             decision = Decision(None, None, self._comm.wait_until)
-            late: dict[str, Averages | None] = {
-                name: self._averages(name, one) for name, one in state["late"].items() if name in reducer.group_of
-            }
             reducer.record.keep(Kept(decision, None, reducer.clipping.beginning, late))
         self._parked = {
             field: {name: one for name, one in state[field].items() if name in self._frozen} for field in self._parked
@@ -287,6 +292,11 @@ class EngineState:
         self.loads += 1
         self._binding.go_on(state)
         reducer.on_stream.synchronize()
+
+    def _has(self, name: str, state: State) -> bool:
+        """Return True if a parameter of a state is here, with as many coordinates."""
+        group = self._reducer.group_of.get(name)
+        return group is not None and list(self._shard(group, name)) == list(state["spans"][name])
 
     def _averages(self, name: str, given: Mapping[str, Any]) -> Averages:
         """Return averages of a parameter that :func:`_plain_averages` gave."""

@@ -121,6 +121,14 @@ class Measured(Plain):
         plan = make_plan(self.sizes, grouping, ALL_SPARSE, DDP_BUCKET_MB, profile, method.density)
         return profile.step_seconds(plan, method.density), len(plan)
 
+    def late_seconds(self, method: Method, grouping: str) -> float | None:
+        """Return the seconds of a whole step with averages one step late; None for methods of DDP, which has none."""
+        if method.builtin:
+            return None
+        profile = replace(self.profile, costs=[method.cost], messages="step")
+        plan = make_plan(self.sizes, grouping, ALL_SPARSE, DDP_BUCKET_MB, profile, method.density)
+        return profile.late_seconds(plan, method.density)
+
 
 class Scenario(NamedTuple):
     """Ranks and their network."""
@@ -150,6 +158,8 @@ class Prediction(NamedTuple):
     exposed_seconds: float
     over_dense: float
     """Step time / that of dense DDP."""
+    late_seconds: float | None = None
+    """Step time with ``delay=1``; None for methods of DDP."""
 
     @property
     def sparse(self) -> bool:
@@ -183,20 +193,26 @@ def scenarios(known: int, ranks: Sequence[int], gbit: Sequence[float]) -> list[S
     return found
 
 
-def predict(measured: Measured, wanted: Sequence[Scenario]) -> Iterator[Prediction]:
+def predict(measured: Measured, wanted: Sequence[Scenario], rtt: float | None = None) -> Iterator[Prediction]:
     """Predict step times of all methods under all groupings; methods of DDP under DDP's buckets only.
 
     For a method under a grouping, messages travel together or separately: the faster one counts.
+
+    Args:
+        measured: on one machine.
+        wanted: what to predict for.
+        rtt: milliseconds that a round trip between two ranks takes longer than here, at least 0; None: as measured.
     """
     known = measured.profile.network.ranks
     for scenario in wanted:
         rows = []
-        if scenario == (known, None):
+        if scenario == (known, None) and rtt is None:
             methods = list(measured.methods)
         else:
             rate = None if scenario.gbit is None else scenario.gbit * 1e9
             here = measured.profile.network if known > 1 else Network.ring(2, LATENCY, float("inf"))
             network = here.between(scenario.ranks, rate)
+            network = network if rtt is None else network.farther(rtt / 1e3)
             value_bytes = measured.sizes[0].element_size
             methods = [method.between(known, scenario.ranks, network, value_bytes) for method in measured.methods]
         for method in methods:
@@ -208,7 +224,8 @@ def predict(measured: Measured, wanted: Sequence[Scenario]) -> Iterator[Predicti
         for method, grouping, messages, seconds, groups in rows:
             exposed = seconds - measured.profile.compute_seconds
             what = (method.name, method.density, method.builtin, grouping, messages, groups)
-            yield Prediction(scenario, *what, seconds, exposed, seconds / dense)
+            late = measured.late_seconds(method, grouping)
+            yield Prediction(scenario, *what, seconds, exposed, seconds / dense, late)
 
 
 def best_groupings(predictions: Sequence[Prediction]) -> list[Prediction]:

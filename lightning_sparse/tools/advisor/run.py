@@ -16,7 +16,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sparse import SPARSIFIERS, SparsificationConfig, Watch
-from lightning_sparse.core.checks import check_integer
+from lightning_sparse.core.checks import check_integer, check_number
 from lightning_sparse.integrations import packages
 from lightning_sparse.tools.advisor.prediction import (
     ALL_SPARSE,
@@ -134,6 +134,24 @@ class Advice:
             f"{fastest.over_dense:.2f} times {step}."
         )
 
+    def late(self, scenario: Scenario | None = None) -> str:
+        """Return whether the best method should be one step late (``delay=1``); empty for dense methods."""
+        best = self.best(scenario)
+        if not best.sparse or best.late_seconds is None:
+            return ""
+        now, late = best.step_seconds, best.late_seconds
+        compute = now - best.exposed_seconds
+        times = f"{1e3 * late:.3g} ms a step instead of {1e3 * now:.3g} ms"
+        if late > (1 - MARGIN) * now:
+            why = "the exchange itself takes longer than a step" if now > 2 * compute else "there is little to hide"
+            return f"{best.scenario.label}: delay=1 would not help ({times}): {why}."
+        if late > 2 * compute:
+            return (
+                f"{best.scenario.label}: delay=1 would take {times}, and computation {1e3 * compute:.3g} ms: send less "
+                "or more rarely first (a lower density, accumulated gradients)."
+            )
+        return f"{best.scenario.label}: delay=1, averages one step late, would take {times}."
+
     def remarks(self, scenario: Scenario | None = None) -> list[str]:
         """Return further changes to the training if this advice is followed, one paragraph each."""
         unsuited, best = self.measured.unsuited, self.best(scenario)
@@ -192,6 +210,7 @@ def advise(
     trainer: dict[str, Any] | None = None,
     ranks: Sequence[int] = (),
     gbit: Sequence[float] = (),
+    rtt: float | None = None,
     sparsifiers: Sequence[str] | None = None,
     densities: Sequence[float] = (0.1, 0.01, 0.001),
     warmup: int = 5,
@@ -217,6 +236,8 @@ def advise(
             treatment of parameters and buffers are kept.
         ranks: other numbers of ranks to predict for.
         gbit: rates to predict for, of a link in one direction, in Gbit/s.
+        rtt: milliseconds that a round trip between two ranks takes longer than here, in all networks that are
+            predicted for; None: as measured.
         sparsifiers: names; None: all but ``random_k``, which is fast and diverges. ``everything`` is dense in other
             groups.
         densities: to predict for, in (0, 1].
@@ -249,6 +270,8 @@ def advise(
     """
     for name, value, least in (("warmup", warmup, 1), ("steps", steps, 2)):
         check_integer(value, name, least)
+    if rtt is not None:
+        check_number(rtt, "rtt", "a number of milliseconds of at least 0, or None")
     name = package_of(type(module))
     package = importlib.import_module(name)
     _check_data(package.LightningDataModule, train_dataloaders, datamodule)
@@ -283,7 +306,7 @@ def advise(
             "does training_step return a loss that depends on the parameters, and is there data to train on?"
         )
     measured = survey.result
-    advice = Advice(measured, tuple(predict(measured, wanted)))
+    advice = Advice(measured, tuple(predict(measured, wanted, rtt)))
     remarks = [remark for scenario in advice.scenarios for remark in advice.remarks(scenario)]
     if remarks and not silenced(given):
         rank_zero_warn(f"{remarks[0]} watch=ls.Watch(adam=False) of the strategy silences this.")

@@ -74,6 +74,14 @@ class Engine:
             "rates": {},
         }
 
+    def join_together(self, comm: Any) -> None:
+        pass
+
+    def state_now(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    state_alone = state_now
+
     def load_state_dict(self, state: dict[str, Any]) -> list[str]:
         if self.refuses and state["parameters"]:
             raise ValueError("rank 1: of another planet.")  # as the real one does, on all ranks
