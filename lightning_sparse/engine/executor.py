@@ -64,11 +64,6 @@ class ExchangeStream:
         event = torch.cuda.current_stream(self._device).record_event()
         return lambda: stream.wait_event(event)
 
-    def join(self) -> None:
-        """Let later work of the caller's stream wait for all work up to now."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self.stream)
-
     def synchronize(self) -> None:
         """Wait until all work is done."""
         if self.stream is not None:
