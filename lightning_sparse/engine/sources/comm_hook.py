@@ -36,8 +36,8 @@ class BucketSource:
         router = self._router
         with router.failing_together("in backward"):
             router.begin_step()
-            if isinstance(router, Reducer) and router.direct:
-                return self._pass_by(bucket, router)
+            if router.direct:
+                return self._pass_by(bucket)
             pending = PendingBucket(bucket, router.names)
             self._pending.append(pending)
             gradients = [(name, pending.buffer[span]) for name, span in pending.spans.items()]
@@ -55,8 +55,10 @@ class BucketSource:
         for bucket in self._pending:
             bucket.fill_nan_(skipped, unused, self._positions)
 
-    def _pass_by(self, bucket: Any, router: Reducer) -> Future[Tensor]:
+    def _pass_by(self, bucket: Any) -> Future[Tensor]:
         """Average as DDP does; with a loss scale, the scaler looks whether averages are finite."""
+        router = self._router
+        assert isinstance(router, Reducer)  # what stands in front of it is never direct
         buffer = bucket.buffer()
         average = router.comm.start_average(buffer, wait=bucket.is_last())
         self._averages.append((average, buffer))
