@@ -115,7 +115,6 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()  # exchanges
         if engine is not None:
-            engine.skip_void(optimizer)  # a gradient that is not finite on some rank: all of them skip the step
         optimizer.step()
         if step % every == 0:
             mean = loss.detach().clone()
