@@ -96,7 +96,7 @@ def law(replicas: int, ranks: int, steps: int, skipped: int) -> list[dict[str, A
         left_out = without | {"third"} if step == 5 and replica == 1 else without
         model({name: x for name, x in gradients.items() if name not in left_out}).backward()
         mine = [given(step, one) for one in range(replica * ranks, (replica + 1) * ranks)]
-        if step == skipped and replica == 0:
+        if step == skipped and replica == 1 // ranks:  # the one that rank 1 is in
             for one in mine:
                 one["first"][-1, -1] = 0.0
         for one in mine:
