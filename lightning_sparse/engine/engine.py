@@ -465,9 +465,9 @@ class Engine(EngineView):
 
     @property
     def reach(self) -> Tensor:
-        """(1,) int64 :attr:`moment`, and the exchange that is in flight with ``delay=1``, see :meth:`state_dict`."""
+        """(1,) int64 number of exchanges and flushes that have begun here: with ``delay=1``, one may be in flight."""
         flying = bool(self.settings.delay) and self.router.in_flight
-        return torch.tensor([self._record.counts.number + flying], device="cpu")
+        return torch.tensor([self._record.counts.settled + flying], device="cpu")
 
     def state_dict(self, moment: Tensor | None = None) -> dict[str, Any]:
         """Return all that this rank needs to go on exactly where it is: plain data and tensors on the CPU; copies.
@@ -484,8 +484,8 @@ class Engine(EngineView):
 
         With ``delay=1``, an exchange in flight is joined, so that a run that is resumed goes on bit for bit; its
         averages are in the state as ``late``, on every rank. That waits for ranks which have not begun it yet. Where
-        ranks are asked at different moments, let all agree on the smallest :attr:`reach`, and take the state of that
-        moment, or of this rank's own :attr:`moment` where that is larger.
+        ranks are asked at different moments, as in signal handlers, call :meth:`join_together` on all of them, and take
+        :meth:`state_now`.
 
         Args:
             moment: (1,) the state after so many exchanges and flushes, as another rank has taken it: this rank waits
@@ -518,8 +518,8 @@ class Engine(EngineView):
         """
         if self.settings.delay:
             begun = int(comm.all_gather(self.reach.to(self.device)).min())
-            if begun > int(self.moment):
-                self.router.wait_for(begun)
+            if begun > self._record.counts.settled:
+                self.router.join()
 
     def state_now(self) -> dict[str, Any]:
         """Return :meth:`state_dict` without waiting for anybody: gradients of an exchange in flight are absorbed."""

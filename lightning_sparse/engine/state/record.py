@@ -39,8 +39,13 @@ class Counts(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Exchanges and flushes that have settled: equal on ranks whose states belong together."""
-        return self.step + self.void + self.flushes
+        """Exchanges and flushes that counted: equal on ranks whose states belong together."""
+        return self.step + self.flushes
+
+    @property
+    def settled(self) -> int:
+        """Exchanges and flushes so far, also those that were skipped."""
+        return self.number + self.void
 
 
 class Averages(NamedTuple):
