@@ -114,7 +114,6 @@ def main() -> None:
         loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()  # exchanges
-        if engine is not None:
         optimizer.step()
         if step % every == 0:
             mean = loss.detach().clone()
