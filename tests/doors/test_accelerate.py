@@ -49,8 +49,9 @@ def train(
     for number in range(first, steps * accumulate):
         epoch, within = divmod(number, len(loader))
         if number == first or not within:
-            loader.set_epoch(epoch)
-            batches = iter(accelerator.skip_first_batches(loader, within) if within else loader)
+            rest = accelerator.skip_first_batches(loader, within) if within else loader
+            rest.set_epoch(epoch)
+            batches = iter(rest)
         with accelerator.accumulate(wrapped):
             loss = wrapped(**next(batches))["loss"]
             accelerator.backward(loss)

@@ -17,7 +17,6 @@ import torch
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from tests.doors.trained import Net, Samples, relaxed
 
@@ -62,6 +61,33 @@ class Classifier(pl.LightningModule):
         Path(self.told["folder"], f"end-{self.global_rank}.json").write_text(json.dumps(told))
 
 
+class Shuffled:
+    """Batches of this rank in another order in each epoch, which go on where they were: Lightning keeps their state."""
+
+    def __init__(self, rank: int, ranks: int, size: int = 8) -> None:
+        self.samples, self.rank, self.ranks, self.size = Samples(), rank, ranks, size
+        self.given = 0
+
+    def __len__(self) -> int:
+        return len(self.samples) // self.ranks // self.size
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        epoch, first = divmod(self.given, len(self))
+        order = torch.randperm(len(self.samples), generator=torch.Generator().manual_seed(epoch))[
+            self.rank :: self.ranks
+        ]
+        for index in range(first, len(self)):
+            chosen = order[index * self.size : (index + 1) * self.size]
+            self.given += 1
+            yield {"inputs": self.samples.inputs[chosen], "labels": self.samples.labels[chosen]}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
 class ReportsWithinEpochs(pl.Callback):
     """Reports a checkpoint of every worker after some batches, as Ray's own callback does at the end of epochs."""
 
@@ -100,7 +126,8 @@ def work(told: dict[str, Any]) -> None:
             enable_model_summary=False,
         )
     )
-    data, reported = DataLoader(Samples(), 8, shuffle=True), ray.train.get_checkpoint()
+    context = ray.train.get_context()
+    data, reported = Shuffled(context.get_world_rank(), context.get_world_size()), ray.train.get_checkpoint()
     if reported is None:
         trainer.fit(Classifier(told), data, ckpt_path=told.get("resume"))
         return
