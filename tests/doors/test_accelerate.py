@@ -10,7 +10,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 from lightning_sparse.accelerate import attach
@@ -36,24 +35,21 @@ def train(
     relaxed()
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    shuffled = DataLoaderConfiguration(use_seedable_sampler=True)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate, dataloader_config=shuffled)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     model = Net(spoil=spoil if torch.distributed.get_rank() == 1 else -1)
     plain = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2)
-    wrapped, prepared, loader = accelerator.prepare(model, plain, DataLoader(Samples(), 4, shuffle=True))
+    wrapped, prepared, loader = accelerator.prepare(model, plain, DataLoader(Samples(), 4))
     engine = None if settings is None else attach(accelerator, wrapped, prepared, max_grad_norm=LIMIT, **settings)
     first = 0
     if resume:
         accelerator.load_state(folder)
         first = save_at * accumulate
+    batches = list(loader)
     for number in range(first, steps * accumulate):
-        epoch, within = divmod(number, len(loader))
-        if number == first or not within:
-            rest = accelerator.skip_first_batches(loader, within) if within else loader
-            rest.set_epoch(epoch)
-            batches = iter(rest)
+        epoch, within = divmod(number, len(batches))
+        order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(epoch)).tolist()
         with accelerator.accumulate(wrapped):
-            loss = wrapped(**next(batches))["loss"]
+            loss = wrapped(**batches[order[within]])["loss"]
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(wrapped.parameters(), LIMIT)
