@@ -275,6 +275,7 @@ def probe(
 
     Examples:
         lightning-sparse probe --devices 4
+        lightning-sparse probe --rtt 20 50 --parameters 124e6 7e9
         srun lightning-sparse probe --rtt 20 50
         torchrun --nnodes 2 --nproc-per-node 4 --no-python lightning-sparse probe --parameters 124e6
     """

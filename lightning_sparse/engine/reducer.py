@@ -40,7 +40,7 @@ from lightning_sparse.engine.pipeline import forget_overflow_
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, Header, any_set
 from lightning_sparse.engine.sources.gradient_hooks import Usage, refuse_sparse_gradients
-from lightning_sparse.engine.state.record import Kept
+from lightning_sparse.engine.state.record import Counts, Kept
 from lightning_sparse.methods.memory.clip import joint_norm
 from lightning_sparse.ops import all_finite
 
@@ -149,6 +149,12 @@ class Reducer(Groups):
     def held_up_seconds(self) -> float:
         """Time for which the host stood still inside backward so far; 0 on devices, where streams wait instead."""
         return self._executor.blocked_seconds if self.on_stream.host_knows else 0.0
+
+    @property
+    def known_counts(self) -> Counts:
+        """Exchanges of which the host has heard whether they counted; does not wait for a device."""
+        unheard = self.skipped.unresolved and not self.on_stream.host_knows
+        return self.record.start if unheard else self.record.counts
 
     @property
     def speaks(self) -> bool:

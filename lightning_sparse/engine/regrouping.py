@@ -64,12 +64,6 @@ class Groups:
         """Exchanges so far that counted; may wait for the device."""
         return self.record.counts.step
 
-    @property
-    def known_counts(self) -> Counts:
-        """Exchanges of which the host has heard whether they counted; does not wait for a device."""
-        unheard = self.skipped.unresolved and not self.on_stream.host_knows
-        return self.record.start if unheard else self.record.counts
-
     def form(
         self,
         group: Group,

@@ -69,7 +69,7 @@ def fitted(package: str, kind: str, delay: int, options: dict[str, Any]) -> tupl
     strategy = strategy_of(package, {**SPARSE, "sparsifier": "union_topk", "delay": delay, **unused})
     trainer = make_trainer(package, strategy=strategy, callbacks=[ls.SparsityMonitor(table=False)], **options)
     module = given_gradients(package, kind)
-    trainer.fit(module, make_data())
+    trainer.fit(module, make_data(96))
     logged = {name: float(x) for name, x in trainer.logged_metrics.items() if name.startswith("sparse/")}
     return flat(module), strategy.engine.step, logged
 
@@ -103,7 +103,7 @@ def resumed(package: str, folder: str, delay: int) -> list[Tensor]:
         module = make_module(package)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The dirpath has changed")
-            trainer.fit(module, make_data(), make_data(16), ckpt_path=resume, weights_only=False)
+            trainer.fit(module, make_data(96), make_data(16), ckpt_path=resume, weights_only=False)
         ends.append(flat(module))
     return ends
 
@@ -138,7 +138,7 @@ def interrupted(folder: str) -> bool:
     options = {**SPARSE, "sparsifier": "topk", "delay": 1}
     trainer = make_trainer(package, strategy=strategy_of(package, options), callbacks=[OnException()])
     with suppress(ValueError):
-        trainer.fit(Summing(), make_data())
+        trainer.fit(Summing(), make_data(96))
     return (Path(folder) / "failed.ckpt").exists()
 
 

@@ -126,7 +126,7 @@ class AdamRule:
             self._counting.add(optimizer)
             if optimizer in _left:  # by an earlier engine
                 _left.pop(optimizer).remove()
-            optimizer.state[parameter] = {STEP: torch.as_tensor(known.get(STEP, 0.0)).float() + steps}
+            optimizer.state[parameter] = {STEP: torch.as_tensor(known.get(STEP, 0.0), device="cpu").float() + steps}
 
     def leave(self, optimizer: Optimizer) -> None:
         """Let an optimizer make its own state of parameters that it steps now, and of which it only has a count."""

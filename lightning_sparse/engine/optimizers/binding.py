@@ -158,7 +158,7 @@ class OptimizerBinding:
         if hand_over and reducer.skipped.could_spare_a_wait(optimizer):
             self._once(
                 say,
-                "The host waits for the device once in every step, to learn whether the optimizer may step. "
+                "sparse_ddp: the host waits for the device once in every step, to learn whether the optimizer may step. "
                 f"{type(optimizer).__name__}(..., fused=True) learns it on the device, and nobody waits.",
                 kind="waits",
             )

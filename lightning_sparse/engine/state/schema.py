@@ -225,9 +225,9 @@ def revoke(state: State) -> State:
 
 def _sum(numel: int, *averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the sum of averages of one parameter."""
-    total = torch.zeros(numel, dtype=averages[0]["values"].dtype)
+    total = torch.zeros(numel, dtype=averages[0]["values"].dtype, device="cpu")
     for each in averages:
-        where = each["indices"].long() if "indices" in each else torch.arange(numel)
+        where = each["indices"].long() if "indices" in each else torch.arange(numel, device="cpu")
         total.index_add_(0, where, each["values"].to(total.dtype))
     return {"values": total}
 

@@ -73,7 +73,7 @@ class Saved(NamedTuple):
     def rest(self, replica: int, rank: int) -> State:
         """Return what is no part of a parameter."""
         name = f"ranks{replica}.{rank}"
-        read = self.read({name: torch.empty(self.shapes[name], dtype=torch.uint8)})[name]
+        read = self.read({name: torch.empty(self.shapes[name], dtype=torch.uint8, device="cpu")})[name]
         plain: State = torch.load(io.BytesIO(read.numpy().tobytes()), weights_only=True)
         return plain
 

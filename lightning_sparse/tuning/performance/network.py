@@ -116,9 +116,9 @@ class Network:
             ValueError: if it is negative or not finite.
 
         Example:
-            >>> network = Network.ring(ranks=4, latency=0.0, bits_per_second=1e9).farther(50e-3)
+            >>> network = Network.ring(ranks=4, latency=0.0, bits_per_second=1e9).farther(0.5)
             >>> network.all_gather.alpha, network.all_reduce.alpha
-            (0.075, 0.1)
+            (0.75, 1.0)
         """
         check_number(round_trip, "round_trip", "a finite number of seconds of at least 0")
         if self.ranks == 1:
