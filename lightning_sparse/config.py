@@ -200,6 +200,11 @@ class SparsificationConfig:
                 f"exchanged while their own backward goes on{self._why_by_group}: one step late, all of them have the "
                 "whole next step."
             )
+        if self.delay and self.fallback is not None:
+            raise ValueError(
+                f"Expected fallback=None with delay=1, but got {self.fallback!r}: DDP averages in time, so that sparse "
+                "steps, which are late, could not take turns with its steps."
+            )
         watch, size, timeout = self.watch, self.bucket_cap_mb, self.timeout
         fits = watch is None or isinstance(watch, Watch)
         expect(fits, "watch", "a Watch such as Watch(every=1000), or None", watch)

@@ -31,8 +31,8 @@ from lightning_sparse.tuning.controllers.announcer import Announcer
 from lightning_sparse.tuning.controllers.checksum import checksum
 from lightning_sparse.tuning.controllers.watchdog import Watchdog
 
-_sources: weakref.WeakKeyDictionary[Module, ShardSource] = weakref.WeakKeyDictionary()
-"""The latest source of each model."""
+_sources: weakref.WeakKeyDictionary[Module, weakref.ref[ShardSource]] = weakref.WeakKeyDictionary()
+"""The latest source of each model, which is kept by hooks on its parameters."""
 
 
 class Networks(NamedTuple):
@@ -148,7 +148,8 @@ def attach_hsdp_config(
     replicas, parts = TorchCollective(networks.between), TorchCollective(networks.within)
     device = next(own(p).device for p in model.parameters())
     with failing_together(replicas, device), failing_together(parts, device):
-        before = _sources.get(model)
+        known = _sources.get(model)
+        before = None if known is None else known()
         if before is not None and not before.closed:
             raise RuntimeError("The model has an engine already: close it, or go on with it.")
         trained, frozen = _parameters_of(model)
@@ -163,6 +164,8 @@ def attach_hsdp_config(
     check_equal_on_ranks(facts, parts, device)
     shards = {name: shard_of(p) for name, p in trained.items() if p.numel()}
     check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
+    own_plan = [_own_part(group, shards) for group in plan]
+    _refuse_groups_without_rows([group.name for group in own_plan if not group.numel], parts, device)
     speaks = replicas.rank == parts.rank == 0
     if speaks and not stays_dense and not isinstance(config.sparsifier, Everything):
         warn_if_nothing_is_left(plan, config.rules)
@@ -176,7 +179,7 @@ def attach_hsdp_config(
             broadcast_replica(model, comm, device)
             exchanged = {name: p for name, p in trained.items() if name in shards}
             engine = Engine(
-                [_own_part(group, shards) for group in plan],
+                own_plan,
                 exchanged,
                 config,
                 comm,
@@ -197,7 +200,7 @@ def attach_hsdp_config(
                 engine.add_observer(StayDense())
             for observer in observers:
                 engine.add_observer(observer)
-            _sources[model] = source
+            _sources[model] = weakref.ref(source)
         undo.pop_all()
     return engine
 
@@ -328,6 +331,26 @@ def shard_of(parameter: Any) -> Shard:
     per_rank = -(-length // ranks)
     before = min(length, per_rank * mesh.get_local_rank())
     return Shard(before * (parameter.numel() // length), part.numel(), parameter.numel())
+
+
+def _refuse_groups_without_rows(names: list[str], parts: TorchCollective, device: torch.device) -> None:
+    """Raise on all ranks where one of them has no coordinate of a group: it could take no part in its exchange.
+
+    Args:
+        names: of groups of which this rank has no coordinate.
+        parts: ranks of this replica; other replicas have the same parts.
+        device: of the parameters.
+
+    Raises:
+        ValueError: naming the first such group and its rank.
+    """
+    for rank, missing in enumerate(parts.all_gather_object(names, device)):
+        if missing:
+            raise ValueError(
+                f"Expected groups of which each of the {parts.world_size} ranks of a replica has some rows, but rank "
+                f"{rank} has none of group {missing[0]!r}. Choose a coarser grouping, such as 'bucket' or 'model', or "
+                "fewer ranks in a replica."
+            )
 
 
 def _own_part(group: Group, shards: Mapping[str, Shard]) -> Group:

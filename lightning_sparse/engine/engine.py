@@ -282,7 +282,10 @@ class Engine(EngineView):
         if not simple or self.settings.delay or not all(group.plan.dense for group in self.groups):
             return False
         sent = torch.tensor([all(group.sent for group in self.groups)], dtype=torch.uint8, device=self.device)
-        if not self.comm.all_gather(sent).all():
+        everywhere = self.comm.all_gather(sent).amin(0)
+        if self.router.within is not None:
+            everywhere = self.router.within.all_gather(everywhere).amin(0)
+        if not everywhere.all():
             return False
         self.router.regroup(self.plan, self.messages, direct=True, for_good=for_good)
         return True

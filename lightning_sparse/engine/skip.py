@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from lightning_sparse.core.layout import own
 from lightning_sparse.core.messages import AllGather, Steps
 from lightning_sparse.engine.agreement import name_ranks
 from lightning_sparse.engine.optimizers.kinds import is_adam
@@ -229,13 +230,16 @@ class SkippedSteps:
             self.take_back(optimizer)
 
     def _drop(self, optimizer: Optimizer, names: Set[str]) -> bool:
-        dropped = False
-        for group in optimizer.param_groups if names else ():
-            for parameter in group["params"]:
-                if self._names.get(id(parameter)) in names:
-                    parameter.grad = None
-                    dropped = True
-        return dropped
+        """Set gradients of these parameters to None, unless all of them are finite: others have taken their places."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"] if names)
+        left = [p for p in parameters if self._names.get(id(p)) in names and p.grad is not None]
+        if not left:
+            return False
+        if torch.stack([own(p.grad).isfinite().all() for p in left if p.grad is not None]).all():
+            return False
+        for parameter in left:
+            parameter.grad = None
+        return True
 
 
 def _may_be_fused(optimizer: Optimizer) -> bool:

@@ -67,8 +67,15 @@ def go_on(engine: Engine, left: Left | None) -> str:
     now = {id(p) for p in parameters_of(engine).values()}
     here = {} if left is None else {name: p for name, p in left.parameters.items() if id(p) in now}
     changed = set() if left is None else set(left.changed) & here.keys()
-    outline = checksum([left is None or left.broken, sorted(here), sorted(changed)])
-    agreed = len(set(engine.comm.all_gather_object(outline, engine.device))) == 1
+    found = [(left is None or left.broken, sorted(here), sorted(changed))]
+    if (within := engine.router.within) is not None:  # of other parts of the same parameters
+        found = within.all_gather_object(found[0], engine.device)
+    known = {name for _, names, _ in found for name in names}
+    changed_anywhere = {name for _, _, names in found for name in names}
+    outline = checksum([[broken for broken, *_ in found], sorted(known), sorted(changed_anywhere)])
+    outlines = set(engine.comm.all_gather_object(outline, engine.device))
+    agreed = len(outlines) == len({broken for broken, *_ in found}) == 1
+    changed = changed_anywhere & here.keys()
     if left is None:
         return ""
     anew = "What was not sent before is dropped, and schedules start anew"
@@ -76,9 +83,9 @@ def go_on(engine: Engine, left: Left | None) -> str:
         return f"{anew}: {left.broken}"
     if not agreed:
         return f"{anew}: the ranks disagree about what has changed since."
-    if not here:
+    if not known:
         return f"{anew}: it was of another model."
-    if changed == here.keys():
+    if changed_anywhere == known:
         return f"{anew}: the weights have changed since."
     remembered = {name: {} if name in changed else own for name, own in left.state["parameters"].items()}
     try:

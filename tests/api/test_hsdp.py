@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_sparse as ls
 from tests.hsdp import SHAPES, Given, Net, batches, engine_of, given, grid, made, part, sharded, weights, whole
 from tests.ranks import Ranks
+from tests.trainers import EVERYTHING_SPARSE
 
 
 @pytest.fixture(scope="module")
@@ -357,6 +358,18 @@ def ways_to_be_refused() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "fallback", lambda: ls.attach_hsdp(built(), mesh, fallback="dense")
     yield "messages", lambda: ls.attach_hsdp(built(), mesh, messages="group")
     yield "density", lambda: ls.attach_hsdp(built(), mesh, densty=0.1)
+    yield "delay", lambda: ls.attach_hsdp(built(), mesh, delay=1)
+    few = grid(1, 4)
+    yield (
+        "rank 3 has none of group 'last'",
+        lambda: ls.attach_hsdp(
+            fully_shard(Net(), mesh=few["shard"]),
+            few,
+            grouping="layer",
+            rules=EVERYTHING_SPARSE,
+            single_device="sparse",
+        ),
+    )
     yield "disagree", lambda: ls.attach_hsdp(built(), mesh, density=0.1 * (1 + dist.get_rank()))
 
 
@@ -373,7 +386,7 @@ def refuse() -> list[tuple[str, str]]:
 
 def test_what_cannot_work_is_refused_on_all_ranks_by_name(four_ranks: Ranks) -> None:
     for told in four_ranks(refuse):
-        assert len(told) == 13
+        assert len(told) == 15
         for words, sentence in told:
             assert words in sentence, (words, sentence)
 

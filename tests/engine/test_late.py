@@ -519,6 +519,69 @@ def test_groupings_that_send_by_group_are_refused_by_name() -> None:
     assert ls.SparsificationConfig(delay=1, grouping=ls.OptimalMerge()).messages == "step"
 
 
+def test_dense_steps_of_ddp_cannot_take_turns_with_late_ones() -> None:
+    with pytest.raises(ValueError, match="fallback"):
+        ls.SparsificationConfig(delay=1, fallback="dense")
+
+
+class Regroups:
+    """Changes groups when a step begins, as planners do."""
+
+    def before_step(self, engine: Engine) -> None:
+        if engine.step == 2:
+            engine.latest_step()
+            engine.regroup([*engine.plan])
+
+    def close(self) -> None:
+        pass
+
+
+def observed(observe: bool) -> list[list[Tensor]]:
+    ddp, engine = wrapped(density=0.1, delay=1)
+    if observe:
+        engine.add_observer(Regroups())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    found = []
+    for step in range(5):
+        optimizer.zero_grad()
+        ddp(step).backward()
+        found.append([p.grad.clone() for p in ddp.parameters()])
+        optimizer.step()
+    engine.drain([optimizer])
+    engine.close()
+    return found
+
+
+def test_observers_may_change_groups_when_a_step_begins(two_ranks: Ranks) -> None:
+    for alone, seen in zip(two_ranks(observed, False), two_ranks(observed, True), strict=True):
+        assert all(
+            torch.equal(a, b) for one, other in zip(alone, seen, strict=True) for a, b in zip(one, other, strict=True)
+        )
+
+
+def warmed_up_from_0() -> bool:
+    """Whether an optimizer has any state after the first step, which has no averages, at a rate of 0."""
+    ddp, engine = wrapped(delay=1)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 5)
+    engine.bind([optimizer])
+    ddp(0).backward()
+    optimizer.step()
+    schedule.step()
+    known = bool(optimizer.state)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        ddp(step).backward()
+        optimizer.step()
+    engine.drain()
+    engine.close()
+    return known
+
+
+def test_a_first_step_at_rate_0_is_no_rehearsal(two_ranks: Ranks) -> None:
+    assert two_ranks(warmed_up_from_0) == [False, False]
+
+
 def overflowing() -> tuple[list[float], dict[str, Tensor], dict[str, Any], dict[str, int]]:
     """A scale that overflows on one rank; scales after each step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=100)

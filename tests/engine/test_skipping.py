@@ -73,7 +73,7 @@ def test_fused_optimizers_skip_by_themselves_and_nobody_waits(streams: Streams, 
     dropped = Run(FUSED[name], skip="drop_void").steps({VOID}, streams)
     # In its first step, an optimizer makes its state, and torch may import what it needs.
     assert handed.waits[1:] == [0] * 4
-    assert dropped.waits[1:] == [1] * 4
+    assert dropped.waits[1:] == [1, 2, 1, 1]  # gradients of a void step are looked at
     assert equal(handed, dropped)
     assert flat(handed.ddp).isfinite().all()
     for run in (handed, dropped):
@@ -215,6 +215,44 @@ def test_flushing_after_a_void_backward_leaves_the_void_step_out(one_rank: None)
     run.skip(run.optimizer)
     run.optimizer.step()
     assert bool(flat(run.ddp).isfinite().all())
+
+
+def test_a_flush_after_a_void_backward_moves_what_has_waited(one_rank: None) -> None:
+    run = Run(OTHERS["unknown"])
+    run.step()
+    run.optimizer.zero_grad()
+    (run.ddp(torch.randn(4, 20)).square().mean() * float("inf")).backward()
+    before = flat(run.ddp)
+    assert ls.flush(run.engine, [run.optimizer]) > 0
+    assert not torch.equal(flat(run.ddp), before)
+    assert bool(flat(run.ddp).isfinite().all())
+
+
+def test_gradients_of_one_rank_alone_after_a_void_step_are_applied(one_rank: None) -> None:
+    run = Run(OTHERS["unknown"], skip=None)
+    run.step(void=True)
+    run.optimizer.zero_grad()
+    before = flat(run.ddp)
+    with run.ddp.no_sync():
+        run.ddp(torch.randn(4, 20)).square().mean().backward()
+    run.optimizer.step()
+    assert not torch.equal(flat(run.ddp), before)
+
+
+def test_an_engine_that_another_one_has_replaced_takes_nothing_away(streams: Streams) -> None:
+    run = Run(FUSED["Adam"], skip=None)
+    run.step(void=True)
+    model = run.ddp.module
+    again = DistributedDataParallel(model)
+    engine = ls.attach(again, density=0.1, rules=EVERYTHING_SPARSE, single_device="sparse", watch=None)
+    for _ in range(3):
+        run.optimizer.zero_grad()
+        again(torch.randn(4, 20)).square().mean().backward()
+        before = flat(again)
+        run.optimizer.step()
+        assert not torch.equal(flat(again), before)
+    engine.close()
+    run.engine.close()
 
 
 def test_of_what_the_host_has_heard_it_is_told_without_waiting(streams: Streams) -> None:

@@ -97,12 +97,14 @@ class OptimizerBinding:
     def before(self, optimizer: Optimizer) -> None:
         """Act before an optimizer's step; its gradients are there."""
         record = self._reducer.record
-        self._rehearsing = rehearses(optimizer)
+        held = record.hold(optimizer)
+        mine = any(self._name_of(key) for key in ids_of(optimizer) & self._names.keys())
+        self._rehearsing = held.isdisjoint(record.without) and rehearses(optimizer)
         if self._rehearsing:
             if self.takes(optimizer):
                 self._adam.rehearse(optimizer, self._served(optimizer))
             return
-        if self._reducer.settings.nonfinite == "skip" and self._reducer.loss_scale() is None and record.hold(optimizer):
+        if mine and self._reducer.settings.nonfinite == "skip" and self._reducer.loss_scale() is None:
             self.skip_void(optimizer)
         self.leave_out(optimizer)
         if self._reducer.settings.delay:
@@ -123,7 +125,7 @@ class OptimizerBinding:
         """Let an optimizer pass over parameters for which there was no average in the latest backward."""
         if self._reducer.record.without:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                if self._names.get(id(parameter)) in self._reducer.record.without:
+                if self._name_of(id(parameter)) in self._reducer.record.without:
                     parameter.grad = None
 
     @contextmanager
@@ -158,8 +160,8 @@ class OptimizerBinding:
         if hand_over and reducer.skipped.could_spare_a_wait(optimizer):
             self._once(
                 say,
-                "sparse_ddp: the host waits for the device once in every step, to learn whether the optimizer may step. "
-                f"{type(optimizer).__name__}(..., fused=True) learns it on the device, and nobody waits.",
+                "sparse_ddp: the host waits for the device once in every step, to learn whether the optimizer may "
+                f"step. {type(optimizer).__name__}(..., fused=True) learns it on the device, and nobody waits.",
                 kind="waits",
             )
         reducer.skipped.skip(optimizer, hand_over)

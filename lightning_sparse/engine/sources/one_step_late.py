@@ -47,6 +47,8 @@ class OneStepLate:
         """Names of the parameters that no rank used in the latest backward."""
         self._places: dict[str, Tensor] = {}
         """Flat gradients of this backward, where they lie."""
+        self._observed = False
+        """True while observers look at a step that begins: nothing is in flight then, and nothing has arrived."""
         self._copies: dict[GroupReducer, Tensor] = {}
         """(numel,) of each group, which its exchange works in."""
         self._looking: list[RemovableHandle] = [
@@ -68,7 +70,7 @@ class OneStepLate:
     @property
     def busy(self) -> bool:
         """True within a backward."""
-        return bool(self._places)
+        return bool(self._places) and not self._observed
 
     def arrive(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Note gradients; they stay where they are until :meth:`finish`."""
@@ -89,7 +91,11 @@ class OneStepLate:
             self.unused = router.learn_unused(places)
             taking_part = places.keys() - self.unused
             router.take_back(taking_part)
-            router.begin_step()
+            self._observed = True
+            try:
+                router.begin_step()
+            finally:
+                self._observed = False
             with held():
                 copies = self._copied(places)
                 for name in taking_part:

@@ -420,6 +420,7 @@ class Record:
     def applied(self, optimizer: Optimizer) -> None:
         """Count an optimizer's averages as applied after its step, also where a later engine owns them."""
         names = self.hold(optimizer)
+        self.without = self.without - names
         self._seen[optimizer] = self._number
         for name in names:
             self._unstepped.pop(name, None)

@@ -199,6 +199,8 @@ class EngineState:
             note = Note("", reason(error, ValueError))
         # All ranks must form groups alike: averages of different memories are messages of different lengths.
         filled = filled.union(*self._comm.all_gather_object(filled, self._device))
+        if (within := self._reducer.within) is not None:
+            filled = filled.union(*within.all_gather_object(filled, self._device))
         try:
             plan = None if state is None else self._plan(state, filled)
         except Exception as error:  # whatever a damaged state makes of a memory
