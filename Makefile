@@ -29,7 +29,7 @@ test: lint
 # Gigabytes to install, and seconds to import: apart from all else.
 test-doors:
 	@$(MAKE) VENV=.venv-doors .venv-doors/.installed-doors
-	@.venv-doors/bin/python -m pytest -p no:doctest --timeout 400 tests/doors
+	@.venv-doors/bin/python -m pytest --timeout 400 tests/doors
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
