@@ -146,12 +146,16 @@ class TorchCollective:
         return self.of_its_own(self.group, self.timeout or self._asked, "gloo", self._beside)
 
     @contextmanager
-    def _together(self, operation: str) -> Iterator[None]:
-        """Explain the error of a collective that fails because of another rank; pass other errors on."""
-        if self._given_back:  # None would be the default group
+    def _together(self, operation: str) -> Iterator[Any]:
+        """Return the group; explain the error of a collective that fails because of another rank, pass others on.
+
+        Another thread may close this meanwhile, and None would be the default group: it is asked for once.
+        """
+        group = self.group
+        if self._given_back:
             raise RuntimeError(f"The exchange has ended on this rank, which cannot take part in {operation} any more.")
         try:
-            yield
+            yield group
         except RuntimeError as error:
             if not is_loss(error):
                 raise
@@ -246,7 +250,8 @@ class TorchCollective:
             dist.destroy_process_group(self.group)
         # Threads of a group live as long as there is a reference to it. They abort a process that ends before them. A
         # fork has no such threads, and waits for them for ever when it frees the group.
-        self.group, self._owned, self._given_back = None, False, True
+        self._given_back = True  # before others can find no group
+        self.group, self._owned = None, False
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Gather ``(*shape)`` of each rank to ``(n, *shape)`` on all."""
@@ -254,15 +259,15 @@ class TorchCollective:
             return x.unsqueeze(0)
         x = x.contiguous()
         out = x.new_empty(self.world_size * x.numel())
-        with self._together("all_gather"):
-            _all_gather(out, x.view(-1), group=self.group)
+        with self._together("all_gather") as group:
+            _all_gather(out, x.view(-1), group=group)
         return out.view(self.world_size, *x.shape)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum over ranks and return the result; x is overwritten."""
         if self.world_size > 1:
-            with self._together("all_reduce"):
-                dist.all_reduce(x, group=self.group)
+            with self._together("all_reduce") as group:
+                dist.all_reduce(x, group=group)
         return x
 
     def start_average(self, x: Tensor, wait: bool = False) -> Future[Tensor]:
@@ -298,8 +303,8 @@ class TorchCollective:
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Return x of rank ``src`` on all ranks; in place."""
         if self.world_size > 1:
-            with self._together("broadcast"):
-                dist.broadcast(x, group=self.group, group_src=src)
+            with self._together("broadcast") as group:
+                dist.broadcast(x, group=group, group_src=src)
         return x
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -307,8 +312,8 @@ class TorchCollective:
         if self.world_size == 1:
             return x
         out = torch.empty_like(x)
-        with self._together("all_to_all"):
-            dist.all_to_all_single(out, x.contiguous(), group=self.group)
+        with self._together("all_to_all") as group:
+            dist.all_to_all_single(out, x.contiguous(), group=group)
         return out
 
     def send_recv(self, x: Tensor, to: int | None, source: int | None) -> Tensor:
@@ -322,10 +327,10 @@ class TorchCollective:
         """
         x = x.contiguous()
         out = x[:0] if source is None else torch.empty_like(x)
-        moves = [] if to is None else [dist.P2POp(dist.isend, x, group=self.group, group_peer=to)]
-        if source is not None:
-            moves.append(dist.P2POp(dist.irecv, out, group=self.group, group_peer=source))
-        with self._together("send_recv"):
+        with self._together("send_recv") as group:
+            moves = [] if to is None else [dist.P2POp(dist.isend, x, group=group, group_peer=to)]
+            if source is not None:
+                moves.append(dist.P2POp(dist.irecv, out, group=group, group_peer=source))
             for move in dist.batch_isend_irecv(moves) if moves else []:
                 move.wait()
         return out
@@ -340,8 +345,8 @@ class TorchCollective:
         if self.world_size == 1:
             return [what]
         given: list[Any] = [None] * self.world_size
-        with self._together("all_gather_object"), _current(device):
-            dist.all_gather_object(given, what, group=self.group)
+        with self._together("all_gather_object") as group, _current(device):
+            dist.all_gather_object(given, what, group=group)
         return given
 
     def broadcast_object(self, what: T, src: int, device: torch.device) -> T:
@@ -349,8 +354,8 @@ class TorchCollective:
         if self.world_size == 1:
             return what
         given = [what]
-        with self._together("broadcast_object"), _current(device):
-            dist.broadcast_object_list(given, group=self.group, group_src=src)
+        with self._together("broadcast_object") as group, _current(device):
+            dist.broadcast_object_list(given, group=group, group_src=src)
         return given[0]
 
 
