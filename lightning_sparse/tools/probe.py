@@ -147,14 +147,14 @@ def expect_on(
     known = links.network.ranks
     method = Method("union_topk", density, links.sparse, second_moments=True)
     for n, rate in scenarios(known, ranks, gbit):
+        near = links.network if (n, rate) == (known, None) else links.network.between(n, _bits(rate))
+        cost = links.sparse if near is links.network else method.between(known, n, near).cost
         for added in (0.0, *rtt):
-            here = (n, rate, added) == (known, None, 0.0)
-            network = links.network if (n, rate) == (known, None) else links.network.between(n, _bits(rate))
-            network = network.farther(added / 1e3)
-            cost = links.sparse if here else method.between(known, n, network).cost
+            network = near.farther(added / 1e3)
             for count in map(int, parameters):
                 dense, half = network.all_reduce(4 * count), network.all_reduce(2 * count)
-                sparse = float(cost.compute(count) + cost.transfer(count))
+                longer = cost.on(network).transfer(count) - cost.on(near).transfer(count)
+                sparse = float(cost.compute(count) + cost.transfer(count)) + longer
                 yield Expectation(n, rate, added, count, dense, half, sparse, pays_below(dense, sparse))
 
 
