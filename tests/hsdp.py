@@ -97,3 +97,12 @@ def given(step: int, rank: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> 
     """Integers, different in each step and on each rank: sums over up to four ranks and their halves are exact."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return {name: 4.0 * torch.randint(-9, 10, shape, generator=generator) for name, shape in shapes.items()}
+
+
+def summing(mesh: DeviceMesh) -> tuple[nn.Module, ls.Engine, torch.optim.Optimizer]:
+    """A model whose weights are minus the sum of its averages, with its engine and optimizer."""
+    model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
+    engine = engine_of(model, mesh, sparsifier="topk", rules=ls.Rules(dense_ndim=0, dense_numel=0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine.bind([optimizer])
+    return model, engine, optimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -217,12 +217,7 @@ def _parameters_of(ddp: DistributedDataParallel) -> tuple[dict[str, Parameter], 
     """Return the trained and the frozen parameters, by name, in order of registration."""
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
     known = {name: p for name, p in ddp.module.named_parameters() if name not in ignored}
-    for name, p in known.items():
-        if p.requires_grad and not p.is_floating_point():
-            raise ValueError(
-                f"Expected floating-point parameters, but {name} is {p.dtype}: magnitudes would not compare."
-            )
-    trained, frozen = ({name: p for name, p in known.items() if p.requires_grad is one} for one in (True, False))
+    trained, frozen = trained_and_frozen(known)
     where = {p.device: name for name, p in reversed(trained.items())}
     if len(where) > 1:
         places = ", ".join(f"{name} is on {device}" for device, name in reversed(where.items()))
@@ -230,6 +225,21 @@ def _parameters_of(ddp: DistributedDataParallel) -> tuple[dict[str, Parameter], 
             f"Expected all parameters on one device, but {places}: gradients of one step are exchanged and looked at "
             "on one device."
         )
+    return trained, frozen
+
+
+def trained_and_frozen(known: Mapping[str, Parameter]) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+    """Return those of a model's parameters that need gradients, and the others.
+
+    Raises:
+        ValueError: for a gradient that is no floating-point number.
+    """
+    for name, p in known.items():
+        if p.requires_grad and not p.is_floating_point():
+            raise ValueError(
+                f"Expected floating-point parameters, but {name} is {p.dtype}: magnitudes would not compare."
+            )
+    trained, frozen = ({name: p for name, p in known.items() if p.requires_grad is one} for one in (True, False))
     return trained, frozen
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_sparse.core.interrupts import uninterrupted
 from lightning_sparse.core.layout import own
 from lightning_sparse.engine import Engine
+from lightning_sparse.engine.flush import gradients_aside
 from lightning_sparse.engine.optimizers.kinds import listed
 
 
@@ -80,12 +81,8 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
         )
     for engine in engines:
         engine.drain(chosen)
-    parameters = [p for o in chosen for group in o.param_groups for p in group["params"]]
-    before = [p.grad for p in parameters]
     square = 0.0
-    try:
-        for parameter in parameters:
-            parameter.grad = None
+    with gradients_aside(chosen):
         for engine in engines:
             pending = engine.take_pending()
             found = [float(own(average).double().square().sum()) for average in pending.values()]
@@ -99,9 +96,6 @@ def flush(what: Any, optimizers: Iterable[Optimizer] | None = None) -> float:
                 optimizer.step()
         for engine in engines:  # also if residuals added up to zero
             engine.count_as_applied()
-    finally:
-        for parameter, grad in zip(parameters, before, strict=True):
-            parameter.grad = grad
     return math.sqrt(square)
 
 

@@ -15,7 +15,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
-from lightning_sparse.api.attach import NOT_HERE, AttachArguments, refuse_two_orders, warn_if_nothing_is_left
+from lightning_sparse.api.attach import (
+    NOT_HERE,
+    AttachArguments,
+    refuse_two_orders,
+    trained_and_frozen,
+    warn_if_nothing_is_left,
+)
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.fields import from_keywords, with_keywords_of
@@ -312,12 +318,7 @@ def _parameters_of(model: Module) -> tuple[dict[str, Parameter], dict[str, Param
     for name, p in known.items():
         if p.is_meta:
             raise ValueError(f"The parameter {name} is on the meta device: give the model its weights first.")
-        if p.requires_grad and not p.is_floating_point():
-            raise ValueError(
-                f"Expected floating-point parameters, but {name} is {p.dtype}: magnitudes would not compare."
-            )
-    trained, frozen = ({name: p for name, p in known.items() if p.requires_grad is one} for one in (True, False))
-    return trained, frozen
+    return trained_and_frozen(known)
 
 
 def shard_of(parameter: Any) -> Shard:

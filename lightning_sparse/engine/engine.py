@@ -21,7 +21,7 @@ from lightning_sparse.core.console import say
 from lightning_sparse.core.interrupts import uninterrupted
 from lightning_sparse.engine.agreement import Note, by_reason, check_equal_on_ranks
 from lightning_sparse.engine.copied import CopiedEngine
-from lightning_sparse.engine.flush import take_pending
+from lightning_sparse.engine.flush import gradients_aside, take_pending
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.binding import OptimizerBinding
 from lightning_sparse.engine.optimizers.kinds import check_is_optimizer, listed
@@ -445,20 +445,13 @@ class Engine(EngineView):
                 "Expected optimizers to apply the averages of the latest backward, but the engine was bound to none: "
                 "call engine.bind([optimizer]) before training, or engine.drain([optimizer])."
             )
-        parameters = [p for optimizer in chosen for group in optimizer.param_groups for p in group["params"]]
-        before = [parameter.grad for parameter in parameters]
-        try:
-            for parameter in parameters:
-                parameter.grad = None
+        with gradients_aside(chosen):
             for name, average in self.entrance.take().items():
                 self.router.parameters[name].grad = average
             for optimizer in chosen:
                 with uninterrupted(optimizer), self._binding.as_before(optimizer):
                     optimizer.step()
             self._record.count_as_applied()
-        finally:
-            for parameter, grad in zip(parameters, before, strict=True):
-                parameter.grad = grad
         return True
 
     @property

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_sparse.core.layout import flattened, own, shaped, sharded_as
 from lightning_sparse.core.messages import AllGather, AllReduce, Message
@@ -11,6 +15,20 @@ from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.network import send
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.record import Averages
+
+
+@contextmanager
+def gradients_aside(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Let parameters of optimizers have no gradients when the block begins, and those of before when it ends."""
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    before = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
 
 
 def take_pending(reducer: Reducer) -> dict[str, Tensor]:

@@ -198,7 +198,7 @@ class GroupReducer:
             given.spread_(grad.runs[0])
         delivery = self.delivery(proposed.update.indices, proposed.divisor, ctx.world_size)
         delivery.sample([self.arrived[name] for name in self.spans], scale)
-        self.exchange_made = Exchanged(ctx.step, proposed, grad, spans, delivery, proposed.statistics)
+        self.exchange_made = Exchanged(ctx.step, proposed, grad, spans, delivery)
 
     def delivery(self, indices: Tensor | None, by: Tensor | None, ranks: int, whole: bool | None = None) -> Delivery:
         """Return the facts about averages of this group, see :class:`Delivery`."""
@@ -206,9 +206,9 @@ class GroupReducer:
 
     def note_pause(self, paused: Stamp, resumed: Stamp) -> None:
         """Note that the group, which has just been exchanged, waited in between for others to travel with."""
-        if self.exchange_made is not None:
-            statistics = self.exchange_made.statistics._replace(pause=(paused, resumed))
-            self.exchange_made = self.exchange_made._replace(statistics=statistics)
+        if (made := self.exchange_made) is not None:
+            statistics = made.proposed.statistics._replace(pause=(paused, resumed))
+            self.exchange_made = made._replace(proposed=made.proposed._replace(statistics=statistics))
 
     @property
     def void(self) -> Tensor | None:
@@ -238,7 +238,7 @@ class GroupReducer:
         made, self.untouched = self.exchange_made, self.unused
         if made is None:
             return None
-        self.statistics = made.statistics
+        self.statistics = made.proposed.statistics
         held = self._held_at(made.proposed.update.sent) if self._keeps else None
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
         if static_shapes(self.device) or not skipped:
@@ -289,7 +289,6 @@ class Exchanged(NamedTuple):
     unused: list[slice]
     """Places of parameters that no rank used."""
     delivery: Delivery
-    statistics: Statistics
 
 
 def tensors_in(state: Any) -> Iterator[Tensor]:

@@ -321,8 +321,7 @@ class Reducer(Groups):
         self._unused = frozenset()
         if self._usage is not None:
             named = list(names)
-            used, self._asked_bytes = self._usage.anywhere(self._usage.here(named))
-            self._unused = {name for name, anywhere in zip(named, used, strict=True) if not anywhere}
+            self._unused, self._asked_bytes = self._usage.nowhere(named, self._usage.here(named))
         return self._unused
 
     def pass_by(self, averages: Sequence[tuple[Future[Tensor], Tensor]]) -> None:
@@ -335,8 +334,7 @@ class Reducer(Groups):
         if self.settings.nonfinite == "skip" and self.loss_scale() is None:  # else a scaler looks, or nobody
             for average, _ in averages:
                 average.wait()
-            void = ~torch.stack([all_finite(buffer) for _, buffer in averages]).all()
-        void = None if void is None else self._anywhere_within(void)
+            void = self._anywhere_within(~torch.stack([all_finite(buffer) for _, buffer in averages]).all())
         names = {name for name, p in self.parameters.items() if p.numel()}
         stream = None if self.on_stream.host_knows else torch.cuda.current_stream(self.device)
         decision = Decision(void, stream, self.comm.wait_until)
@@ -457,10 +455,10 @@ class Reducer(Groups):
         """Return the parameters that no rank used; asks only where a backward may leave some out."""
         if self._usage is None:
             return frozenset()
-        named = [pair for member in members for pair in zip(member.group.spans, member.used_here, strict=True)]
-        used, sent = self._usage.anywhere([here for _, here in named])
+        names = [name for member in members for name in member.group.spans]
+        unused, sent = self._usage.nowhere(names, [here for member in members for here in member.used_here])
         self.shared_bytes += sent
-        return {name for (name, _), anywhere in zip(named, used, strict=True) if not anywhere}
+        return unused
 
     def _clip(self, members: Sequence[Member], unused: Set[str]) -> None:
         """Clip this rank's gradients of a batch together."""

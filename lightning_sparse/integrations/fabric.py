@@ -21,7 +21,7 @@ from lightning_sparse.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.side_files import side_directory
 from lightning_sparse.integrations.base import CHECKPOINT_KEY, StrategyArguments, planner_of, profile_of
-from lightning_sparse.integrations.fabric_steps import SparseFabricMixin
+from lightning_sparse.integrations.fabric_steps import SparseFabricMixin, check_has_room
 
 if TYPE_CHECKING:  # at run time the class of each package has its own base
     from lightning_fabric.strategies.ddp import DDPStrategy as Base
@@ -102,8 +102,7 @@ class FabricSparseDDPMixin(SparseFabricMixin, Base):
             ValueError: if the state uses the key of this package's entry.
             RuntimeError: on all ranks, if residuals could not be written.
         """
-        if CHECKPOINT_KEY in state:
-            raise ValueError(f"Expected a state without the key {CHECKPOINT_KEY!r}, which is used for residuals.")
+        check_has_room(state)
         modules = {key: engine for key, engine in self._engines_in(state).items() if engine is not None}
         write = partial(self.checkpoint_io.save_checkpoint, storage_options=storage_options)
         if modules:  # names may hold metrics, which may differ from rank to rank: rank 0 writes the checkpoint

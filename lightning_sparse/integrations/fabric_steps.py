@@ -1,4 +1,4 @@
-"""What the strategies for Fabric share: an engine for each module, bound to the optimizers that are set up.
+"""The common part of the strategies for Fabric: an engine for each module, bound to the optimizers that are set up.
 
 The class translates between Fabric and the engines and decides nothing.
 """
@@ -17,7 +17,7 @@ from lightning_sparse.core.clock import Totals
 from lightning_sparse.core.interrupts import uninterrupted
 from lightning_sparse.engine import Engine
 from lightning_sparse.engine.optimizers.kinds import ids_of, stepping
-from lightning_sparse.integrations.base import SparseStrategy, profile_of
+from lightning_sparse.integrations.base import CHECKPOINT_KEY, SparseStrategy, profile_of
 from lightning_sparse.integrations.earlier import Left
 from lightning_sparse.tuning.controllers.announcer import Announcer
 
@@ -25,6 +25,16 @@ if TYPE_CHECKING:  # at run time the class of each package has its own base
     from lightning_fabric.strategies.parallel import ParallelStrategy as Base
 else:
     Base = object
+
+
+def check_has_room(state: Mapping[str, Any]) -> None:
+    """Raise if a state that a user saves has the key of this package's entry.
+
+    Raises:
+        ValueError: saying so.
+    """
+    if CHECKPOINT_KEY in state:
+        raise ValueError(f"Expected a state without the key {CHECKPOINT_KEY!r}, which is used for residuals.")
 
 
 class SparseFabricMixin(SparseStrategy, Base):

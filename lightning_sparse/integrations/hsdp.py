@@ -1,4 +1,4 @@
-"""What the strategies of sharded replicas share: the grid of ranks, and residuals in distributed checkpoints."""
+"""The common part of the strategies of sharded replicas: a grid of ranks, residuals in distributed checkpoints."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch.nn import Module
 from lightning_sparse.core.fields import with_keywords_of
 from lightning_sparse.engine import Engine
 from lightning_sparse.integrations.base import CHECKPOINT_KEY
-from lightning_sparse.integrations.fabric_steps import SparseFabricMixin
+from lightning_sparse.integrations.fabric_steps import SparseFabricMixin, check_has_room
 from lightning_sparse.integrations.hsdp import HSDPArguments, HSDPStrategy
 
 if TYPE_CHECKING:  # at run time the class of each package has its own base
@@ -82,8 +82,7 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, Base):
         Raises:
             ValueError: if the state uses the key of this package's entry.
         """
-        if CHECKPOINT_KEY in state:
-            raise ValueError(f"Expected a state without the key {CHECKPOINT_KEY!r}, which is used for residuals.")
+        check_has_room(state)
         path = Path(self.broadcast(path))
         engine = next((engine for engine in self._engines_in(state).values() if engine is not None), None)
         if engine is None:

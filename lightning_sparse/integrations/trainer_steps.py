@@ -1,4 +1,4 @@
-"""What the strategies for the Trainer share: an engine during fit, bound to the Trainer's optimizers.
+"""The common part of the strategies for the Trainer: an engine during fit, bound to the Trainer's optimizers.
 
 The class translates between Lightning and the engine and decides nothing.
 """

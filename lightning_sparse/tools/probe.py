@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lightning_sparse import FabricSparseDDPStrategy
-from lightning_sparse.core.checks import check_integer, check_number, check_positive, expect
+from lightning_sparse.core.checks import check_number, check_positive, expect
 from lightning_sparse.core.console import Table, plain
 from lightning_sparse.tools.advisor.prediction import MARGIN, Method, Scenario, scenarios
 from lightning_sparse.tuning.performance import Links, measure_links
@@ -31,7 +31,7 @@ class Expectation(NamedTuple):
     dense_seconds: float
     """All-reduce of 32 bits of each parameter."""
     half_seconds: float
-    """The same with 16 bits."""
+    """All-reduce of 16 bits of each parameter."""
     sparse_seconds: float
     """The default at the given density, its computation included."""
     pays_below_seconds: float
@@ -140,14 +140,11 @@ def expect_on(
     Raises:
         ValueError: for numbers outside their ranges.
     """
-    for count in parameters:
-        check_positive(count, "parameters")
-    for milliseconds in rtt:
-        check_number(milliseconds, "rtt", "a finite number of milliseconds of at least 0")
+    check_numbers(parameters, rtt)
     known = links.network.ranks
     method = Method("union_topk", density, links.sparse, second_moments=True)
     for n, rate in scenarios(known, ranks, gbit):
-        near = links.network if (n, rate) == (known, None) else links.network.between(n, _bits(rate))
+        near = links.network if (n, rate) == (known, None) else links.network.between(n, rate and rate * 1e9)
         cost = links.sparse if near is links.network else method.between(known, n, near).cost
         for added in (0.0, *rtt):
             network = near.farther(added / 1e3)
@@ -158,8 +155,16 @@ def expect_on(
                 yield Expectation(n, rate, added, count, dense, half, sparse, pays_below(dense, sparse))
 
 
-def _bits(gbit: float | None) -> float | None:
-    return None if gbit is None else gbit * 1e9
+def check_numbers(parameters: Sequence[float], rtt: Sequence[float]) -> None:
+    """Raise for numbers of parameters or round trips that cannot be.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for count in parameters:
+        check_positive(count, "parameters")
+    for milliseconds in rtt:
+        check_number(milliseconds, "rtt", "a finite number of milliseconds of at least 0")
 
 
 def pays_below(dense: float, sparse: float) -> float:
@@ -212,10 +217,8 @@ def probe(
     devices, nodes = devices or here[0], nodes or here[1]
     for name, value in (("devices", devices), ("nodes", nodes)):
         expect(value is None or value > 0, name, "at least 1", value)
-    for n in ranks:
-        check_integer(n, "ranks")
-    for rate in gbit:
-        check_positive(rate, "gbit")
+    check_numbers(parameters, rtt)
+    scenarios(2, ranks, gbit)  # for its errors, before anything is measured
     package = importlib.import_module(FabricSparseDDPStrategy.package)
     chosen: Any = devices
     if chosen is None:

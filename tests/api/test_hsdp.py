@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
-from tests.hsdp import SHAPES, Given, Net, batches, engine_of, given, grid, made, part, sharded, weights, whole
+from tests.hsdp import SHAPES, Given, Net, batches, engine_of, given, grid, made, part, sharded, summing, weights, whole
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 
@@ -269,10 +269,7 @@ def test_the_norm_of_a_replica_is_clipped(four_ranks: Ranks) -> None:
 def sync_and_flush() -> dict[str, Any]:
     """Averages after micro-batches of which FSDP reduces only the last, and weights after a flush."""
     mesh = grid(2, 2)
-    model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
-    engine = engine_of(model, mesh, sparsifier="topk", rules=ls.Rules(dense_ndim=0, dense_numel=0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine.bind([optimizer])
+    model, engine, optimizer = summing(mesh)
     for step in range(2):
         model.set_requires_gradient_sync(step == 1)
         model(given(step, dist.get_rank())).backward()

@@ -388,14 +388,18 @@ def test_a_run_that_is_resumed_after_any_step_goes_on_bit_for_bit(two_ranks: Ran
                 assert all(torch.equal(whole[name], stopped[name]) for name in whole), (saved, options)
 
 
-def given_back() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], list[str]]:
-    """A state with averages that come late, and what an engine without a delay has after loading it."""
-    ddp, engine = wrapped(Sums(), sparsifier="topk", delay=1)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+def three_steps(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(3):
         optimizer.zero_grad()
         ddp(dist.get_rank()).backward()
         optimizer.step()
+
+
+def given_back() -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor], list[str]]:
+    """A state with averages that come late, and what an engine without a delay has after loading it."""
+    ddp, engine = wrapped(Sums(), sparsifier="topk", delay=1)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    three_steps(ddp, optimizer)
     state, weight = engine.state_dict(), weights(ddp.module)
     engine.close()
     _, engine = wrapped(ddp.module, sparsifier="topk")
@@ -642,10 +646,7 @@ def apart(ahead: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and state after an error, where one rank alone has heard of the latest exchange."""
     ddp, engine = wrapped(Sums(), sparsifier="union_topk", delay=1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-    for _ in range(3):
-        optimizer.zero_grad()
-        ddp(dist.get_rank()).backward()
-        optimizer.step()
+    three_steps(ddp, optimizer)
     if dist.get_rank() == ahead:
         engine.router.join()
     else:

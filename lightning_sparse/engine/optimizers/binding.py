@@ -81,7 +81,7 @@ class OptimizerBinding:
         """Of each parameter group in an optimizer's latest step; where averages come late."""
         self._told: set[str] = set()
         self._rehearsing = False
-        """Whether the step that an optimizer is taking only makes its state."""
+        """True if the step that an optimizer is taking only makes its state."""
         self._saved_clippings: list[Mapping[str, Any]] = []
         """Of a state that was loaded, until the optimizers are bound whose gradients were clipped."""
         keeps = reducer.settings.fallback is not None  # dense steps go on with them
@@ -111,7 +111,7 @@ class OptimizerBinding:
             self._settings[optimizer] = settings_of_groups(optimizer)
         flushed = record.handed is None
         self._reducer.clipping.before_step(
-            id(optimizer), lambda: not flushed and not record.waiting(optimizer).isdisjoint(record.hold(optimizer))
+            id(optimizer), lambda: not flushed and not record.waiting(optimizer).isdisjoint(held)
         )
         if stepping(optimizer) is optimizer and self.takes(optimizer):
             self._adam.before(optimizer, list(self._arrived(optimizer)))

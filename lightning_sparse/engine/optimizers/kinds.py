@@ -87,9 +87,11 @@ def rehearses(optimizer: Optimizer) -> bool:
 
     It has no state yet, and its rates and all gradients are 0: nothing is applied.
     """
+    if getattr(optimizer, "state", True):
+        return False
     rates = [group.get("lr") for group in optimizer.param_groups]
     on_host = all(not isinstance(rate, torch.Tensor) or rate.device.type == "cpu" for rate in rates)
-    if getattr(optimizer, "state", True) or not on_host or any(rate != 0 for rate in rates):
+    if not on_host or any(rate != 0 for rate in rates):
         return False
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return all(p.grad is not None and not bool(own(p.grad).any()) for p in parameters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -40,10 +40,17 @@ class Usage:
         """Return for each of these if it was used on this rank since the last synchronised backward."""
         return [name in self._used for name in names]
 
-    def anywhere(self, used: list[bool]) -> tuple[list[bool], float]:
-        """Return for each if it was used on any rank, and the bytes that this rank sends to learn it; collective."""
-        flags = torch.tensor(used, dtype=torch.uint8, device="cpu")
-        return self.comm.all_gather(flags).amax(0).bool().tolist(), (self.comm.world_size - 1) * flags.nbytes
+    def nowhere(self, names: Sequence[str], used: Sequence[bool]) -> tuple[set[str], float]:
+        """Return the names of those that no rank used, and the bytes that this rank sends to learn it; collective.
+
+        Args:
+            names: of parameters, equal on all ranks.
+            used: whether this rank used them, see :meth:`here`.
+        """
+        flags = torch.tensor(list(used), dtype=torch.uint8, device="cpu")
+        anywhere = self.comm.all_gather(flags).amax(0).tolist()
+        sent = float((self.comm.world_size - 1) * flags.nbytes)
+        return {name for name, one in zip(names, anywhere, strict=True) if not one}, sent
 
     def end_step(self) -> None:
         """Begin anew: a synchronised backward is over."""

@@ -99,7 +99,7 @@ class Kept(NamedTuple):
     """An exchange that has settled, and those of its averages that no optimizer has been given yet."""
 
     decision: Decision
-    """Whether it counted."""
+    """True if it was skipped."""
     skipped: Tensor | None
     """() the same as a flag where gradients live; None: it counted."""
     clipped: Set[int | None]
@@ -107,7 +107,7 @@ class Kept(NamedTuple):
     averages: dict[str, Averages | None]
     """By parameter; None: nobody can take them back, or ask where they arrived."""
     sent: Sequence[Averages] = ()
-    """What has left this rank's residuals."""
+    """Averages that have left this rank's residuals, as it has sent them."""
 
     def part(self, names: Set[str]) -> Kept:
         """Return it with some of its averages."""

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 
 import lightning_sparse as ls
 from lightning_sparse.engine.state.sharded import load_sharded, save_sharded
-from tests.hsdp import SHAPES, Given, batches, engine_of, given, grid, made, sharded, weights, whole
+from tests.hsdp import SHAPES, Given, batches, engine_of, given, grid, made, sharded, summing, weights, whole
 from tests.ranks import Ranks
 
 
@@ -106,10 +106,7 @@ def test_a_run_is_resumed_bit_for_bit(four_ranks: Ranks, tmp_path: Path, kind: s
 def save_some(path: Path) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of all that replicas of 2 x 2 have absorbed and not applied, with the weights."""
     mesh = grid(2, 2)
-    model = fully_shard(Given(SHAPES), mesh=mesh["shard"])
-    engine = engine_of(model, mesh, sparsifier="topk", rules=ls.Rules(dense_ndim=0, dense_numel=0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine.bind([optimizer])
+    model, engine, optimizer = summing(mesh)
     for step in range(6):
         model(given(step, dist.get_rank())).backward()
         if step < 5:  # the last average waits in .grad
