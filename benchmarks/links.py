@@ -2,7 +2,8 @@
 
 A virtual cable leads from each namespace to a bridge in one more namespace, and a token bucket filter at both ends of
 every cable limits what a rank sends and what it receives to the given rate each. The latency of virtual cables is far
-below a real network's, and all ranks share the cores of one machine: what this shows is bandwidth.
+below a real network's, unless a round trip is given: each cable is a line then that delays frames (`delay_line.py`).
+All ranks share the cores of one machine.
 
 Needs root and the commands ip and tc (iproute2).
 """
@@ -23,6 +24,7 @@ NAMESPACES = [f"shaped-{os.getpid()}-{rank}" for rank in range(MOST)]
 MIDDLE = f"shaped-{os.getpid()}-bridge"
 CABLE = "cable"
 PORTS = [f"port{rank}" for rank in range(MOST)]
+LINE = Path(__file__).with_name("delay_line.py")
 ADDRESSES = [f"10.78.0.{rank + 1}" for rank in range(MOST)]
 
 
@@ -32,18 +34,39 @@ def command(*words: str, check: bool = True) -> None:
     subprocess.run(words, check=check, stderr=subprocess.PIPE, text=True)
 
 
-def build(ranks: int) -> None:
+def build(ranks: int, rtt: float, processes: list[subprocess.Popen[bytes]]) -> None:
+    """Namespaces, a bridge and cables; lines of cables that delay are put into the list."""
     for name in (MIDDLE, *NAMESPACES[:ranks]):
         command("ip", "netns", "add", name)
         command("ip", "-n", name, "link", "set", "lo", "up")
     command("ip", "-n", MIDDLE, "link", "add", "bridge", "type", "bridge")
     command("ip", "-n", MIDDLE, "link", "set", "bridge", "up")
-    for name, port, address in list(zip(NAMESPACES, PORTS, ADDRESSES, strict=True))[:ranks]:
-        ends = f"{CABLE} type veth peer name {port} netns {MIDDLE}"
-        command("ip", "-n", name, "link", "add", *ends.split())
+    cables = list(zip(NAMESPACES, PORTS, ADDRESSES, strict=True))[:ranks]
+    if rtt:
+        processes.append(delayed(rtt, cables))
+    for name, port, address in cables:
+        if not rtt:
+            ends = f"{CABLE} type veth peer name {port} netns {MIDDLE}"
+            command("ip", "-n", name, "link", "add", *ends.split())
         command("ip", "-n", name, "addr", "add", f"{address}/24", "dev", CABLE)
         command("ip", "-n", name, "link", "set", CABLE, "up")
         command("ip", "-n", MIDDLE, "link", "set", port, "master", "bridge", "up")
+
+
+def delayed(rtt: float, cables: Sequence[tuple[str, str, str]]) -> subprocess.Popen[bytes]:
+    """Cables on which a round trip between two ranks takes longer by this time; each trip is one of two cables."""
+    own = f"sh{os.getpid()}-"  # names are of 15 letters at most, and devices are made outside of the namespaces
+    ends = [f"{own}{side}{i}" for i in range(len(cables)) for side in "ab"]
+    words = [sys.executable, LINE, f"{rtt / 4}", *ends]
+    line = subprocess.Popen(words, stdout=subprocess.PIPE)
+    assert line.stdout is not None
+    if line.stdout.readline() != b"ready\n":
+        raise subprocess.CalledProcessError(line.wait(), [str(word) for word in words], stderr="no TAP devices")
+    for i, (name, port, _) in enumerate(cables):
+        for end, device, namespace in ((ends[2 * i], CABLE, name), (ends[2 * i + 1], port, MIDDLE)):
+            command("ip", "link", "set", end, "netns", namespace)
+            command("ip", "-n", namespace, "link", "set", end, "name", device, "txqueuelen", "10000")
+    return line
 
 
 def limit(mbit: int, ranks: int) -> None:
@@ -57,14 +80,21 @@ def limit(mbit: int, ranks: int) -> None:
 
 
 @contextmanager
-def network(ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Builds the namespaces; ends the processes that were put into the list and removes the namespaces at the end."""
+def network(ranks: int, rtt: float = 0.0) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Builds the namespaces; ends the processes that were put into the list and removes the namespaces at the end.
+
+    Args:
+        ranks: number of them.
+        rtt: milliseconds that a round trip between two of them takes longer.
+    """
     processes: list[subprocess.Popen[bytes]] = []
+    lines: list[subprocess.Popen[bytes]] = []
     try:
-        build(ranks)
+        build(ranks, rtt, lines)
         yield processes
     finally:
         end(processes)
+        end(lines)
         for name in (*NAMESPACES[:ranks], MIDDLE):
             command("ip", "netns", "del", name, check=False)
 

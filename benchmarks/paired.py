@@ -235,7 +235,8 @@ def show(results: list[Result], csv_path: Path | None) -> None:
         headings = list(dict.fromkeys(key for row in rows for key in row))
         rounds = 1 + max((record["round"] for record in result["records"]), default=-1)
         table = Table(
-            title=f"{job['part']}: {job['model']}, {result['parameters']:,} parameters, {job['mbit']} Mbit/s; "
+            title=f"{job['part']}: {job['model']}, {result['parameters']:,} parameters, {job['mbit']} Mbit/s"
+            f"{', round trips {:g} ms longer'.format(job['rtt']) if job.get('rtt') else ''}; "
             f"{job['ranks']} ranks on {machine.get('cores', os.cpu_count())} cores, gloo, density {job['density']:g}",
             caption=f"{rounds} rounds{'' if result['finished'] else ', interrupted'}, up to {result['memory_mib']} MiB "
             "a rank; times: medians; ratios: medians (quartiles) of paired rounds, below 1 is faster",

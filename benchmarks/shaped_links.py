@@ -33,8 +33,9 @@ paired with the nearest of these. Ratios are medians of paired rounds, with quar
 Held fixed: model, batch, SGD, one compute thread per rank; messages of each group travel by themselves, but in the part
 messages, and in the part advice, where they travel as predicted. DDP's buckets are of 25 MiB after a first one of
 1 MiB; as a group cannot start before DDP hands over the buckets that hold it, `--plan-bucket-mb` makes them smaller for
-the plans other than bucket. The latency of the virtual cables is far below a real network's, and the ranks share the
-cores of one machine: what this shows is bandwidth.
+the plans other than bucket. The latency of the virtual cables is far below a real network's, unless `--rtt` adds a
+round trip: cables then lead through a program that delays each frame (`delay_line.py`). The ranks share the cores of
+one machine, with that program, too.
 
 What the part hooks compares, and where it favours whom:
 
@@ -59,6 +60,7 @@ the end whatever happens. Results are kept in the folder `--out` after every rou
     sudo python benchmarks/shaped_links.py --parts hooks --models lstm vgg gpt --mbit 100 1000 10000 --ranks 2 4
     sudo python benchmarks/shaped_links.py --parts hooks --ranks 8 --variants compute dense "powersgd 1" "sparse 0.01"
     sudo python benchmarks/shaped_links.py --parts late --models lstm vgg gpt --mbit 100 1000 --rounds 10
+    sudo python benchmarks/shaped_links.py --parts late --models lstm --mbit 1000 --rtt 50 --out rtt-50
     sudo python benchmarks/shaped_links.py --parts plans --models vgg --mbit 100 --rounds 20 --csv plans.csv
     sudo python benchmarks/shaped_links.py --ranks 2 --parts overlap --models mlp --mbit 100 1000 10000
     python benchmarks/shaped_links.py --tables --out shaped_links
@@ -100,6 +102,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4], help=f"numbers of them, to {MOST} (default: 4)")
     parser.add_argument("--mbit", type=int, nargs="+", default=[100, 1000], help="link rates (default: 100 1000)")
     named = [spec.name for spec in hook_specs(1.0, SLOW)]
+    parser.add_argument("--rtt", type=float, default=0.0, help="milliseconds that a round trip takes longer (0)")
     parser.add_argument("--variants", nargs="+", choices=named, metavar="NAME", help=f"of hooks: {', '.join(named)}")
     parser.add_argument("--sparsifiers", nargs="+", default=["topk", "exdyna", "shared_topk", "union_topk"])
     parser.add_argument("--sparsifier", default="topk", help="of the plans (default: topk)")
@@ -126,7 +129,7 @@ def measure(arguments: argparse.Namespace) -> list[str]:
     settings = {k: v for k, v in vars(arguments).items() if k not in ("csv", "tables", "timeout")}
     arguments.out.mkdir(parents=True, exist_ok=True)
     for ranks in arguments.ranks:
-        with network(ranks) as processes:
+        with network(ranks, arguments.rtt) as processes:
             for model in arguments.models:
                 for mbit in arguments.mbit:
                     limit(mbit, ranks)
@@ -139,7 +142,8 @@ def measure(arguments: argparse.Namespace) -> list[str]:
                             words = [sys.executable, RANK, json.dumps(job)]
                             problem = launch(words, ranks, processes, arguments.timeout)
                         took = f"{time.monotonic() - begin:.0f} s"
-                        print(f"{part} {model}, {ranks} ranks, {mbit} Mbit/s: {problem or 'done'}, {took}", flush=True)
+                        link = f"{mbit} Mbit/s" + (f", {arguments.rtt:g} ms" if arguments.rtt else "")
+                        print(f"{part} {model}, {ranks} ranks, {link}: {problem or 'done'}, {took}", flush=True)
                         failed += [problem] if problem else []
     return failed
 

@@ -391,7 +391,8 @@ def rank_main(job: Job) -> None:
 
 
 def path_of(job: Job) -> Path:
-    return Path(job["out"]) / f"{job['part']}-{job['model']}-{job['mbit']}-{job['ranks']}.json"
+    rtt = f"-rtt{job['rtt']:g}" if job.get("rtt") else ""
+    return Path(job["out"]) / f"{job['part']}-{job['model']}-{job['mbit']}-{job['ranks']}{rtt}.json"
 
 
 MEASURE: dict[str, Callable[[Job, Result, Callable[[], None]], None]] = {

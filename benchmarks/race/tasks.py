@@ -137,6 +137,8 @@ TASKS = {
     for task in (
         LSTM_600,
         GPT_300,
+        replace(LSTM_600, name="lstm-600-nodes", ranks=2, batch=2 * LSTM_600.batch),
+        replace(GPT_300, name="gpt-300-nodes", ranks=2, batch=2 * GPT_300.batch),
         replace(LSTM_600, name="lstm-3000", steps=3000, every=150),
         replace(GPT_300, name="gpt-3000", steps=3000, every=150, warm_up=50),
         SHAKESPEARE,

@@ -113,11 +113,7 @@ def attach_config(
         stays_dense = ranks.world_size == 1 and config.single_device == "dense"
         plan = dense_plan(sizes, cap) if stays_dense else plan
         refuse_two_orders(ddp.module, config.executor, device)
-        if config.delay and config.executor == "inline" and device.type == "cpu" and ranks.world_size > 1:
-            raise ValueError(
-                "Expected executor='auto' or 'thread' with delay=1 on CPUs, but got 'inline', where the exchange would "
-                "end before the backward that begins it."
-            )
+        refuse_to_wait(config, device, ranks.world_size)
         facts = {
             **vars(config),
             "bucket_cap_mb": (cap, delivery_mb(ddp)),
@@ -158,6 +154,15 @@ def attach_config(
             _register(ddp, engine)  # last: it cannot be undone
         undo.pop_all()
     return engine
+
+
+def refuse_to_wait(config: SparsificationConfig, device: torch.device, ranks: int) -> None:
+    """Raise where a backward would wait for the exchange that it begins, though that is to be one step late."""
+    if config.delay and config.executor == "inline" and device.type == "cpu" and ranks > 1:
+        raise ValueError(
+            "Expected executor='auto' or 'thread' with delay=1 on CPUs, but got 'inline', where the exchange would end "
+            "before the backward that begins it."
+        )
 
 
 class _AllRanksDivide:

@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 from lightning_sparse.api.attach import (
     NOT_HERE,
     AttachArguments,
+    refuse_to_wait,
     refuse_two_orders,
     trained_and_frozen,
     warn_if_nothing_is_left,
@@ -90,7 +91,6 @@ def refuse_without_ddp(config: SparsificationConfig) -> None:
         )
     expect(config.fallback is None, "fallback", "None for a sharded model", config.fallback)
     expect(config.messages != "group", "messages", "'step' or 'auto' for a sharded model", config.messages)
-    expect(config.delay == 0, "delay", "0 for a sharded model", config.delay)
 
 
 @with_keywords_of(HSDPArguments)
@@ -166,6 +166,7 @@ def attach_hsdp_config(
         stays_dense = replicas.world_size == 1 and config.single_device == "dense"
         plan = dense_plan(sizes, cap * parts.world_size) if stays_dense else plan
         refuse_two_orders(model, config.executor, device)
+        refuse_to_wait(config, device, replicas.world_size)
     facts = {**vars(config), "observers": [type(one).__name__ for one in observers], "groups": plan}
     check_equal_on_ranks(facts, parts, device)
     shards = {name: shard_of(p) for name, p in trained.items() if p.numel()}

@@ -584,7 +584,7 @@ class Engine(EngineView):
     def _warn_of_what_is_left(self) -> None:
         """Warn of averages that nobody will apply, unless an error is the news, or a state holds them."""
         flying, broken = self.router.in_flight or bool(self._record.kept), self.router.failed
-        if flying and not broken and not self._state.is_taken and sys.exc_info()[0] is None and self.comm.rank == 0:
+        if flying and not broken and not self._state.is_taken and sys.exc_info()[0] is None and self.speaks:
             rank_zero_warn(
                 "The engine is closed, and the averages of the latest backward were not applied to the weights. With "
                 "delay=1, call engine.drain() on all ranks when training is over."

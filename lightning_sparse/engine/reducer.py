@@ -234,6 +234,9 @@ class Reducer(Groups):
         self._executor.drain()
         self._end_exchange(begin)
 
+    def refuse_sum(self, name: str) -> None:
+        """Do nothing: an average that comes back with a gradient is exchanged once more, as with DDP."""
+
     @property
     def busy(self) -> bool:
         """True within a backward, and between several ones of which one step is made."""

@@ -355,7 +355,6 @@ def ways_to_be_refused() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "fallback", lambda: ls.attach_hsdp(built(), mesh, fallback="dense")
     yield "messages", lambda: ls.attach_hsdp(built(), mesh, messages="group")
     yield "density", lambda: ls.attach_hsdp(built(), mesh, densty=0.1)
-    yield "delay", lambda: ls.attach_hsdp(built(), mesh, delay=1)
     few = grid(1, 4)
     yield (
         "rank 3 has none of group 'last'",
@@ -383,7 +382,7 @@ def refuse() -> list[tuple[str, str]]:
 
 def test_what_cannot_work_is_refused_on_all_ranks_by_name(four_ranks: Ranks) -> None:
     for told in four_ranks(refuse):
-        assert len(told) == 15
+        assert len(told) == 14
         for words, sentence in told:
             assert words in sentence, (words, sentence)
 

@@ -242,6 +242,26 @@ def test_ours_is_the_library_with_the_step_of_the_engine() -> None:
         assert ranks[0].matrices.bytes_sent == pytest.approx(sent, rel=1e-12)
 
 
+def test_parts_of_the_rows_are_exchanged_one_by_one() -> None:
+    stream, sizes = gradients(4, 2), [64 * 32, 32 * 80, 96 * 65]
+    halves: list[list[torch.Tensor]] = [[], []]
+    for first, (rows, columns) in zip((0, sizes[0], sizes[0] + sizes[1]), [(64, 32), (32, 80), (96, 65)], strict=True):
+        middle = first + rows // 2 * columns
+        halves[0].append(torch.arange(first, middle))
+        halves[1].append(torch.arange(middle, first + rows * columns))
+    places = [torch.cat(half) for half in halves]
+    settings = {"sparsifier": "union_topk", "density": 0.05}
+    traces = [[*ls.simulate(stream[..., place], **settings, memory=ls.SecondMoment(0.95))] for place in places]
+    ranks = methods(Ours, 2, density=0.05, parts=2)
+    for step, rows in enumerate(stream):
+        before = ranks[0].flat.matrices.data.clone()
+        take(ranks, rows, 0.01, step)
+        for place, of_part in zip(places, traces, strict=True):
+            move = 0.01 * 2**0.5 * of_part[step].update / of_part[step].divisor
+            found, expected = ranks[0].flat.matrices.data[place], before[place] * (1 - 0.001) - move
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
 def test_vectors_can_join_the_group() -> None:
     stream = gradients(4, 3)
     traces = ls.simulate(stream, sparsifier="union_topk", density=0.05, memory=ls.SecondMoment(0.95))

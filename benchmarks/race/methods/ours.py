@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from lightning_sparse.methods.exchanges import as_exchange
 
 
 class Exchanged(Method):
-    """Averages of matrices by the library's exchange, as one group; vectors are dense, as in the strategies.
+    """Averages of matrices by the library's exchange; vectors are dense, as in the strategies.
 
     Args:
         flat: of the model.
@@ -30,39 +31,63 @@ class Exchanged(Method):
         memory: likewise.
         density: of the exchange.
         whole: vectors join the group, as with ``Rules(dense_ndim=0, dense_numel=0)``.
+        parts: number of groups. Each has the density's share of its own coordinates: of the rows of every matrix, as a
+            rank has them which holds a part of a sharded model.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("groups",)
 
     def __init__(
-        self, flat: Flat, at: Place, sparsifier: Any, memory: Any, density: float, whole: bool = False
+        self,
+        flat: Flat,
+        at: Place,
+        sparsifier: Any,
+        memory: Any,
+        density: float,
+        whole: bool = False,
+        parts: int = 1,
     ) -> None:
         super().__init__(flat, at)
         self.parts = {"sparsifier": sparsifier, "memory": memory}
         self.exchange = as_exchange(None, sparsifier, memory)
         self.ctx = Context(0, density, at.rank, at.ranks)
         numel = flat.matrices.numel() + (flat.vectors.numel() if whole else 0)
-        self._state = init_group(numel, torch.float32, torch.device("cpu"), self.ctx, **self.parts)
+        self._places: list[Any] = [slice(None)] if parts == 1 else row_parts(flat.shapes, parts)
+        sizes = [numel if parts == 1 else len(place) for place in self._places]
+        self._states = [init_group(n, torch.float32, torch.device("cpu"), self.ctx, **self.parts) for n in sizes]
 
     @property
-    def groups(self) -> GroupState:
-        """What the group remembers, without hints that cost nothing to lose."""
-        return self._state._replace(candidates=None)
+    def groups(self) -> list[GroupState]:
+        """What the groups remember, without hints that cost nothing to lose."""
+        return [state._replace(candidates=None) for state in self._states]
 
     @groups.setter
-    def groups(self, state: GroupState) -> None:
-        self._state = state._replace(candidates=Candidates())
+    def groups(self, states: list[GroupState]) -> None:
+        self._states = [state._replace(candidates=Candidates()) for state in states]
 
     def averaged(self, grad: Tensor, step: int) -> Steps[Tensor | None]:
         """Replace a gradient by the average; return what it is to be divided by, where the memory knows."""
-        ctx = self.ctx._replace(step=step)
-        proposed = yield from self.matrices.watch(
-            exchange_group(grad, self._state, ctx, exchange=self.exchange, **self.parts)
-        )
-        self._state = settle_group(self._state, proposed, proposed.void, self.parts["memory"])
-        if proposed.divisor is None:
-            return None
-        return spread_divisor(proposed.update.indices, proposed.divisor, len(grad))
+        ctx, divisor = self.ctx._replace(step=step), torch.ones_like(grad)
+        known = True
+        for number, place in enumerate(self._places):
+            own, state = grad[place], self._states[number]
+            proposed = yield from self.matrices.watch(
+                exchange_group(own, state, ctx, exchange=self.exchange, **self.parts)
+            )
+            self._states[number] = settle_group(state, proposed, proposed.void, self.parts["memory"])
+            grad[place] = own
+            known = proposed.divisor is not None
+            if proposed.divisor is not None:
+                divisor[place] = spread_divisor(proposed.update.indices, proposed.divisor, len(own))
+        return divisor if known else None
+
+
+def row_parts(shapes: Sequence[tuple[int, ...]], parts: int) -> list[Tensor]:
+    """Cut the rows of every matrix into parts; return the coordinates of each part in the vector of all."""
+    numels = [math.prod(shape) for shape in shapes]
+    every = torch.arange(sum(numels)).split(numels)
+    cut = [one.view(shape).tensor_split(parts) for one, shape in zip(every, shapes, strict=True)]
+    return [torch.cat([rows[i].flatten() for rows in cut]) for i in range(parts)]
 
 
 class TopK(Exchanged):
@@ -89,6 +114,7 @@ class Ours(Exchanged):
             :class:`~benchmarks.race.methods.blocks.Turned`. Second moments are those of that basis.
         late: apply each average one step late; the last one is applied at the end, too.
         whole: vectors are sparse, too.
+        parts: see :class:`Exchanged`.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("groups", "handout")
@@ -101,8 +127,9 @@ class Ours(Exchanged):
         turned: bool = False,
         late: bool = False,
         whole: bool = False,
+        parts: int = 1,
     ) -> None:
-        super().__init__(flat, at, ls.UnionTopK(), ls.SecondMoment(at.betas[1]), density, whole)
+        super().__init__(flat, at, ls.UnionTopK(), ls.SecondMoment(at.betas[1]), density, whole, parts)
         self.optimizer = None if whole else self.adamw(flat.vectors)
         self.bases = [Turned(shape, seed) for seed, shape in enumerate(flat.shapes)] if turned else []
         self.late = late

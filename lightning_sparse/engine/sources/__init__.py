@@ -8,6 +8,7 @@ A source calls ``engine.entrance``, on all ranks in the same order:
 - ``finish(gradients, mark)`` with the last ones. Averages are in their places when it returns. Before that,
   ``mark(skipped, unused)`` is called: it puts NaN into gradients if the step is skipped;
 - ``unused`` names the parameters that no rank used in the latest backward, and whose gradients nobody has touched;
+- ``refuse_sum(name)`` where a gradient was added to what stood in its place after the backward before;
 - ``pass_by(averages)`` where it averages all gradients by itself, and ``direct`` says so.
 
 Every backward passes on all gradients of a group or none; a parameter that this rank did not use has zeros.

@@ -17,7 +17,11 @@ from torch.nn import Module, Parameter
 
 from lightning_sparse.core.layout import flattened, own, sharded_as
 from lightning_sparse.engine.engine import Engine
+from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.ops import static_shapes
+
+AVERAGE = "_lightning_sparse_average"
+"""Attribute of a gradient that holds averages."""
 
 
 class ShardSource:
@@ -74,26 +78,30 @@ class ShardSource:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        router = self._engine.router
+        router = self._engine.entrance
         with router.failing_together("in backward"):
             if any(context.post_backward_final_callback_queued for context in self._contexts.values()):
                 raise RuntimeError(
                     "A backward within another one has ended, as torch.utils.checkpoint runs it, and gradients of the "
                     "outer one are not here yet. Call checkpoint(..., use_reentrant=False)."
                 )
+            for name, p in self._parameters.items():
+                if hasattr(p.grad, AVERAGE):  # FSDP has added to it
+                    router.refuse_sum(name)
             router.begin_step()
-            alone = router.comm.world_size == 1  # nobody else can have used what this rank did not
+            alone = self._engine.comm.world_size == 1  # nobody else can have used what this rank did not
             needed = {name: p for name, p in self._parameters.items() if p.grad is not None or not alone}
             grads = {name: _grad_of(p) for name, p in (needed if router.direct else self._parameters).items()}
             flat = {name: flattened(own(grad)) for name, grad in grads.items()}
             if router.direct:
+                assert isinstance(router, Reducer)  # what stands in front of it is never direct
                 router.pass_by([(router.comm.start_average(values, wait=True), values) for values in flat.values()])
             else:
                 router.finish(flat.items(), partial(_mark, flat))
                 router.on_stream.join()
-            used = grads.keys() - router.unused
-            for name in used:
+            for name in grads.keys() - router.unused:
                 self._parameters[name].grad = grads[name]
+                setattr(grads[name], AVERAGE, True)  # a weak reference would keep torch from swapping it
 
 
 def _at_the_end(act: Callable[[], None]) -> None:

@@ -10,16 +10,16 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.interrupts import held
-from lightning_sparse.core.layout import Gradient, shaped
+from lightning_sparse.core.layout import Gradient, own, shaped, sharded_as
+from lightning_sparse.engine.executor import ExchangeStream
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.pipeline import scatter_average_
 from lightning_sparse.engine.reducer import Mark, Reducer
@@ -41,6 +41,8 @@ class OneStepLate:
 
     def __init__(self, router: Reducer) -> None:
         self._router = router
+        self.on_stream = ExchangeStream(torch.device("cpu"))
+        """Where averages are in their places: on no stream but the source's own."""
         self.names = router.names
         """Of parameters, by id."""
         self.unused: Set[str] = frozenset()
@@ -58,10 +60,6 @@ class OneStepLate:
 
     def begin_step(self) -> None:
         """Do nothing: a step begins when the one before has settled, in :meth:`finish`."""
-
-    def on_stream(self) -> AbstractContextManager[Any]:
-        """Return a context in which averages are in their places: that of the source itself."""
-        return nullcontext()
 
     def failing_together(self, where: str) -> AbstractContextManager[None]:
         """See :meth:`.Reducer.failing_together`."""
@@ -113,10 +111,11 @@ class OneStepLate:
         router.on_stream.join()
         left = router.record.left().keys()
         router.take_back(router.parameters.keys())
-        places = {name: torch.zeros(p.numel(), dtype=p.dtype, device=p.device) for name, p in router.parameters.items()}
+        parts = {name: own(p) for name, p in router.parameters.items()}
+        places = {name: torch.zeros(p.numel(), dtype=p.dtype, device=p.device) for name, p in parts.items()}
         for kept in router.hand_over(router.record.kept_names):
             self._place(kept, places, None, lambda skipped, unused: None)
-        return {name: shaped(places[name], router.parameters[name]) for name in left}
+        return {name: sharded_as(shaped(places[name], parts[name]), router.parameters[name]) for name in left}
 
     def close(self) -> None:
         """Stop looking at gradients."""
@@ -160,9 +159,14 @@ class OneStepLate:
             mark(kept.skipped, places.keys() - kept.averages.keys())
 
     def _look(self, name: str, _: Tensor) -> None:
-        """Refuse a gradient that would be added to an average of the backward before: nobody has applied it."""
+        """Look at what a gradient is added to."""
         grad = self._router.parameters[name].grad
-        if not self._router.record.is_left(name) or grad is None or not bool(grad.any()):
+        if grad is not None and self._router.record.is_left(name) and bool(grad.any()):
+            self.refuse_sum(name)
+
+    def refuse_sum(self, name: str) -> None:
+        """Refuse a gradient that is added to an average of the backward before, unless somebody has applied that."""
+        if not self._router.record.is_left(name):
             return
         with self.failing_together("in backward"):
             raise RuntimeError(

@@ -223,6 +223,11 @@ def revoke(state: State) -> State:
     return {**state, "step": state["step"] - 1, "parameters": parameters, "absorbed": absorbed, "sent": {}}
 
 
+def dense(average: Mapping[str, Tensor], numel: int) -> Tensor:
+    """Return (numel,) an average with zeros where there is none."""
+    return _sum(numel, average)["values"]
+
+
 def _sum(numel: int, *averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the sum of averages of one parameter."""
     total = torch.zeros(numel, dtype=averages[0]["values"].dtype, device="cpu")
