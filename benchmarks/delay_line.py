@@ -17,6 +17,7 @@ import struct
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 TAP, NO_INFORMATION, VIRTIO_HEADER = 0x0002, 0x1000, 0x4000
@@ -46,10 +47,8 @@ def serve(pairs: list[tuple[int, int]], seconds: float) -> None:
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:
             _, device, frame = waiting.popleft()
-            try:
+            with suppress(OSError):  # the device is not up yet or any more: a frame is lost, as on a cable
                 os.write(device, frame)
-            except OSError:  # the device is not up yet or any more: a frame is lost, as on a cable
-                pass
         until = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         for key, _ in selector.select(until):
             due = time.monotonic() + seconds

@@ -158,7 +158,7 @@ def straight_and_resumed(path: Path) -> tuple[list[dict[str, Tensor]], ...]:
     engine.drain()
     straight.append(weights(model))
     engine.close()
-    second = model, engine, optimizer = start()
+    second = model, engine, _ = start()
     with torch.no_grad():
         for p, values in zip(model.parameters(), kept, strict=True):
             part(p).copy_(values)
