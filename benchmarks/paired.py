@@ -219,6 +219,7 @@ def losses(rounds: Rounds, name: str) -> list[str]:
 ROWS: dict[str, Callable[[Result], list[Row]]] = {
     "hooks": hooks_rows,
     "late": late_rows,
+    "regions": late_rows,
     "overlap": overlap_rows,
     "plans": plans_rows,
     "messages": messages_rows,

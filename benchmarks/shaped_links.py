@@ -14,6 +14,8 @@ Parts, each for every model and rate:
 - late: `sparse_ddp` as it comes at densities 0.01 and 0.001, in time and with `delay=1`, beside PowerSGD of rank 1. Of
   a late step, what it waits in its join; of another one, what backward waits for the exchange. Between two steps ranks
   meet at a barrier and look at their clocks, a few milliseconds in which an exchange in flight goes on.
+- regions: the same, one step after the other without a barrier, and the time of a step is that of several in a row:
+  over long round trips, a barrier takes as long as a step, and would hide an exchange.
 - overlap: every sparsifier with buckets of 25 MiB and with layers merged below 8192 coordinates, executors inline and
   thread. How much of the time for selection and exchange does backward still wait for?
 - plans: one sparsifier on the communication thread with different groupings: layer, bucket, merge_below, model, and
@@ -60,7 +62,7 @@ the end whatever happens. Results are kept in the folder `--out` after every rou
     sudo python benchmarks/shaped_links.py --parts hooks --models lstm vgg gpt --mbit 100 1000 10000 --ranks 2 4
     sudo python benchmarks/shaped_links.py --parts hooks --ranks 8 --variants compute dense "powersgd 1" "sparse 0.01"
     sudo python benchmarks/shaped_links.py --parts late --models lstm vgg gpt --mbit 100 1000 --rounds 10
-    sudo python benchmarks/shaped_links.py --parts late --models lstm --mbit 1000 --rtt 50 --out rtt-50
+    sudo python benchmarks/shaped_links.py --parts regions --models lstm --mbit 1000 --rtt 50 --steps 8
     sudo python benchmarks/shaped_links.py --parts plans --models vgg --mbit 100 --rounds 20 --csv plans.csv
     sudo python benchmarks/shaped_links.py --ranks 2 --parts overlap --models mlp --mbit 100 1000 10000
     python benchmarks/shaped_links.py --tables --out shaped_links

@@ -116,6 +116,18 @@ class Variant:
             "loss": loss.item(),
         }
 
+    def stride(self, batches: list[Any], steps: int) -> float:
+        """Take steps one after the other, as a training does; milliseconds of one of them, but for the first."""
+        dist.barrier()
+        ends = []
+        for number in range(steps):
+            with self.ddp.no_sync() if self.spec.name == "compute" else nullcontext():
+                self.ddp(batches[number % len(batches)]).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            ends.append(time.perf_counter())
+        return 1e3 * (ends[-1] - ends[0]) / (steps - 1)
+
     def times(self) -> dict[str, float]:
         """Of the latest step, outside the clock: asks all ranks."""
         summary = {} if self.engine is None else self.engine.summary()
@@ -332,6 +344,29 @@ def measure_hooks(job: Job, result: Result, keep: Callable[[], None]) -> None:
 
 def measure_late(job: Job, result: Result, keep: Callable[[], None]) -> None:
     """`sparse_ddp` as it comes, with averages in time and one step late."""
+    take_turns(job, late_specs(result), result, keep)
+
+
+def measure_regions(job: Job, result: Result, keep: Callable[[], None]) -> None:
+    """The same, but that ranks do not meet between two steps: over long distances that takes as long as a step."""
+    batches = batches_of(job)
+    for round_ in range(job["rounds"]):
+        for spec in late_specs(result)[:: 1 if round_ % 2 == 0 else -1]:
+            variant = Variant(spec, job)
+            variant.stride(batches, max(2, spec.warm_up))
+            slowest = torch.tensor(variant.stride(batches, job["steps"] + 1))
+            times = variant.times()
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            record = {"round": round_, "variant": spec.name, "step_ms": slowest.item(), **times}
+            result["records"].append(record)
+            variant.close()
+            del variant
+            gc.collect()
+        keep()
+
+
+def late_specs(result: Result) -> list[Spec]:
+    """In time and one step late, beside no exchange, the dense one and PowerSGD."""
     small = small_buckets(result)
     specs = [
         Spec(f"{name} {density:g}", bucket_cap_mb=small, density=density, as_it_comes=True, warm_up=4, delay=delay)
@@ -339,7 +374,7 @@ def measure_late(job: Job, result: Result, keep: Callable[[], None]) -> None:
         for name, delay in (("sparse", 0), ("late", 1))
     ]
     power = Spec("powersgd 1", hook="powersgd", bucket_cap_mb=1e3, warm_up=4)  # one bucket, see hook_specs
-    take_turns(job, [*PLAIN, power, *specs], result, keep)
+    return [*PLAIN, power, *specs]
 
 
 def steady_bytes(variant: Variant, batches: list[Any], taken: int, steps: int) -> float:
@@ -398,6 +433,7 @@ def path_of(job: Job) -> Path:
 MEASURE: dict[str, Callable[[Job, Result, Callable[[], None]], None]] = {
     "hooks": measure_hooks,
     "late": measure_late,
+    "regions": measure_regions,
     "overlap": measure_overlap,
     "plans": measure_plans,
     "messages": measure_messages,

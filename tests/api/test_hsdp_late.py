@@ -150,7 +150,7 @@ def straight_and_resumed(path: Path) -> tuple[list[dict[str, Tensor]], ...]:
             seen.append(weights(model))
         return seen
 
-    first = model, engine, optimizer = start()
+    first = model, engine, _ = start()
     go(first, steps[:4])
     save_sharded(engine, path / "residuals", "one")
     kept = [part(p).clone() for p in model.parameters()]
