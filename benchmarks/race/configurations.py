@@ -70,6 +70,10 @@ CONFIGURATIONS: dict[str, Configuration] = {
         Ours, {"density": 0.0017, "turned": True, "whole": True}, title="ours, turned, 0.0017, vectors too", asks=ADAMW
     ),
     "late": Configuration(Ours, {"density": 0.01, "late": True}, title="ours, 0.01, one step late", asks=ADAMW),
+    "late-ahead": Configuration(
+        Ours, {"density": 0.01, "late": True, "ahead": 1.0}, title="ours, 0.01, one step late, extrapolated", asks=ADAMW
+    ),
+    "parts": Configuration(Ours, {"density": 0.01, "parts": 2}, title="ours, 0.01, of each half", asks=ADAMW),
     "ours-1000": Configuration(Ours, {"density": 0.001}, title="ours, 0.001", asks=ADAMW),
 }
 """By name. Settings of ours are fixed before any search."""

@@ -59,21 +59,26 @@ def _entries() -> Iterator[Entry]:
         "diloco-30": (8, 2),
         "sparseloco-30": (4, 2),
         "topk": (8, 2),
-        "late": (8, 2),
+        "late": (8, 1),
+        "late-ahead": (16, 1),
         "turned-300": (8, 2),
         "ours-300": (8, 2),
         "turned": (8, 2),
     }
-    five = ("ours-600", "turned-600", "whole-600", "turned-whole-600", "sparseloco-10", "distro")
+    small = ("ours-600", "turned-600", "whole-600", "turned-whole-600", "sparseloco-10", "distro")
+    five = ("ours", "late", "late-ahead", *small)
     for method, (lstm, gpt) in short.items():
         yield Entry("lstm-600", method, lstm, 5 if method in five else 3)
         yield Entry("gpt-300", method, gpt, 5 if method in five else 3)
+    for method in ("ours", "parts"):
+        yield Entry("lstm-600-nodes", method, 16, 5)
+        yield Entry("gpt-300-nodes", method, 2, 3)
     for method in ("dense", "ours", "ours-1000", "averaging-10", "diloco-30", "demo"):
         yield Entry("shakespeare-2000", method, 1, 2, outer=False)
     for method in ("dense", "ours", "ours-300", "turned-300", "averaging-10"):
         yield Entry("shift-300", method, 2, 2)
     yield Entry("shakespeare-alone", "dense", 1, 3)
-    long = ("dense", "ours-300", "turned-300", "averaging-10", "ours", "ours-600", "turned-600", "ours-200")
+    long = ("dense", "ours-300", "turned-300", "averaging-10", "ours", "late", "ours-600", "turned-600", "ours-200")
     for method in long:
         yield Entry("lstm-3000", method, 4)
         yield Entry("gpt-3000", method, 1)

@@ -17,6 +17,8 @@ TEMPLATE = Path(__file__).with_name("page.md")
 PAGE = ROOT / "docs" / "race.md"
 SHORT = ("lstm-600", "gpt-300")
 LONG = ("lstm-3000", "gpt-3000")
+NODES = ("lstm-600-nodes", "gpt-300-nodes")
+"""Two nodes of two ranks: two ranks with twice the batch, whose exchange is of all coordinates or of parts of them."""
 OTHER = ("shakespeare-2000", "shakespeare-alone", "shift-300")
 COMPUTE = 0.02
 """Seconds of computing in a step, for the figure of times: a device that is stated, not the one that trained."""
@@ -40,9 +42,9 @@ def page(results: Results) -> str:
 
 def tables(results: Results) -> dict[str, str]:
     """By the name of their place in the template."""
-    found = {f"table {task}": ends(results, task) for task in (*SHORT, *LONG, *OTHER)}
+    found = {f"table {task}": ends(results, task) for task in (*SHORT, *LONG, *NODES, *OTHER)}
     found |= {f"search {task}": search(results, task) for task in SHORT}
-    found |= {f"pairs {task}": pairs(results, task) for task in (*SHORT, *LONG)}
+    found |= {f"pairs {task}": pairs(results, task) for task in (*SHORT, *LONG, *NODES)}
     found |= {f"times {task}": times(results, task) for task in SHORT}
     return found | {"bytes": bytes_by_ranks(results), "asks": table(ASKED[0], ASKED[1:]), "machine": machine(results)}
 
@@ -123,6 +125,8 @@ PAIRS = (
     ("ours", "dense"),
     ("ours", "topk"),
     ("late", "ours"),
+    ("late-ahead", "late"),
+    ("parts", "ours"),
     ("turned", "ours"),
     ("turned-300", "ours-300"),
     ("turned-600", "ours-600"),

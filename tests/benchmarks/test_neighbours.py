@@ -289,6 +289,22 @@ def test_averages_that_come_late_are_the_same_ones() -> None:
     assert torch.equal(late[0].flat.matrices.data, states[-1])
 
 
+def test_an_extrapolated_training_ends_where_its_averages_lead() -> None:
+    stream, settings = gradients(6, 2), {"density": 0.05, "late": True, "steps": 6}
+    late, ahead = methods(Ours, 2, **settings), methods(Ours, 2, **settings, ahead=1.0)
+    for method in (*late, *ahead):
+        method.at = method.at._replace(decay=(0.0, 0.0))
+    places = [late[0].flat.matrices.data.clone()]
+    for step, rows in enumerate(stream):
+        take(late, rows, 0.01, step)
+        take(ahead, rows, 0.01, step)
+        places.append(late[0].flat.matrices.data.clone())
+        if step < 5:
+            expected = places[-1] + (places[-1] - places[-2])
+            torch.testing.assert_close(ahead[0].flat.matrices.data, expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ahead[0].flat.matrices.data, places[-1], atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(64, 64), (2000, 96), (65, 128), (5, 7), (1, 130)])
 def test_turning_loses_nothing(shape: tuple[int, int]) -> None:
     turned, x = Turned(shape, 0), torch.randn(shape[0] * shape[1])

@@ -114,10 +114,12 @@ class Ours(Exchanged):
             :class:`~benchmarks.race.methods.blocks.Turned`. Second moments are those of that basis.
         late: apply each average one step late; the last one is applied at the end, too.
         whole: vectors are sparse, too.
+        ahead: extrapolate: move matrices by this part of each move in advance, and take it back in the next step, as in
+            optimistic gradient descent (arXiv 1711.00141); for averages that come late.
         parts: see :class:`Exchanged`.
     """
 
-    kept: ClassVar[tuple[str, ...]] = ("groups", "handout")
+    kept: ClassVar[tuple[str, ...]] = ("groups", "handout", "last")
 
     def __init__(
         self,
@@ -127,12 +129,15 @@ class Ours(Exchanged):
         turned: bool = False,
         late: bool = False,
         whole: bool = False,
+        ahead: float = 0.0,
         parts: int = 1,
     ) -> None:
         super().__init__(flat, at, ls.UnionTopK(), ls.SecondMoment(at.betas[1]), density, whole, parts)
         self.optimizer = None if whole else self.adamw(flat.vectors)
         self.bases = [Turned(shape, seed) for seed, shape in enumerate(flat.shapes)] if turned else []
-        self.late = late
+        self.late, self.ahead = late, ahead
+        self.last: Tensor | None = None
+        """The latest move of matrices, with extrapolation."""
         self.handout: tuple[Tensor, Tensor] | None = None
 
     def step(self, rate: float, step: int) -> Steps[None]:
@@ -152,7 +157,7 @@ class Ours(Exchanged):
             self._apply(self.handout, rate)
         self.handout = fresh
         if step + 1 == self.at.steps:
-            self._apply(fresh, rate)
+            self._apply(fresh, rate, last=True)
 
     def _turned(self, grad: Tensor) -> Tensor:
         if not self.bases:
@@ -164,7 +169,11 @@ class Ours(Exchanged):
             return move
         return torch.cat([b.back(m) for b, m in zip(self.bases, pieces(move, self.flat.shapes), strict=True)])
 
-    def _apply(self, handout: tuple[Tensor, Tensor], rate: float) -> None:
+    def _apply(self, handout: tuple[Tensor, Tensor], rate: float, last: bool = False) -> None:
+        if self.ahead:
+            before, move = 0.0 if self.last is None else self.last, handout[0]
+            handout = move + self.ahead * ((0.0 if last else move) - before), handout[1]
+            self.last = move
         factor = rate * math.sqrt(self.at.ranks)
         kinds = list(zip(self.flat.both, handout, self.at.decay, strict=True))
         for parameter, move, decay in kinds if self.optimizer is None else kinds[:1]:
