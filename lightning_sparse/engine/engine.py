@@ -270,16 +270,16 @@ class Engine(EngineView):
     def go_direct(self, for_good: bool = False) -> bool:
         """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
 
-        Refused, with nothing changed, before residuals have been sent (in the first valid step of a dense plan), and
-        with memories that do more for dense groups than nothing, such as momentum, and with ``delay=1``. What is then
-        still remembered, of parameters that the step did not use and of rounding, is kept until groups change again.
-        Collective: all ranks get the same answer.
+        Refused, with nothing changed, before residuals have been sent (in the first valid step of a dense plan), with
+        memories that do more for dense groups than nothing, such as momentum, with ``delay=1``, and between nodes. What
+        is then still remembered, of parameters that the step did not use and of rounding, is kept until groups change
+        again. Collective: all ranks get the same answer.
 
         Args:
             for_good: forget second moments and whatever else only sparse steps need.
         """
         simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory)
-        if not simple or self.settings.delay or not all(group.plan.dense for group in self.groups):
+        if not simple or self.entrance is not self.router or not all(group.plan.dense for group in self.groups):
             return False
         sent = torch.tensor([all(group.sent for group in self.groups)], dtype=torch.uint8, device=self.device)
         everywhere = self.comm.all_gather(sent).amin(0)
@@ -413,7 +413,7 @@ class Engine(EngineView):
             RuntimeError: within a step.
         """
         self._check_between_steps("Residuals can only be taken")
-        return take_pending(self.router)
+        return take_pending(self.router, self.entrance.put_together)
 
     def drain(self, optimizers: Iterable[torch.optim.Optimizer] | None = None) -> bool:
         """Apply averages that are on their way, with ``delay=1``; all ranks must call this, between two steps.
@@ -576,9 +576,9 @@ class Engine(EngineView):
             observer.close()
         self._binding.close()
         self._warn_of_what_is_left()
-        if isinstance(self.entrance, OneStepLate):
-            self.entrance.close()
         self.router.close()
+        if not isinstance(self.entrance, Reducer):
+            self.entrance.close()
         self.comm.close()
 
     def _warn_of_what_is_left(self) -> None:
