@@ -14,8 +14,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from lightning_sparse.core.checks import check_integer, expect, is_integer, is_number
 from lightning_sparse.core.fields import Resolved, documented, hints_of
 from lightning_sparse.methods.density import Constant, DensitySchedule, as_schedule
@@ -159,7 +157,7 @@ class SparsificationConfig:
     wait for it only where it takes longer; for slow networks between regions, see docs/late.md. It takes 4 bytes a
     parameter. At the end of training, ``engine.drain()`` applies the last averages; the strategy for the Trainer does
     so by itself."""
-    node_size: int | str | DeviceMesh | None = None
+    node_size: Any = None
     """Number of ranks of a node, between which links are fast: gradients are averaged within it densely, and exchanged
     between nodes, each rank of a node a part of them, see docs/nodes.md. "auto": ranks of a host, by its name; a
     ``DeviceMesh`` of two dimensions, nodes first; None or 1: each rank exchanges its own gradients."""
@@ -230,7 +228,8 @@ class SparsificationConfig:
         if size is None or size == 1:
             vars(self)["node_size"] = None
             return
-        fits = size == "auto" or (is_integer(size) and size >= 1) or (isinstance(size, DeviceMesh) and size.ndim == 2)
+        mesh = hasattr(size, "mesh_dim_names") and size.ndim == 2
+        fits = mesh or size == "auto" or (is_integer(size) and size >= 1)
         expect(fits, "node_size", "'auto', an integer from 1 on, a DeviceMesh of two dimensions or None", size)
         expect(not self.delay, "delay", "0 with node_size, which puts averages together in time", self.delay)
         expect(self.fallback is None, "fallback", "None with node_size: DDP's own steps are not timed", self.fallback)

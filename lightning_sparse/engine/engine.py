@@ -489,13 +489,14 @@ class Engine(EngineView):
 
         Returns:
             ``moment``: how many exchanges and flushes of this engine have settled; ``step``, ``void_steps``, ``rank``,
-            ``world_size``, ``settings``; ``parameters`` and ``counters``: what is remembered of each, by name;
-            ``spans``: which coordinates of each parameter, as first one, number, and number of all; ``pending``:
-            averages that are not applied; ``late``: those that optimizers get in the next step, with what they are
-            divided by and the number of ranks that they are means over; ``absorbed``: parameters of which a gradient
-            was absorbed that is not exchanged; ``groups``: what sparsifiers and schedules have learned; ``rates``:
-            latest learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``: what
-            gradients are clipped to in place of their averages; ``lengths``: see
+            ``world_size``, ``settings``; ``part``: the number of this rank among those that have other parts of the
+            same gradients, and how many these are, or nothing; ``parameters`` and ``counters``: what is remembered of
+            each, by name; ``spans``: which coordinates of each parameter, as first one, number, and number of all;
+            ``pending``: averages that are not applied; ``late``: those that optimizers get in the next step, with what
+            they are divided by and the number of ranks that they are means over; ``absorbed``: parameters of which a
+            gradient was absorbed that is not exchanged; ``groups``: what sparsifiers and schedules have learned;
+            ``rates``: latest learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``:
+            what gradients are clipped to in place of their averages; ``lengths``: see
             :class:`~lightning_sparse.engine.optimizers.scaled.Lengths`.
 
         Raises:

@@ -237,14 +237,14 @@ class EngineView:
     def failing_together(self) -> Iterator[None]:
         """Raise an error of the block on all ranks, also on those that have other parts; collective at its end."""
         with ExitStack() as stack:
-            for network in reversed(self._networks):
+            for network in reversed(self.networks):
                 stack.enter_context(failing_together(network, self.device))
             yield
 
     def all_gather_object(self, what: T) -> list[T]:
         """Return small objects of all ranks, also of those that have other parts, in the order of :attr:`rank`."""
         found = [what]
-        for network in reversed(self._networks):
+        for network in reversed(self.networks):
             found = list(chain.from_iterable(zip(*network.all_gather_object(found, self.device), strict=True)))
         return found
 
@@ -259,7 +259,7 @@ class EngineView:
         return self.comm.world_size * self.ranks_of_a_replica
 
     @property
-    def _networks(self) -> list[TorchCollective]:
+    def networks(self) -> list[TorchCollective]:
         """Ranks that have the other parts, and those of the same part: together they reach all ranks."""
         return [network for network in (self.router.within, self.comm) if network is not None]
 
