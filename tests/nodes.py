@@ -1,4 +1,4 @@
-"""A model whose gradients are given numbers, behind DDP on ranks of nodes, and what a node exchanges, by plain torch."""
+"""A model whose gradients are given numbers, behind DDP on ranks of nodes; and what nodes exchange, by plain torch."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import lightning_sparse as ls
-from tests.contract.cases import CASES, MEMORIES, PAIRS, Case, fit, kinds
+from tests.contract.cases import MEMORIES, PAIRS, Case, fit
 from tests.covering import covering
 from tests.nodes import SHAPES, SPARSE, here, put_together, stream, wrapped
 from tests.ranks import Ranks
 
-STEPS = 4
+STEPS = 3
 NAMES = list(reversed(SHAPES))
 """In the order of groups."""
 
@@ -33,9 +33,7 @@ def differing(size: int, options: dict[str, Any], world_size: int = 4) -> list[s
     named: dict[str, Any] = {"sparsifier": "union_topk"}
     named |= {name: options[name] for name in ("sparsifier", "memory", "exchange") if name in options}
     density = options.get("density", SPARSE["density"])
-    parts = [
-        ls.simulate(stream(STEPS, nodes, size, place, NAMES), density=density, **named) for place in range(size)
-    ]
+    parts = [ls.simulate(stream(STEPS, nodes, size, place, NAMES), density=density, **named) for place in range(size)]
     rank, wrong = torch.distributed.get_rank(), []
     for step, traces in enumerate(zip(*parts, strict=True)):
         ddp.zero_grad()
@@ -63,39 +61,23 @@ def serves(case: Case, size: int, world_size: int) -> bool:
     return case.serves(world_size // size, numel, SPARSE["density"])
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
-def test_each_sparsifier_exchanges_the_means_of_nodes(four_ranks: Ranks, size: int) -> None:
-    cases = [{"sparsifier": case.sparsifier} for case in CASES if serves(case, size, 4)]
-    assert len(cases) > 20
-    for found in four_ranks(together, [size], cases):
-        assert not found
+CELLS = [
+    (case, exchange, memory)
+    for memory in (ls.Residual(), ls.NoMemory(), *MEMORIES)
+    for case, exchange in PAIRS
+    if fit(memory, exchange) and serves(case, 2, 4)
+]
 
 
-@pytest.mark.parametrize(
-    ("case", "exchange"), covering(PAIRS, together=1, seen_as=lambda case, exchange: kinds(case, exchange)[1:])
-)
-def test_each_exchange_averages_means_of_nodes(four_ranks: Ranks, case: Case, exchange: str) -> None:
-    if not serves(case, 2, 4):
-        pytest.skip("the sparsifier does not serve groups of this size")
-    for found in four_ranks(together, [2], [{"sparsifier": case.sparsifier, "exchange": exchange}]):
-        assert not found
-
-
-def test_each_memory_remembers_means_of_nodes(four_ranks: Ranks) -> None:
-    kept = [ls.NoMemory(), ls.Residual(), *MEMORIES]
-    cases = [
-        {"sparsifier": name, "memory": memory}
-        for name in ("union_topk", "topk")
-        for memory in kept
-        if fit(memory, {"union_topk": "packed_union", "topk": "gather_pairs"}[name])
-    ]
-    for found in four_ranks(together, [2], cases):
+@pytest.mark.parametrize(("case", "exchange", "memory"), covering(CELLS, together=1))
+def test_parts_are_exchanged_as_simulated(four_ranks: Ranks, case: Case, exchange: str, memory: ls.Memory) -> None:
+    options = {"sparsifier": case.sparsifier, "exchange": exchange, "memory": memory}
+    for found in four_ranks(together, [2], [options]):
         assert not found
 
 
 SETTINGS: list[dict[str, Any]] = [
     {"density": 1.0},
-    {"sparsifier": "everything"},
     {"messages": "group", "sparsifier": "topk"},
     {"executor": "inline"},
     {"density": ls.Warmup(1.0, 0.05, 3)},
