@@ -260,7 +260,7 @@ class EngineView:
 
     @property
     def networks(self) -> list[TorchCollective]:
-        """Ranks that have the other parts, and those of the same part: together they reach all ranks."""
+        """The ranks that have other parts, if there are any, and those that have the same: they reach all ranks."""
         return [network for network in (self.router.within, self.comm) if network is not None]
 
     @property

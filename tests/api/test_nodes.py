@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import time
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -647,3 +648,26 @@ def test_states_of_parts_are_merged_with_averages_that_nobody_has_applied(four_r
         assert torch.equal(dense, found[0][2][name].flatten())
     with pytest.raises(ValueError, match="some parts of rank 1 are missing"):
         ls.merge_states(found[0][1][:3])
+
+
+# ---- The watchdog
+
+
+def diverged(rank: int) -> list[str]:
+    ddp, engine = wrapped(2, watch=ls.Watch(every=1))
+    with torch.no_grad():
+        ddp.module.get_parameter("wide")[0, 0] += 2.0 * (dist.get_rank() == rank)
+    with warnings.catch_warnings(action="ignore"):
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(here(step)).backward()
+            engine.count_as_applied()
+    engine.close()
+    return engine.warnings
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_the_watchdog_sees_weights_that_differ_within_a_node_and_between_nodes(four_ranks: Ranks, rank: int) -> None:
+    for [told] in four_ranks(diverged, rank):
+        assert "1 of 4 parameters are no longer equal on all ranks. The first is 'wide', by up to 2" in told
+        assert f"rank(s) [{rank}] differ" in told
