@@ -14,7 +14,7 @@ import torch
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sparse.api.nodes import nodes_of, own_part
+from lightning_sparse.api.nodes import nodes_of
 from lightning_sparse.config import SparsificationConfig, StrategyConfig
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.fields import from_keywords, keywords_of
@@ -148,7 +148,7 @@ def attach_config(
             exchanged = {name: p for name, p in parameters.items() if p.numel()}
             if in_parts:
                 shards = nodes.shards(exchanged)
-                plan = [own_part(group, shards) for group in plan]
+                plan = [group.resized({name: shard.length for name, shard in shards.items()}) for group in plan]
             given: dict[str, Any] = {"watch_usage": usage, "frozen": frozen, "shards": shards, "within": within}
             engine = Engine(plan, exchanged, config, comm, device, **given)
             undo.callback(engine.close)

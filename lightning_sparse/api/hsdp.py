@@ -23,7 +23,6 @@ from lightning_sparse.api.attach import (
     trained_and_frozen,
     warn_if_nothing_is_left,
 )
-from lightning_sparse.api.nodes import own_part
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.fields import from_keywords, with_keywords_of
@@ -174,7 +173,7 @@ def attach_hsdp_config(
     check_equal_on_ranks(facts, parts, device)
     shards = {name: shard_of(p) for name, p in trained.items() if p.numel()}
     check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
-    own_plan = [own_part(group, shards) for group in plan]
+    own_plan = [group.resized({name: shard.length for name, shard in shards.items()}) for group in plan]
     _refuse_groups_without_rows([group.name for group in own_plan if not group.numel], parts, device)
     speaks = replicas.rank == parts.rank == 0
     if speaks and not stays_dense and not isinstance(config.sparsifier, Everything):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -118,9 +118,3 @@ def _by_host(numbers: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
             "each, or set node_size=None, with which all ranks exchange with each other."
         )
     return [row for _, row in rows]
-
-
-def own_part(group: Group, shards: Mapping[str, Shard]) -> Group:
-    """Return a group with the sizes of the parts that this rank has."""
-    sizes: Any = (p._replace(numel=shards[p.name].length) for p in group.parameters)
-    return group._replace(parameters=tuple(sizes))

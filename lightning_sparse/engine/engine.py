@@ -298,7 +298,8 @@ class Engine(EngineView):
         starts anew. The residual of a parameter that becomes dense is sent in the next step.
 
         Args:
-            plan: groups of the same parameters, see :func:`~lightning_sparse.methods.grouping.make_plan`.
+            plan: groups of the same parameters, see :func:`~lightning_sparse.methods.grouping.make_plan`; whole ones,
+                also where this engine has parts of them.
             messages: what travels together from then on; None: as before.
 
         Raises:
@@ -330,7 +331,8 @@ class Engine(EngineView):
         expect(chosen in get_args(Messages), "messages", "'group', 'step' or None", messages)
         expect(chosen == "step" or not self.settings.delay, "messages", "'step' or None, with delay=1", messages)
         check_covers(groups, self.router.parameters)
-        self.router.regroup(groups, chosen)
+        lengths = {name: shard.length for name, shard in self.shards.items()}
+        self.router.regroup([group.resized(lengths) for group in groups], chosen)
         if self.optimizers:
             self._binding.suit(self.optimizers)
 

@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.api.attach import sizes_of
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
+from lightning_sparse.methods.grouping import make_plan
 from tests.nodes import (
     SHAPES,
     Given,
@@ -648,6 +650,35 @@ def test_states_of_parts_are_merged_with_averages_that_nobody_has_applied(four_r
         assert torch.equal(dense, found[0][2][name].flatten())
     with pytest.raises(ValueError, match="some parts of rank 1 are missing"):
         ls.merge_states(found[0][1][:3])
+
+
+# ---- Other groups
+
+
+def regrouped() -> list[Any]:
+    """The law with other groups after a step: what is remembered belongs to parameters."""
+    ddp, engine = wrapped(2, sparsifier="topk")
+    sizes = sizes_of(engine.parameters)
+    sent: dict[str, Tensor] = {name: torch.zeros(SHAPES[name]) for name in NAMES}
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(here(step, integers)).backward()
+        engine.count_as_applied()
+        sent = {name: sent[name] + ddp.module.get_parameter(name).grad for name in NAMES}
+        if step == 0:
+            rules = ls.Rules(dense=["few"], dense_ndim=0, dense_numel=0)
+            engine.regroup(make_plan(sizes, "layer", rules)[::-1])
+    residuals = {name: engine.residual(name).clone() for name in NAMES}
+    engine.close()
+    return [residuals, sent]
+
+
+def test_groups_change_and_nothing_is_lost(four_ranks: Ranks) -> None:
+    found = four_ranks(regrouped)
+    nodes = whole(found, 2)
+    for name in NAMES:
+        absorbed = sum(node_mean(step, node, 2, name, integers) for step in range(3) for node in range(2))
+        assert torch.equal(nodes[0][name] + nodes[1][name] + 2 * found[0][1][name].flatten(), absorbed)
 
 
 # ---- The watchdog

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import lightning_sparse as ls
+from lightning_sparse.engine.traffic import count_bytes
 from tests.contract.cases import MEMORIES, PAIRS, Case, fit
 from tests.covering import covering
 from tests.nodes import SHAPES, SPARSE, here, put_together, stream, wrapped
@@ -87,6 +88,24 @@ SETTINGS: list[dict[str, Any]] = [
 def test_settings_do_not_change_what_nodes_exchange(four_ranks: Ranks) -> None:
     for found in four_ranks(together, [2], SETTINGS):
         assert not found
+
+
+@pytest.mark.parametrize(
+    ("sparsifier", "nodes", "size", "ratio"),
+    [
+        ("topk", 2, 2, 1 / 3),
+        ("topk", 4, 8, 3 / 31),
+        ("everything", 2, 2, 2 / 3),
+        ("everything", 4, 8, 24 / 31),
+        ("union_topk", 2, 2, 0.66),
+        ("union_topk", 4, 8, 0.69),
+    ],
+)
+def test_what_crosses_a_nodes_card_falls_as_the_page_says(sparsifier: str, nodes: int, size: int, ratio: float) -> None:
+    """In a ring through consecutive ranks, what leaves a node is what one of its ranks sends."""
+    flat = count_bytes(sparsifier, 1_000_000, nodes * size, 0.01).bytes_sent
+    in_parts = size * count_bytes(sparsifier, 1_000_000 // size, nodes, 0.01).bytes_sent
+    assert in_parts / flat == pytest.approx(ratio, abs=0.005)
 
 
 @pytest.mark.thorough
