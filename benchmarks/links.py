@@ -1,5 +1,7 @@
 """Ranks as processes in network namespaces of this machine, joined by a bridge, over cables of a limited rate.
 
+A namespace is a node: it has one rank, or several, which then reach each other past the cable.
+
 A virtual cable leads from each namespace to a bridge in one more namespace, and a token bucket filter at both ends of
 every cable limits what a rank sends and what it receives to the given rate each. The latency of virtual cables is far
 below a real network's, unless a round trip is given: each cable is a line then that delays frames (`delay_line.py`).
@@ -115,10 +117,15 @@ def stop(number: int, frame: Any) -> None:
 
 
 def launch(
-    words: Sequence[str | Path], ranks: int, processes: list[subprocess.Popen[bytes]], seconds: float
+    words: Sequence[str | Path],
+    ranks: int,
+    processes: list[subprocess.Popen[bytes]],
+    seconds: float,
+    node_size: int = 1,
 ) -> str | None:
-    """Run a command as ranks, each in its namespace, as torchrun would start them; what went wrong, if anything."""
-    for rank, name in enumerate(NAMESPACES[:ranks]):
+    """Run a command as ranks, so many in a namespace, as torchrun would start them; what went wrong, if anything."""
+    for rank in range(ranks):
+        name = NAMESPACES[rank // node_size]
         local = {
             "RANK": rank,
             "LOCAL_RANK": rank,

@@ -198,6 +198,24 @@ def late_rows(result: Result) -> list[Row]:
     return rows
 
 
+def nodes_rows(result: Result) -> list[Row]:
+    """Exchanges between all ranks, and with nodes; bytes are those on a node's cable, in both directions."""
+    rounds = Rounds(result)
+    rows: list[Row] = []
+    for name in rounds.variants:
+        sent, received = (rounds.median(name, kind) / 1e6 for kind in ("sent", "received"))
+        row: Row = {"variant": name, "step ms": rounds.median(name, "step_ms"), "cpu ms": rounds.median(name, "cpu_ms")}
+        row |= {"MB sent by a node": f"{sent:.3f}", "MB received": f"{received:.3f}"}
+        flat = name.removesuffix(" nodes")
+        if flat != name and flat in rounds.variants:
+            row["step / flat"] = rounds.steps(name, flat)
+            row["sent / flat"] = rounds.ratio(name, ("sent",), flat, ("sent",))
+        if name not in ("compute", "dense"):
+            row["step / dense"] = rounds.steps(name, "dense")
+        rows.append(row)
+    return rows
+
+
 def losses(rounds: Rounds, name: str) -> list[str]:
     """What a sparse variant is slower than: plain DDP, its hooks, and no exchange at all with a fifth on top.
 
@@ -220,6 +238,7 @@ ROWS: dict[str, Callable[[Result], list[Row]]] = {
     "hooks": hooks_rows,
     "late": late_rows,
     "regions": late_rows,
+    "nodes": nodes_rows,
     "overlap": overlap_rows,
     "plans": plans_rows,
     "messages": messages_rows,

@@ -16,6 +16,8 @@ Parts, each for every model and rate:
   meet at a barrier and look at their clocks, a few milliseconds in which an exchange in flight goes on.
 - regions: the same, one step after the other without a barrier, and the time of a step is that of several in a row:
   over long round trips, a barrier takes as long as a step, and would hide an exchange.
+- nodes: several ranks in each namespace (`--node-size`), which is a node: bytes are those on the node's cable. Flat
+  exchanges between all ranks, the same with `node_size`, Top-k, plain DDP and PowerSGD.
 - overlap: every sparsifier with buckets of 25 MiB and with layers merged below 8192 coordinates, executors inline and
   thread. How much of the time for selection and exchange does backward still wait for?
 - plans: one sparsifier on the communication thread with different groupings: layer, bucket, merge_below, model, and
@@ -63,6 +65,7 @@ the end whatever happens. Results are kept in the folder `--out` after every rou
     sudo python benchmarks/shaped_links.py --parts hooks --ranks 8 --variants compute dense "powersgd 1" "sparse 0.01"
     sudo python benchmarks/shaped_links.py --parts late --models lstm vgg gpt --mbit 100 1000 --rounds 10
     sudo python benchmarks/shaped_links.py --parts regions --models lstm --mbit 1000 --rtt 50 --steps 8
+    sudo python benchmarks/shaped_links.py --parts nodes --node-size 2 --models lstm vgg --mbit 100 1000 --rounds 10
     sudo python benchmarks/shaped_links.py --parts plans --models vgg --mbit 100 --rounds 20 --csv plans.csv
     sudo python benchmarks/shaped_links.py --ranks 2 --parts overlap --models mlp --mbit 100 1000 10000
     python benchmarks/shaped_links.py --tables --out shaped_links
@@ -99,9 +102,11 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--parts", nargs="+", choices=list(ROWS), default=list(ROWS))
+    flat = [part for part in ROWS if part != "nodes"]
+    parser.add_argument("--parts", nargs="+", choices=list(ROWS), default=flat)
     parser.add_argument("--models", nargs="+", choices=["lstm", "vgg", "gpt", "mlp"], default=["lstm", "vgg"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[4], help=f"numbers of them, to {MOST} (default: 4)")
+    parser.add_argument("--node-size", type=int, default=1, help="ranks in a namespace (default: 1)")
     parser.add_argument("--mbit", type=int, nargs="+", default=[100, 1000], help="link rates (default: 100 1000)")
     named = [spec.name for spec in hook_specs(1.0, SLOW)]
     parser.add_argument("--rtt", type=float, default=0.0, help="milliseconds that a round trip takes longer (0)")
@@ -120,6 +125,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, help="file for the rows of all tables")
     parser.add_argument("--tables", action="store_true", help="measure nothing, show what --out holds")
     arguments = parser.parse_args()
+    if any(n % arguments.node_size for n in arguments.ranks) or ("nodes" in arguments.parts) != (
+        arguments.node_size > 1
+    ):
+        parser.error("expected --node-size to divide --ranks, and to be above 1 for the part nodes, and for no other")
     if arguments.rounds < 2 or arguments.dense_every < 1 or not all(2 <= n <= MOST for n in arguments.ranks):
         parser.error(f"expected 2 to {MOST} ranks, at least 2 rounds, and --dense-every to be at least 1")
     return arguments
@@ -131,10 +140,11 @@ def measure(arguments: argparse.Namespace) -> list[str]:
     settings = {k: v for k, v in vars(arguments).items() if k not in ("csv", "tables", "timeout")}
     arguments.out.mkdir(parents=True, exist_ok=True)
     for ranks in arguments.ranks:
-        with network(ranks, arguments.rtt) as processes:
+        nodes = ranks // arguments.node_size
+        with network(nodes, arguments.rtt) as processes:
             for model in arguments.models:
                 for mbit in arguments.mbit:
-                    limit(mbit, ranks)
+                    limit(mbit, nodes)
                     for part in arguments.parts:
                         job = settings | {"part": part, "model": model, "mbit": mbit, "ranks": ranks}
                         job["out"] = str(arguments.out)
@@ -142,7 +152,7 @@ def measure(arguments: argparse.Namespace) -> list[str]:
                         problem = too_large(job) if part == "hooks" else None
                         if problem is None:
                             words = [sys.executable, RANK, json.dumps(job)]
-                            problem = launch(words, ranks, processes, arguments.timeout)
+                            problem = launch(words, ranks, processes, arguments.timeout, arguments.node_size)
                         took = f"{time.monotonic() - begin:.0f} s"
                         link = f"{mbit} Mbit/s" + (f", {arguments.rtt:g} ms" if arguments.rtt else "")
                         print(f"{part} {model}, {ranks} ranks, {link}: {problem or 'done'}, {took}", flush=True)

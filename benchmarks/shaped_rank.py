@@ -56,6 +56,7 @@ class Spec(NamedTuple):
     as_it_comes: bool = False  # sparse_ddp with its own defaults
     fallback: Literal["dense"] | None = None  # of that
     delay: Literal[0, 1] = 0  # of that
+    node_size: int | None = None  # of that
 
 
 class Variant:
@@ -79,7 +80,13 @@ class Variant:
             self.ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
         elif spec.as_it_comes:
             self.engine = ls.attach(
-                self.ddp, density=spec.density, bucket_cap_mb=25, fallback=spec.fallback, delay=spec.delay
+                self.ddp,
+                sparsifier=spec.sparsifier or "union_topk",
+                density=spec.density,
+                bucket_cap_mb=25,
+                fallback=spec.fallback,
+                delay=spec.delay,
+                node_size=spec.node_size,
             )
             self.engine.bind([self.optimizer])
         elif spec.sparsifier is not None:
@@ -347,6 +354,26 @@ def measure_late(job: Job, result: Result, keep: Callable[[], None]) -> None:
     take_turns(job, late_specs(result), result, keep)
 
 
+def measure_nodes(job: Job, result: Result, keep: Callable[[], None]) -> None:
+    """`sparse_ddp` as it comes between all ranks, and with nodes; and Top-k, of which every rank's picks travel."""
+    small = small_buckets(result)
+    specs = [
+        Spec(
+            f"{name} {density:g}{' nodes' if size else ''}",
+            sparsifier,
+            bucket_cap_mb=small,
+            density=density,
+            as_it_comes=True,
+            warm_up=4,
+            node_size=size,
+        )
+        for name, sparsifier, density in [("sparse", None, 0.01), ("sparse", None, 0.001), ("topk", "topk", 0.01)]
+        for size in (None, job["node_size"])
+    ]
+    power = Spec("powersgd 1", hook="powersgd", bucket_cap_mb=1e3, warm_up=4)  # one bucket, see hook_specs
+    take_turns(job, [*PLAIN, power, *specs], result, keep)
+
+
 def measure_regions(job: Job, result: Result, keep: Callable[[], None]) -> None:
     """The same, but that ranks do not meet between two steps: over long distances that takes as long as a step."""
     batches = batches_of(job)
@@ -427,13 +454,15 @@ def rank_main(job: Job) -> None:
 
 def path_of(job: Job) -> Path:
     rtt = f"-rtt{job['rtt']:g}" if job.get("rtt") else ""
-    return Path(job["out"]) / f"{job['part']}-{job['model']}-{job['mbit']}-{job['ranks']}{rtt}.json"
+    nodes = f"-in{job['node_size']}" if job.get("node_size", 1) > 1 else ""
+    return Path(job["out"]) / f"{job['part']}-{job['model']}-{job['mbit']}-{job['ranks']}{rtt}{nodes}.json"
 
 
 MEASURE: dict[str, Callable[[Job, Result, Callable[[], None]], None]] = {
     "hooks": measure_hooks,
     "late": measure_late,
     "regions": measure_regions,
+    "nodes": measure_nodes,
     "overlap": measure_overlap,
     "plans": measure_plans,
     "messages": measure_messages,

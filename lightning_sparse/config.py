@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args, get_origin
 
-from lightning_sparse.core.checks import check_integer, expect, is_number
+from lightning_sparse.core.checks import check_integer, expect, is_integer, is_number
 from lightning_sparse.core.fields import Resolved, documented, hints_of
 from lightning_sparse.methods.density import Constant, DensitySchedule, as_schedule
 from lightning_sparse.methods.exchanges import Exchange, as_exchange
@@ -157,6 +157,10 @@ class SparsificationConfig:
     wait for it only where it takes longer; for slow networks between regions, see docs/late.md. It takes 4 bytes a
     parameter. At the end of training, ``engine.drain()`` applies the last averages; the strategy for the Trainer does
     so by itself."""
+    node_size: Any = None
+    """Number of ranks of a node, between which links are fast: gradients are averaged within it densely, and exchanged
+    between nodes, each rank of a node a part of them, see docs/nodes.md. "auto": ranks of a host, by its name; a
+    ``DeviceMesh`` of two dimensions, nodes first; None or 1: each rank exchanges its own gradients."""
     fallback: Literal["dense"] | None = None
     """"dense" measures some sparse and some dense steps at the start, and again when the step time changes by much, and
     goes on with what is faster."""
@@ -205,6 +209,7 @@ class SparsificationConfig:
                 f"Expected fallback=None with delay=1, but got {self.fallback!r}: DDP averages in time, so that sparse "
                 "steps, which are late, could not take turns with its steps."
             )
+        self._check_nodes()
         watch, size, timeout = self.watch, self.bucket_cap_mb, self.timeout
         fits = watch is None or isinstance(watch, Watch)
         expect(fits, "watch", "a Watch such as Watch(every=1000), or None", watch)
@@ -216,6 +221,26 @@ class SparsificationConfig:
             raise ValueError(
                 "lr_aware=True rescales residuals, and NoMemory has none. Use memory=Residual() or lr_aware=False."
             )
+
+    def _check_nodes(self) -> None:
+        """Raise for what cannot be a node, and for settings that do not go with nodes."""
+        size = self.node_size
+        if size is None or size == 1:
+            vars(self)["node_size"] = None
+            return
+        mesh = hasattr(size, "mesh_dim_names") and size.ndim == 2
+        fits = mesh or size == "auto" or (is_integer(size) and size >= 1)
+        expect(fits, "node_size", "'auto', an integer from 1 on, a DeviceMesh of two dimensions or None", size)
+        expect(not self.delay, "delay", "0 with node_size, which puts averages together in time", self.delay)
+        expect(self.fallback is None, "fallback", "None with node_size: DDP's own steps are not timed", self.fallback)
+        for name in ("grouping", "density"):
+            chosen = getattr(self, name)
+            expect(not chosen.needs_profile, name, "one without a profile of the first steps with node_size", chosen)
+
+    @property
+    def hands_over_later(self) -> bool:
+        """True if averages are not in the places of gradients as soon as an exchange has settled."""
+        return self.delay > 0 or self.node_size is not None
 
     @property
     def _why_by_group(self) -> str:

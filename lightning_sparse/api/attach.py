@@ -14,12 +14,14 @@ import torch
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_sparse.api.nodes import nodes_of
 from lightning_sparse.config import SparsificationConfig, StrategyConfig
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.fields import from_keywords, keywords_of
 from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
 from lightning_sparse.engine.engine import can_observe
 from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.state.state import Shard
 from lightning_sparse.methods.grouping import Group, ParameterSize, Rules, dense_plan, make_plan
 from lightning_sparse.methods.grouping.groupings import CUDA_BUCKET_MB, MIB
 from lightning_sparse.methods.sparsifiers import Everything
@@ -101,6 +103,9 @@ def attach_config(
 ) -> Engine:
     """Do the work of :func:`attach` with checked settings."""
     ranks, device = TorchCollective(ddp.process_group), ddp.device
+    nodes = nodes_of(config.node_size, ranks, device)
+    config = replace(config, node_size=nodes.size)  # 1 is None
+    alone = ranks.world_size in (1, nodes.size)
     with failing_together(ranks, device):
         _check_ddp(ddp)
         parameters, frozen = _parameters_of(ddp)
@@ -110,8 +115,11 @@ def attach_config(
             cap = max(cap, CUDA_BUCKET_MB)
         config = replace(config, bucket_cap_mb=cap)  # None means this size
         plan = make_plan(sizes, config.grouping, config.rules, cap)  # which checks rules, too
-        stays_dense = ranks.world_size == 1 and config.single_device == "dense"
+        stays_dense = alone and config.single_device == "dense"
         plan = dense_plan(sizes, cap) if stays_dense else plan
+        in_parts = config.node_size is not None and not stays_dense
+        if in_parts:
+            nodes.check_parts(plan)
         refuse_two_orders(ddp.module, config.executor, device)
         refuse_to_wait(config, device, ranks.world_size)
         facts = {
@@ -128,12 +136,21 @@ def attach_config(
     if ranks.rank == 0 and not stays_dense and not isinstance(config.sparsifier, Everything):
         warn_if_nothing_is_left(plan, config.rules)
     with ExitStack() as undo:
-        comm = TorchCollective.over(ddp.process_group, config.timeout, device, config.executor == "thread")
+        within, shards = None, dict[str, Shard]()
+        if in_parts:
+            comm, within = nodes.connect(config)
+            undo.callback(within.close)
+        else:
+            comm = TorchCollective.over(ddp.process_group, config.timeout, device, config.executor == "thread")
         undo.callback(comm.close)
-        with failing_together(ranks, device, abort=comm.abort):
+        with failing_together(ranks, device, abort=partial(_abort, comm, within)):
             usage = bool(ddp.find_unused_parameters or ddp.static_graph)
             exchanged = {name: p for name, p in parameters.items() if p.numel()}
-            engine = Engine(plan, exchanged, config, comm, device, watch_usage=usage, frozen=frozen)
+            if in_parts:
+                shards = nodes.shards(exchanged)
+                plan = [group.resized({name: shard.length for name, shard in shards.items()}) for group in plan]
+            given: dict[str, Any] = {"watch_usage": usage, "frozen": frozen, "shards": shards, "within": within}
+            engine = Engine(plan, exchanged, config, comm, device, **given)
             undo.callback(engine.close)
             if scaler is not None:
                 engine.loss_scale = partial(getattr, scaler, "_scale", None)  # public get_scale() waits for the device
@@ -154,6 +171,12 @@ def attach_config(
             _register(ddp, engine)  # last: it cannot be undone
         undo.pop_all()
     return engine
+
+
+def _abort(*networks: TorchCollective | None) -> None:
+    for network in networks:
+        if network is not None:
+            network.abort()
 
 
 def refuse_to_wait(config: SparsificationConfig, device: torch.device, ranks: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, 
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.sources.fsdp2 import ShardSource
 from lightning_sparse.engine.state.state import Shard
-from lightning_sparse.methods.grouping import DDP_BUCKET_MB, Group, ParameterSize, dense_plan, make_plan
+from lightning_sparse.methods.grouping import DDP_BUCKET_MB, ParameterSize, dense_plan, make_plan
 from lightning_sparse.methods.sparsifiers import Everything
 from lightning_sparse.tuning.controllers import Planner, StayDense
 from lightning_sparse.tuning.controllers.announcer import Announcer
@@ -90,6 +90,8 @@ def refuse_without_ddp(config: SparsificationConfig) -> None:
             "of a sharded model come at the end of backward, so that there is nothing to overlap with."
         )
     expect(config.fallback is None, "fallback", "None for a sharded model", config.fallback)
+    nodes = config.node_size
+    expect(nodes is None, "node_size", "None for a sharded model, whose replicas are what nodes would be", nodes)
     expect(config.messages != "group", "messages", "'step' or 'auto' for a sharded model", config.messages)
 
 
@@ -171,7 +173,7 @@ def attach_hsdp_config(
     check_equal_on_ranks(facts, parts, device)
     shards = {name: shard_of(p) for name, p in trained.items() if p.numel()}
     check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
-    own_plan = [_own_part(group, shards) for group in plan]
+    own_plan = [group.resized({name: shard.length for name, shard in shards.items()}) for group in plan]
     _refuse_groups_without_rows([group.name for group in own_plan if not group.numel], parts, device)
     speaks = replicas.rank == parts.rank == 0
     if speaks and not stays_dense and not isinstance(config.sparsifier, Everything):
@@ -353,11 +355,6 @@ def _refuse_groups_without_rows(names: list[str], parts: TorchCollective, device
                 f"{rank} has none of group {missing[0]!r}. Choose a coarser grouping, such as 'bucket' or 'model', or "
                 "fewer ranks in a replica."
             )
-
-
-def _own_part(group: Group, shards: Mapping[str, Shard]) -> Group:
-    """Return a group with the sizes of the parts that this rank has."""
-    return group._replace(parameters=tuple(p._replace(numel=shards[p.name].length) for p in group.parameters))
 
 
 def broadcast_replica(model: Module, comm: TorchCollective, device: torch.device) -> None:

@@ -97,6 +97,16 @@ class Gradient:
             torch._foreach_copy_(self.runs, list(torch.split(flat, self._lengths)))
 
 
+def even_part(numel: int, number: int, parts: int) -> slice:
+    """Return one of so many parts of coordinates, whose lengths differ by one at most.
+
+    Example:
+        >>> [even_part(7, number, 3) for number in range(3)]
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 7, None)]
+    """
+    return slice(number * numel // parts, (number + 1) * numel // parts)
+
+
 def own(x: Tensor) -> Tensor:
     """Return the part of a tensor that this rank has, in the tensor's own memory: all of it, unless it is sharded."""
     whole: Any = x

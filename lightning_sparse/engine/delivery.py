@@ -57,6 +57,22 @@ class Delivery:
         """Some of the averages as they were handed out, where they are to be divided; None: nobody can have changed
         them."""
 
+    @property
+    def wide(self) -> torch.dtype:
+        """Dtype of divisors."""
+        return self._like.dtype
+
+    def of_whole(
+        self,
+        spans: Mapping[str, slice],
+        indices: Tensor | None,
+        by: Tensor | None,
+        bounds: tuple[Tensor, Tensor],
+        whole: bool,
+    ) -> Delivery:
+        """Return the facts about averages of whole parameters, of which these are a part; see the class."""
+        return Delivery(spans, indices, by, self._memory, self.ranks, bounds, self._like, whole)
+
     def sample(self, pieces: Sequence[Tensor], scale: Tensor | None) -> None:
         """Note some of the averages where optimizers will find them, to see later how they were changed.
 

@@ -270,16 +270,16 @@ class Engine(EngineView):
     def go_direct(self, for_good: bool = False) -> bool:
         """Average DDP's buckets just as DDP does without a hook, until groups change; for plans that are all dense.
 
-        Refused, with nothing changed, before residuals have been sent (in the first valid step of a dense plan), and
-        with memories that do more for dense groups than nothing, such as momentum, and with ``delay=1``. What is then
-        still remembered, of parameters that the step did not use and of rounding, is kept until groups change again.
-        Collective: all ranks get the same answer.
+        Refused, with nothing changed, before residuals have been sent (in the first valid step of a dense plan), with
+        memories that do more for dense groups than nothing, such as momentum, with ``delay=1``, and between nodes. What
+        is then still remembered, of parameters that the step did not use and of rounding, is kept until groups change
+        again. Collective: all ranks get the same answer.
 
         Args:
             for_good: forget second moments and whatever else only sparse steps need.
         """
         simple = isinstance(self.settings.memory_in_use.for_dense(), NoMemory)
-        if not simple or self.settings.delay or not all(group.plan.dense for group in self.groups):
+        if not simple or self.entrance is not self.router or not all(group.plan.dense for group in self.groups):
             return False
         sent = torch.tensor([all(group.sent for group in self.groups)], dtype=torch.uint8, device=self.device)
         everywhere = self.comm.all_gather(sent).amin(0)
@@ -298,7 +298,8 @@ class Engine(EngineView):
         starts anew. The residual of a parameter that becomes dense is sent in the next step.
 
         Args:
-            plan: groups of the same parameters, see :func:`~lightning_sparse.methods.grouping.make_plan`.
+            plan: groups of the same parameters, see :func:`~lightning_sparse.methods.grouping.make_plan`; whole ones,
+                also where this engine has parts of them.
             messages: what travels together from then on; None: as before.
 
         Raises:
@@ -330,7 +331,8 @@ class Engine(EngineView):
         expect(chosen in get_args(Messages), "messages", "'group', 'step' or None", messages)
         expect(chosen == "step" or not self.settings.delay, "messages", "'step' or None, with delay=1", messages)
         check_covers(groups, self.router.parameters)
-        self.router.regroup(groups, chosen)
+        lengths = {name: shard.length for name, shard in self.shards.items()}
+        self.router.regroup([group.resized(lengths) for group in groups], chosen)
         if self.optimizers:
             self._binding.suit(self.optimizers)
 
@@ -413,7 +415,7 @@ class Engine(EngineView):
             RuntimeError: within a step.
         """
         self._check_between_steps("Residuals can only be taken")
-        return take_pending(self.router)
+        return take_pending(self.router, self.entrance.put_together)
 
     def drain(self, optimizers: Iterable[torch.optim.Optimizer] | None = None) -> bool:
         """Apply averages that are on their way, with ``delay=1``; all ranks must call this, between two steps.
@@ -489,13 +491,14 @@ class Engine(EngineView):
 
         Returns:
             ``moment``: how many exchanges and flushes of this engine have settled; ``step``, ``void_steps``, ``rank``,
-            ``world_size``, ``settings``; ``parameters`` and ``counters``: what is remembered of each, by name;
-            ``spans``: which coordinates of each parameter, as first one, number, and number of all; ``pending``:
-            averages that are not applied; ``late``: those that optimizers get in the next step, with what they are
-            divided by and the number of ranks that they are means over; ``absorbed``: parameters of which a gradient
-            was absorbed that is not exchanged; ``groups``: what sparsifiers and schedules have learned; ``rates``:
-            latest learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``: what
-            gradients are clipped to in place of their averages; ``lengths``: see
+            ``world_size``, ``settings``; ``part``: the number of this rank among those that have other parts of the
+            same gradients, and how many these are, or nothing; ``parameters`` and ``counters``: what is remembered of
+            each, by name; ``spans``: which coordinates of each parameter, as first one, number, and number of all;
+            ``pending``: averages that are not applied; ``late``: those that optimizers get in the next step, with what
+            they are divided by and the number of ranks that they are means over; ``absorbed``: parameters of which a
+            gradient was absorbed that is not exchanged; ``groups``: what sparsifiers and schedules have learned;
+            ``rates``: latest learning rates; ``surplus``: what changes of them have left in residuals; ``clippings``:
+            what gradients are clipped to in place of their averages; ``lengths``: see
             :class:`~lightning_sparse.engine.optimizers.scaled.Lengths`.
 
         Raises:
@@ -576,9 +579,9 @@ class Engine(EngineView):
             observer.close()
         self._binding.close()
         self._warn_of_what_is_left()
-        if isinstance(self.entrance, OneStepLate):
-            self.entrance.close()
         self.router.close()
+        if not isinstance(self.entrance, Reducer):
+            self.entrance.close()
         self.comm.close()
 
     def _warn_of_what_is_left(self) -> None:

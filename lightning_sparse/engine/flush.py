@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sparse.core.layout import flattened, own, shaped, sharded_as
+from lightning_sparse.core.layout import own, shaped, sharded_as
 from lightning_sparse.core.messages import AllGather, AllReduce, Message
-from lightning_sparse.engine.delivery import Delivery
 from lightning_sparse.engine.network import send
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.state.record import Averages
@@ -31,10 +30,16 @@ def gradients_aside(optimizers: Iterable[Optimizer]) -> Iterator[None]:
             parameter.grad = grad
 
 
-def take_pending(reducer: Reducer) -> dict[str, Tensor]:
+def take_pending(
+    reducer: Reducer, put_together: Callable[[Sequence[Averages]], Sequence[Averages]]
+) -> dict[str, Tensor]:
     """Return the average of each parameter that has a residual on any rank, and forget the residuals; collective.
 
     The averages are ``(1/n) sum_i residual_i``, in the parameter's shape and dtype. See :meth:`.Engine.take_pending`.
+
+    Args:
+        reducer: between two steps.
+        put_together: gives averages as optimizers get them, given those of what this rank exchanges.
     """
     comm, record, sent = reducer.comm, reducer.record, 0.0
 
@@ -50,7 +55,7 @@ def take_pending(reducer: Reducer) -> dict[str, Tensor]:
     if reducer.settings.lr_aware and reducer.rates.known:
         reducer.rescale()
     with reducer.on_stream.between_steps():
-        groups, pending, deliveries = reducer.groups, dict[str, Tensor](), dict[str, Delivery | None]()
+        groups, made = reducer.groups, list[Averages]()
         have = torch.tensor([group.residual is not None for group in groups], dtype=torch.uint8, device=reducer.device)
         anywhere = answer(AllGather(have)).amax(0).tolist()
         for group in (group for group, wanted in zip(groups, anywhere, strict=True) if wanted and not group.empty):
@@ -60,19 +65,23 @@ def take_pending(reducer: Reducer) -> dict[str, Tensor]:
             average = mean(residual)
             by = group.memory.divide_all(group.state.memory, average, mean, group.density(reducer.step))
             whole = group.statistics is not None and group.statistics.indices is None
-            deliveries |= dict.fromkeys(group.spans, group.delivery(None, by, comm.world_size, whole))
-            for name, span in group.spans.items():
-                parameter = reducer.parameters[name]
-                part = shaped(average[span].to(parameter.dtype), own(parameter))
-                pending[name] = sharded_as(part, parameter)
+            delivery = group.delivery(None, by, comm.world_size, whole)
+            made.append(Averages(group.spans, None, average.to(group.dtype), delivery))
         reducer.totals.add(sent, 0.0)
-        parts = {name: own(average) for name, average in pending.items()}
-        averages = {
-            name: Averages({name: slice(0, part.numel())}, None, flattened(part)) for name, part in parts.items()
-        }
+        given = _by_name(put_together(made))
         with record.changing():
             reducer.lengths.begin_step()
             for group in groups:
-                group.scale(dict.fromkeys(pending, 0.0))
-            record.flush(averages, deliveries)
-    return pending
+                group.scale({name: 0.0 for each in made for name in each.spans})
+            record.flush(_by_name(made), {name: one.delivery for name, one in given.items()})
+    return {name: _shaped(one, name, reducer.parameters[name]) for name, one in given.items()}
+
+
+def _by_name(averages: Sequence[Averages]) -> dict[str, Averages]:
+    return {name: each for each in averages for name in each.spans}
+
+
+def _shaped(averages: Averages, name: str, parameter: Tensor) -> Tensor:
+    """Return the averages of a parameter, of all its coordinates here, in its shape."""
+    assert averages.values is not None
+    return sharded_as(shaped(averages.values[averages.spans[name]], own(parameter)), parameter)

@@ -79,7 +79,8 @@ class GroupReducer:
         """Parameters that no rank used in the latest step."""
         self.bounds = bounds_of(self.spans, self.device)
         self._like = torch.empty((), dtype=self.wide, device=self.device)
-        self._keeps = settings.delay > 0
+        self._keeps = settings.hands_over_later
+        self._notes_sent = settings.delay > 0
         self.exchange_made: Exchanged | None = None
         """The exchange of this step, until the next one begins."""
         self._rooms: dict[torch.dtype, Tensor] = {}
@@ -239,7 +240,7 @@ class GroupReducer:
         if made is None:
             return None
         self.statistics = made.proposed.statistics
-        held = self._held_at(made.proposed.update.sent) if self._keeps else None
+        held = self._held_at(made.proposed.update.sent) if self._notes_sent else None
         self.state = settle_group(self.state, made.proposed, skipped, self.memory, made.unused)
         if static_shapes(self.device) or not skipped:
             places = None if static_shapes(self.device) else made.proposed.statistics.indices

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from lightning_sparse.config import SparsificationConfig
 from lightning_sparse.core.clock import Stamp, Totals
 from lightning_sparse.core.interrupts import held
-from lightning_sparse.core.layout import own
+from lightning_sparse.core.layout import flattened, own
 from lightning_sparse.core.messages import AllGather, Steps, ring_all_reduce_bytes, started
 from lightning_sparse.core.step import Context
 from lightning_sparse.engine.executor import make_executor
@@ -36,11 +36,13 @@ from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective, drive_together
 from lightning_sparse.engine.optimizers.clipping import GradientClipping
 from lightning_sparse.engine.optimizers.scaled import Lengths
+from lightning_sparse.engine.parts import Parts
 from lightning_sparse.engine.pipeline import forget_overflow_
+from lightning_sparse.engine.placing import Mark
 from lightning_sparse.engine.regrouping import Groups
 from lightning_sparse.engine.skip import Decision, Header, any_set
 from lightning_sparse.engine.sources.gradient_hooks import Usage, refuse_sparse_gradients
-from lightning_sparse.engine.state.record import Counts, Kept
+from lightning_sparse.engine.state.record import Averages, Counts, Kept
 from lightning_sparse.methods.memory.clip import joint_norm
 from lightning_sparse.ops import all_finite
 
@@ -48,8 +50,6 @@ NOTE = "sparse_ddp: "
 """Begins the note that says where an error was raised."""
 SHOWN = 4
 """Number of groups that a note names."""
-Mark = Callable[[Tensor, Set[str]], None]
-"""Puts NaN into the gradients of a step if () a flag is set, but for those of parameters that no rank used."""
 PATIENCE = 30.0
 """Seconds that a state waits for an exchange that another rank has concluded already."""
 
@@ -98,6 +98,12 @@ class Reducer(Groups):
         super().__init__(parameters, settings, comm, device)
         self.within = within
         """Ranks that hold the other parts of what this rank holds."""
+        self.parts: Parts | None = None
+        """Which part of each parameter is exchanged, where this rank has whole parameters and exchanges a part of them;
+        None: it exchanges all that it has."""
+        if settings.node_size is not None and within is not None:
+            numels = {name: p.numel() for name, p in parameters.items()}
+            self.parts = Parts(numels, within.rank, within.world_size)
         self.clipping = GradientClipping(parameters)
         self.lengths = Lengths()
         """Of averages, as optimizers got them."""
@@ -116,7 +122,8 @@ class Reducer(Groups):
         self.direct_bytes = ring_all_reduce_bytes(sum(own(p).nbytes for p in parameters.values()), comm.world_size)
         """Bytes that this rank sends where DDP averages everything by itself."""
         self.loss_scale, self._before_exchange, self._aside = loss_scale, before_exchange, aside
-        self._usage = Usage(parameters, comm) if watch_usage else None
+        # Ranks of a node, of which each may use other parameters, exchange the mean of their gradients.
+        self._usage = Usage(parameters, comm, within if self.parts else None) if watch_usage else None
         self._looking = refuse_sparse_gradients(parameters, self.failing_together)
         self._executor = make_executor(settings.executor, device, comm.world_size, self.on_stream.host_knows)
         self.overlaps_backward = not self.on_stream.host_knows or self._executor.threaded
@@ -171,6 +178,11 @@ class Reducer(Groups):
         """Names of the parameters that no rank used in the latest backward."""
         return {name for group in self.groups for name in group.untouched}
 
+    @property
+    def header(self) -> Header:
+        """Facts of this step that must be equal on all ranks that exchange."""
+        return Header(self._number, self._flushes, self._digest)
+
     def begin_step(self) -> None:
         """Begin a step with the first gradients of a backward; nothing, where it has begun."""
         if self._begun:
@@ -216,7 +228,28 @@ class Reducer(Groups):
             if group.complete:
                 self._submit(group)
 
-    def finish(self, gradients: Iterable[tuple[str, Tensor]], mark: Mark) -> None:
+    def submit(self, job: Callable[[], None], where: str) -> None:
+        """Let a job of a source run behind all that was submitted before, and behind backward so far.
+
+        Args:
+            job: is run on the stream of groups, if there is one.
+            where: says where in a step an error was raised.
+        """
+        wait_for_gradients = self.on_stream.ready()
+
+        def run() -> None:
+            with self.on_stream(), self.failing_together(where):
+                wait_for_gradients()
+                job()
+
+        self._executor.submit(run)
+
+    def finish(
+        self,
+        gradients: Iterable[tuple[str, Tensor]],
+        mark: Mark | None,
+        deliver: Callable[[], None] | None = None,
+    ) -> None:
         """Take the last gradients of a backward; averages are in their places when this returns.
 
         Signals wait while the last jobs of the step are submitted: a handler may wait for the step to settle then, as
@@ -225,11 +258,15 @@ class Reducer(Groups):
         Args:
             gradients: as of :meth:`arrive`.
             mark: is called when all groups have been exchanged and the step may be skipped: puts NaN into gradients.
+            deliver: is called when the exchange has settled, and calls :meth:`hand_over`; None: averages are handed
+                over as they are.
         """
         with held():
             begin = Stamp.now(self.device)
             self.start(gradients)
-            self._executor.submit(partial(self._settle, mark, True))
+            self._executor.submit(partial(self._settle, mark, deliver is None))
+            if deliver is not None:
+                self.submit(deliver, "in handing averages over")
             self._settling = True
         self._executor.drain()
         self._end_exchange(begin)
@@ -250,7 +287,7 @@ class Reducer(Groups):
         self.in_flight = True
         if self.messages == "step":
             # Where all is dense, there is one sum, and nothing that a header could travel with.
-            self._send(None if self._all_dense else Header(self._number, self._flushes, self._digest))
+            self._send(None if self._all_dense else self.header)
         if self._usage is not None:
             self._usage.end_step()
         self._begun = False
@@ -319,6 +356,10 @@ class Reducer(Groups):
                     where = slice(None) if indices is None else indices.to(self.device)
                     residual[where] += values.to(self.device, residual.dtype)  # no index is there twice
 
+    def put_together(self, own: Sequence[Averages]) -> Sequence[Averages]:
+        """Return averages as optimizers get them: as they are."""
+        return own
+
     def learn_unused(self, names: Iterable[str]) -> Set[str]:
         """Return which of these parameters no rank used in this backward; collective, before :meth:`start`."""
         self._unused = frozenset()
@@ -376,7 +417,7 @@ class Reducer(Groups):
         }
 
     def _anywhere_within(self, flag: Tensor) -> Tensor:
-        """Return the () flag that is set if that of a rank is which holds another part."""
+        """Return the () flag that is set if that of a rank is which has another part."""
         return flag if self.within is None else self.within.all_reduce(flag.float()) > 0
 
     def _norm_of(self, pieces: Sequence[Tensor]) -> Tensor:
@@ -389,7 +430,7 @@ class Reducer(Groups):
         step, density = self._number, group.density(self._number)
         ctx = Context(step, density, self.comm.rank, self.comm.world_size, model_numel=self._model_numel)
         if group.memory.reads_parameters:
-            places = [(span, self.parameters[name].detach()) for name, span in group.spans.items()]
+            places = [(span, self._exchanged(name)) for name, span in group.spans.items()]
             ctx = ctx._replace(parameters=places)
         if self.rates.surplus:
             numels = {p.name: p.numel for p in group.plan.parameters}
@@ -401,6 +442,11 @@ class Reducer(Groups):
             self._executor.submit(partial(self._start, member))
         if self.messages == "group":
             self._send()
+
+    def _exchanged(self, name: str) -> Tensor:
+        """Return the coordinates of a parameter that this rank exchanges."""
+        parameter = self.parameters[name].detach()
+        return parameter if self.parts is None else flattened(parameter)[self.parts.of(name)]
 
     @property
     def _waits(self) -> bool:
@@ -467,7 +513,8 @@ class Reducer(Groups):
         """Clip this rank's gradients of a batch together."""
         for member in members if self._clippings else ():
             member.wait_for_gradients()
-        for clipping, names, numel in self._clippings:
+        for clipping, names in self._clippings:
+            numel = sum((span := self.group_of[name].spans[name]).stop - span.start for name in names)
             arrived = [
                 (name, piece) for member in members for name, piece in member.group.arrived.items() if name in names
             ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,14 +13,19 @@ from torch.nn import Parameter
 
 from lightning_sparse.core.checks import expect
 from lightning_sparse.core.clock import Totals
+from lightning_sparse.engine.agreement import failing_together
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.metrics import Step, dense_statistics, summarize
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.sources.comm_hook import Entrance
 from lightning_sparse.engine.sources.one_step_late import OneStepLate
+from lightning_sparse.engine.sources.within_a_node import WithinANode
 from lightning_sparse.engine.state.record import Counts
 from lightning_sparse.methods.grouping import Group, Messages
 from lightning_sparse.ops.length import LengthChanges
+
+T = TypeVar("T")
 
 
 class EngineView:
@@ -36,8 +44,8 @@ class EngineView:
         """True if the engine has ended."""
         self.router = reducer
         """Exchanges gradients, see :mod:`lightning_sparse.engine.sources`."""
-        self.entrance: Reducer | OneStepLate = OneStepLate(reducer) if reducer.settings.delay else reducer
-        """Takes gradients from a source and gives averages back: the router, or one step late."""
+        self.entrance = _entrance_of(reducer)
+        """Takes gradients from a source and gives averages back: the router, or what stands in front of it."""
         self._record, self._skipped = reducer.record, reducer.skipped
 
     @property
@@ -225,14 +233,54 @@ class EngineView:
         within = self.router.within
         return (mean if within is None else within.all_reduce(mean) / within.world_size).cpu()
 
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """Raise an error of the block on all ranks, also on those that have other parts; collective at its end."""
+        with ExitStack() as stack:
+            for network in reversed(self.networks):
+                stack.enter_context(failing_together(network, self.device))
+            yield
+
+    def all_gather_object(self, what: T) -> list[T]:
+        """Return small objects of all ranks, also of those that have other parts, in the order of :attr:`rank`."""
+        found = [what]
+        for network in reversed(self.networks):
+            found = list(chain.from_iterable(zip(*network.all_gather_object(found, self.device), strict=True)))
+        return found
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among all, also those that have other parts: in order, those of a node or replica."""
+        return self.comm.rank * self.ranks_of_a_replica + (0 if self.router.within is None else self.router.within.rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of all ranks, also of those that have other parts."""
+        return self.comm.world_size * self.ranks_of_a_replica
+
+    @property
+    def networks(self) -> list[TorchCollective]:
+        """The ranks that have other parts, if there are any, and those that have the same: they reach all ranks."""
+        return [network for network in (self.router.within, self.comm) if network is not None]
+
     @property
     def ranks_of_a_replica(self) -> int:
-        """Number of ranks that hold the parts of a replica; 1 where each holds all."""
+        """Number of ranks that exchange the parts of a replica or of a node's mean; 1 where each exchanges all."""
         return 1 if self.router.within is None else self.router.within.world_size
 
     def sum_within(self, x: Tensor) -> Tensor:
         """Return the sum of a small vector on the CPU over the ranks that hold the parts of a replica; collective."""
-        return x if self.router.within is None else self.router.within.all_reduce(x.to(self.device)).cpu()
+        within = self.router.within
+        return x if within is None or self.router.parts is not None else within.all_reduce(x.to(self.device)).cpu()
+
+
+def _entrance_of(reducer: Reducer) -> Entrance:
+    """Return the router, or what stands in front of it."""
+    if reducer.settings.delay:
+        return OneStepLate(reducer)
+    if reducer.parts is not None and reducer.within is not None:
+        return WithinANode(reducer, reducer.parts, reducer.within)
+    return reducer
 
 
 def _length_changes(groups: Sequence[GroupReducer]) -> LengthChanges | None:

@@ -75,7 +75,7 @@ class Accelerated:
                 rank_zero_warn(told)
         stepped = [stepping(optimizer) for optimizer in optimizers]
         if list(map(id, stepped)) != list(map(id, self._optimizers)):
-            with failing_together(self.engine.comm, self.engine.device):
+            with self.engine.failing_together():
                 self.engine.bind(stepped)
             self._optimizers = stepped
         if limit is not None and limit > 0:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from lightning_sparse.api.attach import attach_config
 from lightning_sparse.config import StrategyConfig
 from lightning_sparse.core.fields import from_keywords
-from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks, failing_together
+from lightning_sparse.engine import Engine, StepObserver, check_equal_on_ranks
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import ids_of
 from lightning_sparse.engine.state.checkpoint import SideFiles, restore
@@ -197,7 +197,7 @@ class SparseStrategy:
 
     def _follow_together(self, engine: Engine, optimizers: Sequence[Any]) -> None:
         """Bind the optimizers to an engine; an error on one rank is raised on all."""
-        with failing_together(engine.comm, engine.device):
+        with engine.failing_together():
             engine.bind(optimizers)
 
     def _clips_locally(self, optimizer: Any, limit: Any, algorithm: str, known: bool = False) -> bool:

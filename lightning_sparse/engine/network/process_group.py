@@ -123,13 +123,31 @@ class TorchCollective:
             return cls(group)
         if dist.get_world_size(group) == dist.get_world_size():
             made = cls(dist.new_group(timeout=timeout, backend=backend))
-        elif sum(map(len, beside)) == dist.get_world_size():
-            made = cls(dist.new_subgroups_by_enumeration([*map(list, beside)], timeout=timeout, backend=backend)[0])  # type: ignore[no-untyped-call]
         else:
-            ranks = dist.get_process_group_ranks(group)
-            made = cls(dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True))
+            return cls.among(beside or [dist.get_process_group_ranks(group)], timeout, backend)
         made._owned = True
         made.timeout, made._beside = timeout, beside
+        return made
+
+    @classmethod
+    def among(
+        cls, every: Sequence[Sequence[int]], timeout: timedelta | None = None, backend: str | None = None
+    ) -> TorchCollective:
+        """Make new groups, and return that of this rank. All ranks that are named must call this.
+
+        Args:
+            every: ranks of each group, in order; this one is in one of them. Where they are not all ranks, its own
+                group is made alone, see :meth:`of_its_own`.
+            timeout: timeout of the new group; None: its backend's default.
+            backend: backend of the new group; None: that of the default group.
+        """
+        if sum(map(len, every)) == dist.get_world_size():
+            made = cls(dist.new_subgroups_by_enumeration([*map(list, every)], timeout=timeout, backend=backend)[0])  # type: ignore[no-untyped-call]
+        else:
+            [own] = [ranks for ranks in every if dist.get_rank() in ranks]
+            made = cls(dist.new_group([*own], timeout=timeout, backend=backend, use_local_synchronization=True))
+        made._owned = True
+        made.timeout, made._beside = timeout, every
         return made
 
     def another(self) -> TorchCollective:

@@ -234,7 +234,7 @@ class OptimizerBinding:
         if reducer.adoptions != adoptions:
             with reducer.record.changing(), reducer.on_stream.between_steps():
                 taken = [optimizer for optimizer in optimizers if self.takes(optimizer)]
-                go_on_from_dense(reducer.groups, taken, self._parameters, self._comm, self._device)
+                go_on_from_dense(reducer.groups, taken, self._parameters, self._comm, self._device, reducer.parts)
 
     def suit(self, optimizers: Sequence[Optimizer], begins: bool = False) -> None:
         """Choose the memory that suits optimizers, where that was left open; between two steps.

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_sparse.core.checks import check_positive, expect
-from lightning_sparse.core.layout import own
 from lightning_sparse.methods.memory.clip import joint_norm
 
 ALGORITHMS = ("norm", "value")
@@ -128,11 +127,11 @@ class GradientClipping:
         elif key in self.keys_in_place and applies():  # asked last, because it may have to look at all parameters
             self.stop_in_place(key)
 
-    def begin_step(self, sparsified: Callable[[], Set[str]]) -> list[tuple[Clipping, Set[str], int]]:
-        """Fix the limits of a step: each with the parameters that are clipped together, and their coordinates."""
+    def begin_step(self, sparsified: Callable[[], Set[str]]) -> list[tuple[Clipping, Set[str]]]:
+        """Fix the limits of a step: each with the parameters that are clipped together."""
         waiting = sparsified() if self.keys_in_place else frozenset()
         acting = {
-            key: (clipping, names, sum(own(self._parameters[name]).numel() for name in names))
+            key: (clipping, names)
             for key, (clipping, names) in self.limits.items()
             if key not in self.keys_in_place or names & waiting
         }

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_sparse.core.layout import own, shaped
+from lightning_sparse.core.layout import flattened, own, shaped
 from lightning_sparse.engine.group import GroupReducer
 from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import stepping
+from lightning_sparse.engine.parts import Parts
 
 
 class Formed(NamedTuple):
@@ -30,6 +31,7 @@ def go_on_from_dense(
     parameters: Mapping[str, Parameter],
     comm: TorchCollective,
     device: torch.device,
+    parts: Parts | None = None,
 ) -> None:
     """Start second moments where none are known yet, in a step that has just begun; collective.
 
@@ -45,6 +47,7 @@ def go_on_from_dense(
         comm: the ranks. Where they hold states of different parameters, as in ``ZeroRedundancyOptimizer``, all of them
             start from what any of them holds.
         device: where gradients live.
+        parts: which coordinates of each parameter groups have; None: all that this rank has.
     """
     served = {name: group for group in groups if group.memory.needs_second for name in group.spans}
     if not served:
@@ -64,7 +67,9 @@ def go_on_from_dense(
         start = torch.zeros(group.plan.numel, device=device, dtype=group.wide)
         for name in names:
             if holders[name] == comm.rank:
-                shaped(start[group.spans[name]], own(parameters[name])).copy_(here[name].second)
+                parameter, span = own(parameters[name]), group.spans[name]
+                second = shaped(start.new_empty(parameter.numel()), parameter).copy_(here[name].second)
+                start[span] = flattened(second)[slice(None) if parts is None else parts.of(name)]
         start = comm.all_reduce(start).mul_(comm.world_size)
         steps = min(found[holders[name]][name] if name in fresh else 1.0 for name in group.spans)
         group.memory.start_(group.state.memory, start, [group.spans[name] for name in names], steps)

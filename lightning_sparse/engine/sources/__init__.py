@@ -14,5 +14,6 @@ A source calls ``engine.entrance``, on all ranks in the same order:
 Every backward passes on all gradients of a group or none; a parameter that this rank did not use has zeros.
 Sources are :class:`~lightning_sparse.engine.sources.comm_hook.BucketSource` in DDP's communication hook, and
 :class:`~lightning_sparse.engine.sources.fsdp2.ShardSource` over ``.grad`` of FSDP2's shards. The entrance is the
-engine's router, or with ``delay=1`` what stands in front of it, :mod:`.one_step_late`: sources do not notice.
+engine's router, or what stands in front of it: with ``delay=1`` :mod:`.one_step_late`, with ``node_size``
+:mod:`.within_a_node`. Sources do not notice.
 """

@@ -11,8 +11,11 @@ from torch.futures import Future
 
 from lightning_sparse.engine.reducer import Reducer
 from lightning_sparse.engine.sources.one_step_late import OneStepLate
+from lightning_sparse.engine.sources.within_a_node import WithinANode
 from lightning_sparse.ops import static_shapes
 
+Entrance = Reducer | OneStepLate | WithinANode
+"""What a source calls."""
 Positions = dict[tuple[int, ...], Tensor]
 """First coordinates of gradients in a bucket as tensors on the device, kept from step to step."""
 
@@ -24,7 +27,7 @@ class BucketSource:
         router: of the engine, or what stands in front of it.
     """
 
-    def __init__(self, router: Reducer | OneStepLate) -> None:
+    def __init__(self, router: Entrance) -> None:
         self._router = router
         self._pending: list[PendingBucket] = []
         self._positions: Positions = {}

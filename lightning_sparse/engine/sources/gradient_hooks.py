@@ -21,11 +21,16 @@ class Usage:
     Args:
         parameters: parameters by name.
         comm: the ranks.
+        within: ranks of this node, where the mean of their gradients is exchanged; None: each rank's own are.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], comm: TorchCollective) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Parameter], comm: TorchCollective, within: TorchCollective | None = None
+    ) -> None:
         self.comm = comm.between_hosts()
         """Collective for facts of the hosts, without a device."""
+        self.within = None if within is None else within.between_hosts()
+        """The same of a node."""
         used = self._used = set[str]()
 
         def note(name: str, _: Tensor) -> None:  # keeps no more than the set alive
@@ -48,9 +53,11 @@ class Usage:
             used: whether this rank used them, see :meth:`here`.
         """
         flags = torch.tensor(list(used), dtype=torch.uint8, device="cpu")
-        anywhere = self.comm.all_gather(flags).amax(0).tolist()
+        anywhere = self.comm.all_gather(flags).amax(0)
+        if self.within is not None:
+            anywhere = self.within.all_gather(anywhere).amax(0)
         sent = float((self.comm.world_size - 1) * flags.nbytes)
-        return {name for name, one in zip(names, anywhere, strict=True) if not one}, sent
+        return {name for name, one in zip(names, anywhere.tolist(), strict=True) if not one}, sent
 
     def end_step(self) -> None:
         """Begin anew: a synchronised backward is over."""
@@ -61,6 +68,8 @@ class Usage:
         for hook in self._hooks:
             hook.remove()
         self.comm.close()
+        if self.within is not None:
+            self.within.close()
 
 
 def refuse_sparse_gradients(

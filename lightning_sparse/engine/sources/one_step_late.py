@@ -9,7 +9,7 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -18,13 +18,12 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_sparse.core.interrupts import held
-from lightning_sparse.core.layout import Gradient, own, shaped, sharded_as
+from lightning_sparse.core.layout import own, shaped, sharded_as
 from lightning_sparse.engine.executor import ExchangeStream
 from lightning_sparse.engine.group import GroupReducer
-from lightning_sparse.engine.pipeline import scatter_average_
-from lightning_sparse.engine.reducer import Mark, Reducer
-from lightning_sparse.engine.state.record import Averages, Kept
-from lightning_sparse.ops import static_shapes
+from lightning_sparse.engine.placing import Mark, place
+from lightning_sparse.engine.reducer import Reducer
+from lightning_sparse.engine.state.record import Averages
 
 
 class OneStepLate:
@@ -100,9 +99,13 @@ class OneStepLate:
                     places[name].zero_()
                 given = router.hand_over(taking_part)
                 for kept in given:
-                    self._place(kept, places, router.loss_scale(), mark)
+                    place(kept, places, router.loss_scale(), mark)
                 router.without_average += not given
                 router.start(copies.items())
+
+    def put_together(self, own: Sequence[Averages]) -> Sequence[Averages]:
+        """See :meth:`.Reducer.put_together`."""
+        return self._router.put_together(own)
 
     def take(self) -> dict[str, Tensor]:
         """Hand over all that is left, between two steps: averages by name of the parameter, in its shape."""
@@ -114,7 +117,7 @@ class OneStepLate:
         parts = {name: own(p) for name, p in router.parameters.items()}
         places = {name: torch.zeros(p.numel(), dtype=p.dtype, device=p.device) for name, p in parts.items()}
         for kept in router.hand_over(router.record.kept_names):
-            self._place(kept, places, None, lambda skipped, unused: None)
+            place(kept, places, None, lambda skipped, unused: None)
         return {name: sharded_as(shaped(places[name], parts[name]), router.parameters[name]) for name in left}
 
     def close(self) -> None:
@@ -144,20 +147,6 @@ class OneStepLate:
             torch._foreach_copy_([copies[name] for name in places], list(places.values()))
         return copies
 
-    @torch.no_grad()
-    def _place(self, kept: Kept, places: Mapping[str, Tensor], scale: Tensor | None, mark: Mark) -> None:
-        """Put averages where gradients lay, times the present scale of the loss; NaN, if they are of a skipped step."""
-        host_knows = not static_shapes(self._router.device)
-        if not (host_knows and kept.decision):
-            parts: dict[int, tuple[Averages, list[str]]] = {}
-            for name, averages in kept.averages.items():
-                assert averages is not None
-                parts.setdefault(id(averages), (averages, []))[1].append(name)
-            for averages, names in parts.values():
-                _scatter(averages, {name: places[name] for name in names}, scale)
-        if kept.skipped is not None and (not host_knows or kept.skipped):
-            mark(kept.skipped, places.keys() - kept.averages.keys())
-
     def _look(self, name: str, _: Tensor) -> None:
         """Look at what a gradient is added to."""
         grad = self._router.parameters[name].grad
@@ -174,22 +163,3 @@ class OneStepLate:
                 "backward before. With delay=1, gradients of several backwards are added up within no_sync(), which "
                 "all but the last one need, and a step that is left out needs zero_grad() all the same."
             )
-
-
-def _scatter(averages: Averages, places: Mapping[str, Tensor], scale: Tensor | None) -> None:
-    """Write averages of some parameters of a group to their places."""
-    assert averages.values is not None
-    dtype = next(iter(places.values())).dtype
-    values = (averages.values if scale is None else averages.values * scale).to(dtype)
-    if places.keys() == averages.spans.keys():
-        place = Gradient.of(places[name] for name in averages.spans)
-        flat = place if len(place.runs) == 1 or not static_shapes(place.device) else Gradient([place.flat()])
-    else:
-        place = flat = Gradient([values.new_empty(max(span.stop for span in averages.spans.values()))])
-    scatter_average_(flat, averages.indices, values, torch.zeros((), dtype=torch.bool, device=values.device))
-    if flat is not place:
-        place.spread_(flat.runs[0])
-    for name, piece in places.items() if places.keys() != averages.spans.keys() else ():
-        piece.copy_(flat[averages.spans[name]])
-    if averages.delivery is not None and places.keys() == averages.spans.keys():
-        averages.delivery.sample([places[name] for name in averages.spans], scale)

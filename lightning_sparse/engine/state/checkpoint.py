@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_sparse.core.checks import is_integer
 from lightning_sparse.engine.agreement import Note, by_reason, reason
 from lightning_sparse.engine.engine import Engine
 from lightning_sparse.engine.network import TorchCollective
-from lightning_sparse.engine.state.merging import merge_states
+from lightning_sparse.engine.state.merging import join_parts, merge_states
 from lightning_sparse.engine.state.plain import checksum
 from lightning_sparse.engine.state.schema import NOTHING, State, check_state, revoke, with_pending
 from lightning_sparse.engine.state.side_files import (
@@ -100,7 +100,7 @@ class SideFiles:
             RuntimeError: on all ranks, if any of them could not write.
         """
         self._number += 1
-        own = SideFile(engine.comm.rank, engine.comm.world_size, engine.run_id, self._number)
+        own = SideFile(engine.rank, engine.world_size, engine.run_id, self._number)
         counted = -1 if global_step is None else global_step
         state, problem = _take(engine, comm=comm)
         if comm is not None:
@@ -117,7 +117,10 @@ class SideFiles:
             problem = self._write({**content, "checksum": checksum(content)}, own.name, path, write)
         oldest = ""
         if comm is not None:
-            notes = comm.all_gather_object(Note(_oldest_needed(path, own), problem), engine.device)
+            waiting = sorted(state["pending"]) if state is not None and engine.comm.rank == 0 else None
+            told = comm.all_gather_object((Note(_oldest_needed(path, own), problem), waiting), engine.device)
+            notes = [note for note, _ in told]
+            notes += _disagreement([names for _, names in told if names is not None])
             oldest = notes[0].fact
             if trouble := by_reason(notes):
                 raise RuntimeError(
@@ -132,6 +135,7 @@ class SideFiles:
             "save": own.save,
             "global_step": counted,
             "world_size": own.world_size,
+            "node_size": engine.ranks_of_a_replica,
             "step": step,
             "directory": os.path.basename(side_directory(path)),
         }
@@ -206,21 +210,20 @@ def restore(
     Raises:
         RuntimeError: on all ranks, if ``strict`` and not everything fits.
     """
-    comm = engine.comm
     state, step, problem = State(), "0", ""
     try:
         if dense or marker is None or isinstance(marker, str):
             raise SideFileError(DENSE if dense else marker or "it was saved without them")
         _check_marker(marker)
         step = str(marker["step"])
-        state = _read_state(path, marker, comm, load)
+        state = _read_state(path, marker, engine, load)
     except Exception as error:  # of any plugin and any file system
         problem = reason(error, SideFileError)
-    notes = comm.all_gather_object(Note(step, problem), engine.device)
+    notes = engine.all_gather_object(Note(step, problem))
     trouble, dropped, remarks = by_reason(notes), "", []
-    resized = not trouble and isinstance(marker, dict) and marker["world_size"] != comm.world_size
+    resized = not trouble and isinstance(marker, dict) and _nodes_of(marker)[0] != engine.comm.world_size
     if resized and resize == "zero":
-        state, dropped = _emptied(state, comm)
+        state, dropped = _emptied(state, engine.comm)
     try:
         remarks = [] if trouble else engine.load_state_dict(state)
     except ValueError as error:  # on all ranks
@@ -234,7 +237,7 @@ def restore(
         if strict and lost:
             where = f"{side_directory(path)} belongs to the checkpoint and must be where that is. " if marker else ""
             raise RuntimeError(f"{text} {where}With strict_resume=False, error feedback starts empty.")
-        if comm.rank == 0 and lost:
+        if engine.rank == 0 and lost:
             warnings.warn(
                 f"{text} Error feedback starts empty on all ranks, and what was not sent before the checkpoint was "
                 "written is lost. Expect a small dent in the curve.",
@@ -242,17 +245,30 @@ def restore(
             )
         engine.load_state_dict({**engine.state_dict(), **NOTHING, "step": int(notes[0].fact)})
         return
-    if dropped and comm.rank == 0:
+    if dropped and engine.rank == 0:
         warnings.warn(dropped, stacklevel=2)
-    notes = comm.all_gather_object(Note("", " ".join(remarks)), engine.device)
+    notes = engine.all_gather_object(Note("", " ".join(remarks)))
     if trouble := by_reason(notes):
         text = f"The residuals in checkpoint {os.fspath(path)} do not fit in every respect. On {trouble}"
         if strict:
             raise RuntimeError(f"{text} With strict_resume=False, training continues with what fits.")
-        if comm.rank == 0:
+        if engine.rank == 0:
             warnings.warn(text, stacklevel=2)
     if resized and resize == "flush":
         engine.flush_next_step()
+
+
+def _disagreement(waiting: Sequence[Sequence[str]]) -> list[Note]:
+    """Return a problem where ranks of the first node are before an optimizer's step and behind it.
+
+    Each of them has the averages of its part that the weights do not hold, which are those of one of them.
+
+    Args:
+        waiting: names of the parameters with such averages, on each of these ranks.
+    """
+    if all(names == waiting[0] for names in waiting):
+        return []
+    return [Note("", "ranks of the first node are at different moments of a step; save a moment later")]
 
 
 def _take(engine: Engine, moment: int | None = None, comm: TorchCollective | None = None) -> tuple[State | None, str]:
@@ -291,12 +307,27 @@ def _check_marker(marker: Any) -> None:
             fits = isinstance(value, str) and re.fullmatch(expected, value, re.ASCII) is not None
         if not fits:
             raise SideFileError(f"the checkpoint names the {field} {value!r}, which is none")
+    size = marker.get("node_size", 1)
+    if not is_integer(size) or size < 1 or marker["world_size"] % size:
+        raise SideFileError(
+            f"the checkpoint names the node_size {size!r} of {marker['world_size']} ranks, which is none"
+        )
 
 
-def _read_state(path: Path, marker: dict[str, Any], comm: TorchCollective, load: Callable[[str], Any]) -> State:
-    """Read this rank's own state, or merge those of all ranks if there were more or fewer."""
-    if marker["world_size"] == comm.world_size:
-        return _read(path, marker, comm.rank, load)
+def _nodes_of(marker: dict[str, Any]) -> tuple[int, int]:
+    """Return the number of nodes that a checkpoint was saved by, and of ranks in each, see :class:`.Nodes`."""
+    size = marker.get("node_size", 1)  # earlier versions had no nodes
+    return marker["world_size"] // size, size
+
+
+def _read_state(path: Path, marker: dict[str, Any], engine: Engine, load: Callable[[str], Any]) -> State:
+    """Read this rank's own state; join those of its node if parts were others; merge all if nodes were."""
+    nodes, size = _nodes_of(marker)
+    if (nodes, size) == (engine.comm.world_size, engine.ranks_of_a_replica):
+        return _read(path, marker, engine.rank, load)
+    if nodes == engine.comm.world_size:
+        first = engine.comm.rank * size
+        return {**join_parts(_read(path, marker, rank, load) for rank in range(first, first + size)), "groups": []}
     return merge_states(_read(path, marker, rank, load) for rank in range(marker["world_size"]))
 
 
@@ -319,7 +350,9 @@ def _read(path: Path, marker: dict[str, Any], rank: int, load: Callable[[str], A
         raise SideFileError(f"{file.name} holds no state: {error}") from error
     if state.get("sent") and state["step"] == marker["step"] + 1:  # this rank was one exchange ahead of rank 0
         state = revoke(state)
-    said = {**state, "save": content["save"], "global_step": content["global_step"]}
+    place, size = state.get("part") or (0, 1)
+    numbers = {"rank": state["rank"] * size + place, "world_size": state["world_size"] * size}
+    said = {**state, **numbers, "save": content["save"], "global_step": content["global_step"]}
     expected = {key: marker[key] for key in ("save", "global_step", "world_size", "step")} | {"rank": rank}
     if any(said[key] != value for key, value in expected.items()):
         raise SideFileError(f"{file.name} holds something else than its name says")

@@ -1,15 +1,15 @@
-"""States of all ranks of a run, merged for another number of ranks."""
+"""States of all ranks of a run, merged for another number of ranks, and those of the parts of a node, joined."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sparse.core.checks import expect
-from lightning_sparse.engine.state.schema import STATE_FORMAT, State, check_state
+from lightning_sparse.engine.state.schema import STATE_FORMAT, State, check_state, give_back
 
 
 def merge_states(states: Iterable[State]) -> State:
@@ -18,10 +18,11 @@ def merge_states(states: Iterable[State]) -> State:
     Every vector becomes its mean over the old ranks, ``1/W sum_i v_i``, in double precision and then in its own. If all
     of n new ranks load it, their mean residual is that mean again: the update that was still to be sent is unchanged,
     and so are sums of momenta. What was learned about groups, such as thresholds, starts anew. All else is rank 0's.
+    Where ranks of a node have parts, old ranks are nodes here, see :func:`join_parts`.
 
     Args:
-        states: of ``Engine.state_dict()``, one of each old rank, in any order. Taken one at a time: a
-            generator need not hold all of them.
+        states: of ``Engine.state_dict()``, one of each old rank, in any order. Taken one at a time, or one node at a
+            time: a generator need not hold all of them.
 
     Returns:
         A state for ``Engine.load_state_dict`` on every new rank.
@@ -53,7 +54,7 @@ def merge_states(states: Iterable[State]) -> State:
     dtypes: dict[tuple[str, str], torch.dtype] = {}
     facts: list[Any] = []
     head: State = {"world_size": "old"}
-    for state in map(check_state, states):
+    for state in _whole(map(check_state, states)):
         parameters = state.pop("parameters")
         shapes = {name: {key: v.shape for key, v in vectors.items()} for name, vectors in parameters.items()}
         facts.append((state["rank"], state["step"], state["world_size"], shapes))
@@ -77,3 +78,65 @@ def merge_states(states: Iterable[State]) -> State:
         for name, vectors in sums.items()
     }
     return {**head, "format": STATE_FORMAT, "parameters": means, "groups": []}
+
+
+def join_parts(states: Iterable[State]) -> State:
+    """Make one state of the states of the ranks of a node, which have parts of the same gradients.
+
+    Vectors and averages that nobody has applied are put one behind the other. What was learned about groups of parts,
+    such as thresholds, starts anew. All else is that of the first part.
+
+    Args:
+        states: checked; of all parts, in any order; or one state that is whole, of which nothing else changes.
+
+    Raises:
+        ValueError: if these are not the parts of one node at one step.
+    """
+    parts = sorted((give_back(state) for state in states), key=lambda state: state["part"])
+    first, facts = parts[0], [(state["rank"], state["step"], state["world_size"]) for state in parts]
+    expected = [[number, len(parts)] for number in range(len(parts))] if first["part"] else [[]]
+    if [state["part"] for state in parts] != expected or len(set(facts)) > 1:
+        raise ValueError(f"Expected the states of all parts of a node at one step, but got {facts}.")
+    parameters: dict[str, dict[str, Tensor]] = {}
+    for name, vectors in first["parameters"].items():
+        whole = all(state["parameters"].get(name, {}).keys() == vectors.keys() for state in parts)
+        if not whole:
+            raise ValueError(f"Expected all parts of a node to remember the same of {name}.")
+        parameters[name] = {key: torch.cat([state["parameters"][name][key] for state in parts]) for key in vectors}
+    pending = {name: _joined([(s["pending"].get(name), s["spans"][name]) for s in parts]) for name in first["pending"]}
+    spans = {name: [0, numel, numel] for name, (*_, numel) in first["spans"].items()}
+    counters = {
+        name: {key: max(state["counters"][name][key] for state in parts) for key in counted}
+        for name, counted in first["counters"].items()
+    }
+    joined = {"parameters": parameters, "pending": pending, "spans": spans, "counters": counters}
+    return check_state({**first, **joined, "part": [], "groups": []})
+
+
+def _joined(parts: Sequence[tuple[Mapping[str, Tensor] | None, Sequence[int]]]) -> dict[str, Tensor]:
+    """Return averages of a whole parameter, given those of its parts, and the first coordinate and length of each."""
+    indices, values = [], []
+    for averages, (start, length, _) in parts:
+        if averages is None:
+            raise ValueError("Expected averages of all parts of a node, or of none, to wait for optimizers.")
+        places = averages.get("indices", torch.arange(length, dtype=torch.int32, device="cpu"))
+        indices.append(places + start)
+        values.append(averages["values"])
+    return {"indices": torch.cat(indices).int(), "values": torch.cat(values)}
+
+
+def _whole(states: Iterable[State]) -> Iterator[State]:
+    """Return states of ranks, of which those of a node's parts are joined as soon as all of them are there."""
+    waiting: dict[int, list[State]] = {}
+    for state in states:
+        if not state["part"]:
+            yield state
+            continue
+        parts = waiting.setdefault(state["rank"], [])
+        parts.append(state)
+        if len(parts) == state["part"][1]:
+            yield join_parts(waiting.pop(state["rank"]))
+    if waiting:
+        raise ValueError(
+            f"Expected the states of all parts, but those of some parts of rank {min(waiting)} are missing."
+        )

@@ -96,6 +96,7 @@ FIELDS: dict[str, Any] = {
 parameter; ``[kind]`` is a list; and of ``{"name": kind}``, a name with a question mark may be missing."""
 LATER: dict[str, Any] = {
     "surplus": {str: SURPLUS},
+    "part": [COUNT],
     "spans": {str: SPAN},
     "pending": {str: {"values": VECTOR, "indices?": INDICES}},
     "late": {str: {"values": VECTOR, "indices?": INDICES, "divisor?": VECTOR, "ranks": SIZE}},
@@ -122,6 +123,8 @@ def check_state(state: Any) -> State:
     whole: State = {**{name: NOTHING[name] for name in LATER}, **state}
     for name, kind in (FIELDS | LATER).items():
         _check(whole.get(name, MISSING), kind, f"the state's {name}")
+    if whole["part"] and (len(whole["part"]) != 2 or whole["part"][0] >= whole["part"][1]):
+        raise ValueError(f"Expected the state's part to be a number below that of all, but got {whole['part']}.")
     if whole["rank"] >= whole["world_size"]:
         raise ValueError(f"Expected a rank below {whole['world_size']} in the state, but got {whole['rank']}.")
     for name, (_, step) in whole["surplus"].items():

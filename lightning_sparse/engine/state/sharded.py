@@ -16,7 +16,6 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +24,7 @@ from torch import Tensor
 
 from lightning_sparse.config import Resize
 from lightning_sparse.core.layout import own, sharded_as
-from lightning_sparse.engine.agreement import failing_together
 from lightning_sparse.engine.engine import Engine
-from lightning_sparse.engine.network import TorchCollective
 from lightning_sparse.engine.optimizers.kinds import stepping
 from lightning_sparse.engine.optimizers.momentum_rule import WAITED
 from lightning_sparse.engine.state.schema import State, check_state, dense, with_pending
@@ -124,13 +121,13 @@ def save_sharded(engine: Engine, folder: str | Path, save: str = "") -> State:
     """
     from torch.distributed.checkpoint.state_dict_saver import save as save_together
 
-    for network in _networks(engine):
+    for network in engine.networks:
         engine.join_together(network)
     newest = engine.moment.to(engine.device)
-    for network in _networks(engine):
+    for network in engine.networks:
         newest = network.all_gather(newest).amax(0)
     content: dict[str, Any] = {}
-    with _together(engine):
+    with engine.failing_together():
         state = with_pending(engine.state_dict(newest.cpu()), engine.comm.world_size)
         rest = {**{name: value for name, value in state.items() if name not in APART}, "save": save}
         content[f"ranks{engine.comm.rank}.{_place(engine)}"] = _bytes_of(rest)
@@ -168,7 +165,7 @@ def load_sharded(engine: Engine, folder: str | Path, save: str | None = None, re
     from torch.distributed.checkpoint.api import CheckpointException
 
     notes: list[str] = []
-    with _together(engine):
+    with engine.failing_together():
         try:
             saved = Saved.at(Path(folder))
             resized = saved.replicas != engine.comm.world_size
@@ -178,7 +175,7 @@ def load_sharded(engine: Engine, folder: str | Path, save: str | None = None, re
             raise ValueError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
         if save not in (None, found := state.pop("save")):
             raise ValueError(f"Expected the residuals of save {save} in {folder}, but they are of {found}.")
-    with _together(engine):
+    with engine.failing_together():
         notes += engine.load_state_dict(state)
     for kept, steps in waited:
         kept[WAITED] = steps
@@ -194,23 +191,9 @@ def remove_others(folder: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
-def _networks(engine: Engine) -> list[TorchCollective]:
-    """Return the ranks that hold the other parts, and those of the other replicas: together they reach all ranks."""
-    return [network for network in (engine.router.within, engine.comm) if network is not None]
-
-
 def _place(engine: Engine) -> int:
     """Return the number of this rank within its replica."""
     return 0 if engine.router.within is None else engine.router.within.rank
-
-
-@contextmanager
-def _together(engine: Engine) -> Iterator[None]:
-    """Raise an error of the block on all ranks of all replicas."""
-    with ExitStack() as stack:
-        for network in reversed(_networks(engine)):
-            stack.enter_context(failing_together(network, engine.device))
-        yield
 
 
 def _bytes_of(plain: State) -> Tensor:

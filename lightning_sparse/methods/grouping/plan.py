@@ -7,7 +7,7 @@ them, so that the first groups are complete while backward still runs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from lightning_sparse.core.checks import check_positive, expect
@@ -41,6 +41,17 @@ class Group(NamedTuple):
             spans[p.name] = slice(start, start + p.numel)
             start += p.numel
         return spans
+
+    def resized(self, numels: Mapping[str, int]) -> Group:
+        """Return it with other numbers of coordinates of the parameters that are named, as of parts of them.
+
+        Example:
+            >>> from lightning_sparse.methods.grouping import ParameterSize
+            >>> group = Group("all", (ParameterSize("a", 10, 1, 4), ParameterSize("b", 7, 1, 4)), dense=True)
+            >>> [p.numel for p in group.resized({"a": 5}).parameters]
+            [5, 7]
+        """
+        return self._replace(parameters=tuple(p._replace(numel=numels.get(p.name, p.numel)) for p in self.parameters))
 
     def picks(self, density: float) -> int:
         """Return the count k at a density, see :func:`~lightning_sparse.methods.density.count`."""

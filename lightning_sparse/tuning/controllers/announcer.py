@@ -24,8 +24,13 @@ def at_start(engine: Engine) -> str:
     """Return the line on the sparsified parameters, the density and the memory that residuals take."""
     settings, n, plan = engine.settings, engine.comm.world_size, engine.plan
     within = engine.ranks_of_a_replica
-    ranks = f"{n} rank{'s' * (n > 1)}" if within == 1 else f"{n * within} ranks ({n} replicas of {within})"
+    size = settings.node_size
+    many = f"node{'s' * (n > 1)} of" if size else "replicas of"
+    ranks = f"{n} rank{'s' * (n > 1)}" if within == 1 else f"{n * within} ranks ({n} {many} {within})"
     parts = "" if within == 1 else " (a part of all) on a rank"
+    if size and within == 1:
+        rehearse = f"To rehearse {settings.sparsifier!r} on it, set single_device='sparse'."
+        return f"sparse_ddp: one node has no other one to send to, and trains densely, as plain DDP does. {rehearse}"
     if n == 1 and settings.single_device == "dense":
         rehearse = f"To rehearse {settings.sparsifier!r} on it, set single_device='sparse'."
         if within > 1:

@@ -184,15 +184,17 @@ class Watchdog:
 
     def _check(self, engine: Engine, whole: bool) -> None:
         """Check everything, or between such checks the growth of residuals alone."""
-        parameters = engine.parameters if whole and engine.comm.world_size > 1 else {}
+        parameters = engine.parameters if whole and engine.world_size > 1 else {}
         # The updates of a skipped step have no meaning.
         groups = [] if engine.void_streak else self._sparse_groups(engine)
         histories = {group: self._histories[group] for group in groups if self._histories[group].is_behind(group)}
         sums = [checksum(own(p)) for p in parameters.values()]
         for group, history in histories.items():
             sums += history.report(group)
-        columns = iter(engine.comm.all_gather(torch.stack(sums)).cpu().unbind(1) if sums else ())
-        self._check_parameters(engine, {name: next(columns) for name in parameters})
+        rows = engine.comm.all_gather(torch.stack(sums)) if sums else torch.zeros(1, 0, device="cpu")
+        columns = iter(rows[:, len(parameters) :].cpu().unbind(1))
+        if parameters:
+            self._check_parameters(engine, list(parameters), differing(engine, rows[:, : len(parameters)]))
         for group, history in histories.items():
             if whole:
                 history.update(group, columns, engine.step, self._settings.excess, self._settings.growth)
@@ -213,16 +215,16 @@ class Watchdog:
                 f"stands still. {DIVERGED}",
             )
 
-    def _check_parameters(self, engine: Engine, sums: dict[str, Tensor]) -> None:
-        different = {name: column != column[0] for name, column in sums.items() if (column != column[0]).any()}
+    def _check_parameters(self, engine: Engine, names: Sequence[str], differ: Tensor) -> None:
+        """Warn of parameters that differ, given where: (ranks, parameters)."""
+        different = [name for name, one in zip(names, differ.any(0).tolist(), strict=True) if one]
         if not different or "divergence" in self._told:
             return
-        ranks = torch.stack(list(different.values())).any(0).nonzero().flatten()
-        first = next(iter(different))
+        ranks, first = differ.any(1).nonzero().flatten(), different[0]
         self._tell(
             engine,
             "divergence",
-            f"{len(different)} of {len(sums)} parameters are no longer equal on all ranks. The first is {first!r}, by "
+            f"{len(different)} of {len(names)} parameters are no longer equal on all ranks. The first is {first!r}, by "
             f"up to {distance(engine, first):.3g}; rank(s) {ranks.tolist()} differ from rank 0. All ranks are given "
             "the same average, so that something else changes parameters on some ranks only: an optimizer with other "
             "settings or another state there, gradients that each rank clips or adds noise to by itself, weights "
@@ -276,8 +278,30 @@ def others(found: Sequence[object], named: int = 1) -> str:
     return "" if more < 1 else f" (and {more} more like it)"
 
 
+def differing(engine: Engine, sums: Tensor) -> Tensor:
+    """Return where parameters differ from those of rank 0, as (ranks, parameters) on the CPU; collective.
+
+    Args:
+        engine: whose ranks these are, in the order of :attr:`.Engine.rank`. Of parameters that are sharded, each rank
+            compares its part with that of the first replica.
+        sums: (ranks of ``engine.comm``, parameters) checksums.
+    """
+    within = engine.router.within
+    if within is None:
+        return (sums != sums[0]).cpu()
+    every = within.all_gather(sums)
+    first = every[:, :1] if engine.router.parts is None else every[:1, :1]
+    return (every != first).transpose(0, 1).flatten(0, 1).cpu()
+
+
 def distance(engine: Engine, name: str) -> float:
     """Return the largest difference of a parameter between rank 0 and another rank; collective."""
-    here = own(engine.parameters[name]).detach()
-    theirs = engine.comm.broadcast(here.clone(memory_format=torch.contiguous_format), 0)
-    return float(engine.comm.all_gather((here.double() - theirs.double()).abs().max()).max())
+    within, here = engine.router.within, own(engine.parameters[name]).detach()
+    theirs = here.clone(memory_format=torch.contiguous_format)
+    if within is not None and engine.router.parts is not None:
+        theirs = within.broadcast(theirs, 0)
+    theirs = engine.comm.broadcast(theirs, 0)
+    furthest = (here.double() - theirs.double()).abs().amax() if here.numel() else here.new_zeros(()).double()
+    for network in engine.networks:
+        furthest = network.all_gather(furthest).amax()
+    return float(furthest)

@@ -1,0 +1,120 @@
+"""Nodes of a training: which ranks are close to each other, and which part of each parameter a rank exchanges."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
+
+from lightning_sparse.config import SparsificationConfig
+from lightning_sparse.core.layout import even_part
+from lightning_sparse.engine import check_equal_on_ranks
+from lightning_sparse.engine.network import TorchCollective
+from lightning_sparse.engine.state.state import Shard
+from lightning_sparse.methods.grouping import Group
+
+
+class Nodes(NamedTuple):
+    """Ranks of each node, as the default process group numbers them; as many in each."""
+
+    rows: Sequence[Sequence[int]]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of a node."""
+        return len(self.rows[0])
+
+    @property
+    def place(self) -> int:
+        """Number of this rank within its node."""
+        here = dist.get_rank() if dist.is_initialized() else 0
+        return next(row.index(here) for row in self.rows if here in row)
+
+    def connect(self, config: SparsificationConfig) -> tuple[TorchCollective, TorchCollective]:
+        """Return new networks between nodes, of ranks that have the same place, and within a node; collective."""
+        columns = [list(column) for column in zip(*self.rows, strict=True)]
+        return TorchCollective.among(columns, config.timeout), TorchCollective.among(self.rows, config.timeout)
+
+    def shards(self, parameters: Mapping[str, Parameter]) -> dict[str, Shard]:
+        """Return the part of each parameter that this rank exchanges."""
+        found = {}
+        for name, p in parameters.items():
+            part = even_part(p.numel(), self.place, self.size)
+            found[name] = Shard(part.start, part.stop - part.start, p.numel())
+        return found
+
+    def check_parts(self, plan: Sequence[Group]) -> None:
+        """Raise unless every rank of a node has a part of every group.
+
+        Raises:
+            ValueError: naming a group.
+        """
+        for group in plan:
+            longest = max(p.numel for p in group.parameters)
+            if longest < self.size:
+                raise ValueError(
+                    f"Expected groups of which each of the {self.size} ranks of a node exchanges a part, but the "
+                    f"parameters of group {group.name!r} have {longest} coordinates at most. Choose a coarser "
+                    "grouping, such as 'bucket' or 'model', or smaller nodes."
+                )
+
+
+def nodes_of(size: int | str | DeviceMesh | None, ranks: TorchCollective, device: torch.device) -> Nodes:
+    """Return the nodes of a process group; collective.
+
+    Args:
+        size: the setting ``node_size``.
+        ranks: of the model.
+        device: for the messages.
+
+    Raises:
+        ValueError: on all ranks, if nodes have different numbers of ranks, or a mesh is of other ranks.
+        RuntimeError: on all ranks, if their settings differ.
+    """
+    check_equal_on_ranks({"node_size": size}, ranks, device)
+    numbers = dist.get_process_group_ranks(ranks.group) if dist.is_initialized() else [0]
+    if size is None:
+        return Nodes([[number] for number in numbers])
+    if isinstance(size, DeviceMesh):
+        rows: list[list[int]] = size.mesh.tolist()
+        found = sorted(number for row in rows for number in row)
+        if found != sorted(numbers):
+            raise ValueError(
+                f"Expected node_size to be a mesh of the model's ranks, {numbers}, but got one of {found}."
+            )
+        return Nodes(rows)
+    if size == "auto":
+        return Nodes(_by_host(numbers, ranks.all_gather_object(platform.node(), device)))
+    length = min(int(size), len(numbers))
+    if len(numbers) % length:
+        raise ValueError(
+            f"Expected node_size to divide the number of ranks, {len(numbers)}, but got {length}: all nodes have "
+            "equally many ranks."
+        )
+    return Nodes([numbers[start : start + length] for start in range(0, len(numbers), length)])
+
+
+def _by_host(numbers: Sequence[int], hosts: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each host, given its name for each of them."""
+    rows = [
+        (host, [number for number, _ in those])
+        for host, those in groupby(zip(numbers, hosts, strict=True), key=lambda pair: pair[1])
+    ]
+    told = ", ".join(f"{len(row)} on {host!r}" for host, row in rows[:4]) + (", ..." if len(rows) > 4 else "")
+    if len({host for host, _ in rows}) < len(rows):
+        raise ValueError(
+            f"Expected node_size='auto' to find the ranks of a host one after another, but found {told}. Start ranks "
+            "host by host, or give a DeviceMesh."
+        )
+    if len({len(row) for _, row in rows}) > 1:
+        raise ValueError(
+            f"Expected node_size='auto' to find equally many ranks on each host, but found {told}. Start as many on "
+            "each, or set node_size=None, with which all ranks exchange with each other."
+        )
+    return [row for _, row in rows]

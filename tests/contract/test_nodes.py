@@ -1,0 +1,120 @@
+"""Nodes of several ranks: between them goes what `simulate` makes of the nodes' means, part by part, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import lightning_sparse as ls
+from lightning_sparse.engine.traffic import count_bytes
+from tests.contract.cases import MEMORIES, PAIRS, Case, fit
+from tests.covering import covering
+from tests.nodes import SHAPES, SPARSE, here, put_together, stream, wrapped
+from tests.ranks import Ranks
+
+STEPS = 3
+NAMES = list(reversed(SHAPES))
+"""In the order of groups."""
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
+
+
+def differing(size: int, options: dict[str, Any], world_size: int = 4) -> list[str]:
+    """What is not as plain simulations of each part say."""
+    nodes = world_size // size
+    ddp, engine = wrapped(size, **options)
+    named: dict[str, Any] = {"sparsifier": "union_topk"}
+    named |= {name: options[name] for name in ("sparsifier", "memory", "exchange") if name in options}
+    density = options.get("density", SPARSE["density"])
+    parts = [ls.simulate(stream(STEPS, nodes, size, place, NAMES), density=density, **named) for place in range(size)]
+    rank, wrong = torch.distributed.get_rank(), []
+    for step, traces in enumerate(zip(*parts, strict=True)):
+        ddp.zero_grad()
+        ddp(here(step)).backward()
+        expected = put_together([trace.update for trace in traces], NAMES)
+        wrong += [
+            f"{options}: the average of {name} in step {step}"
+            for name in NAMES
+            if not torch.equal(ddp.module.get_parameter(name).grad, expected[name])
+        ]
+        engine.count_as_applied()
+        own, [group] = traces[rank % size], engine.groups
+        if group.residual is not None and group.residual_norm() != float(own.residual_norm[rank // size]):
+            wrong.append(f"{options}: the residual in step {step}")
+    engine.close()
+    return wrong
+
+
+def together(sizes: Sequence[int], cases: Sequence[dict[str, Any]], world_size: int = 4) -> list[str]:
+    return [found for size in sizes for options in cases for found in differing(size, options, world_size)]
+
+
+def serves(case: Case, size: int, world_size: int) -> bool:
+    numel = sum(torch.Size(shape).numel() for shape in SHAPES.values()) // size
+    return case.serves(world_size // size, numel, SPARSE["density"])
+
+
+CELLS = [
+    (case, exchange, memory)
+    for memory in (ls.Residual(), ls.NoMemory(), *MEMORIES)
+    for case, exchange in PAIRS
+    if fit(memory, exchange) and serves(case, 2, 4)
+]
+
+
+@pytest.mark.parametrize(("case", "exchange", "memory"), covering(CELLS, together=1))
+def test_parts_are_exchanged_as_simulated(four_ranks: Ranks, case: Case, exchange: str, memory: ls.Memory) -> None:
+    options = {"sparsifier": case.sparsifier, "exchange": exchange, "memory": memory}
+    for found in four_ranks(together, [2], [options]):
+        assert not found
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"density": 1.0},
+    {"messages": "group", "sparsifier": "topk"},
+    {"executor": "inline"},
+    {"density": ls.Warmup(1.0, 0.05, 3)},
+]
+
+
+def test_settings_do_not_change_what_nodes_exchange(four_ranks: Ranks) -> None:
+    for found in four_ranks(together, [2], SETTINGS):
+        assert not found
+
+
+@pytest.mark.parametrize(
+    ("sparsifier", "nodes", "size", "ratio"),
+    [
+        ("topk", 2, 2, 1 / 3),
+        ("topk", 4, 8, 3 / 31),
+        ("everything", 2, 2, 2 / 3),
+        ("everything", 4, 8, 24 / 31),
+        ("union_topk", 2, 2, 0.66),
+        ("union_topk", 4, 8, 0.69),
+    ],
+)
+def test_what_crosses_a_nodes_card_falls_as_the_page_says(sparsifier: str, nodes: int, size: int, ratio: float) -> None:
+    """In a ring through consecutive ranks, what leaves a node is what one of its ranks sends."""
+    flat = count_bytes(sparsifier, 1_000_000, nodes * size, 0.01).bytes_sent
+    in_parts = size * count_bytes(sparsifier, 1_000_000 // size, nodes, 0.01).bytes_sent
+    assert in_parts / flat == pytest.approx(ratio, abs=0.005)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("size", [2, 4])
+def test_eight_ranks(size: int) -> None:
+    ranks = Ranks(8)
+    try:
+        cases = [{"sparsifier": name} for name in ("union_topk", "topk", "exdyna", "clt_k", "gtop_k")]
+        for found in ranks(together, [size], cases, 8):
+            assert not found
+    finally:
+        ranks.stop()
