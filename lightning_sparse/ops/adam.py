@@ -194,5 +194,5 @@ def _rehearse(one: Moved, by: Step) -> None:
     _in_torch(found[:1], by)
     _in_triton(Addresses(), None, found[1:], by)
     expected, ours = ({"parameter": each.parameter} for each in found)
-    about = {"grad": one.grad.dtype, "divisor": one.divisor.dtype, "scaled": by.scale is not None}
+    about: dict[str, Any] = {"grad": one.grad.dtype, "divisor": one.divisor.dtype, "scaled": by.scale is not None}
     compare(ours, expected, step="Adam's", numel=numel, rate=float(by.rate), keep=float(by.keep), **about)
