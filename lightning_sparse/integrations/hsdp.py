@@ -133,11 +133,13 @@ class HSDPStrategy(SparseStrategy):
         return Path(path) / FOLDER if Path(path).is_dir() else Path(f"{os.fspath(path)}.{FOLDER}")
 
     @contextmanager
-    def _residuals_in(self, path: Path, engine: Engine) -> Iterator[dict[str, Any]]:
+    def _residuals_in(self, path: Path, engine: Engine, own: dict[str, Any]) -> Iterator[None]:
         """Write the residuals of all ranks, then let the checkpoint be written, then remove those of earlier saves.
 
-        Yields:
-            The marker, which the checkpoint must carry for :meth:`_load_residuals`.
+        Args:
+            path: of the checkpoint.
+            engine: whose residuals these are.
+            own: this package's entry in the checkpoint, which gets the marker for :meth:`_load`.
         """
         comm, device = TorchCollective(), self.root_device
         self._saves += 1
@@ -150,13 +152,14 @@ class HSDPStrategy(SparseStrategy):
         inside = self._save_distributed_checkpoint
         folder = (path / FOLDER if inside else Path(f"{path}.{FOLDER}")) / save
         rest = save_sharded(engine, folder, save)
-        yield {"save": save, "step": rest["step"]}
+        own["residuals"] = {"save": save, "step": rest["step"]}
+        yield
         check_equal_on_ranks({"save": save}, comm, device)  # all ranks are here
         if comm.rank == 0:
             remove_others(folder)
 
-    def _load_residuals(self, engine: Engine, path: Path, own: dict[str, Any] | None) -> None:
-        """Let an engine continue with the residuals of a checkpoint; all ranks must call this.
+    def _load(self, engine: Engine, path: Path, own: dict[str, Any] | None) -> None:
+        """Let an engine continue with the totals and residuals of a checkpoint; all ranks must call this.
 
         Args:
             engine: bound to the optimizers, whose states are loaded.
@@ -166,6 +169,8 @@ class HSDPStrategy(SparseStrategy):
         Raises:
             RuntimeError: on all ranks, with ``strict_resume``, if there are none that fit.
         """
+        if own is not None and "totals" in own:
+            engine.totals.load_state_dict(own["totals"])
         marker = None if own is None else own.get("residuals")
         step, trouble, notes = 0, "", list[str]()
         if not isinstance(marker, dict):

@@ -89,10 +89,7 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, Base):
             super().save_checkpoint(path, state, storage_options, filter)
             return
         own: dict[str, Any] = {"totals": self._mean_over_ranks(engine.totals.state_dict())}
-        writing = self._residuals_in(path, engine) if self.config.save_residuals else nullcontext()
-        with writing as marker:
-            if marker is not None:
-                own["residuals"] = marker
+        with self._residuals_in(path, engine, own) if self.config.save_residuals else nullcontext():
             super().save_checkpoint(path, {**state, CHECKPOINT_KEY: own}, storage_options, filter)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -105,9 +102,7 @@ class FabricSparseHSDPMixin(HSDPStrategy, SparseFabricMixin, Base):
         own: dict[str, Any] | None = rest.pop(CHECKPOINT_KEY, None)
         engines = self._engines_in(state if isinstance(state, Mapping) else {}).values()
         for engine in (engine for engine in engines if engine is not None):
-            if own is not None and "totals" in own:
-                engine.totals.load_state_dict(own["totals"])
-            self._load_residuals(engine, Path(self.broadcast(path)), own)
+            self._load(engine, Path(self.broadcast(path)), own)
         return rest
 
 

@@ -98,22 +98,17 @@ class SparseHSDPMixin(HSDPStrategy, SparseTrainerMixin, Base):
         writing: AbstractContextManager[Any] = nullcontext()
         if self.config.save_residuals and not (self._trainer.interrupted or engine.closed):
             self._count_steps_left_out(engine)
-            writing = self._residuals_in(path, engine)
+            writing = self._residuals_in(path, engine, own)
         elif self.config.save_residuals:
             own["residuals"] = "it was saved after fit, or after an error, without them"
-        with writing as marker:
-            if marker is not None:
-                own["residuals"] = marker
+        with writing:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint as Lightning does, and the residuals of all ranks if there is an engine."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         if engine := self._open_engine:
-            own: dict[str, Any] | None = checkpoint.get(CHECKPOINT_KEY)
-            if own is not None and "totals" in own:
-                self._telling.totals.load_state_dict(own["totals"])
-            self._load_residuals(engine, Path(self.broadcast(checkpoint_path)), own)
+            self._load(engine, Path(self.broadcast(checkpoint_path)), checkpoint.get(CHECKPOINT_KEY))
         return checkpoint
 
     def remove_checkpoint(self, filepath: Any) -> None:

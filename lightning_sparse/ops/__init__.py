@@ -16,7 +16,7 @@ Names that only one of them has are listed as such in ``__all__``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -27,16 +27,13 @@ from torch import Tensor
 from lightning_sparse.core.candidates import Candidates, Found, Summed
 from lightning_sparse.core.layout import Span
 from lightning_sparse.ops import (
-    device_dense,
-    device_flags,
-    device_passes,
-    device_settle,
     host_arrays,
     host_choose,
     host_dense,
     host_picks,
     host_reach,
     host_sums,
+    on_device,
     reference,
 )
 from lightning_sparse.ops.c import native
@@ -103,7 +100,7 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float, candidates: C
     """
     if static_shapes(acc.device):
         parts = torch.split(acc, [len(run) for run in runs])
-        added = [device_dense.accumulate_(part, run, decay) for part, run in zip(parts, runs, strict=True)]
+        added = [on_device.accumulate_(part, run, decay) for part, run in zip(parts, runs, strict=True)]
         return reduce(torch.logical_and, added)
     if candidates is None or decay != 1:
         return reference.accumulate_(acc, runs, decay)
@@ -137,7 +134,7 @@ def top_k(x: Tensor, k: int, candidates: Candidates | None = None) -> Tensor:
     if k == x.numel():
         return torch.arange(k, device=x.device)
     if static_shapes(x.device):
-        return device_passes.top_k(x, k)
+        return on_device.top_k(x, k)
     return host_choose.top_k(x, k, candidates)
 
 
@@ -186,7 +183,7 @@ def above(
         indices: (c,) int64, and count: () int64. On the CPU ``c == count``, elsewhere ``c == capacity``.
     """
     if static_shapes(x.device):
-        return device_passes.above(x, threshold, span, min(capacity or x.numel(), x.numel()), phase)
+        return on_device.above(x, threshold, span, min(capacity or x.numel(), x.numel()), phase)
     first, last = _on_host(span, x)
     indices = host_reach.above(x, float(threshold), first, last, candidates)
     return indices, torch.tensor(indices.numel(), device="cpu")
@@ -199,12 +196,12 @@ def moments(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Te
         x: (numel,) finite values.
         candidates: of the group, where x is its accumulator: they may save a pass.
     """
-    return device_passes.moments(x) if static_shapes(x.device) else host_sums.moments(x, candidates)
+    return on_device.moments(x) if static_shapes(x.device) else host_sums.moments(x, candidates)
 
 
 def mean_and_maximum(x: Tensor, candidates: Candidates | None = None) -> tuple[Tensor, Tensor]:
     """Mean and maximum of magnitudes, () float64 each; arguments as of :func:`moments`."""
-    return device_passes.mean_and_maximum(x) if static_shapes(x.device) else host_sums.mean_and_maximum(x, candidates)
+    return on_device.mean_and_maximum(x) if static_shapes(x.device) else host_sums.mean_and_maximum(x, candidates)
 
 
 def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,13 +216,13 @@ def excess(x: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ``sum z ** 2``, each () float64, summed in float64.
     """
     if static_shapes(x.device):
-        return device_passes.excess(x, threshold)
+        return on_device.excess(x, threshold)
     return host_sums.excess(x, float(threshold))
 
 
 def log_sum(x: Tensor) -> Tensor:
     """() float64: sum of ``ln |x|`` over the x that are not zero."""
-    return device_passes.log_sum(x) if static_shapes(x.device) else host_sums.log_sum(x)
+    return on_device.log_sum(x) if static_shapes(x.device) else host_sums.log_sum(x)
 
 
 def tail(x: Tensor, threshold: Tensor | float) -> Tensor:
@@ -336,16 +333,16 @@ def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Ten
         (None, tensor([0.0000, 2.0000, 2.5000]))
     """
     if static_shapes(x.device):
-        device_settle.subtract_at_(x, indices, values, skipped)
+        on_device.subtract_at_(x, indices, values, skipped)
     elif skipped is None or not skipped:
         put_(x, indices, 0.0 if values is None else take(x, indices) - values)
 
 
 def fill_if_(x: Tensor, flag: Tensor, value: float) -> Tensor:
     """Fill all of x if the flag is set; the host does not wait for a flag on a device."""
-    if not static_shapes(flag.device):
-        return x.fill_(value) if flag else x
-    return x if device_flags.fill_if_(x, flag, value) else x.masked_fill_(flag, value)
+    if static_shapes(flag.device):
+        return on_device.fill_if_(x, flag, value)
+    return x.fill_(value) if flag else x
 
 
 def choose(flag: Tensor, yes: Any, no: Any) -> Any:
@@ -355,12 +352,18 @@ def choose(flag: Tensor, yes: Any, no: Any) -> Any:
     """
     if not static_shapes(flag.device):
         return yes if flag else no
-    if (chosen := device_flags.choose(flag, yes, no)) is not None:
-        return chosen
+    pairs: list[tuple[Tensor, Tensor]] = []
+    _with_each(yes, no, lambda *pair: pairs.append(pair))
+    chosen = iter(on_device.choose(flag, pairs))
+    return _with_each(yes, no, lambda *_: next(chosen))
+
+
+def _with_each(yes: Any, no: Any, form: Callable[[Tensor, Tensor], Any]) -> Any:
+    """Return ``no`` with what is formed of each two tensors of both."""
     if isinstance(no, Tensor) and isinstance(yes, Tensor):
-        return torch.where(flag, yes, no)
+        return form(yes, no)
     if isinstance(no, tuple) and isinstance(yes, tuple):
-        parts = [choose(flag, a, b) for a, b in zip(yes, no, strict=True)]
+        parts = [_with_each(a, b, form) for a, b in zip(yes, no, strict=True)]
         return type(no)(*parts) if hasattr(no, "_fields") else tuple(parts)
     return no
 

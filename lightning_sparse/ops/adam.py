@@ -15,15 +15,13 @@ from torch import Tensor
 
 from lightning_sparse.core.layout import fills_memory, flattened, in_pieces, shaped
 from lightning_sparse.ops import put_, take
-from lightning_sparse.ops.addresses import Addresses
+from lightning_sparse.ops.addresses import DTYPES, Addresses, takes
 from lightning_sparse.ops.on_cuda import compare, on_cuda
 
 HOST = "cpu"
 """Where steps are taken one by one."""
 PIECE = 1 << 24
 """Elements whose steps are taken at once in operations of torch: of float32, 64 MiB for each vector on the way."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of parameters and gradients that there is a kernel for."""
 
 
 class Step(NamedTuple):
@@ -97,17 +95,8 @@ class Steps:
 
 def _serves(one: Moved, by: Step) -> bool:
     """Return whether there is a kernel for a parameter."""
-    numbers = [x for x in by if isinstance(x, Tensor)]
-    if (
-        not on_cuda.takes(one.parameter)
-        or not one.parameter.numel()
-        or any(x.device != one.parameter.device for x in [*one[:3], *numbers])
-    ):
-        return False
-    if one.divisor.dtype != torch.float32 or not {one.parameter.dtype, one.grad.dtype} <= set(DTYPES):
-        return False
-    formats = [torch.contiguous_format, *([torch.channels_last] if one.parameter.dim() == 4 else [])]
-    return any(all(x.is_contiguous(memory_format=form) for x in one[:3]) for form in formats)
+    known = one.divisor.dtype == torch.float32 and {one.parameter.dtype, one.grad.dtype} <= DTYPES
+    return known and takes(one[:3], *by)
 
 
 def _form(by: Step) -> tuple[bool, ...]:
@@ -194,5 +183,5 @@ def _rehearse(one: Moved, by: Step) -> None:
     _in_torch(found[:1], by)
     _in_triton(Addresses(), None, found[1:], by)
     expected, ours = ({"parameter": each.parameter} for each in found)
-    about = {"grad": one.grad.dtype, "divisor": one.divisor.dtype, "scaled": by.scale is not None}
+    about: dict[str, Any] = {"grad": one.grad.dtype, "divisor": one.divisor.dtype, "scaled": by.scale is not None}
     compare(ours, expected, step="Adam's", numel=numel, rate=float(by.rate), keep=float(by.keep), **about)

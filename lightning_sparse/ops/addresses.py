@@ -10,11 +10,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_sparse.ops.on_cuda import on_cuda
 from lightning_sparse.ops.triton.launch import TILE
 
+DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Of parameters and gradients that there are kernels for."""
 PART = 16 * TILE
 """Most elements of a row."""
 Rows = NDArray[np.int64]
+
+
+def takes(tensors: Sequence[Tensor], *numbers: Any) -> bool:
+    """Return whether a kernel can work on tensors of a parameter, and on others beside them in one launch.
+
+    Args:
+        tensors: of one shape; they have to lie alike and without gaps, on the current device.
+        numbers: those that are tensors have to be there, too.
+    """
+    first = tensors[0]
+    if not on_cuda.takes(first) or not first.numel():
+        return False
+    if any(x.device != first.device for x in (*tensors, *numbers) if isinstance(x, Tensor)):
+        return False
+    forms = [torch.contiguous_format, *([torch.channels_last] if first.dim() == 4 else [])]
+    return any(all(x.is_contiguous(memory_format=form) for x in tensors) for form in forms)
 
 
 class Table(NamedTuple):

@@ -23,12 +23,13 @@ class MismatchError(RuntimeError):
     """Kernels compute something else than operations of torch."""
 
 
-def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **about: Any) -> None:
-    """Compare what kernels have computed with what operations of torch have, bit for bit. For rehearsals: it waits.
+def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 0.0, **about: Any) -> None:
+    """Compare what kernels have computed with what operations of torch have. For rehearsals: it waits.
 
     Args:
         found: tensors by name.
         expected: tensors of the same names, shapes and dtypes.
+        rtol: part of a value by which it may differ; 0: not in any bit.
         about: what else a reader needs to know.
 
     Raises:
@@ -43,9 +44,10 @@ def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], **about
     """
     for name, wanted in expected.items():
         x, y = (each.detach().flatten() for each in (found[name], wanted))
-        if torch.equal(x, y):
+        same = torch.isclose(x.double(), y.double(), rtol, 0.0) if rtol else x == y
+        if same.all():
             continue
-        shape, places = f"{tuple(wanted.shape)} {wanted.dtype}", (~(x == y)).nonzero().flatten()
+        shape, places = f"{tuple(wanted.shape)} {wanted.dtype}", (~same).nonzero().flatten()
         first = int(places[0])
         largest = (x.double() - y.double()).abs().max()
         others = ", ".join(f"{key}={value}" for key, value in about.items())

@@ -346,6 +346,39 @@ def scatter_(x: Tensor, indices: Tensor | None, values: Tensor, void: Tensor) ->
     x.index_copy_(0, places, torch.where(no_pick, value, values))
 
 
+def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
+    """Let values leave a vector with a spare slot, see :func:`.ops.subtract_at_`."""
+    indices = indices.long()
+    if skipped is not None:
+        indices = indices.masked_fill(skipped, x.numel() - 1)
+    if values is None:
+        x.index_fill_(0, indices, 0.0)
+        return
+    # Not index_add_: a repeated coordinate must count once.
+    x.index_copy_(0, indices, x[indices].sub_(values))
+    x[-1:].zero_()
+
+
+def form_(acc: Tensor, second: Tensor, grad: Tensor, units: Tensor, beta2: float) -> Tensor:
+    """Form residual and second moment of a gradient; () whether the new acc was finite. See :func:`.device.form_`."""
+    take, carry, keep = units.to(acc.dtype).unbind()
+    given = (grad * take.to(grad.dtype)).to(acc.dtype)
+    total = torch.mul(acc, carry).add_(given)
+    moment = torch.mul(second, keep).addcmul_(given, given, value=1 - beta2)
+    moment.clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow where gradients do not
+    finite = total.abs() < math.inf
+    torch.where(finite, total, acc, out=acc)
+    torch.where(finite, moment, second, out=second)
+    return finite.all()
+
+
+def score_(score: Tensor, acc: Tensor, second: Tensor, power: Tensor, eps: float, damping: float) -> None:
+    """Form scores, see :func:`.device.score_`."""
+    start = (1 - power).sqrt()
+    root = acc.mul(start * damping).square_().add_(second).clamp_(max=torch.finfo(acc.dtype).max)  # squares overflow
+    torch.div(acc, root.sqrt_().add_(eps * start).sqrt_(), out=score)
+
+
 def _inside(x: Tensor, span: Span) -> Tensor:
     places = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
     return (places >= span[0]) & (places < span[1])

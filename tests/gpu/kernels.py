@@ -15,7 +15,7 @@ import torch
 
 from lightning_sparse import ops
 from lightning_sparse.engine.optimizers.momentum import Momentum, Spending, Stepped
-from lightning_sparse.ops import device_second, reference
+from lightning_sparse.ops import on_device, reference
 from lightning_sparse.ops.adam import Moved, Step, Steps
 from tests.gpu.checks import Check, Clock, Numbers, SkipError, require
 from tests.gpu.machine import copy_rate, require_memory
@@ -43,13 +43,13 @@ def accumulate(device: torch.device, numel: int) -> Callable[[], Any]:
 def form(device: torch.device, numel: int) -> Callable[[], Any]:
     acc, second, grad = (torch.ones(numel, device=device) for _ in range(3))
     units = torch.tensor([1.0, 1.0, 0.999], dtype=torch.float64, device=device)
-    return lambda: device_second.form_(acc, second, grad, units, 0.999)
+    return lambda: on_device.form_(acc, second, grad, units, 0.999)
 
 
 def score(device: torch.device, numel: int) -> Callable[[], Any]:
     out, acc, second = (torch.ones(numel, device=device) for _ in range(3))
     power = torch.full((), 0.5, dtype=torch.float64, device=device)
-    return lambda: device_second.score_(out, acc, second, power, 1e-8, 400.0)
+    return lambda: on_device.score_(out, acc, second, power, 1e-8, 400.0)
 
 
 def step_of_adam(device: torch.device, numel: int) -> Callable[[], Any]:

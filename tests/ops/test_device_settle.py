@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.ops import device_settle
+from lightning_sparse.ops import on_device
 from tests.ops.interpreted import in_triton, interpret
 from tests.ops.test_no_host_sync import no_waiting
 from tests.ops.test_variants import bits, values
@@ -47,9 +47,9 @@ def test_values_leave_unless_the_step_is_skipped(
         taken[::3] = math.nan
     given, flag = None if emptied else taken, None if skipped is None else torch.tensor(skipped)
     of_torch, of_triton = x.clone(), x.clone()
-    device_settle.subtract_at_(of_torch, indices, given, flag)
+    on_device.subtract_at_(of_torch, indices, given, flag)
     with in_triton() as chosen:
-        device_settle.subtract_at_(of_triton, indices, given, flag)
+        on_device.subtract_at_(of_triton, indices, given, flag)
         assert chosen.trouble is None
         assert len(chosen._tried) == 1
         assert not chosen.refused
@@ -61,7 +61,7 @@ def test_nothing_leaves_where_nothing_was_sent() -> None:
     x[-1] = 0
     before = x.clone()
     with in_triton() as chosen:
-        device_settle.subtract_at_(x, torch.arange(0), x[:0], None)
+        on_device.subtract_at_(x, torch.arange(0), x[:0], None)
         assert not chosen._tried
     assert torch.equal(x, before)
 
@@ -71,15 +71,15 @@ def test_the_host_does_not_wait_for_the_flag() -> None:
     indices, skipped = torch.empty(9, dtype=torch.int64, device="meta"), flag.bool()
     with no_waiting():
         for given, decides in product((None, values), (None, skipped)):
-            device_settle.subtract_at_(x, indices, given, decides)
+            on_device.subtract_at_(x, indices, given, decides)
 
 
 def test_a_kernel_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x, indices, taken = sent(torch.float32, torch.int64)
     expected = x.clone()
-    device_settle.subtract_at_(expected, indices, taken, None)
-    monkeypatch.setattr(device_settle, "_in_triton", lambda *_: None)
+    on_device.subtract_at_(expected, indices, taken, None)
+    monkeypatch.setattr("lightning_sparse.ops.triton.values.subtract_at_", lambda *_: None)
     with in_triton() as chosen, pytest.warns(UserWarning, match="compute something else"):
-        device_settle.subtract_at_(x, indices, taken, None)
+        on_device.subtract_at_(x, indices, taken, None)
         assert len(chosen.refused) == 1
     assert torch.equal(x, expected)

@@ -156,8 +156,9 @@ def test_a_pick_outside_of_the_group_is_an_error() -> None:
     outside = torch.tensor([4])
     with pytest.raises(IndexError, match="vector of 4"):
         compiled.tell(acc, outside, None, 1, 9, Form.of(3, 1))
-    with pytest.raises(IndexError, match="vector of 4"):
-        compiled.round(acc, outside, outside, 0, 0, 9)
+    for second, tops in ((None, None), (acc, outside.to(torch.uint8))):
+        with pytest.raises(IndexError, match="vector of 4"):
+            compiled.round(acc, second, outside, outside, tops, 0, 0, 9, 0, False, 0, 0.0)
 
 
 def test_a_union_is_as_long_as_promised_where_a_rank_raises_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_sparse.core.step import Context, Selection
 from lightning_sparse.methods.exchanges import packed_union
-from lightning_sparse.ops import choose, device_dense, device_passes, fill_if_, host_choose, pad, reference
+from lightning_sparse.ops import choose, fill_if_, host_choose, on_device, pad, reference
 from lightning_sparse.ops.form import Form
 from tests.covering import covering
 from tests.ops.interpreted import in_triton, interpret
@@ -86,7 +86,7 @@ def test_coordinates_that_would_not_be_finite_are_left_as_they_are(places: list[
     expected = torch.where(kept, acc[:-1], 0.5 * acc[:-1] + grad)
     others = acc[:-1].clone()
     with in_triton() as chosen:
-        assert bool(device_dense.accumulate_(others, grad, 0.5)) == (not places)
+        assert bool(on_device.accumulate_(others, grad, 0.5)) == (not places)
         assert chosen.trouble is None
         assert len(chosen._tried) == 1
     triton_dense.accumulate_(acc, grad, 0.5, None, s.words, s.counts, s.broken, torch.tensor(math.inf))
@@ -101,9 +101,9 @@ def test_a_gradient_is_taken_in_as_by_torch(dtype: torch.dtype, monkeypatch: pyt
     acc, grad = values(TILE + 300, "normal", 1).to(wide), values(TILE + 300, "inf", 2).to(dtype)
     found, expected, given = acc.clone(), acc.clone(), grad.clone()
     monkeypatch.setattr(reference, "PIECE", 1000)
-    assert not device_dense._in_torch(expected, grad, 0.7)
+    assert not reference.accumulate_(expected, [grad], 0.7)
     with in_triton() as chosen:
-        assert not device_dense.accumulate_(found, grad, 0.7)
+        assert not on_device.accumulate_(found, grad, 0.7)
         assert len(chosen._tried) == (dtype != torch.float64)
     total = 0.7 * acc + grad
     assert torch.equal(found, torch.where(total.isfinite(), total, acc))
@@ -159,21 +159,21 @@ def test_a_bound_is_kept_where_nothing_can_be_learned() -> None:
 def test_passes_of_other_methods_equal_those_of_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = values(TILE + 300, kind)
     with in_triton() as chosen:
-        monkeypatch.setattr(device_passes, "FEW", 99)
+        monkeypatch.setattr(on_device, "FEW", 99)
         for k in (1, 300):
-            assert device_passes.top_k(x, k).tolist() == host_choose.top_k(x, k).tolist()
+            assert on_device.top_k(x, k).tolist() == host_choose.top_k(x, k).tolist()
         for threshold, capacity in ((0.5, 2000), (0.5, 100), (9.0, 10)):
             bound = torch.tensor(threshold, dtype=torch.float64)
-            found, count = device_passes.above(x, bound, None, capacity, 12)
+            found, count = on_device.above(x, bound, None, capacity, 12)
             expected, number = reference.above(x, bound, None, capacity, 12)
             assert torch.equal(found, expected)
             assert int(count) == int(number)
         level = torch.tensor(0.3, dtype=torch.float64)
         pairs = [
-            (device_passes.moments(x), reference.moments(x.double())),
-            (device_passes.mean_and_maximum(x), reference.mean_and_maximum(x.double())),
-            (device_passes.excess(x, level), reference.excess(x, level)),
-            ((device_passes.log_sum(x),), (reference.log_sum(x.double()),)),
+            (on_device.moments(x), reference.moments(x.double())),
+            (on_device.mean_and_maximum(x), reference.mean_and_maximum(x.double())),
+            (on_device.excess(x, level), reference.excess(x, level)),
+            ((on_device.log_sum(x),), (reference.log_sum(x.double()),)),
         ]
         for ours, theirs in pairs:
             torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
@@ -183,7 +183,7 @@ def test_passes_of_other_methods_equal_those_of_torch(kind: str, monkeypatch: py
 
 def test_doubles_are_left_to_torch() -> None:
     with in_triton() as chosen:
-        assert float(device_passes.log_sum(torch.full((9,), math.e, dtype=torch.float64))) == pytest.approx(9)
+        assert float(on_device.log_sum(torch.full((9,), math.e, dtype=torch.float64))) == pytest.approx(9)
         assert not chosen._tried
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sparse.ops import device_second
+from lightning_sparse.ops import on_device, reference
 from lightning_sparse.ops.host_choose import top_k_and_stripe
 from tests.covering import covering
 from tests.ops.interpreted import ExactRoots, in_triton, interpret
@@ -42,7 +42,7 @@ def moments_of(given: Tensor, now: Tensor, keep: Tensor) -> Tensor:
 def scores_of(acc: Tensor, second: Tensor, power: Tensor) -> Tensor:
     score = torch.empty_like(acc)
     with ExactRoots():
-        device_second._score_in_torch(score, acc, second, power, EPS, DAMPING)
+        reference.score_(score, acc, second, power, EPS, DAMPING)
     return score
 
 
@@ -126,13 +126,13 @@ def test_other_methods_get_the_same_of_two_passes(dtype: torch.dtype, kind: str)
     acc, second, score, given = residual.clone(), now.clone(), torch.empty(numel), grad.clone()
     units = torch.tensor([0.5, 0.75, BETA2 * 0.75**2], dtype=torch.float64)
     with in_triton() as chosen, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_second, "FEW", 99)
-        finite = device_second.form_(acc, second, grad, units, BETA2)
-        device_second.score_(score, acc, second, power, EPS, DAMPING)
+        patch.setattr(on_device, "FEW", 99)
+        finite = on_device.form_(acc, second, grad, units, BETA2)
+        on_device.score_(score, acc, second, power, EPS, DAMPING)
         assert chosen.trouble is None
         assert len(chosen._tried) == 2
         double = acc.double()
-        device_second.score_(torch.empty_like(double), double, second.double(), power, EPS, DAMPING)
+        on_device.score_(torch.empty_like(double), double, second.double(), power, EPS, DAMPING)
         assert len(chosen._tried) == 2
     clipped = (grad * 0.5).float()  # in the gradient's dtype, as where it is clipped in place
     total = clipped + residual * 0.75
@@ -143,6 +143,6 @@ def test_other_methods_get_the_same_of_two_passes(dtype: torch.dtype, kind: str)
     same(score, scores_of(acc, second, power))
     same(grad, given)
     kept, moments = residual.double(), now.double()
-    assert bool(device_second.form_(kept, moments, grad.double(), units, BETA2)) == bool(whole.all())
+    assert bool(on_device.form_(kept, moments, grad.double(), units, BETA2)) == bool(whole.all())
     moments.clamp_(max=torch.finfo(torch.float32).max)
     torch.testing.assert_close((kept.float(), moments.float()), (acc, second), rtol=1e-3, atol=1e-6)

@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_sparse.core.layout import fills_memory, flattened, in_pieces
 from lightning_sparse.ops import above, static_shapes, take
-from lightning_sparse.ops.addresses import Addresses
+from lightning_sparse.ops.addresses import DTYPES, Addresses, takes
 from lightning_sparse.ops.on_cuda import compare, on_cuda
 
 LONGEST = 255
@@ -24,8 +24,6 @@ TABLES = 8
 """Tables that are kept; schedules of the momentum make new ones at every step."""
 LEAST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
 """Smallest magnitudes above 0."""
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of parameters, gradients and velocities that there is a kernel for."""
 
 
 def spent(momentum: float, waited: Any) -> Any:
@@ -147,12 +145,7 @@ def _shares_of(momentum: float, share: float, device: torch.device) -> Tensor:
 
 def _serves(one: Stepped, by: Momentum, skip: Tensor | None) -> bool:
     """Return True if there is a kernel for a parameter."""
-    tensors = [*one, *(x for x in (by.rate, skip) if isinstance(x, Tensor))]
-    if not on_cuda.takes(one.parameter) or not one.parameter.numel() or not {x.dtype for x in one[:3]} <= set(DTYPES):
-        return False
-    forms = [torch.contiguous_format, *([torch.channels_last] if one.parameter.dim() == 4 else [])]
-    alike_laid = any(all(x.is_contiguous(memory_format=form) for x in one) for form in forms)
-    return alike_laid and all(x.device == one.parameter.device for x in tensors)
+    return {x.dtype for x in one[:3]} <= DTYPES and takes(one, by.rate, skip)
 
 
 def _where_arrived_(one: Stepped, by: Momentum, shares: Tensor, steps: int) -> None:

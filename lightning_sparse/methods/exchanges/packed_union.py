@@ -151,16 +151,11 @@ def _compiled(library: NativePicks, acc: Tensor, selection: Selection, lanes: La
     if n == 1 or lanes.most < lanes.fewest:
         mean, second = yield from reduce_at(acc, indices, ctx)
         return Update(indices, mean, indices, None, *about, second)
+    share = lanes.low, lanes.wide, lanes.parts
+    tops = None if ctx.second is None else library.tops(rows, form, indices)
     grid = met.lowest, _most_raised(lanes.most), lanes.most
-    if ctx.second is None:
-        made = library.round(acc, indices, levels, *grid)
-        values, second = library.average((yield AllReduce(made.words)), made.units, n), None
-    else:
-        share = lanes.low, lanes.wide, lanes.parts
-        tops = library.tops(rows, form, indices)
-        offset = (ctx.rank + 0.5) / n
-        made = library.round_both(acc, ctx.second, indices, levels, tops, *grid, *share, offset)
-        values, second = library.average_both((yield AllReduce(made.words)), made.units, tops, n, *share)
+    made = library.round(acc, ctx.second, indices, levels, tops, *grid, *share, (ctx.rank + 0.5) / n)
+    values, second = library.average((yield AllReduce(made.words)), made.units, tops, n, *share)
     if met.trouble:
         values.fill_(float("nan"))
     return Update(indices, values, made.sent, made.values, *about, second)

@@ -77,7 +77,7 @@ class Native:
 
     def _above(self, x: Tensor, bound: float, indices: Tensor | None, magnitudes: Tensor) -> int:
         count: int = self._library.ls_above(
-            at(x), x.numel(), bound, None if indices is None else at(indices), at(magnitudes), len(magnitudes) - SLACK
+            at(x), x.numel(), bound, at(indices), at(magnitudes), len(magnitudes) - SLACK
         )
         return count
 

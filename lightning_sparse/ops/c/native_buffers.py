@@ -30,8 +30,8 @@ FUNCTIONS = {
     "ls_put": "i: pl pl p",
     "ls_among": "i: pl pl p",
     "ls_tell": "i: pl ppl i f l pp",
-    "ls_round": "l: pl ppl ll f pppp",
-    "ls_average": "i: ppl f p",
+    "ls_round": "l: ppl pppl ll fiii f pppp",
+    "ls_average": "i: pppl f iii pp",
     "ls_unite": "l: pppp l ll l pppp pp",
     "ls_meet": "l: p lllll i ll pppppp",
     "ls_reader": "l:",
@@ -40,8 +40,6 @@ FUNCTIONS = {
     "ls_table": "l:",
     "ls_codes": "i: pl pl p",
     "ls_tops": "i: p lllll pl ppp",
-    "ls_round_both": "l: ppl pppl ll fiii f pppp",
-    "ls_average_both": "i: pppl f iii pp",
 }
 """Result and arguments of each function of the library, as letters of :data:`ARGUMENTS`; ``i`` for no result."""
 
@@ -57,9 +55,9 @@ def declare(library: ctypes.CDLL) -> None:
         function.argtypes = [ARGUMENTS[letter] for letter in taken.replace(" ", "")]
 
 
-def at(x: Tensor) -> int:
+def at(x: Tensor | None) -> int | None:
     """Where it lies; the caller keeps it."""
-    return x.data_ptr()
+    return None if x is None else x.data_ptr()
 
 
 def written(*tensors: Tensor) -> None:
@@ -89,5 +87,5 @@ def _kept(use: str, size: int, dtype: torch.dtype) -> tuple[Tensor, int]:
     if kept is None or len(kept[0]) < size:
         # In large pages, untouched; of at least one element, because an empty vector cannot be viewed.
         buffer = torch.from_numpy(np.zeros(max(1, size) * dtype.itemsize, np.uint8)).view(dtype)
-        kept = _buffers.__dict__[use] = buffer, at(buffer)
+        kept = _buffers.__dict__[use] = buffer, buffer.data_ptr()
     return kept

@@ -56,14 +56,14 @@ class NativePicks:
     def take(self, values: Tensor, indices: Tensor) -> Tensor:
         """``values[indices]``, of float32 and int64."""
         out = torch.empty(indices.numel(), dtype=torch.float32, device="cpu")
-        if self._library.ls_take(at(values), values.numel(), at(indices), indices.numel(), at(out)):
-            raise IndexError(f"an index is outside of a vector of {values.numel()}")
+        outside = self._library.ls_take(at(values), values.numel(), at(indices), indices.numel(), at(out))
+        _refuse_outside(outside, values)
         return out
 
     def put(self, values: Tensor, indices: Tensor, new: Tensor) -> None:
         """``values[indices] = new``, of float32 and int64."""
-        if self._library.ls_put(at(values), values.numel(), at(indices), indices.numel(), at(new)):
-            raise IndexError(f"an index is outside of a vector of {values.numel()}")
+        outside = self._library.ls_put(at(values), values.numel(), at(indices), indices.numel(), at(new))
+        _refuse_outside(outside, values)
 
     def among(self, values: Tensor, ordered: Tensor) -> Tensor:
         """Which of some int64 numbers are among ascending ones."""
@@ -78,11 +78,10 @@ class NativePicks:
         indices, spare = indices.long().contiguous(), None if spare is None else spare.contiguous()
         words = torch.zeros(form.width, dtype=torch.int32, device="cpu")
         failed = self._library.ls_tell(
-            at(acc), form.numel, at(indices), None if spare is None else at(spare), form.slots, count, most, form.bits,
+            at(acc), form.numel, at(indices), at(spare), form.slots, count, most, form.bits,
             at(words), address("of picks", form.slots, torch.float32),
         )  # fmt: skip
-        if failed == 1:
-            raise IndexError(f"an index is outside of a vector of {acc.numel()}")
+        _refuse_outside(failed == 1, acc)
         return None if failed else words
 
     def unite(
@@ -103,7 +102,7 @@ class NativePicks:
         lengths, named = _lengths(places), ctypes.c_int64()
         union, largest, said = _space_for_union(len(joined))
         size = self._library.ls_unite(
-            at(joined), None if levels is None else at(levels), None if flags is None else at(flags), at(lengths),
+            at(joined), at(levels), at(flags), at(lengths),
             len(places), padding, _limit(limit), phase,
             self._table(), address("at", 2 * len(places), torch.int64), at(union), said, at(largest),
             ctypes.byref(named),
@@ -160,41 +159,12 @@ class NativePicks:
     def _table(self) -> int:
         return zeros("table", self._library.ls_table())
 
-    def round(self, acc: Tensor, union: Tensor, levels: Tensor, lowest: int, raise_by: int, most: int) -> Rounded:
-        """Values at a union in steps of powers of two.
-
-        Args:
-            acc: (numel + 1,) values.
-            union: (u,) int64 coordinates, different ones.
-            levels: (u,) integers, of which the steps follow.
-            lowest: level towards which they are raised, by at most ``raise_by``.
-            raise_by: see there.
-            most: largest number of steps.
-        """
-        size, levels = union.numel(), levels.int()
-        words = torch.empty((size + 1) // 2, dtype=torch.int32, device="cpu")
-        sent = torch.empty_like(union)
-        units, rounded = (torch.empty(size, dtype=torch.float32, device="cpu") for _ in range(2))
-        found = self._library.ls_round(
-            at(acc), acc.numel(), at(union), at(levels), size, lowest, raise_by,
-            most, at(words), at(units), at(sent), at(rounded),
-        )  # fmt: skip
-        if found < 0:
-            raise IndexError(f"an index is outside of a vector of {acc.numel()}")
-        return Rounded(words, units, sent[:found], rounded[:found])
-
-    def average(self, words: Tensor, units: Tensor, n: int) -> Tensor:
-        """Means over n ranks from the sums of their words."""
-        values = torch.empty_like(units)
-        self._library.ls_average(at(words), at(units), units.numel(), n, at(values))
-        return values
-
     def codes(self, second: Tensor, indices: Tensor) -> Tensor:
         """Return the codes of second values at indices: (c,) uint8, see ``packed_union._codes``."""
         indices = indices.long().contiguous()
         codes = torch.empty(indices.numel(), dtype=torch.uint8, device="cpu")
-        if self._library.ls_codes(at(second), second.numel(), at(indices), indices.numel(), at(codes)):
-            raise IndexError(f"an index is outside of a vector of {second.numel()}")
+        outside = self._library.ls_codes(at(second), second.numel(), at(indices), indices.numel(), at(codes))
+        _refuse_outside(outside, second)
         return codes
 
     def tops(self, rows: Tensor, form: Form, union: Tensor) -> Tensor:
@@ -213,13 +183,13 @@ class NativePicks:
         )  # fmt: skip
         return tops
 
-    def round_both(
+    def round(
         self,
         acc: Tensor,
-        second: Tensor,
+        second: Tensor | None,
         union: Tensor,
         levels: Tensor,
-        tops: Tensor,
+        tops: Tensor | None,
         lowest: int,
         raise_by: int,
         most: int,
@@ -228,17 +198,17 @@ class NativePicks:
         parts: int,
         offset: float,
     ) -> Rounded:
-        """:meth:`round` with second values in the same words.
+        """Values at a union in steps of powers of two, and second values in the same words, if there are any.
 
         Args:
-            acc: see there, as the next three.
+            acc: (numel + 1,) values.
             second: (numel + 1,) second values.
-            union: see there.
-            levels: see there.
-            tops: (u,) uint8, see :meth:`tops`.
-            lowest: see :meth:`round`, as the next two.
+            union: (u,) int64 coordinates, different ones.
+            levels: (u,) integers, of which the steps follow.
+            tops: (u,) uint8, see :meth:`tops`; for second values, as the last four.
+            lowest: level towards which levels are raised, by at most ``raise_by``.
             raise_by: see there.
-            most: see there.
+            most: largest number of steps.
             low: bits of a word for second values.
             wide: whether a coordinate has a word of its own, and not half of one.
             parts: largest second value, in parts of the largest one that was told.
@@ -248,23 +218,28 @@ class NativePicks:
         words = torch.empty(size if wide else (size + 1) // 2, dtype=torch.int32, device="cpu")
         sent = torch.empty_like(union)
         units, rounded = (torch.empty(size, dtype=torch.float32, device="cpu") for _ in range(2))
-        found = self._library.ls_round_both(
+        found = self._library.ls_round(
             at(acc), at(second), acc.numel(), at(union), at(levels), at(tops), size, lowest, raise_by,
             most, low, wide, parts, offset, at(words), at(units), at(sent), at(rounded),
         )  # fmt: skip
-        if found < 0:
-            raise IndexError(f"an index is outside of a vector of {acc.numel()}")
+        _refuse_outside(found < 0, acc)
         return Rounded(words, units, sent[:found], rounded[:found])
 
-    def average_both(
-        self, words: Tensor, units: Tensor, tops: Tensor, n: int, low: int, wide: bool, parts: int
-    ) -> tuple[Tensor, Tensor]:
-        """Means over n ranks of values and of second values, from the sums of the words of :meth:`round_both`."""
-        values, second = torch.empty_like(units), torch.empty_like(units)
-        self._library.ls_average_both(
+    def average(
+        self, words: Tensor, units: Tensor, tops: Tensor | None, n: int, low: int, wide: bool, parts: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Means over n ranks of values and of second values, from the sums of the words of :meth:`round`."""
+        values, second = torch.empty_like(units), None if tops is None else torch.empty_like(units)
+        self._library.ls_average(
             at(words), at(units), at(tops), units.numel(), n, low, wide, parts, at(values), at(second)
         )
         return values, second
+
+
+def _refuse_outside(outside: bool, x: Tensor) -> None:
+    """Raise if an index was outside of a vector."""
+    if outside:
+        raise IndexError(f"an index is outside of a vector of {x.numel()}")
 
 
 def _lengths(parts: Sequence[Tensor]) -> Tensor:

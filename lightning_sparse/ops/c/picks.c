@@ -106,16 +106,24 @@ INLINE int32_t tell(const float *x, int64_t numel, const int64_t *indices, const
                                     float *magnitudes) {                                                               \
     return tell(x, numel, indices, spare, n, count, most, bits, words, magnitudes);                                    \
   }                                                                                                                    \
-  target static int64_t round_at_##name(const float *x, int64_t size, const int64_t *indices, const int32_t *levels,   \
-                                        int64_t n, int64_t lowest, int64_t raise_by, float most, int32_t *words,       \
+  target static int64_t round_at_##name(const float *x, const float *second, int64_t size, const int64_t *indices,      \
+                                        const int32_t *levels, const uint8_t *tops, int64_t n, int64_t lowest,         \
+                                        int64_t raise_by, const lanes_of by, float offset, int32_t *words,             \
                                         float *units, int64_t *sent, float *rounded) {                                 \
-    const lanes_of by = {most, 0, 0, 0};                                                                               \
-    return round_in_lanes(x, NULL, size, indices, levels, NULL, n, lowest, raise_by, by, 0, words, units, sent,        \
+    const lanes_of alone = {by.most, 0, 0, 0};                                                                         \
+    if (second)                                                                                                        \
+      return round_in_lanes(x, second, size, indices, levels, tops, n, lowest, raise_by, by, offset, words, units,     \
+                            sent, rounded);                                                                            \
+    return round_in_lanes(x, NULL, size, indices, levels, NULL, n, lowest, raise_by, alone, 0, words, units, sent,     \
                           rounded);                                                                                    \
   }                                                                                                                    \
-  target static void average_##name(const int32_t *words, const float *units, int64_t n, float ranks, float *values) { \
-    const lanes_of by = {0, 0, 0, 0};                                                                                  \
-    average_lanes(words, units, NULL, n, ranks, by, values, NULL);                                                     \
+  target static void average_##name(const int32_t *words, const float *units, const uint8_t *tops, int64_t n,          \
+                                    float ranks, const lanes_of by, float *values, float *seconds) {                   \
+    const lanes_of alone = {0, 0, 0, 0};                                                                               \
+    if (tops)                                                                                                          \
+      average_lanes(words, units, tops, n, ranks, by, values, seconds);                                                \
+    else                                                                                                               \
+      average_lanes(words, units, NULL, n, ranks, alone, values, NULL);                                                \
   }
 
 VARIANTS(portable, )
@@ -128,11 +136,17 @@ EXPORT int32_t ls_tell(const float *x, int64_t numel, const int64_t *indices, co
                        int32_t count, float most, int64_t bits, int32_t *words, float *magnitudes) {
   return PICK(tell)(x, numel, indices, spare, n, count, most, bits, words, magnitudes);
 }
-EXPORT int64_t ls_round(const float *x, int64_t size, const int64_t *indices, const int32_t *levels, int64_t n,
-                        int64_t lowest, int64_t raise_by, float most, int32_t *words, float *units, int64_t *sent,
-                        float *rounded) {
-  return PICK(round_at)(x, size, indices, levels, n, lowest, raise_by, most, words, units, sent, rounded);
+// second and tops, what ls_tops gave, are missing where there are no second values.
+EXPORT int64_t ls_round(const float *x, const float *second, int64_t size, const int64_t *indices,
+                        const int32_t *levels, const uint8_t *tops, int64_t n, int64_t lowest, int64_t raise_by,
+                        float most, int32_t low, int32_t wide, int32_t parts, float offset, int32_t *words,
+                        float *units, int64_t *sent, float *rounded) {
+  const lanes_of by = {most, low, wide, parts};
+  return PICK(round_at)(x, second, size, indices, levels, tops, n, lowest, raise_by, by, offset, words, units, sent,
+                        rounded);
 }
-EXPORT void ls_average(const int32_t *words, const float *units, int64_t n, float ranks, float *values) {
-  PICK(average)(words, units, n, ranks, values);
+EXPORT void ls_average(const int32_t *words, const float *units, const uint8_t *tops, int64_t n, float ranks,
+                       int32_t low, int32_t wide, int32_t parts, float *values, float *seconds) {
+  const lanes_of by = {0, low, wide, parts};
+  PICK(average)(words, units, tops, n, ranks, by, values, seconds);
 }

@@ -1,4 +1,4 @@
-// Values in steps of powers of two, alone (picks.c) or with second values in the same words (second.c).
+// Values in steps of powers of two, alone or with second values in the same words.
 #ifndef ROUNDING_H
 #define ROUNDING_H
 #include "common.h"

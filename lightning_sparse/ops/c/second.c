@@ -1,6 +1,6 @@
-// Second values beside those of packed_union.py: their codes in messages, the largest that were told, and both kinds of
-// values in one integer. The CPU formulations of packed_union.py for float32, equal bit for bit.
-#include "rounding.h"
+// Second values beside those of packed_union.py: their codes in messages, and the largest that were told. The CPU
+// formulations of packed_union.py for float32, equal bit for bit.
+#include "common.h"
 #include "told.h"
 
 #define CODE_ZERO 128  // as in packed_union.py
@@ -42,40 +42,4 @@ EXPORT void ls_tops(const int32_t *words, int64_t n, int64_t stride, int64_t num
     for (int64_t r = 0; r < n; r++)
       for (reader at = readers[n + r]; at.i < readers[r].i; next_pick(&at, f)) told[at.place - start] = 0;
   }
-}
-
-#define VARIANTS(suffix, target)                                                                                       \
-  target static int64_t round_both_##suffix(const float *x, const float *second, int64_t size,                         \
-                                            const int64_t *indices, const int32_t *levels, const uint8_t *tops,        \
-                                            int64_t n, int64_t lowest, int64_t raise_by, const lanes_of by,            \
-                                            float offset, int32_t *words, float *units, int64_t *sent,                 \
-                                            float *rounded) {                                                          \
-    return round_in_lanes(x, second, size, indices, levels, tops, n, lowest, raise_by, by, offset, words, units, sent, \
-                          rounded);                                                                                    \
-  }                                                                                                                    \
-  target static void average_both_##suffix(const int32_t *words, const float *units, const uint8_t *tops, int64_t n,   \
-                                           float ranks, const lanes_of by, float *values, float *seconds) {            \
-    average_lanes(words, units, tops, n, ranks, by, values, seconds);                                                  \
-  }
-
-VARIANTS(portable, )
-#ifdef X86
-VARIANTS(avx2, AVX2)
-VARIANTS(avx512, AVX512)
-#endif
-
-// The arguments of ls_round, and second values, what ls_tops gave, and how both share words.
-EXPORT int64_t ls_round_both(const float *x, const float *second, int64_t size, const int64_t *indices,
-                             const int32_t *levels, const uint8_t *tops, int64_t n, int64_t lowest, int64_t raise_by,
-                             float most, int32_t low, int32_t wide, int32_t parts, float offset, int32_t *words,
-                             float *units, int64_t *sent, float *rounded) {
-  const lanes_of by = {most, low, wide, parts};
-  return PICK(round_both)(x, second, size, indices, levels, tops, n, lowest, raise_by, by, offset, words, units, sent,
-                          rounded);
-}
-
-EXPORT void ls_average_both(const int32_t *words, const float *units, const uint8_t *tops, int64_t n, float ranks,
-                            int32_t low, int32_t wide, int32_t parts, float *values, float *seconds) {
-  const lanes_of by = {0, low, wide, parts};
-  PICK(average_both)(words, units, tops, n, ranks, by, values, seconds);
 }

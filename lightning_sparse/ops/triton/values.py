@@ -265,7 +265,7 @@ def average_(
 
 
 def subtract_at_(x: Tensor, indices: Tensor, values: Tensor | None, skipped: Tensor | None) -> None:
-    """Do the work of :func:`.device_settle.subtract_at_`, which says it in words."""
+    """Do the work of :func:`.on_device.subtract_at_`, which says it in words."""
     slots = indices.numel()
     launch(
         _subtract_at, -(-slots // PICKS), x, indices, x if values is None else values,
