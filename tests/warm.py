@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import types
 from pathlib import Path
@@ -182,6 +183,16 @@ def run(arguments: list[str]) -> None:
         runpy.run_path(what, run_name="__main__")
 
 
+def end_now(status: int) -> None:
+    """End without giving back piece by piece what thousands of modules hold: that takes a fork 0.3 s."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as Python does
+    atexit._run_exitfuncs()
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed by now, or never there
+            file.flush()
+    os._exit(status & 0xFF)
+
+
 if __name__ == "__main__":
     import pytorch_lightning.cli  # noqa: F401
     import torch.distributed.elastic.agent.server.api  # noqa: F401
@@ -190,4 +201,10 @@ if __name__ == "__main__":
     import tests.trainers  # noqa: F401
 
     gc.freeze()  # else each fork looks at all of it when it ends, which takes seconds
-    run(serve(sys.argv[1]))
+    try:
+        run(serve(sys.argv[1]))
+    except SystemExit as asked:
+        if not isinstance(asked.code, int | None):
+            raise
+        end_now(asked.code or 0)
+    end_now(0)

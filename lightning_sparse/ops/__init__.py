@@ -51,7 +51,7 @@ __all__ = [
     "above", "tail", "top_k", "top_k_of_blocks",
     "moments", "mean_and_maximum", "excess", "log_sum", "summed",
     "leaders", "reaching_leaders", "ranked_leaders", "pick_leaders",
-    "distinct", "add_up", "locate", "among", "take", "put_", "sqrt_", "pad",
+    "distinct", "add_up", "among", "take", "put_", "sqrt_", "pad",
     "fill_if_", "choose",
     # on the CPU only
     "many_of_largest", "largest_of", "reached", "reaching_of", "top_k_and_stripe",
@@ -287,11 +287,6 @@ def add_up(parts: Sequence[tuple[Tensor, Tensor]], padding: int) -> tuple[Tensor
 def all_finite(x: Tensor) -> Tensor:
     """() bool: no NaN and no infinity in x, of any shape. One pass, nothing allocated; True for an empty x."""
     return reference.all_finite(x) if x.numel() else torch.ones((), dtype=torch.bool, device=x.device)
-
-
-def locate(ordered: Tensor, values: Tensor) -> Tensor:
-    """int64 positions of ascending values in an ascending tensor that holds each of them; the first of equal ones."""
-    return torch.searchsorted(ordered, values)
 
 
 def among(values: Tensor, ordered: Tensor) -> Tensor:

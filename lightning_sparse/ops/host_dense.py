@@ -71,7 +71,8 @@ def weigh(
         written(acc, second, score, *runs)
         room = score.numel() // Candidates.ROOM
         return compiled.weigh((acc, second, score), runs, clear, by, bound, room, summed)
-    return _in_chunks(partial(reference.weigh_, by=by), [acc, second, score], runs, clear, bound)
+    form = partial(reference.weigh_, room=acc.new_empty(3, min(CHUNK, acc.numel())), by=by)
+    return _in_chunks(form, [acc, second, score], runs, clear, bound)
 
 
 def _add_(acc: Tensor, piece: Tensor) -> Tensor:

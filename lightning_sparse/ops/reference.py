@@ -53,14 +53,19 @@ def accumulate_(acc: Tensor, runs: Sequence[Tensor], decay: float) -> Tensor:
     return reduce(torch.logical_and, finite)
 
 
-def weigh_(acc: Tensor, second: Tensor, score: Tensor, grad: Tensor, by: Weights) -> Tensor:
-    """Form residual, second moment and score; () whether the new acc was finite. See :func:`.host_dense.weigh`."""
-    most, g = torch.finfo(acc.dtype).max, grad.to(acc.dtype, copy=True)  # the score may take its place
-    a, v = acc + g, second * by.keep
-    v.add_((g * by.add).mul_(g)).clamp_(max=most)  # each operation rounded by itself, as in C
+def weigh_(acc: Tensor, second: Tensor, score: Tensor, grad: Tensor, room: Tensor, by: Weights) -> Tensor:
+    """Form residual, second moment and score; () whether the new acc was finite. See :func:`.host_dense.weigh`.
+
+    ``room``, (3, at least numel), is written to: memory that the system gives anew costs more than the operations.
+    """
+    most, g = torch.finfo(acc.dtype).max, grad.to(acc.dtype)
+    a, v, within = room[:, : len(acc)]
+    torch.add(acc, g, out=a)
+    torch.mul(g, by.add, out=within).mul_(g)  # each operation rounded by itself, as in C
+    torch.mul(second, by.keep, out=v).add_(within).clamp_(max=most)
     finite = replace_(a, (acc, a), (second, v))
-    within = a.abs().mul_(by.damping).square_().add_(v).clamp_(max=most)
-    torch.div(a, sqrt_(sqrt_(within).add_(by.least)), out=score)
+    torch.abs(a, out=within).mul_(by.damping).square_().add_(v).clamp_(max=most)
+    torch.div(a, sqrt_(sqrt_(within).add_(by.least)), out=score)  # last, since it may take the gradient's place
     return finite
 
 

@@ -24,7 +24,7 @@ from lightning_sparse.methods.exchanges.base import (
     values_at,
 )
 from lightning_sparse.methods.exchanges.reduce_union import union_of
-from lightning_sparse.ops import compiled, locate, pad, places_of, static_shapes, take, under
+from lightning_sparse.ops import compiled, pad, places_of, static_shapes, take, under
 from lightning_sparse.ops.c.native_picks import Met, NativePicks
 from lightning_sparse.ops.form import CLASS_BITS, CLASSES, LEVELS, LOWEST, NIBBLE, OCTET, SILENT, TROUBLE, Form
 
@@ -205,7 +205,10 @@ def _largest_codes(picks: Picks, union: Tensor, padding: int) -> Tensor:
     """(u,) int64 the largest code that any rank has told for each coordinate of the union."""
     assert picks.codes is not None
     told, codes = picks.joined().long(), joined(picks.codes)
-    places = locate(union, told) if union.numel() else told
+    if not static_shapes(codes.device):  # torch takes several times as long for finding places
+        largest = torch.zeros(padding + 1, dtype=torch.uint8, device="cpu")
+        return largest.scatter_reduce_(0, told, codes.to(torch.uint8), "amax")[union].long()
+    places = torch.searchsorted(union, told) if union.numel() else told
     # Padding, and what was thinned out of the union, goes to one more slot.
     hit = pad(union, union.numel() + 1, -1)[places.clamp(max=union.numel())] == told
     places = torch.where(hit & (told < padding), places, union.numel())
