@@ -30,22 +30,8 @@ CHOICES = ("numpy", "compiled"), ("torch", "triton")
 """Names that the setting may have, on CPUs and on CUDA."""
 INSTEAD = "numpy, which takes several times as long: "
 """Begins the words on a library that is there and cannot be used."""
-SOURCES = tuple(
-    Path(__file__).with_name(name)
-    for name in (
-        "library.c",
-        "dense.c",
-        "sums.c",
-        "choose.c",
-        "picks.c",
-        "unite.c",
-        "second.c",
-        "common.h",
-        "lanes.h",
-        "rounding.h",
-        "told.h",
-    )
-)
+SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
+"""All of them, headers, too; none where only the library was installed."""
 CONSTANTS = ("CLASSES", "CLASS_BITS", "SILENT", "LEVELS", "TROUBLE", "LOWEST")
 """Of messages: what C takes from ``form.py``."""
 LIBRARY = Path(__file__).with_name("libhost.so")
@@ -92,17 +78,8 @@ def _compile(library: Path) -> str | None:
             code = [str(source) for source in SOURCES if source.suffix == ".c"]
             for file, instructions in zip(files(library), INSTRUCTIONS.values(), strict=False):
                 made = str(Path(folder) / file.name)
-                command = [
-                    *compiler,
-                    *FLAGS,
-                    *instructions,
-                    *_definitions(),
-                    f'-DSOURCE="{_digest()}"',
-                    *code,
-                    "-o",
-                    made,
-                    "-lm",
-                ]
+                told = [*FLAGS, *instructions, *_definitions(), f'-DSOURCE="{_digest()}"']
+                command = [*compiler, *told, *code, "-o", made, "-lm"]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=300)
                 if done.returncode:
                     return done.stderr.strip() or f"{command[0]} ended with {done.returncode}"
@@ -135,7 +112,7 @@ def _opened(library: Path) -> ctypes.CDLL:
     if not hasattr(found, "ls_source"):
         raise OSError(f"{library.name} is another library")
     found.ls_source.restype = ctypes.c_char_p
-    if all(source.exists() for source in SOURCES) and found.ls_source() != _digest().encode():
+    if SOURCES and found.ls_source() != _digest().encode():
         raise OSError(f"{library.name} was built from other sources")
     return found
 
