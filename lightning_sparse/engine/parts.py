@@ -132,7 +132,7 @@ class Parts:
         told = [[Sent(number, *map(bool, rest)) for number, *rest in of_rank] for of_rank in table]
         kinds = [_kinds_of(each) for each in averages]
         lengths = [sum(sum(sent.bytes_of(each)) for sent, each in zip(of_rank, kinds, strict=True)) for of_rank in told]
-        message = torch.zeros(max(lengths), dtype=torch.uint8, device=_device_of(averages[0]))
+        message = torch.zeros(max(UNIT, *lengths), dtype=torch.uint8, device=_device_of(averages[0]))
         start = 0
         for each in averages:
             for vector in _vectors_of(each):

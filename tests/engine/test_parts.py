@@ -78,7 +78,7 @@ def averages(parts: Parts, names: Sequence[str], whole: Tensor, by: Tensor | Non
     places = torch.cat(own)
     indices = None if chosen is None else torch.isin(places, chosen).nonzero().flatten().flip(0)
     kept = places if indices is None else places[indices]
-    if indices is not None:  # padding, as where shapes are static
+    if indices is not None and len(chosen):  # padding, as where shapes are static
         indices, kept = torch.cat([indices, torch.tensor([at])]), torch.cat([kept, torch.tensor([len(whole) - 1])])
     bounds = bounds_of(spans, torch.device("cpu"))
     delivery = Delivery(spans, indices, None if by is None else by[kept], Residual(), 2, bounds, torch.empty(()))
@@ -87,7 +87,7 @@ def averages(parts: Parts, names: Sequence[str], whole: Tensor, by: Tensor | Non
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("divided", [False, True])
-@pytest.mark.parametrize("sparse", ["all", "none", "some"])
+@pytest.mark.parametrize("sparse", ["all", "none", "some", "nothing"])
 def test_averages_of_parts_become_those_of_whole_parameters(ranks: int, divided: bool, sparse: str) -> None:
     generator = torch.Generator().manual_seed(1)
     parts = [Parts(NUMELS, rank, ranks) for rank in range(ranks)]
@@ -97,7 +97,9 @@ def test_averages_of_parts_become_those_of_whole_parameters(ranks: int, divided:
         values = torch.randn(numel + 1, generator=generator).to(torch.bfloat16 if number else torch.float32)
         by = torch.rand(numel + 1, generator=generator) if divided else None
         groups.append((names, values, by, torch.randperm(numel, generator=generator)[: numel // 3]))
-    sends = {"all": lambda rank: True, "none": lambda rank: False, "some": lambda rank: rank % 2 == 0}[sparse]
+    if sparse == "nothing":
+        groups = [(*group[:3], group[3][:0]) for group in groups]
+    sends = {"none": lambda rank: False, "some": lambda rank: rank % 2 == 0}.get(sparse, lambda rank: True)
     own = [
         [averages(each, *group[:3], group[3] if sends(rank) else None) for group in groups]
         for rank, each in enumerate(parts)
@@ -117,5 +119,5 @@ def test_averages_of_parts_become_those_of_whole_parameters(ranks: int, divided:
             assert len(places.unique()) == len(places)
             assert torch.equal(one.values[real], values[places])
             assert by is None or torch.equal(one.delivery.by[real], by[places])
-            if sparse == "all":
+            if sparse in ("all", "nothing"):
                 assert torch.equal(places.sort().values, chosen.sort().values)
