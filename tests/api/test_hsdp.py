@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
+from tests.covering import covering
 from tests.hsdp import SHAPES, Given, Net, batches, engine_of, given, grid, made, part, sharded, summing, weights, whole
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
@@ -65,9 +67,7 @@ def train(replicas: int, ranks: int, kind: str, each: int, native: bool, integer
     return found
 
 
-@pytest.mark.parametrize("each", [1, 2])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+@pytest.mark.parametrize(("shape", "kind", "each"), covering(product([(2, 2), (1, 4)], OPTIMIZERS, [1, 2])))
 def test_density_1_is_native_hsdp_bit_for_bit(four_ranks: Ranks, shape: tuple[int, int], kind: str, each: int) -> None:
     ours, native = (four_ranks(train, *shape, kind, each, one) for one in (False, True))
     for mine, theirs in zip(ours, native, strict=True):
@@ -164,7 +164,7 @@ def many(kind: str, density: float, steps: int) -> dict[str, Any]:
         engine.skip_void(optimizer)
         optimizer.step()
         losses.append(float(loss.detach()))
-        for w in weights(model).values():
+        for w in weights(model).values() if len(losses) % 4 == 0 else ():
             others = [torch.empty_like(w) for _ in range(4)]
             dist.all_gather(others, w)
             equal &= all(torch.equal(w, other) for other in others)
@@ -196,7 +196,7 @@ def many(kind: str, density: float, steps: int) -> dict[str, Any]:
     ],
 )
 def test_ranks_stay_equal_and_learn(four_ranks: Ranks, kind: str, density: float) -> None:
-    of_ranks = four_ranks(many, kind, density, 50)
+    of_ranks = four_ranks(many, kind, density, 32)
     for found in of_ranks:
         assert found["equal"]
         assert found["sent"] < 0.35 * found["dense"]
@@ -209,8 +209,8 @@ def test_ranks_stay_equal_and_learn(four_ranks: Ranks, kind: str, density: float
             assert len(found["states"]) == len(found["after"]) == 5
             assert found["after"]["second.weight"] == found["states"]["second.bias"]
         assert found["states"] == of_ranks[0]["states"]
-    mean = [sum(of_rank["losses"][step] for of_rank in of_ranks) for step in range(50)]
-    assert sum(mean[-10:]) < 0.95 * sum(mean[:10])
+    mean = [sum(of_rank["losses"][step] for of_rank in of_ranks) for step in range(32)]
+    assert sum(mean[-8:]) < 0.95 * sum(mean[:8])
 
 
 # ---- One step at a time

@@ -382,10 +382,11 @@ def resumed(kind: str, options: dict[str, Any], saved: int, delay: int, steps: i
 
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 def test_a_run_that_is_resumed_after_any_step_goes_on_bit_for_bit(two_ranks: Ranks, kind: str) -> None:
+    partly: dict[str, Any] = {"rules": ls.Rules(dense=["*.bias"], dense_ndim=0, dense_numel=0)}
     for saved in range(4):
-        for options in ({}, {"rules": ls.Rules(dense=["*.bias"], dense_ndim=0, dense_numel=0)}):
-            for whole, stopped in two_ranks(resumed, kind, options, saved, 1):
-                assert all(torch.equal(whole[name], stopped[name]) for name in whole), (saved, options)
+        options = partly if (saved % 2 == 0) == (kind == "adamw") else {}
+        for whole, stopped in two_ranks(resumed, kind, options, saved, 1):
+            assert all(torch.equal(whole[name], stopped[name]) for name in whole), (saved, options)
 
 
 def three_steps(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,10 +33,15 @@ def load(variant: str, request: pytest.FixtureRequest) -> native.Native | None:
     """The kernels of a variant; skips where this processor lacks the instructions."""
     if variant == NUMPY:
         return None
-    found, level = library.load(request.getfixturevalue("built"), most=variant)
-    if level != variant:
+    if (found := _loaded(request.getfixturevalue("built"), variant)) is None:
         pytest.skip(f"this processor has no {variant}")
-    return native.Native(found)
+    return found
+
+
+@functools.cache  # the sources are read each time, and kernels change thousands of times
+def _loaded(path: Path, variant: str) -> native.Native | None:
+    found, level = library.load(path, most=variant)
+    return native.Native(found) if level == variant else None
 
 
 @pytest.fixture(params=VARIANTS)
@@ -52,7 +58,6 @@ def each_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     def each() -> Iterator[str]:
         for variant in VARIANTS:
             with contextlib.suppress(pytest.skip.Exception):  # tests of `kernel` tell
-                # At its turn: a library that is loaded twice is the same, at the level of the last time.
                 monkeypatch.setattr(native, "library", load(variant, request))
                 yield variant
 

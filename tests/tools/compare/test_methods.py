@@ -60,7 +60,7 @@ def test_every_method_sends_as_many_bytes_as_micro(
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_equal_densities_are_densities_and_grow_with_the_budget(method: Method) -> None:
-    for n, numel, budgets in ((2, 10, (1e-6, 0.001, 0.01, 0.1, 1.0)), (4, 10_000, (1e-6, 0.001, 0.01, 0.1))):
+    for n, numel, budgets in ((2, 10, (1e-6, 0.01, 1.0)), (4, 10_000, (1e-6, 0.001, 0.1))):
         densities = [method.equal_density(density, n, numel) for density in budgets]
         assert all(1 / numel <= density <= 1 for density in densities)
         assert all(a <= b for a, b in pairwise(densities))
