@@ -191,7 +191,7 @@ class SparsificationConfig:
         patterns = self.rules.also_dense(self.dense).dense
         vars(self)["dense"] = patterns[len(self.rules.dense) :]
         vars(self)["rules"] = replace(self.rules, dense=tuple(dict.fromkeys(patterns)))
-        for name, hint in hints_of(type(self)).items():
+        for name, hint in hints_of(type(self)).items():  # type: ignore[arg-type]
             _check_choice(name, getattr(self, name), hint)
         if self.messages == "auto":
             if self.grouping.separate_messages or self.density.separate_messages:

@@ -72,7 +72,21 @@ class Engine:
             ],
             "counters": {},
             "rates": {},
+            "pending": {},
         }
+
+    ranks_of_a_replica = 1
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank  # type: ignore[no-any-return]
+
+    @property
+    def world_size(self) -> int:
+        return self.comm.world_size  # type: ignore[no-any-return]
+
+    def all_gather_object(self, what: Any) -> list[Any]:
+        return self.comm.all_gather_object(what, self.device)  # type: ignore[no-any-return]
 
     def join_together(self, comm: Any) -> None:
         pass
