@@ -19,7 +19,7 @@ import lightning_sparse as ls
 from tests.covering import covering, in_turns
 from tests.ranks import Ranks
 
-WIDTH, LAYERS = 1024, 4
+WIDTH, LAYERS = 640, 4
 NUMEL = WIDTH * WIDTH * LAYERS
 
 
