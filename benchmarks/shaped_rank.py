@@ -107,11 +107,7 @@ class Variant:
         dist.barrier()
         received, sent = interface_bytes()
         begin, begin_cpu = time.perf_counter(), time.process_time()
-        with self.ddp.no_sync() if self.spec.name == "compute" else nullcontext():
-            loss = self.ddp(batch)
-            loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()  # here: variants that wait for their turn hold no gradients
+        loss = self.train(batch)
         taken, taken_cpu = time.perf_counter() - begin, time.process_time() - begin_cpu
         dist.barrier()  # what others have sent has arrived
         now_received, now_sent = interface_bytes()
@@ -123,15 +119,21 @@ class Variant:
             "loss": loss.item(),
         }
 
+    def train(self, batch: Any) -> Tensor:
+        """One training step; its loss."""
+        with self.ddp.no_sync() if self.spec.name == "compute" else nullcontext():
+            loss: Tensor = self.ddp(batch)
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()  # here: variants that wait for their turn hold no gradients
+        return loss
+
     def stride(self, batches: list[Any], steps: int) -> float:
         """Take steps one after the other, as a training does; milliseconds of one of them, but for the first."""
         dist.barrier()
         ends = []
         for number in range(steps):
-            with self.ddp.no_sync() if self.spec.name == "compute" else nullcontext():
-                self.ddp(batches[number % len(batches)]).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.train(batches[number % len(batches)])
             ends.append(time.perf_counter())
         return 1e3 * (ends[-1] - ends[0]) / (steps - 1)
 

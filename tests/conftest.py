@@ -80,6 +80,14 @@ def two_ranks() -> Iterator[Ranks]:
     ranks.stop()
 
 
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    """Four of them, which take memory as long as they are there."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
+
+
 @pytest.fixture(scope="session")
 def three_ranks() -> Iterator[Ranks]:
     """Three real processes: sums depend on their order, and nothing divides evenly."""

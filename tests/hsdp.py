@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
 
 import lightning_sparse as ls
 
@@ -53,6 +55,16 @@ def batches(steps: int, each: int = 1, seed: int = 100) -> Iterator[list[tuple[T
     for _ in range(steps):
         inputs = [torch.randn(4, 13, generator=generator) for _ in range(each)]
         yield [(x, x[:, :3] - x[:, 3:6]) for x in inputs]
+
+
+def backward(model: nn.Module, step: list[tuple[Tensor, Tensor]], engine: ls.Engine | None) -> None:
+    """Gradients of the batches of a step, which are exchanged once; None: by FSDP itself."""
+    for number, (x, y) in enumerate(step):
+        last = number == len(step) - 1
+        if engine is None:
+            model.set_requires_all_reduce(last)  # type: ignore[operator]
+        with nullcontext() if engine is None or last else engine.no_sync():
+            mse_loss(model(x), y).backward()
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

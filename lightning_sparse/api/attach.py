@@ -148,7 +148,6 @@ def attach_config(
             exchanged = {name: p for name, p in parameters.items() if p.numel()}
             if in_parts:
                 shards = nodes.shards(exchanged)
-                plan = [group.resized({name: shard.length for name, shard in shards.items()}) for group in plan]
             given: dict[str, Any] = {"watch_usage": usage, "frozen": frozen, "shards": shards, "within": within}
             engine = Engine(plan, exchanged, config, comm, device, **given)
             undo.callback(engine.close)

@@ -173,8 +173,8 @@ def attach_hsdp_config(
     check_equal_on_ranks(facts, parts, device)
     shards = {name: shard_of(p) for name, p in trained.items() if p.numel()}
     check_equal_on_ranks({**facts, "parts of the parameters": shards}, replicas, device)
-    own_plan = [group.resized({name: shard.length for name, shard in shards.items()}) for group in plan]
-    _refuse_groups_without_rows([group.name for group in own_plan if not group.numel], parts, device)
+    without_rows = [group.name for group in plan if not any(shards[p.name].length for p in group.parameters)]
+    _refuse_groups_without_rows(without_rows, parts, device)
     speaks = replicas.rank == parts.rank == 0
     if speaks and not stays_dense and not isinstance(config.sparsifier, Everything):
         warn_if_nothing_is_left(plan, config.rules)
@@ -188,7 +188,7 @@ def attach_hsdp_config(
             broadcast_replica(model, comm, device)
             exchanged = {name: p for name, p in trained.items() if name in shards}
             engine = Engine(
-                own_plan,
+                plan,
                 exchanged,
                 config,
                 comm,

@@ -43,7 +43,7 @@ class Engine(EngineView):
     """Runs a plan over the gradients that DDP hands over; made by :func:`~lightning_sparse.attach`.
 
     Args:
-        plan: groups that cover all parameters.
+        plan: groups that cover all parameters; whole ones, also where this rank has parts of them.
         parameters: by the names used in the plan.
         settings: checked choices.
         comm: the ranks; the engine's own, closed with it. With ``delay=1``, exchanges have one more to themselves.
@@ -92,12 +92,14 @@ class Engine(EngineView):
         if settings.delay:  # other messages may be sent while an exchange is in flight
             exchanging = comm.another()
             exchanging.listen(f"{self.run_id}/late")
+        self.shards = dict(shards or {})
+        """Parts of parameters, see above."""
         of_engine = (lambda: self.loss_scale()), self._before_exchange
         reducer = Reducer(parameters, settings, exchanging, device, watch_usage, *of_engine, aside=comm, within=within)
         super().__init__(reducer, comm)
         try:
             with reducer.on_stream.between_steps():
-                groups = [reducer.form(group) for group in plan]
+                groups = [reducer.form(group) for group in self._parts_of(plan)]
             reducer.adopt(groups, Counts())
         except BaseException:
             reducer.close()
@@ -105,8 +107,6 @@ class Engine(EngineView):
         self._source = BucketSource(self.entrance)
         self._compared_kernels = False
         self._binding = OptimizerBinding(reducer, parameters, comm, device, left_open)
-        self.shards = dict(shards or {})
-        """Parts of parameters, see above."""
         self._state = EngineState(reducer, self._binding, list(parameters), self.frozen, comm, device, self.shards)
         if not left_open:  # else optimizers settle the memory
             reducer.prepare()
@@ -331,8 +331,7 @@ class Engine(EngineView):
         expect(chosen in get_args(Messages), "messages", "'group', 'step' or None", messages)
         expect(chosen == "step" or not self.settings.delay, "messages", "'step' or None, with delay=1", messages)
         check_covers(groups, self.router.parameters)
-        lengths = {name: shard.length for name, shard in self.shards.items()}
-        self.router.regroup([group.resized(lengths) for group in groups], chosen)
+        self.router.regroup(self._parts_of(groups), chosen)
         if self.optimizers:
             self._binding.suit(self.optimizers)
 
@@ -416,6 +415,11 @@ class Engine(EngineView):
         """
         self._check_between_steps("Residuals can only be taken")
         return take_pending(self.router, self.entrance.put_together)
+
+    def _parts_of(self, plan: Sequence[Group]) -> list[Group]:
+        """Return groups with the sizes of what this rank has of their parameters."""
+        lengths = {name: shard.length for name, shard in self.shards.items()}
+        return [group.resized(lengths) for group in plan]
 
     def drain(self, optimizers: Iterable[torch.optim.Optimizer] | None = None) -> bool:
         """Apply averages that are on their way, with ``delay=1``; all ranks must call this, between two steps.

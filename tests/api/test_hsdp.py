@@ -20,17 +20,24 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
 from tests.covering import covering
-from tests.hsdp import SHAPES, Given, Net, batches, engine_of, given, grid, made, part, sharded, summing, weights, whole
+from tests.hsdp import (
+    SHAPES,
+    Given,
+    Net,
+    backward,
+    batches,
+    engine_of,
+    given,
+    grid,
+    made,
+    part,
+    sharded,
+    summing,
+    weights,
+    whole,
+)
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
-
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -49,16 +56,7 @@ def train(replicas: int, ranks: int, kind: str, each: int, native: bool, integer
         engine.bind([optimizer])
     found = []
     for step in batches(5, each):
-        for number, (x, y) in enumerate(step):
-            last = number == len(step) - 1
-            if native:
-                model.set_requires_all_reduce(last)
-                mse_loss(model(x), y).backward()
-            elif last:
-                mse_loss(model(x), y).backward()
-            else:
-                with engine.no_sync():
-                    mse_loss(model(x), y).backward()
+        backward(model, step, engine)
         optimizer.step()
         optimizer.zero_grad()
         found.append(weights(model))

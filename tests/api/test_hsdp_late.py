@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn.functional import mse_loss
 
 import lightning_sparse as ls
 from lightning_sparse.engine.state.sharded import load_sharded, save_sharded
-from tests.hsdp import SHAPES, Given, batches, engine_of, given, grid, made, part, sharded, weights, whole
+from tests.hsdp import SHAPES, Given, backward, batches, engine_of, given, grid, made, part, sharded, weights, whole
 from tests.ranks import Ranks
 from tests.trainers import EVERYTHING_SPARSE
 
@@ -23,13 +22,6 @@ OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
 }
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
 
 
 # ---- The shift
@@ -88,16 +80,7 @@ def old_gradients(kind: str, each: int, ours: bool) -> list[dict[str, Tensor]]:
     found = []
     for step in batches(5, each):
         optimizer.zero_grad()
-        for number, (x, y) in enumerate(step):
-            last = number == len(step) - 1
-            if engine is None:
-                model.set_requires_all_reduce(last)
-                mse_loss(model(x), y).backward()
-            elif last:
-                mse_loss(model(x), y).backward()
-            else:
-                with engine.no_sync():
-                    mse_loss(model(x), y).backward()
+        backward(model, step, engine)
         if engine is None:
             now = [p.grad for p in model.parameters()]
             for p, grad in zip(model.parameters(), before or [None] * len(now), strict=True):

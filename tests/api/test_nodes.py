@@ -6,7 +6,6 @@ import math
 import platform
 import time
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,13 +43,6 @@ OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.125, momentum=0.5),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
 }
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
 
 
 # ---- Density 1

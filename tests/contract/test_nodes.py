@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,13 +18,6 @@ from tests.ranks import Ranks
 STEPS = 3
 NAMES = list(reversed(SHAPES))
 """In the order of groups."""
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
 
 
 def differing(size: int, options: dict[str, Any], world_size: int = 4) -> list[str]:

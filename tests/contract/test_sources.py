@@ -244,13 +244,6 @@ def train_shards() -> list[dict[str, Any]]:
     return [{"half": half, "state": state, "weights": weights, "notes": notes, "found": found}]
 
 
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
-
-
 def test_shards_of_unequal_length_are_kept_with_their_place_in_the_parameter(four_ranks: Ranks) -> None:
     seen = [found for [found] in four_ranks(train_shards)]
     for half in (0, 1):

@@ -6,7 +6,6 @@ import importlib
 import os
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ from tests.trainers import EVERYTHING_SPARSE, PACKAGES, flat, make_data, make_mo
 LEFT_OUT = {"traffic/total_mb"}
 """Sums of floats, which a resumed run begins with the mean over ranks."""
 SPARSE: dict[str, Any] = {"rules": EVERYTHING_SPARSE, "density": 0.05}
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
 
 
 def strategy_of(package: str, options: dict[str, Any]) -> Any:

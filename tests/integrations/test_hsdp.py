@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,13 +31,6 @@ MODULES = {
     "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
     "lightning.pytorch": ("lightning", "lightning"),
 }
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
 
 
 def classes(package: str) -> tuple[Any, Any]:

@@ -128,8 +128,8 @@ class WithinANode:
             record.kept = [_exchanged(kept, own, facts)]
         router.hand_over(kept.averages.keys())
         place(_exchanged(kept, own, whole), places, scale, self._mark)
-        for made in whole:
-            if made.delivery is not None:
+        for made in whole:  # of those whose parameters were all used, some averages are noted already
+            if made.delivery is not None and made.delivery.handed is None:
                 made.delivery.sample([places[name] for name in made.spans], scale)
 
     def put_together(self, own: Sequence[Averages]) -> list[Averages]:

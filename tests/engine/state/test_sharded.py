@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,6 @@ import lightning_sparse as ls
 from lightning_sparse.engine.state.sharded import load_sharded, save_sharded
 from tests.hsdp import SHAPES, Given, batches, engine_of, given, grid, made, sharded, summing, weights, whole
 from tests.ranks import Ranks
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
-
 
 # ---- Resumed with as many replicas and ranks: bit for bit
 
