@@ -377,7 +377,7 @@ def measure_nodes(job: Job, result: Result, keep: Callable[[], None]) -> None:
 
 
 def measure_regions(job: Job, result: Result, keep: Callable[[], None]) -> None:
-    """The same, but that ranks do not meet between two steps: over long distances that takes as long as a step."""
+    """In time and one step late, without a barrier between steps: over long distances it takes as long as a step."""
     batches = batches_of(job)
     for round_ in range(job["rounds"]):
         for spec in late_specs(result)[:: 1 if round_ % 2 == 0 else -1]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,15 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_sparse as ls
 
 PACKAGES = ["pytorch_lightning", "lightning.pytorch"]
+INTEGRATIONS = {
+    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
+    "lightning.pytorch": ("lightning", "lightning"),
+}
+"""Modules with the strategies of each package, for the Trainer and for Fabric."""
+HALF = "epoch=1.ckpt"
+"""Checkpoint after half of four epochs."""
+Fit = Callable[..., tuple[Any, nn.Module]]
+"""Trains with options of a Trainer, from a checkpoint if one is given as `ckpt`; returns the Trainer and the module."""
 
 # Each Trainer asks all installed distributions whether they bring callbacks, which takes longer than all else it does.
 for _fabric in ("lightning_fabric", "lightning.fabric"):
@@ -75,6 +87,27 @@ def make_trainer(package: str, **options: Any) -> Any:
     }
     defaults: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "max_epochs": 2, **quiet}
     return importlib.import_module(package).Trainer(**defaults | options)
+
+
+def straight_and_resumed(
+    package: str, path: Path, weights: Callable[[nn.Module], dict[str, Tensor]], fit: Fit, then: Fit, **options: Any
+) -> dict[str, Any]:
+    """Weights of a run of four epochs, and of one of two that another one has gone on from, which `then` trains."""
+    straight, module = fit(max_epochs=4, **options)
+    first = {"weights": weights(module), "steps": straight.strategy.engine.step}
+    made = importlib.import_module(package).callbacks.ModelCheckpoint
+    options |= {"enable_checkpointing": True}
+
+    def save() -> dict[str, Any]:
+        return options | {"callbacks": [made(path, filename="{epoch}", save_top_k=-1, every_n_epochs=2)]}
+
+    fit(max_epochs=2, **save())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+        second, module = then(ckpt=path / HALF, max_epochs=4, **save())
+    engine = second.strategy.engine
+    found = {"first": first, "second": {"weights": weights(module), "steps": engine.step}}
+    return {**found, "memory": repr(engine.settings.memory), "clipped": bool(engine.router.clipping.limits)}
 
 
 def flat(module: nn.Module) -> Tensor:

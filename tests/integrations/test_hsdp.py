@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import lightning_sparse as ls
 from tests.hsdp import weights
 from tests.ranks import Ranks
-from tests.trainers import PACKAGES, make_data, make_trainer
+from tests.trainers import HALF, INTEGRATIONS, PACKAGES, make_data, make_trainer, straight_and_resumed
 
 SETTINGS: dict[str, Any] = {
     "density": 0.05,
@@ -25,17 +25,13 @@ SETTINGS: dict[str, Any] = {
     "data_parallel_size": 2,
     "watch": None,
 }
-HALF = "epoch=1.ckpt"
-"""What is saved after half of the epochs."""
-MODULES = {
-    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
-    "lightning.pytorch": ("lightning", "lightning"),
-}
 
 
 def classes(package: str) -> tuple[Any, Any]:
     """The strategies of a package, for the Trainer and for Fabric."""
-    trainer, fabric = (importlib.import_module(f"lightning_sparse.integrations.{name}") for name in MODULES[package])
+    trainer, fabric = (
+        importlib.import_module(f"lightning_sparse.integrations.{name}") for name in INTEGRATIONS[package]
+    )
     return trainer.SparseHSDPStrategy, fabric.FabricSparseHSDPStrategy
 
 
@@ -82,21 +78,8 @@ def fit(package: str, kind: str, strategy: dict[str, Any], ckpt: Path | None = N
 
 def resumed(package: str, kind: str, path: Path, strategy: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Weights of a run of four epochs, and of one of two that another one has gone on from."""
-    straight, module = fit(package, kind, strategy, max_epochs=4, **options)
-    first = {"weights": weights(module), "steps": straight.strategy.engine.step}
-    made = importlib.import_module(package).callbacks.ModelCheckpoint
-    options |= {"enable_checkpointing": True}
-
-    def save() -> dict[str, Any]:
-        return options | {"callbacks": [made(path, filename="{epoch}", save_top_k=-1, every_n_epochs=2)]}
-
-    fit(package, kind, strategy, max_epochs=2, **save())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-        second, module = fit(package, kind, strategy, ckpt=path / HALF, max_epochs=4, **save())
-    engine = second.strategy.engine
-    found = {"first": first, "second": {"weights": weights(module), "steps": engine.step}}
-    return {**found, "memory": repr(engine.settings.memory), "clipped": bool(engine.router.clipping.limits)}
+    train = partial(fit, package, kind, strategy)
+    return straight_and_resumed(package, path, weights, train, train, **options)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +176,9 @@ def test_callbacks_see_sharded_replicas_and_a_second_trainer_trains_on(four_rank
 def in_fabric(package: str, path: Path) -> dict[str, Any]:
     """Weights of a loop of four steps, and of one that another one has gone on from after two."""
     kind = classes(package)[1]
-    fabric_of = importlib.import_module(MODULES[package][1] if package == "pytorch_lightning" else "lightning.fabric")
+    fabric_of = importlib.import_module(
+        INTEGRATIONS[package][1] if package == "pytorch_lightning" else "lightning.fabric"
+    )
 
     def start() -> tuple[Any, Any, Any]:
         fabric = fabric_of.Fabric(accelerator="cpu", devices=4, strategy=kind(shard, **SETTINGS))

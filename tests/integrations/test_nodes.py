@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,9 @@ from torch import Tensor, nn
 
 import lightning_sparse as ls
 from tests.ranks import Ranks
-from tests.trainers import make_data, make_trainer
+from tests.trainers import HALF, INTEGRATIONS, make_data, make_trainer, straight_and_resumed
 
 SETTINGS: dict[str, Any] = {"density": 0.05, "rules": ls.Rules(dense_numel=0), "node_size": 2}
-HALF = "epoch=1.ckpt"
-"""What is saved after half of the epochs."""
-INTEGRATIONS = {
-    "pytorch_lightning": ("pytorch_lightning", "lightning_fabric"),
-    "lightning.pytorch": ("lightning", "lightning"),
-}
 
 
 def classes(package: str) -> tuple[Any, Any]:
@@ -58,7 +52,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def fit(package: str, kind: str, ckpt: Path | None, size: Any, **options: Any) -> Any:
+def fit(package: str, kind: str, size: Any, ckpt: Path | None = None, **options: Any) -> Any:
     module = module_of(package, kind)
     made = classes(package)[0](**{**SETTINGS, "node_size": size, "strict_resume": True})
     trainer = make_trainer(package, devices=4, strategy=made, **options)
@@ -69,21 +63,8 @@ def fit(package: str, kind: str, ckpt: Path | None, size: Any, **options: Any) -
 def everything_at_once(package: str, kind: str, path: Path, resumed_size: Any) -> dict[str, Any]:
     """Weights of a run of four epochs, and of one of two that another one has gone on from."""
     options = {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}
-    straight, module = fit(package, kind, None, 2, max_epochs=4, **options)
-    first = {"weights": weights(module), "steps": straight.strategy.engine.step}
-    made = importlib.import_module(package).callbacks.ModelCheckpoint
-    options |= {"enable_checkpointing": True}
-
-    def save() -> dict[str, Any]:
-        return options | {"callbacks": [made(path, filename="{epoch}", save_top_k=-1, every_n_epochs=2)]}
-
-    fit(package, kind, None, 2, max_epochs=2, **save())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-        second, module = fit(package, kind, path / HALF, resumed_size, max_epochs=4, **save())
-    engine = second.strategy.engine
-    found = {"first": first, "second": {"weights": weights(module), "steps": engine.step}}
-    return {**found, "memory": repr(engine.settings.memory), "clipped": bool(engine.router.clipping.limits)}
+    first, second = (partial(fit, package, kind, size) for size in (2, resumed_size))
+    return straight_and_resumed(package, path, weights, first, second, **options)
 
 
 @pytest.mark.parametrize(

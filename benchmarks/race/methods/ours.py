@@ -58,7 +58,7 @@ class Exchanged(Method):
 
     @property
     def groups(self) -> list[GroupState]:
-        """What the groups remember, without hints that cost nothing to lose."""
+        """States of the groups, without hints that cost nothing to lose."""
         return [state._replace(candidates=None) for state in self._states]
 
     @groups.setter

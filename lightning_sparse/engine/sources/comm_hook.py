@@ -15,7 +15,7 @@ from lightning_sparse.engine.sources.within_a_node import WithinANode
 from lightning_sparse.ops import static_shapes
 
 Entrance = Reducer | OneStepLate | WithinANode
-"""What a source calls."""
+"""Takes gradients from a source, and gives it averages."""
 Positions = dict[tuple[int, ...], Tensor]
 """First coordinates of gradients in a bucket as tensors on the device, kept from step to step."""
 

@@ -30,7 +30,7 @@ class Usage:
         self.comm = comm.between_hosts()
         """Collective for facts of the hosts, without a device."""
         self.within = None if within is None else within.between_hosts()
-        """The same of a node."""
+        """Ranks of this node, likewise."""
         used = self._used = set[str]()
 
         def note(name: str, _: Tensor) -> None:  # keeps no more than the set alive
